@@ -1,0 +1,33 @@
+"""Which attention kernels ran, why those, what did they cost, and what changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+_API = {
+    "capture": "profharness.api",
+    "cells": "profharness.api",
+    "diff": "profharness.api",
+    "export": "profharness.api",
+    "ingest": "profharness.api",
+    "kernels": "profharness.api",
+    "launches": "profharness.api",
+    "query": "profharness.api",
+    "runs": "profharness.api",
+}
+__all__ = [*_API, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of the Python interface, imported at first use: importing the package loads neither torch nor pandas."""
+    if name not in _API:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_API[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_API])

@@ -1,0 +1,5 @@
+"""`python -m profharness` is the `profharness` command."""
+
+from profharness.cli.main import main
+
+main()

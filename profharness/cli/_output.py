@@ -1,0 +1,120 @@
+"""Where results go: stdout or a file, whole or not at all; hints go to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import click
+
+from profharness.errors import UsageError
+
+if TYPE_CHECKING:
+    from profharness.report.document import Document
+
+SUFFIX_FORMATS = {".json": "json", ".csv": "csv", ".md": "md"}
+DEFAULT_WIDTH = 100
+
+
+def hint(text: str) -> None:
+    """One line to stderr, which never is part of the result."""
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(text, err=True)
+
+
+def emit(
+    document: Document, format_: str | None, output: Path | None = None, *, force: bool = False
+) -> None:
+    """Render the document to the file, else to stdout. Without a format, the file's suffix decides, else `table`."""
+    from profharness.report.renderers import RENDERERS
+
+    if format_ is None:
+        format_ = SUFFIX_FORMATS.get(output.suffix.lower(), "table") if output else "table"
+    color = output is None and _wants_color()
+    text = RENDERERS[format_](document, width=_width(), color=color)
+    if output is not None:
+        with atomic_file(output, force=force) as file:
+            file.write(text.encode())
+        hint(f"wrote {output}")
+        return
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8") if format_ == "table" else "utf-8"
+    with quiet_stdout() as stream:
+        stream.write(text.encode(encoding, "replace"))
+
+
+def _wants_color() -> bool:
+    return (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[IO[bytes]]:
+    """Binary stdout for a result; a reader that goes away early (`| head`) ends the writing without a complaint."""
+    stream = click.get_binary_stream("stdout")
+    try:
+        yield stream
+        stream.flush()
+    except BrokenPipeError:
+        # What is still buffered would raise once more when the interpreter closes stdout.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def check_output(output: Path | None, *, force: bool) -> None:
+    """Refuse early, before any work is done, what `atomic_file` would refuse at the end."""
+    if output is None:
+        if force:
+            raise UsageError("--force means the file of -o; name one")
+        return
+    if output.exists() and not force:
+        raise UsageError(f"{output}: already exists; --force overwrites it")
+    if not output.parent.is_dir():
+        raise UsageError(f"{output}: its folder does not exist")
+
+
+@contextlib.contextmanager
+def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
+    """A binary file that appears under its name only when the block ends well; until then any old one stays.
+
+    Raises UsageError when the file is there (even if it came to be meanwhile) and force is not given, or cannot be written.
+    """
+    check_output(output, force=force)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
+    try:
+        file = temporary.open("xb")
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
+    try:
+        try:
+            with file:
+                yield file
+            _put(temporary, output, force=force)
+        except OSError as error:
+            raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _put(temporary: Path, output: Path, *, force: bool) -> None:
+    """Give the finished file its name; without force by a hard link, which never replaces an existing one."""
+    if force:
+        temporary.replace(output)
+        return
+    try:
+        os.link(temporary, output)
+    except FileExistsError:
+        raise UsageError(f"{output}: already exists; --force overwrites it") from None
+    except OSError:
+        # A file system without hard links.
+        temporary.replace(output)

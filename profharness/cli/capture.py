@@ -1,0 +1,112 @@
+"""`profharness capture`: the main job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from profharness.cli._options import backend_option, config_options, read_configs, split_names, store_option
+
+if TYPE_CHECKING:
+    from profharness.jobs import Captured
+
+FAILED = ("crashed", "timeout", "oom", "error", "pending")
+
+
+@click.command()
+@config_options
+@backend_option
+@click.option("--profiler", multiple=True, metavar="NAME", help="torch (default) or events (timing only). Repeatable.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="traces/runs", show_default=True, help="Where run folders go.")
+@store_option
+@click.option("--iterations", type=click.IntRange(1, 10_000), default=5, show_default=True, help="Profiled calls per cell.")
+@click.option("--warmup", type=click.IntRange(0, 10_000), default=3, show_default=True, help="Calls before the profiled ones.")
+@click.option("--samples", type=click.IntRange(0, 100_000), default=30, show_default=True, help="Unprofiled timing samples; 0: none.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1), default=120, show_default=True, help="Seconds that one cell may take.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option("--note", help="A remark that is kept with the run.")
+@click.option("--resume", "resume_folder", metavar="RUN", help="A run folder or run id: do only its cells that have no result.")
+def command(
+    config: tuple[str, ...],
+    configs_file: Path | None,
+    backend: tuple[str, ...],
+    profiler: tuple[str, ...],
+    out: Path,
+    store: Path,
+    iterations: int,
+    warmup: int,
+    samples: int,
+    timeout_s: float,
+    seed: int,
+    device: str,
+    note: str | None,
+    resume_folder: str | None,
+) -> None:
+    """Run attention configs on backends under a profiler.
+
+    Every config runs on every backend in a worker process. The raw traces stay in a run folder, and the run goes into the
+    store. A backend that refuses a config is a result, and so is a cell that fails or kills its worker.
+
+    \b
+    Configs: batch,heads,seq_len,head_dim then, in any order,
+      fp16 bf16 fp32  causal  bwd  kv_heads= seq_q= seq_kv=
+      mask=none|bool|float  dropout=0.1  scale=0.125
+      layout=contiguous|bshd|strided_last|offset1|broadcast_batch
+    A number may be a set {1,2,4} or a range 128:4096:*2.
+
+    \b
+    Example:
+      profharness capture --config 2,8,512,64 --backend auto,flash,math
+    """
+    from profharness.cli._progress import capture_progress
+    from profharness.errors import UsageError
+    from profharness.jobs import capture_into_store, resume_into_store
+    from profharness.record import Protocol
+    from profharness.runner import CaptureOptions
+
+    configs = read_configs(config, configs_file)
+    if resume_folder is not None:
+        if configs or backend:
+            raise UsageError("--resume goes on with the run's own cells; leave --config, --configs and --backend out")
+        with capture_progress() as progress:
+            captured = resume_into_store(_find_folder(resume_folder, out), store, progress)
+    else:
+        protocol = Protocol(iterations, warmup, samples, timeout_s, seed, device)
+        options = CaptureOptions(split_names(profiler) or ("torch",), out, protocol, note)
+        with capture_progress() as progress:
+            captured = capture_into_store(configs, split_names(backend), store, options, progress)
+    _report(captured)
+
+
+def _find_folder(text: str, out: Path) -> Path:
+    """A run folder given as a path, a run id or a unique prefix of one below `out`."""
+    from profharness.errors import NotFoundError
+
+    if (Path(text) / "run.json").exists():
+        return Path(text)
+    found = sorted(path.parent for path in out.glob(f"{text}*/run.json"))
+    if text == "latest":
+        found = sorted(path.parent for path in out.glob("*/run.json"))[-1:]
+    if len(found) != 1:
+        many = f"{len(found)} of them fit" if found else "there is none"
+        raise NotFoundError(f"no run folder {text!r} in {out}: {many}; give the folder's path or a longer id")
+    return found[0]
+
+
+def _report(captured: Captured) -> None:
+    """The run's id and what came of its cells on stdout; what failed, with its message, on stderr."""
+    run = captured.run
+    counts = Counter(cell.status for cell in run.cells)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    click.echo(f"{run.run}: {len(run.cells)} cells: {summary}; in {captured.folder}")
+    for cell in run.cells:
+        if cell.status in FAILED:
+            click.echo(f"{cell.status}: {cell.config} {cell.backend}: {cell.message}", err=True)
+    for result in captured.ingested:
+        for warning in result.warnings:
+            click.echo(f"warning: {warning}", err=True)
+    click.echo("see it with: profharness kernels", err=True)

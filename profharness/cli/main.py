@@ -1,0 +1,81 @@
+"""The `profharness` command: finds its sub-commands lazily, and is the one boundary that turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+from profharness import __version__
+from profharness.errors import ProfharnessError
+
+# name -> (module with a `command`, help line); the module is imported when the command is used.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "capture": ("profharness.cli.capture", "Run attention configs on backends under a profiler."),
+    "kernels": ("profharness.cli.kernels", "Show which kernels each backend launched."),
+    "diff": ("profharness.cli.diff", "Compare two backends of a run, or two runs."),
+    "ingest": ("profharness.cli.ingest", "Take traces and run folders into the store."),
+    "export": ("profharness.cli.export", "Write a run as a Chrome trace."),
+    "runs": ("profharness.cli.runs", "List what is stored."),
+    "backends": ("profharness.cli.backends", "List what can run here, and why not the others."),
+    "doctor": ("profharness.cli.doctor", "Check what is installed and works."),
+}
+EXIT_INTERRUPTED = 130
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="profharness")
+def cli() -> None:
+    """Which attention kernels ran, why those, what did they cost, and what changed.
+
+    \b
+    Example:
+      profharness capture --config 2,8,512,64
+      profharness kernels --config 2,8,512,64
+      profharness diff flash math
+    """
+
+
+def main() -> None:
+    """Run the command line; exit codes: 0 ok, 1 an error with its remedy, 2 wrong usage, 3 a gate was not met."""
+    try:
+        code = cli.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt) as stop:
+        folder = getattr(stop, "folder", None) or getattr(stop.__cause__, "folder", None)
+        click.echo("interrupted", err=True)
+        if folder is not None:
+            click.echo(f"what was done is kept; go on with: profharness capture --resume {folder}", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # whoever read the output has enough; keep the interpreter from complaining at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except ProfharnessError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

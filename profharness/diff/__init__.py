@@ -1,0 +1,18 @@
+"""What changed between two backends of a run, or between two runs: kernels paired by role."""
+
+from profharness.diff.environment import environment_changes
+from profharness.diff.model import SCHEMA, VERDICTS, Change, Diff, DiffRow, EnvChange, Side, Verdict
+from profharness.diff.pairing import diff_cells
+
+__all__ = [
+    "SCHEMA",
+    "VERDICTS",
+    "Change",
+    "Diff",
+    "DiffRow",
+    "EnvChange",
+    "Side",
+    "Verdict",
+    "diff_cells",
+    "environment_changes",
+]

@@ -1,0 +1,127 @@
+"""Differences of two environments, those that can explain other kernels first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from profharness.diff.model import EnvChange
+
+# In order of weight; the sentences are about PyTorch's dispatch on CUDA (its priority order and
+# constraint checks).
+EXPLAINS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(rf"^(?:{pattern})$"), sentence)
+    for pattern, sentence in (
+        ("device_type", "another kind of device runs other kernels; times do not compare"),
+        (
+            "gpu|capability|num_sms",
+            "the GPU decides which backends are allowed, whether cuDNN comes first,"
+            " tiles and the number of splits",
+        ),
+        (
+            "torch|torch_git",
+            "PyTorch's release decides the order of backends, their constraints and"
+            " the built-in kernels",
+        ),
+        (
+            "torch_cuda",
+            "brings other cuBLAS kernels for math; from 2.13 the CUDA of the build "
+            "also decides on which GPUs "
+            "cuDNN comes first",
+        ),
+        (
+            "cudnn",
+            "cuDNN picks its kernels at run time; from torch 2.10 one newer than "
+            "9.15.0 is the first choice on "
+            "compute capability 9 and 10, and head_dim limits depend on it",
+        ),
+        (r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED", "1 takes cuDNN from the front (torch 2.10 on)"),
+        (r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED", "0 keeps cuDNN from the front (torch 2.9)"),
+        (r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*", "1 lets cuDNN take nested tensors"),
+        (r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "changes which cuDNN plan a shape gets"),
+        (r"(env\.)?TORCH_CUDNN_SDPA_\w+", "steers the use of cuDNN attention"),
+        ("priority_order", "the first allowed backend of this order runs"),
+        (r"sdp_\w+", "a backend that is switched off is never chosen"),
+        (
+            "flash_attention_impl",
+            "another FlashAttention generation brings other kernels and limits",
+        ),
+        (
+            "deterministic",
+            "deterministic algorithms rule cuDNN out and give flash's backward another grid",
+        ),
+        (
+            "fp16_reduction_math",
+            "lets math compute in half precision instead of fp32: no casts, other GEMMs",
+        ),
+        (
+            r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)",
+            "lets fp32 GEMMs of math run on tensor cores",
+        ),
+        ("triton", "compiles flex and Triton kernels anew"),
+        ("driver", "may change clocks, launch cost and just-in-time compiled code"),
+        (
+            r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)",
+            "changes cuBLAS's choice of GEMM for math",
+        ),
+        (r"(env\.)?CUDA_LAUNCH_BLOCKING", "makes every launch wait, which lengthens calls"),
+        (r"(env\.)?CUDA_\w+", "changes which device is used or how work is launched"),
+        (r"(env\.)?PYTORCH_(CUDA_)?ALLOC_CONF", "changes the cost of allocations inside a call"),
+        (
+            "cpu",
+            "another processor launches at another pace, and runs CPU kernels at another speed",
+        ),
+        (r"num_threads|(env\.)?(OMP|MKL)_NUM_THREADS", "changes the time of CPU kernels"),
+        (
+            r"sm_mhz|clocks\.\w+|power_limit\w*",
+            "another clock gives other times for the same kernel",
+        ),
+    )
+)
+UNIMPORTANT = re.compile(
+    r"^(created|run|note|path|time(stamp)?|profharness|python|platform|host\w*)$"
+)
+
+
+def environment_changes(
+    base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
+) -> list[EnvChange]:
+    """Every key whose value differs, nested dicts flattened with dots; None where a side lacks the
+    key.
+
+    First the keys that can explain other kernels or times, by weight, then unknown keys, last
+    those of no consequence.
+    """
+    base, cand = flatten(base_env), flatten(cand_env)
+    found = [
+        EnvChange(key, base.get(key), cand.get(key), explanation(key))
+        for key in base.keys() | cand.keys()
+        if base.get(key) != cand.get(key)
+    ]
+    return sorted(found, key=lambda change: (_weight(change.key), change.key))
+
+
+def explanation(key: str) -> str | None:
+    """What a change of this key can do; None where nothing is known."""
+    return next((sentence for pattern, sentence in EXPLAINS if pattern.match(key)), None)
+
+
+def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as dotted keys; sequences as lists, so that a stored and a fresh one compare
+    equal."""
+    flat: dict[str, Any] = {}
+    for key, value in environment.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def _weight(key: str) -> int:
+    for weight, (pattern, _) in enumerate(EXPLAINS):
+        if pattern.match(key):
+            return weight
+    return len(EXPLAINS) + (1 if UNIMPORTANT.match(key) else 0)

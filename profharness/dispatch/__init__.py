@@ -1,0 +1,1 @@
+"""Why a backend was or was not taken: reasons that PyTorch gives, as codes."""

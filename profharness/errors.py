@@ -1,0 +1,58 @@
+"""Every error that profharness raises on purpose; a message says what failed, on what, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class ProfharnessError(Exception):
+    """Base of all errors with a remedy; the command line prints it and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class UsageError(ProfharnessError):
+    """The user asked for something that cannot be meant: a bad config token, an unknown backend."""
+
+    exit_code = 2
+
+
+class GateError(ProfharnessError):
+    """A gate (`--fail-on`, `--expect`) was not met."""
+
+    exit_code = 3
+
+
+class CaptureError(ProfharnessError):
+    """A run could not be made at all (a single failed cell is a result, not an error)."""
+
+
+class StoreError(ProfharnessError):
+    """The store is missing, foreign, or newer than this profharness."""
+
+
+class NotFoundError(StoreError):
+    """Nothing in the store answers the question."""
+
+
+class MissingExtraError(ProfharnessError):
+    """A feature needs a package that is not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f'{feature} needs a package that is not installed; pip install "profharness[{extra}]" brings it')
+
+
+class TraceFormatError(ProfharnessError):
+    """A file is not the trace that it should be.
+
+    path is the file, offset the byte (of the uncompressed content) where reading failed, None when the whole file
+    is meant, expected what should have stood there.
+    """
+
+    def __init__(self, path: str | Path, message: str, *, offset: int | None = None, expected: str | None = None) -> None:
+        self.path = Path(path)
+        self.offset = offset
+        self.expected = expected
+        where = f"{path}" if offset is None else f"{path}, byte {offset}"
+        tail = f"; expected {expected}" if expected else ""
+        super().__init__(f"{where}: {message}{tail}")

@@ -1,0 +1,198 @@
+"""Kernel names as text: demangling, one spelling for all profilers, and linear-time splitting of template arguments."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import cxxfilt
+
+MAX_DEMANGLED = 8192  # Kineto leaves longer mangled names as they are
+MAX_READ = 16384
+MAX_SHORT = 64
+
+
+@dataclass(frozen=True)
+class KernelName:
+    """What a kernel's name says. None: the name does not tell (never a default).
+
+    backend is the library in one word: `flash2 flash2_pip fa3 fa4 efficient xformers cudnn flashinfer trtllm sage
+    vllm flex triton cublas cutlass nccl cub aten cuda unknown`. arch is `sm90` and the like, the code's and not the
+    device's. head_dim is the bucket compiled for (65536 stands for any in the efficient kernels); tile_m and tile_n
+    count query and key rows in attention, output rows and columns in GEMM. causal and dropout are compile-time flags.
+    """
+
+    name: str
+    short: str
+    family: str
+    backend: str
+    arch: str | None = None
+    dtype: str | None = None
+    head_dim: int | None = None
+    tile_m: int | None = None
+    tile_n: int | None = None
+    stages: int | None = None
+    warps: int | None = None
+    direction: str | None = None
+    causal: bool | None = None
+    dropout: bool | None = None
+
+    def named(self, name: str) -> KernelName:
+        """The same under the name as it was given."""
+        return replace(self, name=name, short=clip(self.short))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A function's qualified path without template arguments, its last part, and where in the text the path ends."""
+
+    path: str
+    base: str
+    end: int
+
+
+DTYPES = {
+    "float": "fp32",
+    "double": "fp64",
+    "c10::Half": "fp16",
+    "__half": "fp16",
+    "half": "fp16",
+    "cutlass::half_t": "fp16",
+    "c10::BFloat16": "bf16",
+    "__nv_bfloat16": "bf16",
+    "cutlass::bfloat16_t": "bf16",
+    "cutlass::float_e4m3_t": "fp8_e4m3",
+    "c10::Float8_e4m3fn": "fp8_e4m3",
+    "cutlass::float_e5m2_t": "fp8_e5m2",
+    "c10::Float8_e5m2": "fp8_e5m2",
+}
+
+_CAST = re.compile(r"\((?:unsigned |signed )?(?:int|long long|long|short|char|size_t)\)(?=-?\d)")
+_BOOL = re.compile(r"\(bool\)([01])")
+_UNSIGNED = re.compile(r"\b(\d+)(?:ul|u|l)\b")
+_RETURN_TYPE = re.compile(
+    r"(?:(?:void|static|__global__) |std::enable_if<[^<>]{0,80}>::type )*", re.ASCII
+)
+_PATH = re.compile(r"[\w:~.$@*\-/]+")
+_BRACKET = re.compile(r"[<>(){},]")
+_INTEGER = re.compile(r"-?\d+")
+_LAST_NAME = re.compile(r"([A-Za-z_]\w*)\s*(?:const)?[ *&]*$")
+
+
+def canonical(name: str) -> str:
+    """A mangled `_Z` name as c++filt prints it, which is what Kineto prints; anything else as it is. Never raises."""
+    if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
+        return name
+    try:
+        return str(cxxfilt.demangle(name))
+    except (cxxfilt.Error, UnicodeError, OSError):
+        return name
+
+
+def normalise(name: str) -> str:
+    """One spelling for rules to read, whoever printed the name; the first 16 KiB of it.
+
+    nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, Kineto `4`, `true`, `(anonymous namespace)::`.
+    Here: `4`, `true`, no anonymous namespace, `> >`. Not an identity: `T1` stays what it is.
+    """
+    text = name[:MAX_READ]
+    if "(bool)" in text:
+        text = _BOOL.sub(lambda match: "true" if match[1] == "1" else "false", text)
+    if ")" in text:
+        text = _CAST.sub("", text)
+        text = text.replace("(anonymous namespace)::", "")
+    if "<unnamed>" in text:
+        text = text.replace("<unnamed>::", "")
+    if ">>" in text:
+        text = text.replace(">>", "> >").replace(">>", "> >")
+    return text.strip()
+
+
+def split_head(text: str) -> Head:
+    """The function's path in a normalised name, its return type left out."""
+    start = _RETURN_TYPE.match(text)
+    begin = start.end() if start else 0
+    match = _PATH.match(text, begin)
+    if match is None:
+        return Head("", "", begin)
+    path = match[0]
+    return Head(path, path[path.rfind(":") + 1 :], match.end())
+
+
+def template_arguments(text: str, start: int, limit: int = 24) -> list[str]:
+    """Top-level template arguments of the list that opens at text[start]; [] if none does. Linear in the text.
+
+    A list that is cut off gives the arguments seen so far; at most `limit` of them.
+    """
+    if start >= len(text) or text[start] != "<":
+        return []
+    depth = 0
+    begin = start + 1
+    arguments: list[str] = []
+    for match in _BRACKET.finditer(text, start):
+        char, at = match[0], match.start()
+        if char in "<({":
+            depth += 1
+        elif char == ",":
+            if depth == 1:
+                arguments.append(text[begin:at].strip())
+                begin = at + 1
+                if len(arguments) >= limit:
+                    return arguments
+        elif not (char == ">" and text[at - 1] == "-"):
+            depth -= 1
+            if depth == 0:
+                arguments.append(text[begin:at].strip())
+                return arguments
+    tail = text[begin : begin + 200].strip()
+    return [*arguments, tail] if tail else arguments
+
+
+def integer(argument: str) -> int | None:
+    """`4`, `4u` or `-1` as a number, else None."""
+    argument = argument.rstrip("ul")
+    return int(argument) if len(argument) < 12 and _INTEGER.fullmatch(argument) else None
+
+
+def short_type(argument: str) -> str:
+    """A template argument in one word: `c10::Half` is fp16, `a::b::Name<…>` is Name, `(x::Mode)1` is 1."""
+    if argument in DTYPES:
+        return DTYPES[argument]
+    if argument.startswith("("):
+        argument = argument.rpartition(")")[2] or argument
+    head = re.split(r"[<({]", argument, maxsplit=1)[0]
+    name = head.rstrip(" *&").rsplit("::", 1)[-1].removesuffix(" const").removeprefix("const ")
+    return name or argument[:12]
+
+
+def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
+    """Arguments worth a reader's time: types once each, all numbers, bools only in a short list."""
+    parts: list[str] = []
+    for argument in arguments:
+        word = short_type(argument)
+        if word in ("int", "long") or (word in parts and not word.isdigit()):
+            if word not in ("true", "false") or len(arguments) > 3:
+                continue
+        elif word in ("true", "false") and len(arguments) > 3:
+            continue
+        parts.append(word)
+    return parts if len(parts) <= most else [*parts[:most], "…"]
+
+
+def generic_short(text: str, head: Head) -> str:
+    """The short name by general rule: last part of the path and its reduced template arguments."""
+    if not head.base:
+        return text
+    parts = reduced_arguments(template_arguments(text, head.end))
+    return f"{head.base}<{','.join(parts)}>" if parts else head.base
+
+
+def join_short(base: str, *parts: object) -> str:
+    """`base<a,b>` of the parts that are not empty, None or False."""
+    said = [str(part) for part in parts if part not in ("", None, False)]
+    return f"{base}<{','.join(said)}>" if said else base
+
+
+def clip(text: str) -> str:
+    """At most 64 characters; the middle goes, because ends tell variants apart."""
+    return text if len(text) <= MAX_SHORT else f"{text[:47]}…{text[-16:]}"

@@ -1,0 +1,62 @@
+"""Parsers: a profiler's file to a Trace. `open_trace` finds the right one by content, then by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from profharness.errors import TraceFormatError
+from profharness.trace import Trace
+
+PARSERS: dict[str, str] = {
+    "chrome": "profharness.parse.chrome:parse_chrome",
+    "nsys": "profharness.parse.nsys:parse_nsys",
+    "ncu": "profharness.parse.ncu:parse_ncu",
+}
+SUFFIXES: dict[str, str] = {
+    ".json": "chrome",
+    ".json.gz": "chrome",
+    ".sqlite": "nsys",
+    ".nsys-rep": "nsys",
+    ".ncu-rep": "ncu",
+    ".csv": "ncu",
+}
+EXPECTED = "Kineto JSON (.json, .json.gz), nsys .sqlite or .nsys-rep, ncu .ncu-rep or .csv"
+
+
+def load_parser(name: str) -> Callable[[Path], Trace]:
+    """The parser registered as `name`, imported only now. Raises KeyError for a name not registered."""
+    module, attribute = PARSERS[name].split(":")
+    parser: Callable[[Path], Trace] = getattr(importlib.import_module(module), attribute)
+    return parser
+
+
+def sniff(path: Path) -> str | None:
+    """The parser's name for a file: by suffix, else by its first bytes; None when neither tells.
+
+    Raises TraceFormatError when the file cannot be read.
+    """
+    lower = path.name.lower()
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    if head.startswith(b"SQLite format 3\0"):
+        return "nsys"
+    for suffix, name in SUFFIXES.items():
+        if lower.endswith(suffix):
+            return name
+    stripped = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if stripped[:1] in (b"{", b"[") or (head.startswith(b"\x1f\x8b") and lower.endswith(".gz")):
+        return "chrome"
+    return None
+
+
+def open_trace(path: Path) -> Trace:
+    """Parse any trace file. Raises TraceFormatError when no parser takes it or the parser refuses it."""
+    name = sniff(path)
+    if name is None:
+        raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
+    return load_parser(name)(path)

@@ -1,0 +1,269 @@
+"""Bytes of a Kineto file in small blocks, plain or gzip, and where its events begin and how they are separated."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+
+from profharness.errors import TraceFormatError
+
+BLOCK = 128 * 1024  # 32 to 256 KiB is the flat optimum: bigger buffers cost page faults
+MAX_PIECE = 32 * 1024 * 1024  # longest event, header or trailer that is held in memory
+
+_GZIP = b"\x1f\x8b"
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_SPACE = re.compile(rb"[ \t\r\n]*")
+_GAP = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*(?=\{)")
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[{}\[\]"]', re.DOTALL)
+_KEY = re.compile(rb'\{[ \t\r\n]*"(?:[^"\\]|\\.)*+"')
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a file is laid out. first: offset of the first event; separator starts with the `}` of one event.
+
+    gap is the number of bytes between that `}` and the next event's `{`. certain: the separator holds a newline, which no
+    JSON string can, so every occurrence is an event boundary. empty: traceEvents is `[]` and first is the offset of its `]`.
+    """
+
+    first: int
+    separator: bytes
+    gap: int
+    certain: bool
+    bare: bool
+    empty: bool
+    header: dict[str, Any]
+    first_ts: str
+
+
+class Window:
+    """A stretch of the uncompressed bytes: `buffer` begins at offset `base`; `fill` appends, `seek` goes forward."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.buffer = b""
+        self.base = 0
+        self.eof = False
+        self._file = _open(path)
+        self.seekable = not self._file[1]
+
+    @property
+    def end(self) -> int:
+        """Offset just behind the buffer."""
+        return self.base + len(self.buffer)
+
+    def fill(self, size: int = BLOCK) -> bool:
+        """Append up to `size` bytes; False at the end of the file. Raises TraceFormatError on damaged gzip."""
+        data = b"" if self.eof else self._read(size)
+        self.eof = not data
+        self.buffer = self.buffer + data if self.buffer else data
+        return bool(data)
+
+    def seek(self, offset: int) -> None:
+        """Drop everything before `offset` (not before `base`)."""
+        if offset <= self.end:
+            self.buffer = self.buffer[offset - self.base :]
+        elif self.seekable:
+            self._file[0].seek(offset)
+            self.buffer = b""
+        else:
+            while self.end < offset:
+                self.base, self.buffer = self.end, b""
+                if not self.fill():
+                    return
+            self.buffer = self.buffer[offset - self.base :]
+        self.base = offset
+
+    def rest(self) -> bytes:
+        """Everything from `base` on. Raises TraceFormatError if that is more than MAX_PIECE bytes."""
+        parts = [self.buffer]
+        size = len(self.buffer)
+        while not self.eof:
+            data = self._read(BLOCK)
+            self.eof = not data
+            parts.append(data)
+            size += len(data)
+            if size > MAX_PIECE:
+                raise self.error("more than 32 MiB follow the events", expected="the end of the file")
+        self.buffer = b"".join(parts)
+        return self.buffer
+
+    def error(self, message: str, *, offset: int | None = None, expected: str) -> TraceFormatError:
+        """A TraceFormatError about this file, at `offset` or at the buffer's end."""
+        where = self.end if offset is None else offset
+        return TraceFormatError(self.path, message, offset=where, expected=expected)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file[0].close()
+
+    def _read(self, size: int) -> bytes:
+        try:
+            return self._file[0].read(size) or b""
+        except EOFError:
+            raise self.error("the gzip stream is cut short", expected="a whole gzip file") from None
+        except (OSError, zlib.error, ValueError) as error:
+            message = f"cannot be read: {error}"
+            raise self.error(message, expected="an undamaged file") from None
+        except Exception as error:  # isal has error classes of its own that share no base with zlib's
+            if "isal" not in type(error).__module__:
+                raise
+            message = f"cannot be decompressed: {error}"
+            raise self.error(message, expected="an undamaged gzip file") from None
+
+
+def _open(path: Path) -> tuple[BinaryIO, bool]:
+    """The uncompressed bytes of a file, and whether it is gzip."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise TraceFormatError(path, "not a regular file", expected="a Kineto trace")
+        raw = open(path, "rb", buffering=0)
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    try:
+        magic = raw.read(2)
+        raw.seek(0)
+    except OSError as error:
+        raw.close()
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    if magic != _GZIP:
+        return cast(BinaryIO, raw), False
+    raw.close()
+    return _open_gzip(path), True
+
+
+def _open_gzip(path: Path) -> BinaryIO:
+    try:
+        from isal import igzip
+    except ImportError:  # no wheel for this platform: zlib is slower by 1 to 2 s per GB, nothing else
+        import gzip
+
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return cast(BinaryIO, igzip.open(path, "rb"))
+
+
+def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:
+    """Index behind the object that opens at `start`, None if it does not close before `stop`."""
+    depth = 0
+    for match in _TOKEN.finditer(data, start, len(data) if stop is None else stop):
+        token = data[match.start()]
+        if token in b"{[":
+            depth += 1
+        elif token in b"}]":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+        elif match.end() - match.start() == 1:
+            return None
+    return None
+
+
+def skip_space(data: bytes, position: int) -> int:
+    """Index of the first byte at or behind `position` that is not JSON white space."""
+    match = _SPACE.match(data, position)
+    return match.end() if match else position
+
+
+def decode_lenient(data: bytes) -> Any:
+    """JSON to Python values, also with NaN, bad UTF-8 or raw control characters. Raises ValueError."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return json.loads(data.decode("utf-8", "replace"), strict=False)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def probe(window: Window) -> Layout:
+    """Find the events of a file whose window stands at its beginning.
+
+    Raises TraceFormatError when the file is not JSON, has no traceEvents, or ends before its first event does.
+    """
+    window.fill()
+    if not window.buffer:
+        raise window.error("the file is empty", expected="a Kineto trace")
+    start = skip_space(window.buffer, 3 if window.buffer.startswith(b"\xef\xbb\xbf") else 0)
+    opening = window.buffer[start : start + 1]
+    if opening == b"[":
+        return _layout(window, start + 1, {}, bare=True)
+    if opening != b"{":
+        raise window.error("not JSON", offset=start, expected="{ or [, the start of a Kineto trace")
+    position, header = _find_events(window, start)
+    return _layout(window, position, header, bare=False)
+
+
+def _find_events(window: Window, start: int) -> tuple[int, dict[str, Any]]:
+    """Offset behind the `[` of the top-level traceEvents, and the keys before it."""
+    searched = start
+    while True:
+        for match in _EVENTS_KEY.finditer(window.buffer, searched):
+            try:
+                header = decode_lenient(window.buffer[start : match.end()] + b"]}")
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(header, dict) and header.get("traceEvents") == []:
+                return match.end(), header
+        searched = max(start, len(window.buffer) - 64)
+        if len(window.buffer) > MAX_PIECE:
+            message = "no traceEvents in the first 32 MiB"
+            raise window.error(message, expected='"traceEvents": [')
+        if not window.fill(max(BLOCK, len(window.buffer))):
+            raise _foreign(window)
+
+
+def _foreign(window: Window) -> TraceFormatError:
+    """The error for a file that ends without traceEvents: cut short, not JSON, or another kind of JSON."""
+    try:
+        value = decode_lenient(window.buffer.removeprefix(b"\xef\xbb\xbf"))
+    except json.JSONDecodeError as error:
+        offset = len(error.doc[: error.pos].encode("utf-8", "replace"))
+        return window.error(f"not whole JSON: {error.msg}", offset=offset, expected='"traceEvents": [')
+    except (ValueError, RecursionError) as error:
+        return window.error(f"not JSON: {error}", expected='"traceEvents": [')
+    if isinstance(value, dict) and "traceEvents" in value:
+        return window.error("traceEvents is not an array", expected='"traceEvents": [')
+    return window.error("JSON, but not a Kineto trace", offset=0, expected='the key "traceEvents"')
+
+
+def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool) -> Layout:
+    """Measure the separator between the first two events."""
+    header.pop("traceEvents", None)
+    size = BLOCK
+    while True:
+        first = skip_space(window.buffer, position)
+        opening = window.buffer[first : first + 1]
+        if opening == b"]":
+            return Layout(first, b"", 0, True, bare, True, header, "")
+        if opening and opening != b"{":
+            raise window.error("not an event", offset=first, expected="{, the start of an event")
+        end = object_end(window.buffer, first) if opening else None
+        if end is not None and (gap := _GAP.match(window.buffer, end)):
+            between = gap.group()
+            key = _KEY.match(window.buffer, gap.end())
+            if b"\n" in between or key is not None:
+                certain = b"\n" in between
+                tail = b"{" if certain or key is None else key.group()
+                break
+        elif end is not None and window.buffer[skip_space(window.buffer, end) :][:1] == b"]":
+            between, tail, certain = b",", b"{", False
+            break
+        if len(window.buffer) - first > 2 * MAX_PIECE:
+            raise window.error("an event of more than 32 MiB", offset=first, expected="an event")
+        if not window.fill(size):
+            if end is None:
+                message = "the file ends inside its first event"
+                raise window.error(message, expected="a whole event")
+            between, tail, certain = b",", b"{", False
+            break
+        size = max(BLOCK, len(window.buffer))
+    found = re.search(rb'"ts"\s*:\s*([-+.\deE]+)', window.buffer[first:end])
+    ts = found[1].decode() if found else ""
+    return Layout(first, b"}" + between + tail, len(between), certain, bare, False, header, ts)

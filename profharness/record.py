@@ -1,0 +1,160 @@
+"""The run folder's run.json: what a capture planned, what came of it, and which raw traces belong to it.
+
+The worker appends one `CellResult` a line to journal.jsonl as it goes; run.json is the sum of it, rewritten whole. A folder whose
+run.json is older than its journal (a run that was killed) loads just as well.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from profharness.config import Config
+from profharness.errors import TraceFormatError
+
+RUN_FILE = "run.json"
+JOURNAL_FILE = "journal.jsonl"
+PLAN_FILE = "plan.json"
+SCHEMA = "profharness.run/1"
+
+STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why a backend cannot take a config. source: live (PyTorch said so), rule, or inferred."""
+
+    code: str
+    message: str
+    source: str = "live"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One config on one backend in one run, and what came of it.
+
+    samples: measurement name (`event`, `graph`, `wall`) to raw nanoseconds, one number a call. choice is what PyTorch itself
+    said it would choose (`_fused_sdp_choice`) for the inputs in the backend's own context. iterations counts the profiled calls.
+    """
+
+    cell: str
+    config: Config
+    backend: str
+    status: str = "pending"
+    message: str | None = None
+    choice: str | None = None
+    iterations: int = 0
+    samples: dict[str, list[int]] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+    peak_memory_bytes: int | None = None
+    duration_ns: int | None = None
+    clocks: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """One raw trace of a run, relative to its folder; cells it covers."""
+
+    profiler: str
+    path: str
+    cells: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How the cells were run: counts of calls, and the seconds a cell may take."""
+
+    iterations: int = 5
+    warmup: int = 3
+    samples: int = 30
+    timeout_s: float = 120.0
+    seed: int = 0
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole run. environment is `environment.collect()`'s answer, flat keys to JSON values."""
+
+    run: str
+    created: str
+    profilers: tuple[str, ...]
+    protocol: Protocol
+    cells: tuple[Cell, ...]
+    environment: dict[str, Any] = field(default_factory=dict)
+    traces: tuple[TraceFile, ...] = ()
+    note: str | None = None
+    profharness: str = ""
+    schema: str = SCHEMA
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write run.json whole or not at all (a temporary file beside it, then a rename)."""
+    temporary = folder / f".{RUN_FILE}.{os.getpid()}"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+    temporary.replace(folder / RUN_FILE)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder, newer journal lines included. Raises TraceFormatError on anything that is not one."""
+    path = folder / RUN_FILE
+    try:
+        run = msgspec.json.decode(path.read_bytes(), type=Run)
+    except FileNotFoundError:
+        raise TraceFormatError(folder, "no run.json in this folder", expected="a run folder, as `profharness capture` writes it") from None
+    except msgspec.MsgspecError as error:
+        raise TraceFormatError(path, f"not a run record: {error}", expected=f"schema {SCHEMA}") from None
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    if run.schema != SCHEMA:
+        raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
+    return merge_journal(run, folder)
+
+
+def journal_results(folder: Path) -> dict[str, Cell]:
+    """The finished cells of a journal by id; a line cut short by a crash is passed over."""
+    results: dict[str, Cell] = {}
+    try:
+        lines = (folder / JOURNAL_FILE).read_bytes().splitlines()
+    except FileNotFoundError:
+        return results
+    for line in lines:
+        try:
+            entry = msgspec.json.decode(line, type=JournalEntry)
+        except msgspec.MsgspecError:
+            continue
+        if entry.result is not None:
+            results[entry.result.cell] = entry.result
+    return results
+
+
+def merge_journal(run: Run, folder: Path) -> Run:
+    """The run with the results of its journal in place of cells still pending."""
+    results = journal_results(folder)
+    cells = tuple(results.get(cell.cell, cell) if cell.status == "pending" else cell for cell in run.cells)
+    return replace(run, cells=cells)
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """One line of the journal: a cell begins, a cell ended, or the worker tells its environment."""
+
+    event: str
+    cell: str | None = None
+    result: Cell | None = None
+    environment: dict[str, Any] | None = None
+    stage: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one worker process is to do: cells still pending, and how."""
+
+    cells: tuple[Cell, ...]
+    protocol: Protocol
+    profilers: tuple[str, ...]

@@ -1,0 +1,1 @@
+"""Documents of tables and notes, and the renderers that turn them into text."""

@@ -1,0 +1,278 @@
+"""A stored run as a Chrome trace in Kineto's layout, for Perfetto, chrome://tracing and HolisticTraceAnalysis.
+
+Format: "Trace Event Format" (Google, 2016); categories and argument names are those of PyTorch's own traces.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import msgspec
+
+from profharness.trace import Device
+
+Event = dict[str, Any]
+Row = Mapping[str, Any]
+# A sort key and the event; the number breaks ties, because dicts do not compare.
+_Timed = tuple[int, int, int, Event]
+
+WINDOW = 1 << 14  # events held back to bring them into order
+RECENT_CALLS = 1 << 12  # launch calls remembered, since one graph launch starts many kernels
+CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
+
+_ARGS = {
+    "registers_per_thread": "registers per thread",
+    "shared_bytes": "shared memory",
+    "static_shared_bytes": "static shared memory",
+    "dynamic_shared_bytes": "dynamic shared memory",
+    "correlation": "correlation",
+    "stream": "stream",
+    "graph_node": "graph node id",
+    "bytes": "bytes",
+    "kernel_short": "short name",
+    "family": "family",
+    "profiler": "profiler",
+    "config": "config",
+    "backend": "backend",
+    "cell": "cell",
+    "iteration": "iteration",
+    "range": "range",
+    "op_path": "op path",
+    "sdpa_op": "sdpa op",
+}
+_DEVICE_KEYS = {
+    "id": "index",
+    "name": "name",
+    "totalGlobalMem": "total_memory_bytes",
+    "computeMajor": "compute_major",
+    "computeMinor": "compute_minor",
+    "maxThreadsPerBlock": "max_threads_per_block",
+    "maxThreadsPerMultiprocessor": "max_threads_per_sm",
+    "regsPerBlock": "registers_per_block",
+    "regsPerMultiprocessor": "registers_per_sm",
+    "warpSize": "warp_size",
+    "sharedMemPerBlock": "shared_bytes_per_block",
+    "sharedMemPerBlockOptin": "shared_bytes_per_block_optin",
+    "sharedMemPerMultiprocessor": "shared_bytes_per_sm",
+    "numSms": "num_sms",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one profiler saw, on one clock: launches as rows of the store's `kernel_launches`, ranges with name, start_ns, duration_ns, pid, tid."""
+
+    launches: Iterable[Row]
+    ranges: Iterable[Row] = ()
+
+
+@dataclass(slots=True)
+class _Tracks:
+    """Hands out track numbers: one per process and name, and another where two launches of one track overlap."""
+
+    numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    announced: set[tuple[int, int]] = field(default_factory=set)
+
+    def lane(self, pid: int, name: str, start_ns: int, end_ns: int) -> tuple[int, str | None]:
+        """The track that is free at start_ns, and its title if it is new."""
+        lanes = self.numbers.setdefault((pid, name), [])
+        for number in lanes:
+            if self.ends[number] <= start_ns:
+                self.ends[number] = end_ns
+                return number, None
+        number = len(self.ends) + 1
+        lanes.append(number)
+        self.ends[number] = end_ns
+        return number, name if len(lanes) == 1 else f"{name} #{len(lanes)}"
+
+
+def write_chrome_trace(
+    out: IO[bytes],
+    sections: Iterable[Section],
+    *,
+    devices: Iterable[Device] = (),
+    properties: Mapping[str, Any] | None = None,
+) -> int:
+    """Write the trace and return the number of launches in it.
+
+    Every section starts at time zero, because the clocks of two profilers have nothing in common; times are µs with
+    three decimals. Memory does not grow with the number of launches: rows are read once, in the order of their start (small
+    disorder, as between streams, is put right).
+    """
+    encode = msgspec.json.Encoder().encode
+    devices = tuple(devices)
+    header: dict[str, Any] = {
+        "schemaVersion": 1,
+        "deviceProperties": [_device(device) for device in devices],
+        **(properties or {}),
+        "displayTimeUnit": "ns",
+    }
+    out.write(encode(header)[:-1] + b',"traceEvents":[')
+    separator = b"\n"
+    launches = 0
+    for event in itertools.chain(_process_names(devices), _events(sections)):
+        launches += event["ph"] == "X" and event["cat"] in CATEGORIES.values()
+        out.write(separator + encode(event))
+        separator = b",\n"
+    out.write(b"\n]}\n")
+    return launches
+
+
+def _device(device: Device) -> dict[str, Any]:
+    values = {key: getattr(device, attribute) for key, attribute in _DEVICE_KEYS.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _process_names(devices: Iterable[Device]) -> Iterator[Event]:
+    for device in devices:
+        yield _metadata("process_name", device.index, 0, f"GPU {device.index} {device.name}")
+
+
+def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+
+
+def _events(sections: Iterable[Section]) -> Iterator[Event]:
+    tracks = _Tracks()
+    for section in sections:
+        yield from _section_events(section, tracks)
+
+
+def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
+    """All events of a section by time; a range comes before what starts within it at the same moment."""
+    ties = itertools.count()
+    streams = (
+        in_order(_range_events(section.ranges, ties)),
+        in_order(_launch_events(section.launches, ties)),
+    )
+    base: int | None = None
+    for start_ns, _, _, event in heapq.merge(*streams):
+        if base is None:
+            base = start_ns
+        if event["cat"] in CATEGORIES.values():
+            duration_ns = event["dur"]
+            track, title = tracks.lane(
+                event["pid"], event["tid"], start_ns - base, start_ns - base + duration_ns
+            )
+            event["tid"] = track
+            if title is not None:
+                yield _metadata("thread_name", event["pid"], track, title)
+        elif (event["pid"], event["tid"]) not in tracks.announced:
+            tracks.announced.add((event["pid"], event["tid"]))
+            yield _metadata("thread_name", event["pid"], event["tid"], f"thread {event['tid']}")
+        event["ts"] = (start_ns - base) / 1000
+        if "dur" in event:
+            event["dur"] /= 1000
+        yield event
+        yield from _arrow(event)
+
+
+def _arrow(event: Event) -> Iterator[Event]:
+    """The flow from a launch call to what it started, under the launch's id, which no two profilers share."""
+    flow = event["args"].get("flow")
+    if flow is None:
+        return
+    end = {"ph": "s"} if event["cat"].startswith("cuda_") else {"ph": "f", "bp": "e"}
+    yield {
+        **end,
+        "id": flow,
+        "cat": "ac2g",
+        "name": "ac2g",
+        "pid": event["pid"],
+        "tid": event["tid"],
+        "ts": event["ts"],
+    }
+
+
+def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]:
+    """The events by time, provided that none is more than window places away from where it belongs."""
+    heap: list[_Timed] = []
+    for event in events:
+        if len(heap) < window:
+            heapq.heappush(heap, event)
+        else:
+            yield heapq.heappushpop(heap, event)
+    while heap:
+        yield heapq.heappop(heap)
+
+
+def _range_events(ranges: Iterable[Row], ties: Iterator[int]) -> Iterator[_Timed]:
+    for row in ranges:
+        event = {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": row["name"],
+            "pid": row["pid"],
+            "tid": row["tid"],
+            "dur": row["duration_ns"],
+            "args": {},
+        }
+        yield row["start_ns"], -row["duration_ns"], next(ties), event
+
+
+def _launch_events(launches: Iterable[Row], ties: Iterator[int]) -> Iterator[_Timed]:
+    """Each launch, and before it the call that made it, once per call."""
+    recent: dict[tuple[int, int], int] = {}
+    for row in launches:
+        flow: int | None = None
+        if row["api"] is not None and row["launch_ns"] is not None and row["pid"] is not None:
+            call = (row["pid"], row["correlation"] if row["correlation"] is not None else -1)
+            flow = recent.get(call)
+            if flow is None or row["correlation"] is None:
+                flow = row["launch_id"]
+                recent[call] = flow
+                if len(recent) > RECENT_CALLS:
+                    del recent[next(iter(recent))]
+                yield row["launch_ns"], 0, next(ties), _call_event(row, flow)
+        yield row["start_ns"], -row["duration_ns"], next(ties), _launch_event(row, flow)
+
+
+def _call_event(row: Row, flow: int) -> Event:
+    """The launching call. The store keeps when it began, not how long it took: its duration is 0."""
+    driver = row["api"].startswith("cu") and not row["api"].startswith("cuda")
+    args = {"correlation": row["correlation"], "flow": flow}
+    return {
+        "ph": "X",
+        "cat": "cuda_driver" if driver else "cuda_runtime",
+        "name": row["api"],
+        "pid": row["pid"],
+        "tid": row["tid"],
+        "dur": 0,
+        "args": {key: value for key, value in args.items() if value is not None},
+    }
+
+
+def _launch_event(row: Row, flow: int | None) -> Event:
+    """A kernel, copy or op on the track of its cell; tid is the track's title until it gets its number."""
+    on_host = row["device"] is None or row["device"] < 0
+    args: dict[str, Any] = {name: row[key] for key, name in _ARGS.items() if row[key] is not None}
+    for name in ("grid", "block"):
+        if row[f"{name}_x"] is not None:
+            args[name] = [row[f"{name}_{axis}"] for axis in "xyz"]
+    if not on_host:
+        args["device"] = row["device"]
+    if flow is not None:
+        args["flow"] = flow
+    return {
+        "ph": "X",
+        "cat": CATEGORIES.get(row["kernel_kind"], "kernel"),
+        "name": row["kernel"],
+        "pid": (row["pid"] or 0) if on_host else row["device"],
+        "tid": _title(row, on_host=on_host),
+        "dur": row["duration_ns"],
+        "args": args,
+    }
+
+
+def _title(row: Row, *, on_host: bool) -> str:
+    """A track's name: the cell's config and backend; for a foreign trace the stream or thread."""
+    if row["cell"] is not None:
+        return f"{row['config']} {row['backend']} ({row['profiler']})"
+    if on_host:
+        return f"ops of thread {row['tid']} ({row['profiler']})"
+    return f"stream {row['stream'] if row['stream'] is not None else '-'} ({row['profiler']})"

@@ -1,0 +1,153 @@
+"""What a command has to say, free of any output format: a frozen Document of headings, tables and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING = "-"  # shown for a value that a profiler cannot know
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: key names it for machines, title for people; format is a key of FORMATS.
+
+    right aligns numbers. shrink marks a column that a narrow terminal may cut short with an ellipsis; every other
+    column is always shown whole. repeat=False leaves a value out where it equals the one above it.
+    """
+
+    key: str
+    title: str
+    format: str = "text"
+    right: bool = False
+    shrink: bool = False
+    repeat: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A line above what follows it; detail is set off from it."""
+
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of raw values, one per column (durations in nanoseconds, sizes in bytes, shares 0 to 1)."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"a row of {len(row)} values in {len(self.columns)} columns")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One remark; level is `note`, `warning` or `error`, label says on what (a backend, a role)."""
+
+    text: str
+    label: str = ""
+    level: str = "note"
+
+
+Block = Heading | Table | Note
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """blocks are for people; records (with extra, further top-level JSON keys) are for machines.
+
+    schema names the record layout, `profharness.<what>/<version>`; fields are the record keys in order, so that a CSV without
+    a single row still has its header.
+    """
+
+    schema: str
+    title: str
+    blocks: tuple[Block, ...]
+    fields: tuple[str, ...]
+    records: tuple[Mapping[str, Any], ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _text(value: Any) -> str:
+    return str(value)
+
+
+def _count(value: Any) -> str:
+    return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
+
+
+def _microseconds(value: Any) -> str:
+    return f"{value / 1e3:.2f}"
+
+
+def _kib(value: Any) -> str:
+    return f"{value / 1024:.1f}"
+
+
+def _percent(value: Any) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _triple(value: Any) -> str:
+    return ",".join(str(number) for number in value)
+
+
+def _ratio(value: Any) -> str:
+    return f"{value:.2f}x"
+
+
+def _names(value: Any) -> str:
+    return ", ".join(str(item) for item in value) or MISSING
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "text": _text,
+    "count": _count,
+    "us": _microseconds,
+    "kib": _kib,
+    "percent": _percent,
+    "triple": _triple,
+    "ratio": _ratio,
+    "names": _names,
+}
+
+
+def format_value(column: Column, value: Any) -> str:
+    """The text of one value, on one line; None is shown as `-`, never as 0."""
+    if value is None:
+        return MISSING
+    return one_line(FORMATS[column.format](value))
+
+
+def formatted_rows(table: Table) -> list[list[str]]:
+    """All rows as text, with values left out where a column does not repeat them.
+
+    A value is left out only while everything left of it is the same too, so that no row reads as part of another group.
+    """
+    result: list[list[str]] = []
+    previous: list[str] = []
+    for row in table.rows:
+        texts = [
+            format_value(column, value) for column, value in zip(table.columns, row, strict=True)
+        ]
+        shown = list(texts)
+        for index, column in enumerate(table.columns):
+            if column.repeat or not previous or texts[: index + 1] != previous[: index + 1]:
+                break
+            shown[index] = ""
+        result.append(shown)
+        previous = texts
+    return result
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks, tabs and terminal control characters turned into single spaces."""
+    if text.isprintable():
+        return text
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -1,0 +1,175 @@
+"""Kernels of cells as a Document: a heading per config, one table of its backends' kernels, a line per backend without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from profharness.report.document import Block, Column, Document, Heading, Note, Table
+from profharness.report.expect import backend_of_op, ran_backends
+from profharness.rows import CellRow, KernelRow
+
+SCHEMA = "profharness.kernels/1"
+
+FIELDS = (
+    *(
+        "run",
+        "config",
+        "backend",
+        "profiler",
+        "status",
+        "range",
+        "kernel",
+        "kernel_short",
+        "family",
+    ),
+    *("grid", "block", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
+    *("shared_bytes", "launches", "launches_per_call", "duration_ns", "total_ns", "share"),
+    *("cell", "kernel_kind", "min_ns", "max_ns", "first_ns", "op", "sdpa_op", "occupancy"),
+    *("occupancy_limiter", "device"),
+)
+_RENAMED = {"op": "op_path"}
+
+# A heading's scope: run, and the config, or for a foreign trace the range.
+_Scope = tuple[str, str | None, str | None]
+
+
+def kernel_record(row: KernelRow) -> dict[str, Any]:
+    """The JSON record of one kernel; keys as in FIELDS, durations in ns, sizes in bytes, grid and block as [x, y, z]."""
+    return {key: getattr(row, _RENAMED.get(key, key)) for key in FIELDS}
+
+
+def cell_record(cell: CellRow) -> dict[str, Any]:
+    """The JSON record of one cell, without its raw samples."""
+    return {
+        "run": cell.run,
+        "cell": cell.cell,
+        "config": cell.config,
+        "backend": cell.backend,
+        "status": cell.status,
+        "message": cell.message,
+        "choice": cell.choice,
+        "sdpa_op": cell.sdpa_op,
+        "refusals": [
+            {"code": code, "message": message, "source": source}
+            for code, message, source in cell.refusals
+        ],
+        "warnings": list(cell.warnings),
+    }
+
+
+def kernels_document(
+    rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
+) -> Document:
+    """The answer of `profharness kernels`.
+
+    rows and cells may come in any order; configs keep the order of their first mention, kernels that of their first launch.
+    full shows whole kernel names instead of short ones.
+    """
+    several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
+    columns = kernel_columns(rows, full=full)
+    blocks: list[Block] = []
+    for scope in _scopes(rows, cells):
+        run, config, range_name = scope
+        own = [row for row in rows if _scope(row) == scope]
+        beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
+        blocks.append(Heading(_title(config, range_name), f"run {run}" if several_runs else ""))
+        if own:
+            order = _backend_order(beside, own)
+            own.sort(key=lambda row: (order[row.backend], row.profiler, row.device, row.first_ns))
+            blocks.append(Table(columns, tuple(_table_row(columns, row) for row in own)))
+        for cell in beside:
+            blocks += cell_notes(cell, [row for row in own if row.cell == cell.cell])
+    return Document(
+        schema=SCHEMA,
+        title="Kernels",
+        blocks=tuple(blocks),
+        fields=FIELDS,
+        records=tuple(kernel_record(row) for row in rows),
+        extra={"cells": [cell_record(cell) for cell in cells]},
+    )
+
+
+def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
+    """The columns for these rows: profiler and device only where they differ, a whole kernel name last."""
+    rows = list(rows)
+    lead = [Column("backend", "backend", repeat=False)]
+    if len({row.profiler for row in rows}) > 1:
+        lead.append(Column("profiler", "profiler", repeat=False))
+    if len({row.device for row in rows}) > 1:
+        lead.append(Column("device", "gpu", "count", right=True))
+    figures = [
+        Column("grid", "grid", "triple", right=True),
+        Column("block", "block", "triple", right=True),
+        Column("shared_bytes", "KiB", "kib", right=True),
+        Column("registers_per_thread", "regs", "count", right=True),
+        Column("launches_per_call", "n/call", "count", right=True),
+        Column("duration_ns", "µs", "us", right=True),
+        Column("share", "share%", "percent", right=True),
+        Column("occupancy", "occ%", "percent", right=True),
+    ]
+    if full:
+        return (*lead, *figures, Column("kernel", "kernel"))
+    return (*lead, Column("kernel_short", "kernel", shrink=True), *figures)
+
+
+def _table_row(columns: tuple[Column, ...], row: KernelRow) -> tuple[Any, ...]:
+    return tuple(getattr(row, column.key) for column in columns)
+
+
+def _scope(row: KernelRow) -> _Scope:
+    return (row.run, row.config, None if row.config is not None else row.range or "")
+
+
+def _scopes(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> list[_Scope]:
+    """Every scope once: cells in their order, then what only kernels mention."""
+    named = [(cell.run, cell.config, None) for cell in cells]
+    return list(dict.fromkeys([*named, *map(_scope, rows)]))
+
+
+def _title(config: str | None, range_name: str | None) -> str:
+    if config is not None:
+        return config
+    return f"range {range_name}" if range_name else "outside of any range"
+
+
+def _backend_order(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> dict[str | None, int]:
+    names = dict.fromkeys([*(cell.backend for cell in cells), *(row.backend for row in rows)])
+    return {name: place for place, name in enumerate(names)}
+
+
+def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
+    """What is to be said below the table: why a backend has no kernels, a contradiction among witnesses, warnings."""
+    notes: list[Note] = []
+    if cell.status != "ok":
+        level = "note" if cell.status == "refused" else "error"
+        notes.append(Note(f"{cell.status}: {_reason(cell)}", cell.backend, level))
+    elif not rows:
+        notes.append(
+            Note("no kernels recorded by the profilers asked for", cell.backend, "warning")
+        )
+    contradiction = mismatch(cell, rows)
+    if contradiction:
+        notes.append(Note(contradiction, cell.backend, "warning"))
+    notes += [Note(text, cell.backend, "warning") for text in cell.warnings]
+    return notes
+
+
+def _reason(cell: CellRow) -> str:
+    texts = [message for _, message, _ in cell.refusals]
+    if cell.message and (cell.status != "refused" or not texts):
+        texts.insert(0, cell.message)
+    return "; ".join(dict.fromkeys(texts)) or "no reason recorded"
+
+
+def mismatch(cell: CellRow, rows: Sequence[KernelRow]) -> str | None:
+    """A sentence when the attention op in the trace and the kernels' families name different backends, else None."""
+    witness = backend_of_op(cell.sdpa_op)
+    by_kernels = ran_backends(rows)
+    if witness is None or not by_kernels or by_kernels == {witness}:
+        return None
+    families = sorted({row.family for row in rows if ran_backends([row])})
+    return (
+        f"mismatch: the op that ran is {cell.sdpa_op} ({witness}), "
+        f"but the kernels are of family {', '.join(families)}"
+    )

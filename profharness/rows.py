@@ -1,0 +1,91 @@
+"""What the store answers with: frozen rows, the same whatever profiler or file they came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One stored run. source is `capture` (made by profharness) or `trace` (somebody's file)."""
+
+    run: str
+    created: str
+    source: str
+    path: str
+    device: str | None
+    torch: str | None
+    profilers: tuple[str, ...]
+    cells: int
+    failed_cells: int
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellRow:
+    """One cell: status, why it failed or was refused, and its raw samples in nanoseconds by measurement name.
+
+    sdpa_op is the op that the trace shows to have run (`aten::_scaled_dot_product_flash_attention`), a witness of the backend that is
+    independent of the kernels' names; choice is what PyTorch said beforehand.
+    """
+
+    run: str
+    cell: str
+    config: str
+    backend: str
+    status: str
+    message: str | None
+    choice: str | None
+    sdpa_op: str | None
+    iterations: int
+    refusals: tuple[tuple[str, str, str], ...]  # code, message, source
+    warnings: tuple[str, ...]
+    samples: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    clocks: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One kernel of one cell in one launch configuration, all its launches summed up.
+
+    config, backend, cell are None for a foreign trace's launches. kernel_kind is `kernel memcpy memset op`. duration_ns is the median of one launch,
+    total_ns the sum over all launches of all profiled calls, launches_per_call launches over calls, share the part of the cell's
+    (for a foreign trace: the range's) total_ns. first_ns orders kernels within a call: earliest start relative to the start of its
+    cell's first call. op_path is the folded op stack, sdpa_op its attention op if any. occupancy is theoretical, 0 to 1, with its limiter
+    (`registers shared_memory block warps`), None where the device or resources are unknown.
+    """
+
+    run: str
+    config: str | None
+    backend: str | None
+    cell: str | None
+    profiler: str
+    status: str | None
+    range: str | None
+    kernel: str
+    kernel_short: str
+    kernel_kind: str
+    family: str
+    grid: Triple | None
+    block: Triple | None
+    registers_per_thread: int | None
+    static_shared_bytes: int | None
+    dynamic_shared_bytes: int | None
+    shared_bytes: int | None
+    launches: int
+    launches_per_call: float | None
+    duration_ns: int
+    total_ns: int
+    min_ns: int
+    max_ns: int
+    share: float | None
+    first_ns: int
+    op_path: str | None
+    sdpa_op: str | None
+    occupancy: float | None
+    occupancy_limiter: str | None
+    device: int

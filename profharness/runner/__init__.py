@@ -1,0 +1,5 @@
+"""Makes runs: plans cells, runs the worker under a profiler, and keeps the run folder whole whatever happens."""
+
+from profharness.runner.capture import CaptureOptions, capture, resume
+
+__all__ = ["CaptureOptions", "capture", "resume"]

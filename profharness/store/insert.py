@@ -1,0 +1,337 @@
+"""One parsed trace into rows: ranges, launches in column blocks, and the groups derived from them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from profharness.store import intern
+from profharness.store.groups import Groups, busiest, group, pack
+from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, Range, Trace, range_cell
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Column = NDArray[np.int64]
+
+BLOCK = 8192
+ROWS_PER_STATEMENT = 32
+MAX_COUNTS_SHOWN = 20
+
+_COLUMNS = (
+    "trace_id", "cell_id", "iteration", "kernel_id", "launch_config_id", "op_path_id", "range_id",
+    "api_id", "device", "stream", "correlation", "graph_node", "pid", "tid", "launch_ns",
+    "start_ns", "duration_ns", "bytes",
+)  # fmt: skip
+_REQUIRED = {"trace_id", "kernel_id", "launch_config_id", "device", "start_ns", "duration_ns"}
+_GROUP_COLUMNS = (
+    "trace_id, by_op, cell_id, range_name_id, kernel_id, launch_config_id, op_path_id, device, "
+    "launches, total_ns, median_ns, min_ns, max_ns, first_ns"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CellTrace:
+    """What one trace says about one cell: its profiled calls, the launches of each, and the SDPA op seen."""
+
+    cell: str
+    launches_per_call: tuple[int, ...]
+    sdpa_op: str | None
+
+    def warning(self) -> str | None:
+        """A warning if the profiled calls did not all launch as many kernels."""
+        counts = self.launches_per_call
+        if len(set(counts)) < 2:
+            return None
+        shown = ",".join(str(count) for count in counts[:MAX_COUNTS_SHOWN])
+        tail = ",…" if len(counts) > MAX_COUNTS_SHOWN else ""
+        return f"kernel count differs between calls: {shown}{tail}"
+
+
+@dataclass(slots=True)
+class Inserted:
+    """What came of one trace: launches stored and dropped, and what it says about each cell."""
+
+    launches: int = 0
+    dropped: int = 0
+    cells: list[CellTrace] = field(default_factory=list)
+    unknown_cells: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookups:
+    """From a trace's indices to row ids; the last element of each stands for NONE, so that index -1 finds it."""
+
+    kernel: Column
+    launch_config: Column
+    op_path: Column
+    api: Column
+    range: Column
+    range_name: Column
+    cell: Column
+    iteration: Column
+    origin: Column
+    """of each range's cell (or of the whole trace): when its first call began"""
+
+
+def insert_trace(
+    connection: sqlite3.Connection,
+    trace_id: int,
+    trace: Trace,
+    batches: Iterable[LaunchBatch],
+    cells: dict[str, int] | None,
+    progress: Callable[[int], None] | None = None,
+) -> Inserted:
+    """Insert a trace's ranges, launches and groups inside the caller's transaction.
+
+    cells maps a run's cell ids to row ids; launches outside of them are dropped and counted. None (a foreign trace) keeps all.
+    """
+    calls = _cell_calls(trace.ranges, cells or {})
+    look = _lookups(connection, trace_id, trace, calls, cells or {})
+    statement = _launch_statement(1), _launch_statement(ROWS_PER_STATEMENT)
+    parts: list[tuple[Column, ...]] = []
+    result = Inserted()
+    for batch in batches:
+        rows, keys = _batch_columns(trace_id, batch, look, keep_all=cells is None)
+        result.dropped += len(batch.kernel) - len(rows)
+        result.launches += len(rows)
+        _insert_rows(connection, statement, rows)
+        parts.append(keys)
+        if progress:
+            progress(len(batch.kernel))
+    if parts:
+        columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+        _insert_groups(connection, trace_id, columns, foreign=cells is None)
+    else:
+        columns = tuple(np.zeros(0, np.int64) for _ in range(9))
+    if cells is not None:
+        seen = {range_cell(item.name) for item in trace.ranges} - {None}
+        result.unknown_cells = tuple(sorted(str(cell) for cell in seen if cell not in cells))
+        result.cells = _cell_traces(connection, trace_id, calls, cells, columns)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """The profiled calls of one cell: the ordinal of the call that each of its ranges belongs to."""
+
+    ordinal_of_range: dict[int, int]
+    count: int
+    start_ns: int
+
+
+def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Calls]:
+    """Calls by cell. Ranges of one cell that overlap (push/pop and start/end of one call) are the same call."""
+    by_cell: dict[str, list[int]] = {}
+    for index, item in enumerate(ranges):
+        if item.name.startswith(CELL_RANGE_PREFIX):
+            cell = range_cell(item.name)
+            if cell in cells:
+                by_cell.setdefault(str(cell), []).append(index)
+    return {cell: _calls(ranges, indices) for cell, indices in by_cell.items()}
+
+
+def _calls(ranges: Sequence[Range], indices: list[int]) -> _Calls:
+    ordered = sorted(indices, key=lambda index: (ranges[index].start_ns, -ranges[index].duration_ns))
+    ordinals: dict[int, int] = {}
+    ordinal, end = -1, None
+    for index in ordered:
+        start = ranges[index].start_ns
+        if end is None or start >= end:
+            ordinal, end = ordinal + 1, start
+        end = max(end, start + ranges[index].duration_ns)
+        ordinals[index] = ordinal
+    return _Calls(ordinals, ordinal + 1, ranges[ordered[0]].start_ns)
+
+
+def _lookups(
+    connection: sqlite3.Connection,
+    trace_id: int,
+    trace: Trace,
+    calls: dict[str, _Calls],
+    cells: dict[str, int],
+) -> _Lookups:
+    range_names = intern.names(connection, "range_names", (item.name for item in trace.ranges))
+    cell = np.full(len(trace.ranges) + 1, NONE, np.int64)
+    iteration, origin = cell.copy(), np.zeros(len(trace.ranges) + 1, np.int64)
+    for name, call in calls.items():
+        for index, ordinal in call.ordinal_of_range.items():
+            cell[index], iteration[index], origin[index] = cells[name], ordinal, call.start_ns
+    return _Lookups(
+        kernel=_lookup(intern.kernels(connection, trace.kernels, trace.kernel_kinds)),
+        launch_config=_lookup(intern.launch_configs(connection, trace.launch_configs)),
+        op_path=_lookup(intern.op_paths(connection, trace.op_paths)),
+        api=_lookup(intern.names(connection, "apis", trace.apis)),
+        range=_lookup(_insert_ranges(connection, trace_id, trace, range_names, cell, iteration)),
+        range_name=_lookup(range_names),
+        cell=cell,
+        iteration=iteration,
+        origin=origin,
+    )
+
+
+def _lookup(ids: Sequence[int]) -> Column:
+    return np.array([*ids, NONE], np.int64)
+
+
+def _insert_ranges(
+    connection: sqlite3.Connection,
+    trace_id: int,
+    trace: Trace,
+    names: list[int],
+    cell: Column,
+    iteration: Column,
+) -> range:
+    """Insert all ranges; the ids they got."""
+    base = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM ranges").fetchone()[0]
+    connection.executemany(
+        "INSERT INTO ranges (id, trace_id, name_id, cell_id, iteration, parent_id, start_ns, "
+        "duration_ns, pid, tid) VALUES (?, ?, ?, nullif(?, -1), nullif(?, -1), ?, ?, ?, ?, ?)",
+        (
+            (
+                base + index, trace_id, name, in_cell, call,
+                None if item.parent is None else base + item.parent,
+                item.start_ns, item.duration_ns, item.pid, item.tid,
+            )
+            for index, (item, name, in_cell, call) in enumerate(
+                zip(trace.ranges, names, cell.tolist(), iteration.tolist(), strict=False)
+            )
+        ),
+    )  # fmt: skip
+    return range(base, base + len(trace.ranges))
+
+
+def _batch_columns(
+    trace_id: int, batch: LaunchBatch, look: _Lookups, *, keep_all: bool
+) -> tuple[Column, tuple[Column, ...]]:
+    """One batch as a matrix of launches rows, and the columns that grouping needs."""
+    keep = slice(None) if keep_all else look.cell[batch.cell_range] != NONE
+    cell_range = batch.cell_range[keep]
+    inner = batch.range[keep]
+    inner = np.where(inner == NONE, cell_range, inner)
+    cell = look.cell[cell_range]
+    columns = (
+        np.full(len(inner), trace_id, np.int64),
+        cell,
+        look.iteration[cell_range],
+        look.kernel[batch.kernel[keep]],
+        look.launch_config[batch.launch_config[keep]],
+        look.op_path[batch.op_path[keep]],
+        look.range[inner],
+        look.api[batch.api[keep]],
+        *(
+            getattr(batch, name)[keep]
+            for name in ("device", "stream", "correlation", "graph_node", "pid", "tid")
+        ),
+        batch.launch_ns[keep],
+        batch.start_ns[keep],
+        batch.duration_ns[keep],
+        batch.bytes[keep],
+    )
+    keys = (
+        cell, look.range_name[inner], columns[3], columns[4], columns[8], columns[5],
+        columns[16], columns[15] - look.origin[cell_range], columns[2],
+    )  # fmt: skip
+    return np.stack(columns, axis=1), keys
+
+
+def _launch_statement(rows: int) -> str:
+    marks = ", ".join("?" if name in _REQUIRED else "nullif(?, -1)" for name in _COLUMNS)
+    values = ", ".join([f"({marks})"] * rows)
+    return f"INSERT INTO launches ({', '.join(_COLUMNS)}) VALUES {values}"
+
+
+def _insert_rows(
+    connection: sqlite3.Connection, statements: tuple[str, str], rows: Column
+) -> None:
+    single, many = statements
+    whole = len(rows) - len(rows) % ROWS_PER_STATEMENT
+    for begin in range(0, whole, BLOCK):
+        block = rows[begin : min(begin + BLOCK, whole)]
+        connection.executemany(
+            many, block.reshape(-1, ROWS_PER_STATEMENT * len(_COLUMNS)).tolist()
+        )
+    connection.executemany(single, rows[whole:].tolist())
+
+
+def _insert_groups(
+    connection: sqlite3.Connection, trace_id: int, columns: tuple[Column, ...], *, foreign: bool
+) -> None:
+    """Insert groups twice: with op paths taken together (each showing its busiest one) and apart."""
+    *coarse_columns, op, duration, start, _ = columns
+    if not len(op):
+        return
+    if foreign:
+        start = start - start.min()
+    coarse_key = pack(coarse_columns)
+    coarse = group(coarse_key, duration, start)
+    fine = group(pack([coarse_key, op]), duration, start)
+    shown = op[busiest(coarse_key, fine, coarse)]
+    for by_op, groups, paths in ((0, coarse, shown), (1, fine, op[fine.index])):
+        connection.executemany(
+            f"INSERT INTO launch_groups ({_GROUP_COLUMNS}) VALUES (?, ?, nullif(?, -1), "
+            "nullif(?, -1), ?, ?, nullif(?, -1), ?, ?, ?, ?, ?, ?, ?)",
+            _group_rows(trace_id, by_op, groups, coarse_columns, paths),
+        )
+
+
+def _group_rows(
+    trace_id: int, by_op: int, groups: Groups, keys: Sequence[Column], paths: Column
+) -> list[list[int]]:
+    cell, range_name, kernel, launch_config, device = (key[groups.index] for key in keys)
+    constant = np.ones(len(groups.index), np.int64)
+    rows = np.stack(
+        (
+            constant * trace_id, constant * by_op, cell, range_name, kernel, launch_config, paths,
+            device, groups.count, groups.total, groups.median, groups.minimum, groups.maximum,
+            groups.first,
+        ),
+        axis=1,
+    )  # fmt: skip
+    ordered: list[list[int]] = rows[np.lexsort((groups.first, cell))].tolist()
+    return ordered
+
+
+def _cell_traces(
+    connection: sqlite3.Connection,
+    trace_id: int,
+    calls: dict[str, _Calls],
+    cells: dict[str, int],
+    columns: tuple[Column, ...],
+) -> list[CellTrace]:
+    cell_column, op_column, iteration = columns[0], columns[5], columns[8]
+    ops = dict(connection.execute("SELECT id, sdpa_op FROM op_paths WHERE sdpa_op IS NOT NULL"))
+    answers = []
+    for cell, call in calls.items():
+        mine = cell_column == cells[cell]
+        per_call = np.bincount(iteration[mine], minlength=call.count).tolist()
+        ids, counts = np.unique(op_column[mine], return_counts=True)
+        seen: Counter[str] = Counter()
+        for op, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            if op in ops:
+                seen[ops[op]] += count
+        answers.append(CellTrace(cell, tuple(per_call), _main_op(seen)))
+        connection.execute(
+            "INSERT INTO trace_cells (trace_id, cell_id, calls, start_ns, launches) "
+            "VALUES (?, ?, ?, ?, ?)",
+            (trace_id, cells[cell], call.count, call.start_ns, sum(per_call)),
+        )
+    return answers
+
+
+def _main_op(seen: Counter[str]) -> str | None:
+    """The forward op with the most launches; a backward op only where no forward one was seen."""
+    if not seen:
+        return None
+    return min(seen, key=lambda op: (op.endswith("_backward"), -seen[op], op))
+
+
+def to_json(value: object) -> str:
+    """Canonical JSON: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,0 +1,132 @@
+"""A parsed trace: what every parser returns and the store takes in, whatever profiler wrote the file.
+
+Small tables (names, launch configurations, ranges) are plain lists; launches come in column batches, because there can be
+millions. A batch refers to the small tables by index. Times are integer nanoseconds on the trace's own absolute clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Column = NDArray[np.int64]
+
+CELL_RANGE_PREFIX = "profharness:"
+WARMUP_RANGE = "profharness:warmup"
+NONE = -1  # in a column: "no such row" (index columns) or "not known" (value columns)
+
+
+def cell_range(cell: str) -> str:
+    """The name of the range that the worker opens around each profiled call of a cell."""
+    return f"{CELL_RANGE_PREFIX}{cell}"
+
+
+def range_cell(name: str) -> str | None:
+    """The cell id that a range name stands for; None for warm-up and for other people's ranges."""
+    if not name.startswith(CELL_RANGE_PREFIX) or name == WARMUP_RANGE:
+        return None
+    return name[len(CELL_RANGE_PREFIX) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU as the trace describes it; limits are per SM or per block in bytes, registers or threads. None: not told."""
+
+    index: int
+    name: str
+    compute_major: int
+    compute_minor: int
+    num_sms: int
+    total_memory_bytes: int | None = None
+    max_threads_per_block: int | None = None
+    max_threads_per_sm: int | None = None
+    registers_per_block: int | None = None
+    registers_per_sm: int | None = None
+    shared_bytes_per_block: int | None = None
+    shared_bytes_per_block_optin: int | None = None
+    shared_bytes_per_sm: int | None = None
+    warp_size: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Grid, block and resources of a launch; None where the profiler cannot know (all None for an op on the CPU)."""
+
+    grid: tuple[int, int, int] | None
+    block: tuple[int, int, int] | None
+    registers_per_thread: int | None = None
+    static_shared_bytes: int | None = None
+    dynamic_shared_bytes: int | None = None
+    shared_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """One user range (record_function or NVTX) on one thread. parent is an index into the same list, or None."""
+
+    name: str
+    start_ns: int
+    duration_ns: int
+    pid: int
+    tid: int
+    parent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchBatch:
+    """Columns of equal length, one element a launch, all int64; NONE (-1) where there is no such thing.
+
+    kernel, launch_config, op_path, range and api are indices into the Trace's lists. cell_range is the index of the enclosing
+    `profharness:` range: on the launching thread if one is open there, else one of the same process that was open at
+    the time of the launch call (autograd launches from a thread of its own). range is the innermost user range of the launching
+    thread, else equal to cell_range. launch_ns is when the launching call began; start_ns and duration_ns are the device's.
+    device is -1 for the CPU (launches that are innermost ATen ops of a CPU-only trace).
+    """
+
+    kernel: Column
+    launch_config: Column
+    op_path: Column
+    range: Column
+    cell_range: Column
+    api: Column
+    device: Column
+    stream: Column
+    correlation: Column
+    graph_node: Column
+    pid: Column
+    tid: Column
+    launch_ns: Column
+    start_ns: Column
+    duration_ns: Column
+    bytes: Column  # moved by a memcpy or memset
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One parsed file. Call `batches()` once, while the trace is open; `close()` gives its temporary files back.
+
+    kernels are canonical names (as Kineto prints them; a memcpy or memset under its trace name), kernel_kinds says for each
+    `kernel memcpy memset op`. op_paths are folded stacks of ATen/autograd ops, outermost first, joined by ";", the innermost
+    op last. environment holds what the file itself says (cuda_runtime_version, cupti_version, distributedInfo, …), never
+    host, user, path or command line. skipped counts unreadable events.
+    """
+
+    profiler: str
+    devices: tuple[Device, ...]
+    environment: dict[str, object]
+    kernels: list[str]
+    kernel_kinds: list[str]
+    launch_configs: list[LaunchConfig]
+    op_paths: list[str]
+    apis: list[str]
+    ranges: list[Range]
+    num_launches: int
+    skipped: int
+    batches: Callable[[], Iterator[LaunchBatch]]
+    close: Callable[[], None]
+    warnings: tuple[str, ...] = field(default=())

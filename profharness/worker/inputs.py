@@ -1,0 +1,112 @@
+"""The tensors of a config and the attention call on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from profharness.config import Config
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """query [B, Hq, Sq, D]; key, value [B, Hkv, Skv, D]; mask [1, 1, Sq, Skv] or None; grad like the output, or None."""
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any
+    grad: Any
+
+
+def make_inputs(config: Config, device: str, seed: int) -> Inputs:
+    """Normally distributed inputs in the config's dtype and layout, the same for the same seed."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def tensor(heads: int, rows: int) -> Any:
+        shape = (config.batch, heads, rows, config.head_dim)
+        made = _laid_out(config, shape, device, generator)
+        return made.requires_grad_() if config.bwd else made
+
+    query = tensor(config.num_heads, config.seq_len_q)
+    key = tensor(config.num_kv_heads, config.seq_len_kv)
+    value = tensor(config.num_kv_heads, config.seq_len_kv)
+    grad = None
+    if config.bwd:
+        shape = (config.batch, config.num_heads, config.seq_len_q, config.head_dim)
+        grad = torch.randn(shape, device=device, dtype=query.dtype, generator=generator)
+    return Inputs(query, key, value, _mask(config, device, query.dtype, generator), grad)
+
+
+def make_call(config: Config, inputs: Inputs) -> Callable[[], Any]:
+    """The call that is profiled and timed: forward, and with `bwd` the three gradients too."""
+    arguments: dict[str, Any] = {
+        "attn_mask": inputs.mask,
+        "dropout_p": config.dropout,
+        "is_causal": config.causal,
+        "scale": config.scale,
+    }
+    if config.num_kv_heads != config.num_heads:
+        arguments["enable_gqa"] = True
+    tensors = (inputs.query, inputs.key, inputs.value)
+
+    def forward() -> Any:
+        return F.scaled_dot_product_attention(*tensors, **arguments)
+
+    def forward_and_backward() -> Any:
+        # autograd.grad, not backward(): accumulating into .grad would add kernels that are not attention's
+        return torch.autograd.grad(forward(), tensors, inputs.grad)
+
+    return forward_and_backward if config.bwd else forward
+
+
+def fused_choice(config: Config, inputs: Inputs) -> int:
+    """PyTorch's own answer for these inputs, nothing launched. Raises RuntimeError where no backend fits."""
+    answer = torch._fused_sdp_choice(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        attn_mask=inputs.mask,
+        dropout_p=config.dropout,
+        is_causal=config.causal,
+        scale=config.scale,
+        enable_gqa=config.num_kv_heads != config.num_heads,
+    )
+    return int(answer)
+
+
+def _laid_out(
+    config: Config, shape: tuple[int, int, int, int], device: str, generator: Any
+) -> Any:
+    batch, heads, rows, head_dim = shape
+    dtype = DTYPES[str(config.dtype)]
+
+    def randn(*size: int) -> Any:
+        return torch.randn(size, device=device, dtype=dtype, generator=generator)
+
+    if config.layout == "bshd":
+        return randn(batch, rows, heads, head_dim).transpose(1, 2)
+    if config.layout == "strided_last":
+        return randn(batch, heads, rows, 2 * head_dim)[..., ::2]
+    if config.layout == "offset1":
+        return randn(batch * heads * rows * head_dim + 1)[1:].view(shape)
+    if config.layout == "broadcast_batch":
+        return randn(1, heads, rows, head_dim).expand(shape)
+    return randn(*shape)
+
+
+def _mask(config: Config, device: str, dtype: Any, generator: Any) -> Any:
+    if config.mask == "none":
+        return None
+    shape = (1, 1, config.seq_len_q, config.seq_len_kv)
+    if config.mask == "float":
+        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+    mask = torch.rand(shape, device=device, generator=generator) < 0.75
+    mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
+    return mask

@@ -1,0 +1,86 @@
+"""Unprofiled latency: raw nanoseconds a call, by CUDA events, by CUDA-graph replay, or by the wall clock on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+BUDGET_S = 1.0  # per measurement; a slow call gets fewer samples, never under MIN_SAMPLES
+MIN_SAMPLES = 5
+GRAPH_CALLS = 10  # calls in one graph, so that a replay's own launch cost is spread out
+GRAPH_CALLS_MAX_NS = 200_000  # calls longer than this stand alone in their graph
+FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
+
+
+class L2Flush:
+    """Evicts the L2 by writing a buffer much larger than it; the buffer is made once."""
+
+    def __init__(self) -> None:
+        self._buffer: Any = None
+
+    def __call__(self) -> None:
+        if self._buffer is None:
+            self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._buffer.zero_()
+
+
+def time_events(call: Callable[[], Any], samples: int, flush: L2Flush) -> list[int]:
+    """Each sample is the time between two events around one eager call, L2 flushed before it.
+
+    All pairs are recorded before the first is read, so the launch queue stays ahead of the device. For a call shorter than
+    its own launch path this measures the launch path.
+    """
+    pairs = []
+    deadline = time.perf_counter() + BUDGET_S
+    for index in range(samples):
+        flush()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        stop.record()
+        pairs.append((start, stop))
+        if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
+            break
+        if index % 8 == 7:
+            stop.synchronize()
+    torch.cuda.synchronize()
+    return [round(start.elapsed_time(stop) * 1e6) for start, stop in pairs]
+
+
+def time_graph(call: Callable[[], Any], samples: int, expected_ns: int) -> list[int]:
+    """Each sample is a graph replay's time over the calls in it, L2 warm. Raises what the capture raises."""
+    calls = GRAPH_CALLS if expected_ns < GRAPH_CALLS_MAX_NS else 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    pairs = []
+    deadline = time.perf_counter() + BUDGET_S
+    for index in range(samples):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        pairs.append(start.elapsed_time(stop))
+        if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
+            break
+    return [round(milliseconds * 1e6 / calls) for milliseconds in pairs]
+
+
+def time_wall(call: Callable[[], Any], samples: int) -> list[int]:
+    """Each sample is one call on the CPU by the monotonic clock."""
+    durations = []
+    deadline = time.perf_counter() + BUDGET_S
+    for index in range(samples):
+        start = time.perf_counter_ns()
+        call()
+        durations.append(time.perf_counter_ns() - start)
+        if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
+            break
+    return durations

@@ -1,0 +1,112 @@
+"""The config grammar: what it accepts, what a label says, and that every error names its token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.config import DTYPES, LAYOUTS, MASKS, Config, expand_configs, parse_config, parse_config_lines
+from profharness.errors import UsageError
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    kv_heads = draw(st.integers(1, 64))
+    return Config(
+        batch=draw(st.integers(1, 10**6)),
+        num_heads=kv_heads * draw(st.integers(1, 8)),
+        num_kv_heads=kv_heads,
+        seq_len_q=draw(st.integers(1, 10**6)),
+        seq_len_kv=draw(st.integers(1, 10**6)),
+        head_dim=draw(st.integers(1, 8192)),
+        dtype=draw(st.sampled_from([None, *DTYPES])),
+        causal=draw(st.booleans()),
+        mask=draw(st.sampled_from(MASKS)),
+        dropout=draw(st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True, allow_subnormal=False))),
+        scale=draw(st.one_of(st.none(), st.floats(-1e6, 1e6, allow_nan=False))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        bwd=draw(st.booleans()),
+    )
+
+
+@given(configs())
+def test_label_parses_back(config: Config) -> None:
+    assert parse_config(config.label) == config
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_configs_or_a_usage_error(text: str) -> None:
+    try:
+        assert all(isinstance(config, Config) for config in expand_configs(text))
+    except UsageError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("2,8,512,64", "b2-h8-s512-d64"),
+        ("2,8,512,64,fp16", "b2-h8-s512-d64-fp16"),
+        ("1,32,1,128,bwd,bf16,causal,kv_heads=8,seq_kv=4096", "b1-h32-kv8-sq1-skv4096-d128-bf16-causal-bwd"),
+        (" 2, 8 ,512,64 , mask=float", "b2-h8-s512-d64-mask=float"),
+        ("2,8,512,64,scale=1e-5,dropout=0.1", "b2-h8-s512-d64-dropout=0.1-scale=0.00001"),
+        ("2,8,512,64,scale=-2,layout=bshd", "b2-h8-s512-d64-scale=-2-layout=bshd"),
+    ],
+)
+def test_labels(text: str, label: str) -> None:
+    assert parse_config(text).label == label
+
+
+def test_sets_and_ranges_stand_for_their_product() -> None:
+    labels = [config.label for config in expand_configs("{1,2},8,128:512:*2,{64,96},{fp16,bf16}")]
+    assert len(labels) == 2 * 3 * 2 * 2
+    assert labels[0] == "b1-h8-s128-d64-fp16"
+    assert labels[-1] == "b2-h8-s512-d96-bf16"
+    assert [config.seq_len_q for config in expand_configs("1,1,{64:256:+64,1000},8")] == [64, 128, 192, 256, 1000]
+
+
+def test_repeats_are_one_config() -> None:
+    assert len(expand_configs("{1,1},1,1,1")) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "token"),
+    [
+        ("2,8,512", "3 of 4"),
+        ("2,8,512,x", "'x'"),
+        ("2,8,512,64,fp8", "'fp8'"),
+        ("2,8,512,64,mask=tri", "'tri'"),
+        ("2,8,512,64,kv_heads=3", "kv_heads=3"),
+        ("2,8,512,64,dropout=1", "dropout=1"),
+        ("2,8,512,64,scale=nan", "'nan'"),
+        ("2,8,{512,64", "braces"),
+        ("0,8,512,64", "'0'"),
+        ("2,8,4096:128:*2,64", "never reaches"),
+        ("2,8,1:9:*1,64", "never reaches"),
+        ("2,8,512,64,causal,causal", "second time"),
+        ("2,8,,64", "''"),
+        ("1:999999999999:+1,8,1,64", "more than"),
+        ("{1:99999:+1},{1:99999:+1},1,64", "at most"),
+        ("b2-h8-d64", "label"),
+        ("", "0 of 4"),
+    ],
+)
+def test_bad_input_names_the_token(text: str, token: str) -> None:
+    with pytest.raises(UsageError, match=token.replace("(", r"\(")):
+        expand_configs(text)
+
+
+def test_no_dtype_matches_any_dtype() -> None:
+    asked = parse_config("2,8,512,64")
+    assert asked.matches(parse_config("2,8,512,64,bf16"))
+    assert not asked.matches(parse_config("2,8,512,64,bf16,causal"))
+    assert not parse_config("2,8,512,64,fp16").matches(parse_config("2,8,512,64,bf16"))
+    assert asked.resolve("cuda").dtype == "fp16"
+    assert asked.resolve("cpu").dtype == "fp32"
+
+
+def test_files_have_comments_and_errors_have_lines() -> None:
+    assert len(parse_config_lines(["# all", "", "2,8,512,64 # one", "2,8,512,64"], "f")) == 1
+    with pytest.raises(UsageError, match="f, line 2: .*'zz'"):
+        parse_config_lines(["1,1,1,1", "1,1,1,zz"], "f")
