@@ -1,4 +1,6 @@
-"""Theoretical occupancy of a launch, computed here because Kineto prints 0 above 48 KiB of shared memory."""
+"""Theoretical occupancy of a launch, computed here because Kineto prints 0 above 48 KiB of shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ REGISTER_UNIT = 256  # registers are handed out to a warp in units of this many
 SUB_PARTITIONS = 4  # each owns a quarter of the registers; a warp lives in one of them
 KIB = 1024
 
-# Limiters in the order in which ties are named: a ceiling of the hardware first, what a kernel can change after it.
+# Limiters in the order in which ties are named: a ceiling of the hardware first, what a kernel
+# can change after it.
 LIMITERS = ("warps", "block", "registers", "shared_memory")
 
-# compute capability: threads per SM, blocks per SM, shared KiB per SM. Registers per SM are 65536 on all of these.
-# Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; cuda_occupancy.h of CUDA 13.
+# compute capability: threads per SM, blocks per SM, shared KiB per SM. Registers per SM are 65536
+# on all of these.
+# Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
+# cuda_occupancy.h of CUDA 13.
 _SM_FACTS: dict[tuple[int, int], tuple[int, int, int]] = {
     (7, 0): (2048, 32, 96),
     (7, 2): (2048, 32, 96),
@@ -36,7 +41,9 @@ _SM_FACTS: dict[tuple[int, int], tuple[int, int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class SmLimits:
-    """What one SM offers and what one block may take; shared memory in bytes, the driver's reserve per block apart."""
+    """What one SM offers and what one block may take; shared memory in bytes, the driver's reserve
+    per block apart.
+    """
 
     max_threads_per_sm: int
     max_threads_per_block: int
@@ -52,9 +59,11 @@ class SmLimits:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Theoretical occupancy: resident warps over the most an SM holds (0 to 1), blocks that fit, and what stops one more.
+    """Theoretical occupancy: resident warps over the most an SM holds (0 to 1), blocks that fit,
+    and what stops one more.
 
-    limiter is one of `registers shared_memory block warps`; when several bind at once, the first in LIMITERS is named.
+    limiter is one of `registers shared_memory block warps`; when several bind at once, the first
+    in LIMITERS is named.
     """
 
     fraction: float
@@ -63,7 +72,9 @@ class Occupancy:
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """A device's limits: what the trace tells, the rest from the table above. None for an unknown compute capability."""
+    """A device's limits: what the trace tells, the rest from the table above. None for an unknown
+    compute capability.
+    """
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     if facts is None:
         return None
@@ -89,11 +100,13 @@ def sm_limits(device: Device) -> SmLimits | None:
 def occupancy(
     block_threads: int, registers_per_thread: int, shared_bytes: int, limits: SmLimits | Device
 ) -> Occupancy | None:
-    """Theoretical occupancy as cuda_occupancy.h has it, with the largest shared-memory carve-out and opt-in.
+    """Theoretical occupancy as cuda_occupancy.h has it, with the largest shared-memory carve-out
+    and opt-in.
 
-    shared_bytes is static plus dynamic of one block, without the driver's reserve. None when the device is unknown or
-    when such a block could not be launched there at all, so that a real launch never reads 0. Named barriers, which
-    no profiler but ncu tells, and clusters are left out.
+    shared_bytes is static plus dynamic of one block, without the driver's reserve. None when the
+    device is unknown or when such a block could not be launched there at all, so that a real
+    launch never reads 0. Named barriers, which no profiler but ncu tells, and clusters are left
+    out.
     """
     sm = sm_limits(limits) if isinstance(limits, Device) else limits
     if sm is None or not 0 < block_threads <= sm.max_threads_per_block:

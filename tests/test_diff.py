@@ -176,6 +176,15 @@ def test_rows_of_different_profilers_do_not_compare_times() -> None:
     assert [row.verdict for row in both.rows] == ["same"]
 
 
+def test_a_config_that_one_side_lacks() -> None:
+    diff = diff_cells(side("efficient"), side("flash"))
+    rows = [row for row in diff.rows if row.config == "b1h1s16d8192-fp32"]
+    assert [(row.role, row.verdict) for row in rows] == (
+        [("call", "removed"), ("attention", "removed")]
+    )
+    assert (rows[1].baseline_ns, rows[1].candidate_ns) == (rows[1].baseline[0].duration_ns, None)
+
+
 def test_status() -> None:
     refusal = (("dropout", "no dropout here", "live"),)
     fine = cell(SQUARE, "flash")

@@ -1,4 +1,6 @@
-"""Occupancy against cuda_occupancy.h (CUDA 13, compiled, 360 of its answers) and against ncu on an H200."""
+"""Occupancy against cuda_occupancy.h (CUDA 13, compiled, 360 of its answers) and against ncu on an
+H200.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def store_option(function: F) -> F:
 
 
 def config_options(function: F) -> F:
-    """--config (many) and --configs FILE as `config: tuple[str, ...]` and `configs_file: Path | None`."""
+    """--config (many) and --configs FILE as `config: tuple[str, ...]` and `configs_file: Path |
+    None`."""
     function = click.option(
         "--configs",
         "configs_file",
@@ -86,7 +87,8 @@ def split_names(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Config]:
-    """The configs of --config and --configs, each once. Raises UsageError naming the token that is wrong."""
+    """The configs of --config and --configs, each once. Raises UsageError naming the token that is
+    wrong."""
     from profharness.config import expand_configs, parse_config_lines
     from profharness.errors import UsageError
 

@@ -30,7 +30,8 @@ def hint(text: str) -> None:
 def emit(
     document: Document, format_: str | None, output: Path | None = None, *, force: bool = False
 ) -> None:
-    """Render the document to the file, else to stdout. Without a format, the file's suffix decides, else `table`."""
+    """Render the document to the file, else to stdout. Without a format, the file's suffix
+    decides, else `table`."""
     from profharness.report.renderers import RENDERERS
 
     if format_ is None:
@@ -59,7 +60,8 @@ def _width() -> int:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[IO[bytes]]:
-    """Binary stdout for a result; a reader that goes away early (`| head`) ends the writing without a complaint."""
+    """Binary stdout for a result; a reader that goes away early (`| head`) ends the writing
+    without a complaint."""
     stream = click.get_binary_stream("stdout")
     try:
         yield stream
@@ -85,9 +87,11 @@ def check_output(output: Path | None, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
-    """A binary file that appears under its name only when the block ends well; until then any old one stays.
+    """A binary file that appears under its name only when the block ends well; until then any old
+    one stays.
 
-    Raises UsageError when the file is there (even if it came to be meanwhile) and force is not given, or cannot be written.
+    Raises UsageError when the file is there (even if it came to be meanwhile) and force is not
+    given, or cannot be written.
     """
     check_output(output, force=force)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
@@ -107,7 +111,8 @@ def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
 
 
 def _put(temporary: Path, output: Path, *, force: bool) -> None:
-    """Give the finished file its name; without force by a hard link, which never replaces an existing one."""
+    """Give the finished file its name; without force by a hard link, which never replaces an
+    existing one."""
     if force:
         temporary.replace(output)
         return

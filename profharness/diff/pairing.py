@@ -99,7 +99,7 @@ def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
     assert here is not None
     missing, verdict = ("candidate", "removed") if base else ("baseline", "added")
     profiler = common_profiler(here.kernels, here.kernels)[0]
-    groups = grouped(here.of(profiler))
+    chosen = here.of(profiler)
     template = DiffRow(
         config=here.config,
         backend_baseline=base.backend if base else None,
@@ -113,13 +113,17 @@ def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
         changes=(),
     )
     rows = [template] if here.cell else []
-    for role, kernels in groups.items():
+    for role, kernels in grouped(chosen).items():
+        time = call_ns(kernels, _least(chosen))
         rows.append(
             replace(
                 template,
                 role=role,
                 baseline=kernels if base else (),
                 candidate=() if base else kernels,
+                baseline_ns=time if base else None,
+                candidate_ns=None if base else time,
+                basis="profiler launches",
             )
         )
     return rows

@@ -1,4 +1,6 @@
-"""Kernel identity: the canonical name of a GPU function, its family, what its name tells, and a short name to read."""
+"""Kernel identity: the canonical name of a GPU function, its family, what its name tells, and a
+short name to read.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,26 @@ from profharness.kernel_names.text import (
 __all__ = ["FAMILIES", "KernelName", "canonical", "normalise", "parse_kernel_name", "short_name"]
 
 FAMILIES = (
-    "flash flash_splitkv flash_combine flash_bwd efficient efficient_bwd cudnn cudnn_bwd flex triton gemm gemv "
-    "softmax elementwise reduce copy memset memcpy other"
-).split()
+    "flash",
+    "flash_splitkv",
+    "flash_combine",
+    "flash_bwd",
+    "efficient",
+    "efficient_bwd",
+    "cudnn",
+    "cudnn_bwd",
+    "flex",
+    "triton",
+    "gemm",
+    "gemv",
+    "softmax",
+    "elementwise",
+    "reduce",
+    "copy",
+    "memset",
+    "memcpy",
+    "other",
+)
 
 # Tried in this order; the first that knows the name decides.
 PARSERS: tuple[Callable[[str, Head], KernelName | None], ...] = (
@@ -39,9 +58,11 @@ _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)
 
 @lru_cache(maxsize=16384)
 def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
-    """What a canonical name (or nsys's and ncu's own spelling of it) says; kind is `kernel memcpy memset op`.
+    """What a canonical name (or nsys's and ncu's own spelling of it) says; kind is `kernel memcpy
+    memset op`.
 
-    A name that no rule knows has family `other`. Never raises; names beyond 16 KiB are read up to there.
+    A name that no rule knows has family `other`. Never raises; names beyond 16 KiB are read up to
+    there.
     """
     if kind == "op":
         short = clip(name.removeprefix("aten::"))
@@ -52,14 +73,16 @@ def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
         family = transfer[1].lower() if transfer else kind
         return KernelName(name, clip(name), family, "cuda")
     text = normalise(name)
-    head = split_head(text)
+    head = split_head(text, name)
     for parser in PARSERS:
         found = parser(text, head)
         if found is not None:
-            return found.named(name)
+            return found.clipped()
     return KernelName(name, clip(generic_short(text, head)), "other", "unknown")
 
 
 def short_name(name: str, kind: str = "kernel") -> str:
-    """A name for tables, about 34 characters and at most 64: no namespaces, only what tells variants apart."""
+    """A name for tables, about 34 characters and at most 64: no namespaces, only what tells
+    variants apart.
+    """
     return parse_kernel_name(name, kind).short

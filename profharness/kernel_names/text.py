@@ -1,4 +1,6 @@
-"""Kernel names as text: demangling, one spelling for all profilers, and linear-time splitting of template arguments."""
+"""Kernel names as text: demangling, one spelling for all profilers, and linear-time splitting of
+template arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ MAX_SHORT = 64
 class KernelName:
     """What a kernel's name says. None: the name does not tell (never a default).
 
-    backend is the library in one word: `flash2 flash2_pip fa3 fa4 efficient xformers cudnn flashinfer trtllm sage
-    vllm flex triton cublas cutlass nccl cub aten cuda unknown`. arch is `sm90` and the like, the code's and not the
-    device's. head_dim is the bucket compiled for (65536 stands for any in the efficient kernels); tile_m and tile_n
-    count query and key rows in attention, output rows and columns in GEMM. causal and dropout are compile-time flags.
+    backend is the library in one word: `flash2 flash2_pip fa3 fa4 efficient xformers cudnn
+    flashinfer trtllm sage vllm flex triton cublas cutlass nccl cub aten cuda unknown`. arch is
+    `sm90` and the like, the code's and not the device's. head_dim is the bucket compiled for
+    (65536 stands for any in the efficient kernels); tile_m and tile_n count query and key rows in
+    attention, output rows and columns in GEMM. causal and dropout are compile-time flags.
     """
 
     name: str
@@ -37,18 +40,21 @@ class KernelName:
     causal: bool | None = None
     dropout: bool | None = None
 
-    def named(self, name: str) -> KernelName:
-        """The same under the name as it was given."""
-        return replace(self, name=name, short=clip(self.short))
+    def clipped(self) -> KernelName:
+        """The same with a short name of at most 64 characters."""
+        return self if len(self.short) <= MAX_SHORT else replace(self, short=clip(self.short))
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A function's qualified path without template arguments, its last part, and where in the text the path ends."""
+    """A function's path without template arguments, its last part, where in the text the path
+    ends, the name as given.
+    """
 
     path: str
     base: str
     end: int
+    name: str
 
 
 DTYPES = {
@@ -69,7 +75,6 @@ DTYPES = {
 
 _CAST = re.compile(r"\((?:unsigned |signed )?(?:int|long long|long|short|char|size_t)\)(?=-?\d)")
 _BOOL = re.compile(r"\(bool\)([01])")
-_UNSIGNED = re.compile(r"\b(\d+)(?:ul|u|l)\b")
 _RETURN_TYPE = re.compile(
     r"(?:(?:void|static|__global__) |std::enable_if<[^<>]{0,80}>::type )*", re.ASCII
 )
@@ -80,7 +85,9 @@ _LAST_NAME = re.compile(r"([A-Za-z_]\w*)\s*(?:const)?[ *&]*$")
 
 
 def canonical(name: str) -> str:
-    """A mangled `_Z` name as c++filt prints it, which is what Kineto prints; anything else as it is. Never raises."""
+    """A mangled `_Z` name as c++filt prints it, which is what Kineto prints; anything else as it
+    is. Never raises.
+    """
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
     try:
@@ -92,8 +99,9 @@ def canonical(name: str) -> str:
 def normalise(name: str) -> str:
     """One spelling for rules to read, whoever printed the name; the first 16 KiB of it.
 
-    nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, Kineto `4`, `true`, `(anonymous namespace)::`.
-    Here: `4`, `true`, no anonymous namespace, `> >`. Not an identity: `T1` stays what it is.
+    nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, Kineto `4`, `true`, `(anonymous
+    namespace)::`. Here: `4`, `true`, no anonymous namespace, `> >`. Not an identity: `T1` stays
+    what it is.
     """
     text = name[:MAX_READ]
     if "(bool)" in text:
@@ -108,19 +116,22 @@ def normalise(name: str) -> str:
     return text.strip()
 
 
-def split_head(text: str) -> Head:
-    """The function's path in a normalised name, its return type left out."""
+def split_head(text: str, name: str) -> Head:
+    """The function's path in a normalised text, its return type left out; name is the text as it
+    was given.
+    """
     start = _RETURN_TYPE.match(text)
     begin = start.end() if start else 0
     match = _PATH.match(text, begin)
     if match is None:
-        return Head("", "", begin)
+        return Head("", "", begin, name)
     path = match[0]
-    return Head(path, path[path.rfind(":") + 1 :], match.end())
+    return Head(path, path[path.rfind(":") + 1 :], match.end(), name)
 
 
 def template_arguments(text: str, start: int, limit: int = 24) -> list[str]:
-    """Top-level template arguments of the list that opens at text[start]; [] if none does. Linear in the text.
+    """Top-level template arguments of the list that opens at text[start]; [] if none does. Linear
+    in the text.
 
     A list that is cut off gives the arguments seen so far; at most `limit` of them.
     """
@@ -155,14 +166,16 @@ def integer(argument: str) -> int | None:
 
 
 def short_type(argument: str) -> str:
-    """A template argument in one word: `c10::Half` is fp16, `a::b::Name<…>` is Name, `(x::Mode)1` is 1."""
+    """A template argument in one word: `c10::Half` is fp16, `a::b::Name<…>` is Name, `(x::Mode)1`
+    is 1.
+    """
     if argument in DTYPES:
         return DTYPES[argument]
     if argument.startswith("("):
         argument = argument.rpartition(")")[2] or argument
     head = re.split(r"[<({]", argument, maxsplit=1)[0]
     name = head.rstrip(" *&").rsplit("::", 1)[-1].removesuffix(" const").removeprefix("const ")
-    return name or argument[:12]
+    return name.rstrip("u") if name[:1].isdigit() else name or argument[:12]
 
 
 def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:

@@ -1,6 +1,8 @@
-"""A stored run as a Chrome trace in Kineto's layout, for Perfetto, chrome://tracing and HolisticTraceAnalysis.
+"""A stored run as a Chrome trace in Kineto's layout, for Perfetto, chrome://tracing and
+HolisticTraceAnalysis.
 
-Format: "Trace Event Format" (Google, 2016); categories and argument names are those of PyTorch's own traces.
+Format: "Trace Event Format" (Google, 2016); categories and argument names are those of PyTorch's
+own traces.
 """
 
 from __future__ import annotations
@@ -9,17 +11,21 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from profharness.trace import Device
 
+if TYPE_CHECKING:
+    from profharness.store import LaunchRow, RangeRow
+
 Event = dict[str, Any]
-Row = Mapping[str, Any]
 # A sort key and the event; the number breaks ties, because dicts do not compare.
 _Timed = tuple[int, int, int, Event]
 
+# Above every Linux thread id, because ops of the CPU share a process with real threads.
+FIRST_TRACK = (1 << 22) + 1
 WINDOW = 1 << 14  # events held back to bring them into order
 RECENT_CALLS = 1 << 12  # launch calls remembered, since one graph launch starts many kernels
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
@@ -64,15 +70,16 @@ _DEVICE_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one profiler saw, on one clock: launches as rows of the store's `kernel_launches`, ranges with name, start_ns, duration_ns, pid, tid."""
+    """What one profiler saw, on one clock: launches in stored order, and ranges."""
 
-    launches: Iterable[Row]
-    ranges: Iterable[Row] = ()
+    launches: Iterable[LaunchRow]
+    ranges: Iterable[RangeRow] = ()
 
 
 @dataclass(slots=True)
 class _Tracks:
-    """Hands out track numbers: one per process and name, and another where two launches of one track overlap."""
+    """Hands out track numbers: one per process and name, and another where two launches of one
+    track overlap."""
 
     numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -85,7 +92,7 @@ class _Tracks:
             if self.ends[number] <= start_ns:
                 self.ends[number] = end_ns
                 return number, None
-        number = len(self.ends) + 1
+        number = FIRST_TRACK + len(self.ends)
         lanes.append(number)
         self.ends[number] = end_ns
         return number, name if len(lanes) == 1 else f"{name} #{len(lanes)}"
@@ -100,8 +107,10 @@ def write_chrome_trace(
 ) -> int:
     """Write the trace and return the number of launches in it.
 
-    Every section starts at time zero, because the clocks of two profilers have nothing in common; times are µs with
-    three decimals. Memory does not grow with the number of launches: rows are read once, in the order of their start (small
+    Every section starts at time zero, because the clocks of two profilers have nothing in common;
+    times are µs with
+    three decimals. Memory does not grow with the number of launches: rows are read once, in the
+    order of their start (small
     disorder, as between streams, is put right).
     """
     encode = msgspec.json.Encoder().encode
@@ -144,7 +153,8 @@ def _events(sections: Iterable[Section]) -> Iterator[Event]:
 
 
 def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
-    """All events of a section by time; a range comes before what starts within it at the same moment."""
+    """All events of a section by time; a range comes before what starts within it at the same
+    moment."""
     ties = itertools.count()
     streams = (
         in_order(_range_events(section.ranges, ties)),
@@ -173,7 +183,8 @@ def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
 
 
 def _arrow(event: Event) -> Iterator[Event]:
-    """The flow from a launch call to what it started, under the launch's id, which no two profilers share."""
+    """The flow from a launch call to what it started, under the launch's id, which no two
+    profilers share."""
     flow = event["args"].get("flow")
     if flow is None:
         return
@@ -190,7 +201,8 @@ def _arrow(event: Event) -> Iterator[Event]:
 
 
 def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]:
-    """The events by time, provided that none is more than window places away from where it belongs."""
+    """The events by time, provided that none is more than window places away from where it
+    belongs."""
     heap: list[_Timed] = []
     for event in events:
         if len(heap) < window:
@@ -201,77 +213,81 @@ def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]
         yield heapq.heappop(heap)
 
 
-def _range_events(ranges: Iterable[Row], ties: Iterator[int]) -> Iterator[_Timed]:
+def _range_events(ranges: Iterable[RangeRow], ties: Iterator[int]) -> Iterator[_Timed]:
     for row in ranges:
         event = {
             "ph": "X",
             "cat": "user_annotation",
-            "name": row["name"],
-            "pid": row["pid"],
-            "tid": row["tid"],
-            "dur": row["duration_ns"],
+            "name": row.name,
+            "pid": row.pid,
+            "tid": row.tid,
+            "dur": row.duration_ns,
             "args": {},
         }
-        yield row["start_ns"], -row["duration_ns"], next(ties), event
+        yield row.start_ns, -row.duration_ns, next(ties), event
 
 
-def _launch_events(launches: Iterable[Row], ties: Iterator[int]) -> Iterator[_Timed]:
+def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterator[_Timed]:
     """Each launch, and before it the call that made it, once per call."""
     recent: dict[tuple[int, int], int] = {}
     for row in launches:
         flow: int | None = None
-        if row["api"] is not None and row["launch_ns"] is not None and row["pid"] is not None:
-            call = (row["pid"], row["correlation"] if row["correlation"] is not None else -1)
+        if row.api is not None and row.launch_ns is not None and row.pid is not None:
+            call = (row.pid, row.correlation if row.correlation is not None else -1)
             flow = recent.get(call)
-            if flow is None or row["correlation"] is None:
-                flow = row["launch_id"]
+            if flow is None or row.correlation is None:
+                flow = row.launch_id
                 recent[call] = flow
                 if len(recent) > RECENT_CALLS:
                     del recent[next(iter(recent))]
-                yield row["launch_ns"], 0, next(ties), _call_event(row, flow)
-        yield row["start_ns"], -row["duration_ns"], next(ties), _launch_event(row, flow)
+                yield row.launch_ns, 0, next(ties), _call_event(row, flow)
+        yield row.start_ns, -row.duration_ns, next(ties), _launch_event(row, flow)
 
 
-def _call_event(row: Row, flow: int) -> Event:
-    """The launching call. The store keeps when it began, not how long it took: its duration is 0."""
-    driver = row["api"].startswith("cu") and not row["api"].startswith("cuda")
-    args = {"correlation": row["correlation"], "flow": flow}
+def _call_event(row: LaunchRow, flow: int) -> Event:
+    """The launching call. The store keeps when it began, not how long it took: its duration is
+    0."""
+    driver = row.api.startswith("cu") and not row.api.startswith("cuda")
+    args = {"correlation": row.correlation, "flow": flow}
     return {
         "ph": "X",
         "cat": "cuda_driver" if driver else "cuda_runtime",
-        "name": row["api"],
-        "pid": row["pid"],
-        "tid": row["tid"],
+        "name": row.api,
+        "pid": row.pid,
+        "tid": row.tid,
         "dur": 0,
         "args": {key: value for key, value in args.items() if value is not None},
     }
 
 
-def _launch_event(row: Row, flow: int | None) -> Event:
-    """A kernel, copy or op on the track of its cell; tid is the track's title until it gets its number."""
-    on_host = row["device"] is None or row["device"] < 0
-    args: dict[str, Any] = {name: row[key] for key, name in _ARGS.items() if row[key] is not None}
-    for name in ("grid", "block"):
-        if row[f"{name}_x"] is not None:
-            args[name] = [row[f"{name}_{axis}"] for axis in "xyz"]
+def _launch_event(row: LaunchRow, flow: int | None) -> Event:
+    """A kernel, copy or op on the track of its cell; tid is the track's title until it gets its
+    number."""
+    on_host = row.device is None or row.device < 0
+    values = ((name, getattr(row, key)) for key, name in _ARGS.items())
+    args: dict[str, Any] = {name: value for name, value in values if value is not None}
+    if row.grid_x is not None:
+        args["grid"] = [row.grid_x, row.grid_y, row.grid_z]
+    if row.block_x is not None:
+        args["block"] = [row.block_x, row.block_y, row.block_z]
     if not on_host:
-        args["device"] = row["device"]
+        args["device"] = row.device
     if flow is not None:
         args["flow"] = flow
     return {
         "ph": "X",
-        "cat": CATEGORIES.get(row["kernel_kind"], "kernel"),
-        "name": row["kernel"],
-        "pid": (row["pid"] or 0) if on_host else row["device"],
+        "cat": CATEGORIES.get(row.kernel_kind, "kernel"),
+        "name": row.kernel,
+        "pid": (row.pid or 0) if on_host else row.device,
         "tid": _title(row, on_host=on_host),
-        "dur": row["duration_ns"],
+        "dur": row.duration_ns,
         "args": args,
     }
 
 
-def _title(row: Row, *, on_host: bool) -> str:
+def _title(row: LaunchRow, *, on_host: bool) -> str:
     """A track's name: the cell's config and backend; for a foreign trace the stream or thread."""
-    if row["cell"] is not None:
+    if row.cell is not None:
         return f"{row['config']} {row['backend']} ({row['profiler']})"
     if on_host:
         return f"ops of thread {row['tid']} ({row['profiler']})"

@@ -1,4 +1,5 @@
-"""What a command has to say, free of any output format: a frozen Document of headings, tables and notes."""
+"""What a command has to say, free of any output format: a frozen Document of headings, tables and
+notes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MISSING = "-"  # shown for a value that a profiler cannot know
 class Column:
     """One column: key names it for machines, title for people; format is a key of FORMATS.
 
-    right aligns numbers. shrink marks a column that a narrow terminal may cut short with an ellipsis; every other
+    right aligns numbers. shrink marks a column that a narrow terminal may cut short with an
+    ellipsis; every other
     column is always shown whole. repeat=False leaves a value out where it equals the one above it.
     """
 
@@ -35,7 +37,8 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of raw values, one per column (durations in nanoseconds, sizes in bytes, shares 0 to 1)."""
+    """Rows of raw values, one per column (durations in nanoseconds, sizes in bytes, shares 0 to
+    1)."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -62,7 +65,8 @@ Block = Heading | Table | Note
 class Document:
     """blocks are for people; records (with extra, further top-level JSON keys) are for machines.
 
-    schema names the record layout, `profharness.<what>/<version>`; fields are the record keys in order, so that a CSV without
+    schema names the record layout, `profharness.<what>/<version>`; fields are the record keys in
+    order, so that a CSV without
     a single row still has its header.
     """
 
@@ -119,16 +123,19 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def format_value(column: Column, value: Any) -> str:
-    """The text of one value, on one line; None is shown as `-`, never as 0."""
+    """The text of one value, on one line; None (not known) is `-`, "" (does not apply) is empty."""
     if value is None:
         return MISSING
+    if value == "":
+        return ""
     return one_line(FORMATS[column.format](value))
 
 
 def formatted_rows(table: Table) -> list[list[str]]:
     """All rows as text, with values left out where a column does not repeat them.
 
-    A value is left out only while everything left of it is the same too, so that no row reads as part of another group.
+    A value is left out only while everything left of it is the same too, so that no row reads as
+    part of another group.
     """
     result: list[list[str]] = []
     previous: list[str] = []

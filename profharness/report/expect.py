@@ -1,4 +1,5 @@
-"""The gate of `kernels --expect`: which backend ran, by two independent witnesses, and whether it was the expected one."""
+"""The gate of `kernels --expect`: which backend ran, by two independent witnesses, and whether it
+was the expected one."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Evidence:
 
 
 def backend_of_op(op: str | None) -> str | None:
-    """The SDPA backend whose ATen op this is (`aten::_scaled_dot_product_flash_attention_for_cpu` -> flash), or None."""
+    """The SDPA backend whose ATen op this is (`aten::_scaled_dot_product_flash_attention_for_cpu`
+    -> flash), or None."""
     found = _SDPA_OP.search(op or "")
     if found is None:
         return None
@@ -49,12 +51,14 @@ def backend_of_op(op: str | None) -> str | None:
 
 
 def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
-    """The backends that the kernels' families name; empty for math, which has no kernels of its own."""
+    """The backends that the kernels' families name; empty for math, which has no kernels of its
+    own."""
     return {FAMILY_BACKENDS[row.family] for row in rows if row.family in FAMILY_BACKENDS}
 
 
 def evidence(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Evidence]:
-    """All signs of what computed attention: the op, each attention family, or gemm and softmax kernels for math."""
+    """All signs of what computed attention: the op, each attention family, or gemm and softmax
+    kernels for math."""
     signs: list[Evidence] = []
     ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
     for op in ops:
@@ -70,7 +74,8 @@ def evidence(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Evidence]:
 
 
 def accepts(expected: Sequence[str], sign: Evidence) -> bool:
-    """Whether one of the expected names covers the sign: a backend covers its op and families, a family itself and its op."""
+    """Whether one of the expected names covers the sign: a backend covers its op and families, a
+    family itself and its op."""
     for name in expected:
         if name in (sign.backend, sign.family) or sign.family in _IMPLIED.get(name, ()):
             return True
@@ -89,9 +94,11 @@ def check_expected_names(expected: Sequence[str]) -> None:
 def failures(
     expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
 ) -> list[str]:
-    """One line for each cell (or, in a foreign trace, range) where something else ran; empty when the gate is met.
+    """One line for each cell (or, in a foreign trace, range) where something else ran; empty when
+    the gate is met.
 
-    A cell that was refused or failed ran nothing and is passed over, but a gate that judged nothing at all is not met.
+    A cell that was refused or failed ran nothing and is passed over, but a gate that judged nothing
+    at all is not met.
     """
     judged = 0
     lines: list[str] = []

@@ -1,4 +1,5 @@
-"""Kernels of cells as a Document: a heading per config, one table of its backends' kernels, a line per backend without."""
+"""Kernels of cells as a Document: a heading per config, one table of its backends' kernels, a line
+per backend without."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _Scope = tuple[str, str | None, str | None]
 
 
 def kernel_record(row: KernelRow) -> dict[str, Any]:
-    """The JSON record of one kernel; keys as in FIELDS, durations in ns, sizes in bytes, grid and block as [x, y, z]."""
+    """The JSON record of one kernel; keys as in FIELDS, durations in ns, sizes in bytes, grid and
+    block as [x, y, z]."""
     return {key: getattr(row, _RENAMED.get(key, key)) for key in FIELDS}
 
 
@@ -63,7 +65,8 @@ def kernels_document(
 ) -> Document:
     """The answer of `profharness kernels`.
 
-    rows and cells may come in any order; configs keep the order of their first mention, kernels that of their first launch.
+    rows and cells may come in any order; configs keep the order of their first mention, kernels
+    that of their first launch.
     full shows whole kernel names instead of short ones.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
@@ -91,7 +94,8 @@ def kernels_document(
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
-    """The columns for these rows: profiler and device only where they differ, a whole kernel name last."""
+    """The columns for these rows: profiler and device only where they differ, a whole kernel name
+    last."""
     rows = list(rows)
     lead = [Column("backend", "backend", repeat=False)]
     if len({row.profiler for row in rows}) > 1:
@@ -139,7 +143,8 @@ def _backend_order(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> dict[
 
 
 def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
-    """What is to be said below the table: why a backend has no kernels, a contradiction among witnesses, warnings."""
+    """What is to be said below the table: why a backend has no kernels, a contradiction among
+    witnesses, warnings."""
     notes: list[Note] = []
     if cell.status != "ok":
         level = "note" if cell.status == "refused" else "error"
@@ -163,7 +168,8 @@ def _reason(cell: CellRow) -> str:
 
 
 def mismatch(cell: CellRow, rows: Sequence[KernelRow]) -> str | None:
-    """A sentence when the attention op in the trace and the kernels' families name different backends, else None."""
+    """A sentence when the attention op in the trace and the kernels' families name different
+    backends, else None."""
     witness = backend_of_op(cell.sdpa_op)
     by_kernels = ran_backends(rows)
     if witness is None or not by_kernels or by_kernels == {witness}:

@@ -60,7 +60,8 @@ def _dumps(value: Any) -> str:
 
 
 def render_csv(document: Document, *, width: int = 100, color: bool = False) -> str:
-    """The records under a header row; null is empty, grid and block take three columns each, other nested values are JSON."""
+    """The records under a header row; null is empty, grid and block take three columns each, other
+    nested values are JSON."""
     del width, color
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -84,10 +85,14 @@ def _csv_cells(key: str, value: Any) -> list[Any]:
         return ["true" if value else "false"]
     if isinstance(value, dict | list):
         return [_dumps(value)]
+    if isinstance(value, str):
+        # Python before 3.13 does not quote a lone carriage return.
+        return [value.replace("\r\n", "\n").replace("\r", "\n")]
     return ["" if value is None else value]
 
 
-# An underscore inside a word is plain text in GitHub's Markdown; everywhere else it may open emphasis.
+# An underscore inside a word is plain text in GitHub's Markdown; everywhere else it may open
+# emphasis.
 _MARKDOWN_SPECIAL = re.compile(r"[\\`*|\[\]~]|(?<![^\W_])_|_(?![^\W_])")
 
 

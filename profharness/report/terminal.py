@@ -27,7 +27,8 @@ NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 def render_table(document: Document, *, width: int = 100, color: bool = False) -> str:
     """Headings, aligned tables and wrapped notes; lines grow past width rather than cut a number.
 
-    Tables with the same columns share their widths, so that figures stand under figures from heading to heading.
+    Tables with the same columns share their widths, so that figures stand under figures from
+    heading to heading.
     """
     from rich.console import Console
 
@@ -60,7 +61,8 @@ def render_table(document: Document, *, width: int = 100, color: bool = False) -
 
 
 def _shared_widths(tables: Iterable[Table], width: int) -> dict[tuple[Column, ...], list[int]]:
-    """Column widths by column set: as wide as the widest text, shrinkable columns cut to fit width."""
+    """Column widths by column set: as wide as the widest text, shrinkable columns cut to fit
+    width."""
     from rich.cells import cell_len
 
     natural: dict[tuple[Column, ...], list[int]] = {}
@@ -72,7 +74,8 @@ def _shared_widths(tables: Iterable[Table], width: int) -> dict[tuple[Column, ..
 
 
 def fit_widths(columns: tuple[Column, ...], sizes: list[int], width: int) -> list[int]:
-    """The widths with shrinkable columns cut, the widest first, until all fit or each is down to MIN_SHRUNK."""
+    """The widths with shrinkable columns cut, the widest first, until all fit or each is down to
+    MIN_SHRUNK."""
     sizes = list(sizes)
     excess = sum(sizes) + GAP * (len(sizes) - 1) - width
     shrinkable = [index for index, column in enumerate(columns) if column.shrink]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -63,6 +64,20 @@ def run_cells(
             _bury(folder, watch, returncode, pending, journal, on_entry)
         elif pending and not watch.told_environment:
             raise CaptureError(_start_failure(folder, returncode))
+
+
+def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
+    """What a worker on this machine says of its environment. Raises CaptureError when it cannot start."""
+    heard: list[JournalEntry] = []
+    journal = _Journal(folder / JOURNAL_FILE)
+    (folder / PLAN_FILE).write_bytes(msgspec.json.encode(Plan((), protocol, ())))
+    watch = _Watch(since=time.monotonic())
+    with _worker(worker_argv(folder), folder) as process:
+        returncode = _follow(process, journal, watch, {}, protocol.timeout_s, heard.append)
+    _take(journal.entries(), watch, {}, heard.append)
+    if not heard or heard[0].environment is None:
+        raise CaptureError(_start_failure(folder, returncode))
+    return heard[0].environment
 
 
 def _follow(

@@ -1,10 +1,13 @@
-"""Opening the store file: recognises foreign files, migrates once, waits for other processes instead of failing."""
+"""Opening the store file: recognises foreign files, migrates once, waits for other processes
+instead of failing.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +22,8 @@ Answer = TypeVar("Answer")
 def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Connection:
     """A connection in autocommit mode to an up-to-date store.
 
-    With write, the store is created or migrated where needed. Raises NotFoundError when there is no store to read, StoreError
+    With write, the store is created or migrated where needed. Raises NotFoundError when there is no
+    store to read, StoreError
     for a foreign, damaged or newer file, which stays untouched.
     """
     if write and not path.exists() and not path.parent.is_dir():
@@ -41,7 +45,8 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
 def waiting(action: Callable[[], Answer]) -> Answer:
     """The action's answer, tried again while SQLite says busy.
 
-    SQLite skips its own busy handler where waiting could deadlock, as in the switch to WAL or the recovery of one.
+    SQLite skips its own busy handler where waiting could deadlock, as in the switch to WAL or the
+    recovery of one.
     """
     deadline = time.monotonic() + BUSY_SECONDS
     while True:
@@ -53,19 +58,39 @@ def waiting(action: Callable[[], Answer]) -> Answer:
             time.sleep(0.02)
 
 
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """A write transaction: committed whole, or rolled back on any exception, Ctrl-C included."""
+    waiting(lambda: connection.execute("BEGIN IMMEDIATE"))
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
 def _is_busy(error: sqlite3.OperationalError) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
 
 
 def _check_header(path: Path) -> None:
-    """Refuse what is plainly not ours before SQLite opens it (opening may already replay a foreign WAL)."""
+    """Refuse what is plainly not ours before SQLite opens it (opening may already replay a foreign
+    WAL).
+    """
     try:
         with path.open("rb") as file:
             header = file.read(100)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}; name another --store") from None
+        raise StoreError(
+            f"{path}: cannot be read: {error.strerror}; name another --store"
+        ) from None
     if not header:
         return
     if header[:16] != MAGIC[: len(header)] or len(header) < 100:
@@ -138,7 +163,9 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
 
 
 def _open_reader(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write rows; on a medium that cannot be written at all, an immutable one."""
+    """A connection that cannot write rows; on a medium that cannot be written at all, an immutable
+    one.
+    """
     for mode in ("mode=rw", "mode=ro&immutable=1"):
         connection = _raw(path, mode)
         try:

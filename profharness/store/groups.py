@@ -1,4 +1,6 @@
-"""Exact launch statistics per group, from columns: what the store keeps so that questions need not read launches."""
+"""Exact launch statistics per group, from columns: what the store keeps so that questions need not
+read launches.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ MAX_BITS = 62
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """One element a group, all int64. index is the row of one member; the rest are over the members' values.
+    """One element a group, all int64. index is the row of one member; the rest are over the
+    members' values.
 
     median is the middle duration, for an even count the mean of the two middle ones, rounded down.
     """
@@ -51,8 +54,10 @@ def pack(columns: Sequence[Column]) -> Column:
 
 
 def group(key: Column, duration: Column, start: Column) -> Groups:
-    """Group rows by key; duration gives count, total, median, minimum and maximum, start the earliest."""
-    order = np.lexsort((duration, key))
+    """Group rows by key; duration gives count, total, median, minimum and maximum, start the
+    earliest.
+    """
+    order = np.argsort(pack([key, duration]))  # quicker than lexsort, same order
     ordered_key, ordered = key[order], duration[order]
     begins = np.flatnonzero(np.r_[True, ordered_key[1:] != ordered_key[:-1]][: len(key)])
     ends = np.r_[begins[1:], len(key)][: len(begins)]

@@ -1,4 +1,6 @@
-"""One parsed trace into rows: ranges, launches in column blocks, and the groups derived from them."""
+"""One parsed trace into rows: ranges, launches in column blocks, and the groups derived from
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     Column = NDArray[np.int64]
 
 BLOCK = 8192
-ROWS_PER_STATEMENT = 32
+ROWS_PER_STATEMENT = 64
 MAX_COUNTS_SHOWN = 20
 
 _COLUMNS = (
@@ -38,7 +40,9 @@ _GROUP_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class CellTrace:
-    """What one trace says about one cell: its profiled calls, the launches of each, and the SDPA op seen."""
+    """What one trace says about one cell: its profiled calls, the launches of each, and the SDPA op
+    seen.
+    """
 
     cell: str
     launches_per_call: tuple[int, ...]
@@ -66,7 +70,9 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class _Lookups:
-    """From a trace's indices to row ids; the last element of each stands for NONE, so that index -1 finds it."""
+    """From a trace's indices to row ids; the last element of each stands for NONE, so that index -1
+    finds it.
+    """
 
     kernel: Column
     launch_config: Column
@@ -90,7 +96,8 @@ def insert_trace(
 ) -> Inserted:
     """Insert a trace's ranges, launches and groups inside the caller's transaction.
 
-    cells maps a run's cell ids to row ids; launches outside of them are dropped and counted. None (a foreign trace) keeps all.
+    cells maps a run's cell ids to row ids; launches outside of them are dropped and counted. None
+    (a foreign trace) keeps all.
     """
     calls = _cell_calls(trace.ranges, cells or {})
     look = _lookups(connection, trace_id, trace, calls, cells or {})
@@ -119,7 +126,9 @@ def insert_trace(
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """The profiled calls of one cell: the ordinal of the call that each of its ranges belongs to."""
+    """The profiled calls of one cell: the ordinal of the call that each of its ranges belongs
+    to.
+    """
 
     ordinal_of_range: dict[int, int]
     count: int
@@ -127,7 +136,9 @@ class _Calls:
 
 
 def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Calls]:
-    """Calls by cell. Ranges of one cell that overlap (push/pop and start/end of one call) are the same call."""
+    """Calls by cell. Ranges of one cell that overlap (push/pop and start/end of one call) are the
+    same call.
+    """
     by_cell: dict[str, list[int]] = {}
     for index, item in enumerate(ranges):
         if item.name.startswith(CELL_RANGE_PREFIX):
@@ -138,7 +149,9 @@ def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Ca
 
 
 def _calls(ranges: Sequence[Range], indices: list[int]) -> _Calls:
-    ordered = sorted(indices, key=lambda index: (ranges[index].start_ns, -ranges[index].duration_ns))
+    ordered = sorted(
+        indices, key=lambda index: (ranges[index].start_ns, -ranges[index].duration_ns)
+    )
     ordinals: dict[int, int] = {}
     ordinal, end = -1, None
     for index in ordered:
@@ -247,23 +260,21 @@ def _launch_statement(rows: int) -> str:
     return f"INSERT INTO launches ({', '.join(_COLUMNS)}) VALUES {values}"
 
 
-def _insert_rows(
-    connection: sqlite3.Connection, statements: tuple[str, str], rows: Column
-) -> None:
+def _insert_rows(connection: sqlite3.Connection, statements: tuple[str, str], rows: Column) -> None:
     single, many = statements
     whole = len(rows) - len(rows) % ROWS_PER_STATEMENT
     for begin in range(0, whole, BLOCK):
         block = rows[begin : min(begin + BLOCK, whole)]
-        connection.executemany(
-            many, block.reshape(-1, ROWS_PER_STATEMENT * len(_COLUMNS)).tolist()
-        )
+        connection.executemany(many, block.reshape(-1, ROWS_PER_STATEMENT * len(_COLUMNS)).tolist())
     connection.executemany(single, rows[whole:].tolist())
 
 
 def _insert_groups(
     connection: sqlite3.Connection, trace_id: int, columns: tuple[Column, ...], *, foreign: bool
 ) -> None:
-    """Insert groups twice: with op paths taken together (each showing its busiest one) and apart."""
+    """Insert groups twice: with op paths taken together (each showing its busiest one) and
+    apart.
+    """
     *coarse_columns, op, duration, start, _ = columns
     if not len(op):
         return
@@ -271,7 +282,9 @@ def _insert_groups(
         start = start - start.min()
     coarse_key = pack(coarse_columns)
     coarse = group(coarse_key, duration, start)
-    fine = group(pack([coarse_key, op]), duration, start)
+    fine_key = pack([coarse_key, op])
+    apart = len(np.unique(fine_key)) > len(coarse.index)
+    fine = group(fine_key, duration, start) if apart else coarse
     shown = op[busiest(coarse_key, fine, coarse)]
     for by_op, groups, paths in ((0, coarse, shown), (1, fine, op[fine.index])):
         connection.executemany(

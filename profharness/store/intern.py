@@ -1,4 +1,6 @@
-"""Interned rows: names, launch configurations and paths that many launches share, each stored once."""
+"""Interned rows: names, launch configurations and paths that many launches share, each stored
+once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _KERNEL_COLUMNS = (
 
 
 def sdpa_op(path: str) -> str | None:
-    """The innermost SDPA implementation op of a folded op path; the composite op that dispatches to it does not count."""
+    """The innermost SDPA implementation op of a folded op path; the composite op that dispatches to
+    it does not count.
+    """
     for op in reversed(path.split(";")):
         if SDPA_OP.fullmatch(op):
             return op
@@ -74,24 +78,12 @@ def configs(connection: sqlite3.Connection, asked: Iterable[Config]) -> dict[Con
     return ids
 
 
-def config_columns(table: str) -> str:
-    """The columns that make up a Config, for a SELECT."""
-    return ", ".join(f"{table}.{name}" for name in _CONFIG_COLUMNS)
-
-
-def config_of(values: tuple[object, ...]) -> Config:
-    """The Config of one row of `config_columns`."""
-    row = dict(zip(_CONFIG_COLUMNS, values, strict=True))
-    row |= {"causal": bool(row["causal"]), "bwd": bool(row["bwd"])}
-    return Config(**row)  # type: ignore[arg-type]
-
-
 def op_paths(connection: sqlite3.Connection, paths: Iterable[str]) -> list[int]:
     """Ids of folded op paths, in the order given."""
     ids = []
     for path in paths:
         found = connection.execute("SELECT id FROM op_paths WHERE path = ?", (path,)).fetchone()
-        row = {"path": path, "sdpa_op": sdpa_op(path)}
+        row: dict[str, object] = {"path": path, "sdpa_op": sdpa_op(path)}
         ids.append(int(found[0]) if found else _insert(connection, "op_paths", row))
     return ids
 

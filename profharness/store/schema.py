@@ -1,4 +1,7 @@
-"""The store's tables and views, as sqlite_utils migrations that are never edited after a release."""
+"""The store's tables and views, as sqlite_utils migrations that are never edited after a release.
+
+The launches of a trace have consecutive ids, so a range of ids stands for an index on trace_id.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ TABLES_1 = (
     "CREATE INDEX runs_content ON runs(content_hash)",
     "CREATE INDEX runs_environment ON runs(environment_id)",
     """CREATE TABLE devices (
-        run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE, device_index INTEGER NOT NULL,
+        run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+        device_index INTEGER NOT NULL,
         name TEXT NOT NULL, compute_major INTEGER NOT NULL, compute_minor INTEGER NOT NULL,
         num_sms INTEGER NOT NULL, total_memory_bytes INTEGER, max_threads_per_block INTEGER,
         max_threads_per_sm INTEGER, registers_per_block INTEGER, registers_per_sm INTEGER,
@@ -38,10 +42,11 @@ TABLES_1 = (
     "CREATE INDEX configs_label ON configs(label)",
     """CREATE TABLE cells (
         id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
-        cell TEXT NOT NULL, config_id INTEGER NOT NULL REFERENCES configs(id), backend TEXT NOT NULL,
+        cell TEXT NOT NULL, config_id INTEGER NOT NULL REFERENCES configs(id),
+        backend TEXT NOT NULL,
         status TEXT NOT NULL, message TEXT, choice TEXT, sdpa_op TEXT, iterations INTEGER NOT NULL,
-        peak_memory_bytes INTEGER, duration_ns INTEGER, clocks TEXT NOT NULL, warnings TEXT NOT NULL,
-        UNIQUE (run_id, cell)) STRICT""",
+        peak_memory_bytes INTEGER, duration_ns INTEGER, clocks TEXT NOT NULL,
+        warnings TEXT NOT NULL, UNIQUE (run_id, cell)) STRICT""",
     "CREATE INDEX cells_config ON cells(config_id)",
     """CREATE TABLE samples (
         cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, measurement TEXT NOT NULL,
@@ -55,7 +60,8 @@ TABLES_1 = (
         id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
         profiler TEXT NOT NULL, path TEXT NOT NULL, content_hash TEXT NOT NULL,
         launches INTEGER NOT NULL, dropped INTEGER NOT NULL, skipped INTEGER NOT NULL,
-        warnings TEXT NOT NULL, environment TEXT NOT NULL) STRICT""",
+        warnings TEXT NOT NULL, environment TEXT NOT NULL,
+        first_launch_id INTEGER NOT NULL, last_launch_id INTEGER NOT NULL) STRICT""",
     "CREATE INDEX traces_run ON traces(run_id)",
     """CREATE TABLE trace_cells (
         trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
@@ -98,7 +104,6 @@ TABLES_1 = (
         api_id INTEGER REFERENCES apis(id), device INTEGER NOT NULL, stream INTEGER,
         correlation INTEGER, graph_node INTEGER, pid INTEGER, tid INTEGER, launch_ns INTEGER,
         start_ns INTEGER NOT NULL, duration_ns INTEGER NOT NULL, bytes INTEGER) STRICT""",
-    "CREATE INDEX launches_trace ON launches(trace_id)",
     "CREATE INDEX launches_cell ON launches(cell_id) WHERE cell_id IS NOT NULL",
     """CREATE TABLE launch_groups (
         id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
@@ -126,7 +131,8 @@ VIEWS_1 = {
             l.start_ns, l.duration_ns, k.kind AS kernel_kind, c.cell, l.iteration,
             o.path AS op_path, o.sdpa_op, a.name AS api, l.correlation, l.graph_node, l.pid, l.tid,
             l.launch_ns, l.bytes, l.id AS launch_id
-        FROM launches l JOIN traces t ON t.id = l.trace_id JOIN runs r ON r.id = t.run_id
+        FROM traces t JOIN runs r ON r.id = t.run_id
+        JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
         JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
         LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id
         LEFT JOIN ranges g ON g.id = l.range_id LEFT JOIN range_names rn ON rn.id = g.name_id
@@ -184,6 +190,35 @@ def migrate(connection: sqlite3.Connection) -> None:
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def forget_run(connection: sqlite3.Connection, run: str) -> bool:
+    """Delete a run and all that hangs on it inside the caller's transaction; whether there was one.
+
+    Children go first and launches by their ids, so that it is quick and right with foreign keys on
+    or off.
+    """
+    found = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
+    if found is None:
+        return False
+    for first, last in connection.execute(
+        "SELECT first_launch_id, last_launch_id FROM traces WHERE run_id = ?", found
+    ).fetchall():
+        for table, column in (("metrics", "launch_id"), ("launches", "id")):
+            connection.execute(f"DELETE FROM {table} WHERE {column} BETWEEN ? AND ?", (first, last))
+    for table in ("launch_groups", "trace_cells", "ranges"):
+        connection.execute(
+            f"DELETE FROM {table} WHERE trace_id IN (SELECT id FROM traces WHERE run_id = ?)", found
+        )
+    for table in ("samples", "refusals"):
+        connection.execute(
+            f"DELETE FROM {table} WHERE cell_id IN (SELECT id FROM cells WHERE run_id = ?)", found
+        )
+    for table in ("traces", "cells", "devices"):
+        connection.execute(f"DELETE FROM {table} WHERE run_id = ?", found)
+    connection.execute("DELETE FROM runs WHERE id = ?", found)
+    connection.execute("DELETE FROM environments WHERE id NOT IN (SELECT environment_id FROM runs)")
+    return True
 
 
 def _initial(db: Any) -> None:

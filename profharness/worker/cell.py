@@ -106,9 +106,12 @@ def _timed(cell: Cell, bench: Bench, call: Callable[[], Any]) -> Cell:
         return replace(cell, samples={"wall": timing.time_wall(call, samples)})
     found = {"event": timing.time_events(call, samples, bench.flush)}
     clocks = bench.read_clocks()
+    expected_ns = sorted(found["event"])[len(found["event"]) // 2]
+    if expected_ns > timing.GRAPH_WORTH_MAX_NS:
+        return replace(cell, samples=found, clocks=clocks)
     notes: tuple[str, ...] = ()
     try:
-        found["graph"] = timing.time_graph(call, samples, sorted(found["event"])[len(found["event"]) // 2])
+        found["graph"] = timing.time_graph(call, samples, expected_ns)
     except RuntimeError as error:
         if _context_is_dead(error):
             raise

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-BUDGET_S = 1.0  # per measurement; a slow call gets fewer samples, never under MIN_SAMPLES
+BUDGET_S = 0.5  # per measurement; a slow call gets fewer samples, never under MIN_SAMPLES
 MIN_SAMPLES = 5
 GRAPH_CALLS = 10  # calls in one graph, so that a replay's own launch cost is spread out
 GRAPH_CALLS_MAX_NS = 200_000  # calls longer than this stand alone in their graph
+GRAPH_WORTH_MAX_NS = 5_000_000  # beyond this the launch path is no part of the time, and a graph tells nothing new
 FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
 
 

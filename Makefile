@@ -1,0 +1,42 @@
+# make demo: install into .venv and run the main job.   make test: install and run all checks.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := $(VENV)/demo
+STORE := $(DEMO)/profharness.db
+
+.PHONY: demo test check bench clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "profharness needs Python 3.11 or newer; name one with make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test-installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: $(VENV)/.installed
+	rm -rf $(DEMO) && mkdir -p $(DEMO)
+	$(BIN)/profharness capture --config 2,8,512,64 --out $(DEMO)/runs --store $(STORE)
+	$(BIN)/profharness kernels --store $(STORE)
+	$(BIN)/profharness ingest traces --store $(STORE)
+	$(BIN)/profharness kernels --config 2,8,512,64,fp16 --store $(STORE)
+	$(BIN)/profharness diff flash cudnn --config 2,8,512,64,fp16 --store $(STORE)
+
+check: $(VENV)/.test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+bench: $(VENV)/.test-installed
+	$(BIN)/python scripts/bench_startup.py
+	$(BIN)/python scripts/bench_ingest.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

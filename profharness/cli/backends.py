@@ -1,0 +1,29 @@
+"""`profharness backends`: what can run here, and why not the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profharness.cli._options import output_options
+from profharness.cli._output import check_output, emit
+
+
+@click.command()
+@output_options
+def command(format_: str | None, output: Path | None, force: bool) -> None:
+    """List what can run here, and why not the others.
+
+    Every backend is tried on one small config in a worker process, so the answer is what happens,
+    not what should.
+
+    \b
+    Example:
+      profharness backends --format json
+    """
+    from profharness.report.doctor_view import backends_document
+    from profharness.runner.probe import probe_backends
+
+    check_output(output, force=force)
+    emit(backends_document(probe_backends()), format_, output, force=force)

@@ -1,0 +1,147 @@
+"""`profharness diff`: two backends of a run, or two runs, kernel by kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from profharness.cli._options import (
+    config_options,
+    output_options,
+    read_configs,
+    split_names,
+    store_option,
+)
+from profharness.cli._output import check_output, emit
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+    from profharness.diff import Diff, Side
+    from profharness.store import Store
+
+
+@click.command()
+@click.argument("baseline")
+@click.argument("candidate")
+@config_options
+@click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="VERDICT",
+    help="Exit 3 if a row has this verdict: slower, changed, removed, … Repeatable, or by commas.",
+)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(0, min_open=True),
+    help="The smallest relative change of a time that counts.  [default: 0.05]",
+)
+@click.option("--full", is_flag=True, help="Whole kernel names.")
+@output_options
+@store_option
+def command(
+    baseline: str,
+    candidate: str,
+    config: tuple[str, ...],
+    configs_file: Path | None,
+    fail_on: tuple[str, ...],
+    threshold: float | None,
+    full: bool,
+    format_: str | None,
+    output: Path | None,
+    force: bool,
+    store: Path,
+) -> None:
+    """Compare two backends of a run, or two runs.
+
+    BASELINE and CANDIDATE are each a run (an id, a unique prefix, latest, latest~1), RUN:BACKEND,
+    or the name of a backend in
+    the latest run. Kernels are paired by what they compute; ratio is the candidate's time over the
+    baseline's.
+
+    \b
+    Example:
+      profharness diff flash math --config 2,8,512,64 --fail-on slower
+    """
+    from profharness import stats
+    from profharness.diff import diff_cells
+    from profharness.errors import NotFoundError
+    from profharness.report.diff_view import diff_document
+    from profharness.store import open_store
+
+    verdicts = _check_verdicts(split_names(fail_on))
+    check_output(output, force=force)
+    configs = read_configs(config, configs_file)
+    with open_store(store) as opened:
+        sides = [find_side(opened, text, configs) for text in (baseline, candidate)]
+    diff = diff_cells(*sides, threshold=stats.THRESHOLD if threshold is None else threshold)
+    if not diff.rows:
+        raise NotFoundError(
+            f"{sides[0].label} and {sides[1].label} have nothing to compare; "
+            "`profharness runs` lists what is stored"
+        )
+    emit(diff_document(diff, full=full), format_, output, force=force)
+    _gate(diff, verdicts)
+
+
+def find_side(store: Store, text: str, configs: Sequence[Config]) -> Side:
+    """The rows that RUN, RUN:BACKEND or a backend of the latest run stands for. Raises
+    NotFoundError."""
+    from profharness.diff import Side
+    from profharness.errors import NotFoundError
+
+    latest = store.latest_run_with(configs) if configs else None
+    if ":" in text:
+        ref, _, backend = text.partition(":")
+        run = store.resolve(ref)
+        _require_backend(backend, [cell.backend for cell in store.cells(run)], run)
+    else:
+        run, backend = latest or store.resolve("latest"), text
+        known = dict.fromkeys(cell.backend for cell in store.cells(run))
+        if text not in known:
+            try:
+                run, backend = store.resolve(text), ""
+            except NotFoundError:
+                raise NotFoundError(
+                    f"{text!r} is neither a run nor a backend of the latest run {run} "
+                    f"(it has {', '.join(known) or 'none'})"
+                ) from None
+    chosen = configs or None
+    return Side(
+        label=f"{run}:{backend}" if backend else run,
+        cells=tuple(store.cells(run, configs=chosen)),
+        kernels=tuple(store.kernels(run, configs=chosen)),
+        backend=backend or None,
+        environment=store.environment(run),
+    )
+
+
+def _require_backend(backend: str, known: Sequence[str], run: str) -> None:
+    from profharness.errors import NotFoundError
+
+    if backend not in known:
+        has = ", ".join(dict.fromkeys(known)) or "none"
+        raise NotFoundError(f"run {run} has no backend {backend!r}; it has {has}")
+
+
+def _check_verdicts(names: Sequence[str]) -> frozenset[str]:
+    from profharness.diff import VERDICTS
+    from profharness.errors import UsageError
+
+    for name in names:
+        if name not in VERDICTS:
+            raise UsageError(f"--fail-on {name!r}: not one of {', '.join(VERDICTS)}")
+    return frozenset(names)
+
+
+def _gate(diff: Diff, verdicts: frozenset[str]) -> None:
+    from profharness.errors import GateError
+
+    failed = diff.fails(verdicts) if verdicts else []
+    if failed:
+        lines = [
+            f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}" for row in failed
+        ]
+        raise GateError(f"--fail-on {','.join(sorted(verdicts))} is met: " + "\n  ".join(lines))

@@ -1,0 +1,36 @@
+"""`profharness doctor`: what is installed and works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profharness.cli._options import output_options, store_option
+from profharness.cli._output import check_output, emit
+
+
+@click.command()
+@output_options
+@store_option
+@click.pass_context
+def command(
+    ctx: click.Context, format_: str | None, output: Path | None, force: bool, store: Path
+) -> None:
+    """Check Python, torch, CUDA, cuDNN, GPU, driver, nsys, ncu, permissions and SQLite.
+
+    Whatever is missing comes with its remedy; exit code 1 if something that every capture needs is
+    missing. Nothing is changed.
+
+    \b
+    Example:
+      profharness doctor
+    """
+    from profharness.doctor import run_checks
+    from profharness.report.doctor_view import doctor_document
+    from profharness.runner.probe import probe_environment
+
+    check_output(output, force=force)
+    checks = run_checks(store, probe_environment)
+    emit(doctor_document(checks), format_, output, force=force)
+    ctx.exit(1 if any(check.state == "missing" for check in checks) else 0)

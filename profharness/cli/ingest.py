@@ -1,0 +1,95 @@
+"""`profharness ingest`: take traces and run folders into the store."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from profharness.cli._options import store_option
+from profharness.cli._output import hint, quiet_stdout
+
+if TYPE_CHECKING:
+    from profharness.store import IngestResult
+    from profharness.store.ingest import Progress
+
+
+@click.command()
+@click.argument(
+    "sources",
+    metavar="FILE_OR_FOLDER...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+)
+@store_option
+def command(sources: tuple[Path, ...], store: Path) -> None:
+    """Take traces and run folders into the store.
+
+    Kineto JSON (.json, .json.gz), nsys .sqlite, ncu .csv and run folders, whoever made them. A
+    source that is already there
+    changes nothing. One that cannot be read leaves the store as it was, the others are taken in,
+    and the exit code is 1.
+
+    \b
+    Example:
+      profharness ingest trace.json.gz traces/runs
+    """
+    from profharness.errors import ProfharnessError, TraceFormatError
+    from profharness.store.ingest import find_sources
+
+    done = failed = 0
+    for given in sources:
+        try:
+            found = find_sources(given)
+        except ProfharnessError as error:
+            failed += 1
+            hint(f"error: {error}")
+            continue
+        for source in found:
+            try:
+                _take_in(store, source)
+                done += 1
+            except TraceFormatError as error:
+                failed += 1
+                hint(f"error: {error}")
+    if failed:
+        raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
+
+
+def _take_in(store: Path, source: Path) -> None:
+    from profharness.store import ingest_path
+
+    with _progress(source) as progress:
+        results = ingest_path(store, source, progress=progress)
+    for result in results:
+        for warning in result.warnings:
+            hint(f"warning: {source}: {warning}")
+    with quiet_stdout() as stream:
+        stream.write("".join(f"{_summary(source, each)}\n" for each in results).encode())
+
+
+def _summary(source: Path, result: IngestResult) -> str:
+    """One line on one run: what it is called, whether it is new, and what of it is stored."""
+    counts = f"{result.launches:,} launches" + (f", {result.cells} cells" if result.cells else "")
+    return f"{source}: {result.status}, run {result.run}: {counts}"
+
+
+@contextlib.contextmanager
+def _progress(source: Path) -> Iterator[Progress | None]:
+    """A line that counts launches where stderr is a terminal, else one line that says what is
+    read."""
+    if not sys.stderr.isatty():
+        hint(f"reading {source}")
+        yield None
+        return
+
+    def show(name: str, done: int, total: int) -> None:
+        click.echo(f"\r\x1b[K{name}: {done:,} of {total:,} launches", err=True, nl=False)
+
+    yield show
+    click.echo("\r\x1b[K", err=True, nl=False)

@@ -1,0 +1,193 @@
+"""`profharness kernels`: what each backend launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from profharness.cli._options import (
+    PROFILERS,
+    backend_option,
+    config_options,
+    output_options,
+    read_configs,
+    split_names,
+    store_option,
+)
+from profharness.cli._output import check_output, emit, hint
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+    from profharness.rows import CellRow, KernelRow
+
+    Answer = tuple[list[KernelRow], list[CellRow]]
+
+
+@click.command()
+@config_options
+@backend_option
+@click.option(
+    "--profiler",
+    multiple=True,
+    type=click.Choice(PROFILERS),
+    help="Only what this profiler saw. Repeatable.",
+)
+@click.option(
+    "--run",
+    "run",
+    metavar="RUN",
+    help="An id, a unique prefix, latest, latest~1 or all.  [default: the latest that has them]",
+)
+@click.option("--full", is_flag=True, help="Whole kernel names.")
+@click.option(
+    "--expect",
+    multiple=True,
+    metavar="NAME",
+    help="Exit 3 unless every cell ran this backend or kernel family. Repeatable: any of them.",
+)
+@output_options
+@store_option
+def command(
+    config: tuple[str, ...],
+    configs_file: Path | None,
+    backend: tuple[str, ...],
+    profiler: tuple[str, ...],
+    run: str | None,
+    full: bool,
+    expect: tuple[str, ...],
+    format_: str | None,
+    output: Path | None,
+    force: bool,
+    store: Path,
+) -> None:
+    """Show which kernels each backend launched.
+
+    Without --config: every config of the latest run. With --config, the latest run that has them
+    answers; if there is none,
+    they are captured first. KiB is shared memory, n/call launches per call, µs the median of one
+    launch, share% the part of
+    the cell's time on the device, occ% the theoretical occupancy. A value that the profiler cannot
+    know shows as -.
+
+    \b
+    Example:
+      profharness kernels --config 2,8,512,64 --backend auto,math --format csv
+    """
+    from profharness.report.expect import check_expected_names
+    from profharness.report.kernels_view import kernels_document
+
+    expected = split_names(expect)
+    check_expected_names(expected)
+    check_output(output, force=force)
+    configs = read_configs(config, configs_file)
+    rows, cells = _answer(store, run, configs, split_names(backend), profiler)
+    document = kernels_document(rows, cells, full=full)
+    emit(document, format_, output, force=force)
+    if format_ == "csv" or (format_ is None and output and output.suffix == ".csv"):
+        _tell_without_kernels(cells)
+    if expected:
+        _gate(expected, rows, cells)
+
+
+def _answer(
+    store: Path,
+    run: str | None,
+    configs: Sequence[Config],
+    backends: tuple[str, ...],
+    profilers: tuple[str, ...],
+) -> Answer:
+    """The rows asked for; captures them where no run is named and the store does not have them."""
+    from profharness.errors import NotFoundError
+
+    try:
+        rows, cells = _stored(store, run, configs, backends, profilers)
+    except NotFoundError:
+        if not configs or run is not None:
+            raise
+        rows, cells = [], []
+    if not rows and not cells and configs and run is None:
+        run = _capture(store, configs, backends, profilers)
+        rows, cells = _stored(store, run, configs, backends, profilers)
+    if not rows and not cells:
+        raise NotFoundError(_nothing(run, configs, backends, profilers))
+    return rows, cells
+
+
+def _stored(
+    path: Path,
+    run: str | None,
+    configs: Sequence[Config],
+    backends: tuple[str, ...],
+    profilers: tuple[str, ...],
+) -> Answer:
+    from profharness.store import open_store
+
+    with open_store(path) as store:
+        if run is None:
+            run = (
+                store.latest_run_with(configs, backends or None)
+                if configs
+                else store.resolve("latest")
+            )
+            if run is None:
+                return [], []
+        elif run != "all":
+            run = store.resolve(run)
+        chosen = backends or None
+        rows = store.kernels(
+            run, configs=configs or None, backends=chosen, profilers=profilers or None
+        )
+        return rows, store.cells(run, configs=configs or None, backends=chosen)
+
+
+def _capture(
+    store: Path,
+    configs: Sequence[Config],
+    backends: tuple[str, ...],
+    profilers: tuple[str, ...],
+) -> str:
+    """Capture what the store does not have, and return the new run's id."""
+    from profharness.cli._progress import capture_progress
+    from profharness.jobs import capture_into_store
+    from profharness.runner import CaptureOptions
+
+    named = ", ".join(backends) if backends else "the usual backends"
+    hint(f"{store} has no answer yet: capturing {len(configs)} config(s) on {named}")
+    options = CaptureOptions(profilers or ("torch",))
+    with capture_progress() as progress:
+        return capture_into_store(configs, backends, store, options, progress).run.run
+
+
+def _nothing(
+    run: str | None,
+    configs: Sequence[Config],
+    backends: tuple[str, ...],
+    profilers: tuple[str, ...],
+) -> str:
+    asked = [f"config {config}" for config in configs]
+    asked += [f"backend {name}" for name in backends] + [f"profiler {name}" for name in profilers]
+    where = {None: "the latest run", "all": "the store"}.get(run, f"run {run}")
+    what = ", ".join(asked) or "kernels"
+    return f"{where} has nothing of: {what}; `profharness runs` lists what is stored"
+
+
+def _tell_without_kernels(cells: Sequence[CellRow]) -> None:
+    """A CSV has rows of kernels only; who gave none is told on stderr."""
+    from profharness.report.kernels_view import cell_notes
+
+    for cell in cells:
+        if cell.status != "ok":
+            note = cell_notes(cell, [])[0]
+            hint(f"{cell.config} {note.label}: {note.text}")
+
+
+def _gate(expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
+    from profharness.errors import GateError
+    from profharness.report.expect import failures
+
+    lines = failures(expected, rows, cells)
+    if lines:
+        raise GateError(f"--expect {','.join(expected)} is not met: " + "\n  ".join(lines))

@@ -1,0 +1,56 @@
+"""`profharness runs`: what is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profharness.cli._options import output_options, store_option
+from profharness.cli._output import check_output, emit, hint
+
+
+@click.command()
+@click.option("--delete", "deleted", multiple=True, metavar="RUN", help="Delete a run. Repeatable.")
+@output_options
+@store_option
+def command(
+    deleted: tuple[str, ...],
+    format_: str | None,
+    output: Path | None,
+    force: bool,
+    store: Path,
+) -> None:
+    """List what is stored, the newest run first.
+
+    --delete takes a run out of the store; its run folder and traces stay, and `ingest` brings it
+    back.
+
+    \b
+    Example:
+      profharness runs --format json
+    """
+    from profharness.report.runs_view import runs_document
+    from profharness.store import open_store
+
+    if deleted:
+        _delete(store, deleted)
+        return
+    check_output(output, force=force)
+    with open_store(store) as opened:
+        rows = opened.runs()
+    if not rows:
+        hint(f"{store} holds no runs; `profharness capture` or `profharness ingest FILE` makes one")
+    emit(runs_document(rows), format_, output, force=force)
+
+
+def _delete(path: Path, refs: tuple[str, ...]) -> None:
+    """Delete all of them; every name is looked up before the first one goes, so that `latest~1`
+    means one run."""
+    from profharness.store import open_store
+
+    with open_store(path, write=True) as store:
+        runs = dict.fromkeys(store.resolve(ref) for ref in refs)
+        for run in runs:
+            store.delete_run(run)
+            hint(f"deleted {run}")

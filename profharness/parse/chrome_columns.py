@@ -1,0 +1,294 @@
+"""Decoded events to int64 columns in an unlinked temporary file, with every string interned."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profharness.parse.chrome_events import GPU, LAUNCH, Events
+
+Ints = NDArray[np.int64]
+
+EXACT_LIMIT = float(1 << 43)  # µs; below it a double still rounds to the right nanosecond
+MAX_NS = 1 << 61
+MAX_INT = (1 << 63) - 1
+
+GPU_ROW = ("start", "dur", "kernel", "config", "device", "stream", "correlation", "node", "bytes")
+LAUNCH_ROW = ("correlation", "api", "thread", "start")
+OP_ROW = ("start", "end", "thread", "name")
+
+
+class NeedExactTimes(Exception):
+    """A timestamp is beyond what a double holds to the nanosecond; the file must be read again with decimals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One stretch of rows in a spool file: rows of `columns` int64, column after column.
+
+    order sorts blocks into file order; low and high bound the key (correlation, or start and end of ops).
+    """
+
+    order: tuple[int, int]
+    offset: int
+    columns: int
+    rows: int
+    low: int
+    high: int
+    owner: int = 0
+
+
+@dataclass(slots=True)
+class Tables:
+    """What one process found: interned strings, row blocks, ranges (name, start, duration, thread), counts."""
+
+    threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
+    kernels: dict[tuple[str, str], int] = field(default_factory=dict)
+    configs: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    apis: dict[str, int] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    gpu: list[Block] = field(default_factory=list)
+    launches: list[Block] = field(default_factory=list)
+    ops: list[Block] = field(default_factory=list)
+    ranges: list[tuple[str, int, int, int]] = field(default_factory=list)
+    events: int = 0
+    skipped: int = 0
+
+
+class Spool:
+    """Rows in one temporary file that has no name any more."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = 0
+
+    def write(self, columns: list[Ints]) -> int:
+        """Append columns of equal length; returns their offset."""
+        offset = self.size
+        data = b"".join(column.tobytes() for column in columns)
+        view = memoryview(data)
+        while view:
+            view = view[os.pwrite(self.file.fileno(), view, self.size) :]
+            self.size = offset + len(data) - len(view)
+        return offset
+
+    def read(self, block: Block) -> Ints:
+        """The block as an array of shape (columns, rows)."""
+        data = os.pread(self.file.fileno(), block.columns * block.rows * 8, block.offset)
+        return np.frombuffer(data, np.int64).reshape(block.columns, block.rows)
+
+
+class Collector:
+    """Takes decoded events in, and writes them out as columns."""
+
+    def __init__(self, events: Events, spool: Spool) -> None:
+        self.events = events
+        self.spool = spool
+        self.tables = Tables()
+        self._gpu: dict[str, list[Any]] = {cat: [] for cat in GPU}
+        self._launch: list[Any] = []
+        self._loose: list[Any] = []
+        self._op: list[Any] = []
+        self._range: list[Any] = []
+        self._take: dict[type, Callable[[Any], object]] = {}
+        self._sequence = 0
+        self.register()
+
+    def register(self) -> None:
+        """Learn the event classes, again after the union has grown."""
+        drop = deque[Any](maxlen=0).append
+        take = self._take
+        for cat, cls in zip(GPU, self.events.gpu, strict=True):
+            take[cls] = self._gpu[cat].append
+        take.update(dict.fromkeys(self.events.launch, self._launch.append))
+        take.update(dict.fromkeys(self.events.loose, self._loose.append))
+        take.update(dict.fromkeys(self.events.ignored, drop))
+        take[self.events.op] = self._op.append
+        take[self.events.range] = self._range.append
+
+    def add(self, events: Iterable[Any]) -> None:
+        """Sort events by class into the pending lists."""
+        take = self._take
+        for event in events:
+            take[type(event)](event)
+
+    def flush(self, part: int) -> None:
+        """Write the pending events as blocks of the given part of the file. Raises NeedExactTimes."""
+        order = (part, self._sequence)
+        self._sequence += 1
+        for cat, pending in self._gpu.items():
+            if pending:
+                self._flush_gpu(cat.removeprefix("gpu_"), pending, (part, self._sequence))
+                self._sequence += 1
+                pending.clear()
+        if self._loose:
+            self._launch.extend(filter(None, map(_loose_launch, self._loose)))
+            self._loose.clear()
+        if self._launch:
+            self._flush_launches(order)
+            self._launch.clear()
+        if self._op:
+            self._flush_ops(order)
+            self._op.clear()
+        if self._range:
+            self._flush_ranges()
+            self._range.clear()
+
+    def _flush_gpu(self, kind: str, events: list[Any], order: tuple[int, int]) -> None:
+        start, dur, keep = self._times(events)
+        kernels, configs = self.tables.kernels, self.tables.configs
+        args = [event.args for event in events]
+        columns = [
+            start,
+            dur,
+            _ints(kernels.setdefault((kind, e.name), len(kernels)) for e in events),
+            _ints(
+                configs.setdefault((a.grid, a.block, a.registers, a.shared), len(configs))
+                for a in args
+            ),
+            _checked([a.device for a in args], keep),
+            _checked([a.stream for a in args], keep),
+            _checked([a.correlation for a in args], keep),
+            _checked([a.graph_node or -1 for a in args], keep),
+            _checked([a.bytes for a in args], keep),
+        ]
+        for position, key in enumerate(a for a in args):
+            if not _small(key):
+                keep[position] = False
+        self._write(self.tables.gpu, columns, keep, order, columns[6], columns[6])
+
+    def _flush_launches(self, order: tuple[int, int]) -> None:
+        events = self._launch
+        keep = np.ones(len(events), np.bool_)
+        apis = self.tables.apis
+        columns = [
+            _checked([e.args.correlation for e in events], keep),
+            _ints(apis.setdefault(e.name, len(apis)) for e in events),
+            self._threads(events),
+            self._nanoseconds([e.ts for e in events], keep),
+        ]
+        self._write(self.tables.launches, columns, keep, order, columns[0], columns[0])
+
+    def _flush_ops(self, order: tuple[int, int]) -> None:
+        events = self._op
+        start, dur, keep = self._times(events)
+        names = self.tables.names
+        named = _ints(names.setdefault(e.name, len(names)) for e in events)
+        columns = [start, start + dur, self._threads(events), named]
+        self._write(self.tables.ops, columns, keep, order, start, columns[1])
+
+    def _flush_ranges(self) -> None:
+        start, dur, keep = self._times(self._range)
+        thread = self._threads(self._range)
+        rows = zip(self._range, start, dur, thread, keep, strict=True)
+        for event, s, d, t, kept in rows:
+            if kept:
+                self.tables.ranges.append((event.name, int(s), int(d), int(t)))
+            else:
+                self.tables.skipped += 1
+
+    def _times(self, events: list[Any]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        keep = np.ones(len(events), np.bool_)
+        start = self._nanoseconds([e.ts for e in events], keep)
+        micro = np.fromiter((e.dur for e in events), np.float64, len(events))
+        keep &= (micro >= 0) & (micro < EXACT_LIMIT)
+        dur = _to_ns(np.where(keep, micro, 0.0))
+        return start, dur, keep
+
+    def _nanoseconds(self, values: list[Any], keep: NDArray[np.bool_]) -> Ints:
+        if not self.events.exact:
+            micro = np.array(values, np.float64)
+            if (np.abs(micro) >= EXACT_LIMIT).any():
+                raise NeedExactTimes
+            return _to_ns(micro)
+        result = []
+        for position, value in enumerate(values):
+            exact = round(value * 1000) if abs(value) < MAX_NS else MAX_NS
+            keep[position] &= abs(exact) < MAX_NS
+            result.append(exact if abs(exact) < MAX_NS else 0)
+        return np.array(result, np.int64)
+
+    def _threads(self, events: list[Any]) -> Ints:
+        threads = self.tables.threads
+        return _ints(threads.setdefault((e.pid, e.tid), len(threads)) for e in events)
+
+    def _write(
+        self,
+        blocks: list[Block],
+        columns: list[Ints],
+        keep: NDArray[np.bool_],
+        order: tuple[int, int],
+        low: Ints,
+        high: Ints,
+    ) -> None:
+        if not keep.all():
+            self.tables.skipped += int((~keep).sum())
+            columns = [column[keep] for column in columns]
+            low, high = low[keep], high[keep]
+        if not len(low):
+            return
+        offset = self.spool.write(columns)
+        span = (int(low.min()), int(high.max()))
+        blocks.append(Block(order, offset, len(columns), len(low), *span))
+
+
+@dataclass(slots=True)
+class _Launch:
+    name: str
+    ts: Any
+    args: Any
+    pid: Any
+    tid: Any
+
+
+@dataclass(slots=True)
+class _Correlated:
+    correlation: int
+
+
+def _loose_launch(event: Any) -> _Launch | None:
+    """An event of an unknown category as a launch, if it looks like one."""
+    args = event.args if isinstance(event.args, dict) else {}
+    correlation = args.get("correlation")
+    if not isinstance(correlation, int) or "stream" in args:
+        return None
+    if not isinstance(event.ts, int | float):
+        return None
+    return _Launch(event.name, event.ts, _Correlated(correlation), event.pid, event.tid)
+
+
+def _to_ns(micro: NDArray[np.float64]) -> Ints:
+    """Microseconds with three decimals to nanoseconds, exact below EXACT_LIMIT.
+
+    Whole and fraction apart: near 2**42 a double is off by up to 0.49 ns, and the rounding of a plain product by 1000
+    would make a whole one of it.
+    """
+    whole = np.floor(micro)
+    fraction = np.rint((micro - whole) * 1000)
+    return whole.astype(np.int64) * 1000 + fraction.astype(np.int64)
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, np.int64)
+
+
+def _checked(values: list[int], keep: NDArray[np.bool_]) -> Ints:
+    """Values as int64; those that do not fit lose their row."""
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        fits = [-MAX_INT <= value <= MAX_INT for value in values]
+        keep &= np.array(fits)
+        return np.array([v if f else -1 for v, f in zip(values, fits, strict=True)], np.int64)
+
+
+def _small(args: Any) -> bool:
+    """Whether a launch configuration fits into int64."""
+    values = (*(args.grid or ()), *(args.block or ()), args.registers or 0, args.shared or 0)
+    return max(values) <= MAX_INT and min(values) >= 0

@@ -1,0 +1,150 @@
+"""Make a large Kineto trace in libkineto's own byte layout by replaying a real one with shifted times and ids."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+SEPARATOR = b"\n  },\n  {\n"
+OPEN = b'"traceEvents": [\n'
+GAP_NS = 1_000_000
+STACK_DEPTH = 4
+NUMBER = re.compile(
+    rb'("ts": |"correlation": |"External id": |"Ev Idx": |"Python id": |"Python parent id": |"id": )'
+    rb"(-?\d+)(?:\.(\d{1,3}))?"
+)
+DEVICE_CATS = (b'"cat": "cuda', b'"cat": "kernel"', b'"cat": "gpu_', b'"cat": "ac2g"')
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+SHAPES = re.compile(rb', "(?:Concrete Inputs|Input type|Input Strides|Input Dims)": \[[^\n]*\](?=, "|\n)')
+THREAD = re.compile(rb'"pid": (\S+), "tid": (\S+),\s+"ts": ([\d.]+), "dur": ([\d.]+)')
+DEFAULT = Path(__file__).resolve().parents[1] / "tests" / "data" / "kineto_h200.json.gz"
+
+Piece = tuple[bytes, bytes, int]  # literal text, key, number that shifts
+
+
+def read_events(path: Path) -> tuple[bytes, list[bytes]]:
+    """Header up to the first event, and the body of each event without its outer braces' lines."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    head, _, body = data.partition(OPEN)
+    if not body:
+        raise SystemExit(f"{path}: not in libkineto's own layout")
+    body = body[body.index(b"{\n") + 2 : body.rindex(b"\n  }\n  ]")]
+    return head, body.split(SEPARATOR)
+
+
+def stack_events(event: bytes, number: int) -> Iterator[bytes]:
+    """Python frames around a cpu_op: STACK_DEPTH nested python_function events of the same interval."""
+    match = THREAD.search(event)
+    if match is None or b'"cat": "cpu_op"' not in event:
+        return
+    pid, tid, ts, dur = match.groups()
+    for depth in range(STACK_DEPTH):
+        me = number * STACK_DEPTH + depth + 1
+        name = b"torch/nn/modules/module.py(%d): _wrapped_call_impl" % (1700 + depth)
+        yield (
+            b'    "ph": "X", "cat": "python_function", "name": "%s", "pid": %s, "tid": %s,\n'
+            b'    "ts": %s, "dur": %s,\n    "args": {\n      "Python id": %d,"Python parent id": %d, '
+            b'"Ev Idx": %d\n    }'
+        ) % (name, pid, tid, ts, dur, me, me - 1 if depth else 0, 100_000 + me)
+
+
+def sections(events: list[bytes], profile: str) -> list[list[bytes]]:
+    """Events in the order that libkineto writes a long trace: ops, Python frames, device and runtime, metadata."""
+    host = [e for e in events if b'"cat"' in e and not any(c in e for c in DEVICE_CATS)]
+    device = [e for e in events if any(c in e for c in DEVICE_CATS)]
+    meta = [e for e in events if b'"cat"' not in e]
+    if profile == "train":
+        host = [SHAPES.sub(b"", event) for event in host]
+    frames: list[bytes] = []
+    if profile == "stack":
+        frames = [f for number, event in enumerate(host) for f in stack_events(event, number)]
+    return [host, frames, device, meta]
+
+
+def compile_event(event: bytes) -> tuple[list[Piece], bytes]:
+    """An event as pieces that end in a number to be shifted, and the text behind the last one."""
+    pieces: list[Piece] = []
+    at = 0
+    for match in NUMBER.finditer(event):
+        key, whole, part = match.groups()
+        number = int(whole)
+        if key == b'"ts": ':
+            number = number * 1000 + int((part or b"0").ljust(3, b"0"))
+        pieces.append((event[at : match.start()] + key, key, number))
+        at = match.end()
+    return pieces, event[at:]
+
+
+def strides(events: list[bytes]) -> dict[bytes, int]:
+    """How far each kind of number shifts from one replay to the next."""
+    low: dict[bytes, int] = {}
+    high: dict[bytes, int] = {}
+    for event in events:
+        for _, key, number in compile_event(event)[0]:
+            low[key] = min(low.get(key, number), number)
+            high[key] = max(high.get(key, number), number)
+    found = {key: high[key] + 1 for key in high}
+    found[b'"ts": '] = high[b'"ts": '] - low[b'"ts": '] + GAP_NS
+    # flow ids of ac2g are correlations
+    both = max(found.get(b'"id": ', 0), found.get(b'"correlation": ', 0))
+    return found | {b'"id": ': both, b'"correlation": ': both}
+
+
+def replay(section: list[bytes], shift: dict[bytes, int], times: int) -> Iterator[bytes]:
+    """The section's events, `times` over, shifted; about 1 MB at a time."""
+    compiled = [compile_event(event) for event in section]
+    for turn in range(times):
+        parts: list[bytes] = []
+        for pieces, tail in compiled:
+            for text, key, number in pieces:
+                value = number + turn * shift[key]
+                if key == b'"ts": ':
+                    parts.append(b"%s%d.%03d" % (text, value // 1000, value % 1000))
+                else:
+                    parts.append(b"%s%d" % (text, value))
+            parts.append(tail)
+            parts.append(SEPARATOR)
+        yield b"".join(parts)
+
+
+def make_trace(source: Path, out: Path, size: int, profile: str) -> None:
+    """Write at least `size` bytes of JSON (level-9 gzip, as torch does, if the name ends in .gz)."""
+    head, events = read_events(source)
+    *bodies, meta = sections(events, profile)
+    once = sum(len(event) + len(SEPARATOR) for body in bodies for event in body)
+    times = max(1, -(-size // once))
+    shift = strides([event for body in bodies for event in body])
+    opened = gzip.open(out, "wb", 9) if out.suffix == ".gz" else out.open("wb")
+    with cast(BinaryIO, opened) as file:
+        file.write(head + OPEN + b"  {\n")
+        for body in bodies:
+            for data in replay(body, shift, times):
+                file.write(data)
+        file.write(SEPARATOR.join(meta) + b'\n  }\n  ],\n  "traceName": "trace.json"\n}')
+
+
+def parse_size(text: str) -> int:
+    """`100MB`, `1GB` or plain bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)?", text, re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size such as 100MB or 1GB")
+    return int(float(match[1]) * UNITS.get((match[2] or "").upper(), 1))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", type=parse_size, default="100MB")
+    parser.add_argument("--profile", choices=("attention", "train", "stack"), default="attention")
+    parser.add_argument("--source", type=Path, default=DEFAULT)
+    options = parser.parse_args()
+    make_trace(options.source, options.out, options.size, options.profile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Damaged, foreign and hostile files: an error with path and offset, or single events skipped and counted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from profharness.errors import TraceFormatError
+from profharness.parse.chrome import parse_chrome
+
+DATA = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
+GOOD = b'{"ph": "X", "cat": "kernel", "name": "good", "pid": 0, "tid": 7, "ts": 5.0, "dur": 1.0, "args": {"correlation": 1}}'
+LAYOUTS = {"native": (b"\n  ", b",\n  "), "compact": (b"", b",")}
+
+
+def document(events: list[bytes], layout: str = "native") -> bytes:
+    lead, comma = LAYOUTS[layout]
+    return b'{"schemaVersion": 1, "traceEvents": [' + lead + comma.join(events) + b"]}"
+
+
+def refused(path: Path, data: bytes) -> TraceFormatError:
+    path.write_bytes(data)
+    with pytest.raises(TraceFormatError) as caught:
+        parse_chrome(path)
+    assert caught.value.path == path
+    return caught.value
+
+
+BROKEN = {
+    "control": GOOD.replace(b"good", b"go\nod").replace(b"\n", b"\x01"),
+    "utf8": GOOD.replace(b"good", b"go\xffod"),
+    "nul": GOOD.replace(b"good", b"go\x00od"),
+    "nul-outside": GOOD.replace(b'"pid": 0', b'"pid": \x00'),
+    "negative": GOOD.replace(b'"dur": 1.0', b'"dur": -1.0'),
+    "nan-time": GOOD.replace(b'"ts": 5.0', b'"ts": NaN'),
+    "infinite-time": GOOD.replace(b'"dur": 1.0', b'"dur": Infinity'),
+    "huge-id": GOOD.replace(b'"correlation": 1', b'"correlation": 99999999999999999999999'),
+    "id-64": GOOD.replace(b'"correlation": 1', b'"correlation": 9223372036854775808'),
+    "huge-time": GOOD.replace(b'"ts": 5.0', b'"ts": 1e300'),
+    "huge-grid": GOOD.replace(b'"correlation": 1', b'"grid": [9223372036854775808, 1, 1]'),
+    "no-name": GOOD.replace(b'"name"', b'"nome"'),
+    "deep": GOOD.replace(b'"correlation": 1', b'"x": ' + b"[" * 50_000 + b"]" * 50_000),
+    "missing-comma": GOOD.replace(b'"pid": 0,', b'"pid": 0'),
+    "quote": GOOD.replace(b"good", b'go"od'),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", BROKEN)
+def test_one_bad_event_is_skipped_and_counted(case: str, layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(document([GOOD, GOOD, BROKEN[case], GOOD, GOOD], layout))
+    trace = parse_chrome(path)
+    assert trace.num_launches == 4
+    assert trace.skipped == 1
+    assert "1 events could not be read" in trace.warnings[0]
+    trace.close()
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"inf", b"-Infinity", b"-nan"])
+def test_numbers_that_nobody_needs_may_be_infinite(value: bytes, tmp_path: Path) -> None:
+    odd = GOOD.replace(b'"correlation": 1', b'"memory bandwidth (GB/s)": ' + value)
+    path = tmp_path / "t.json"
+    path.write_bytes(document([GOOD, odd]))
+    trace = parse_chrome(path)
+    assert (trace.num_launches, trace.skipped) == (2, 0)
+    trace.close()
+
+
+def test_braces_inside_strings_do_not_cut_events(tmp_path: Path) -> None:
+    tricky = GOOD.replace(b"good", b'},{\\"ph\\": ],[')
+    nested = GOOD.replace(b'"correlation": 1', b'"x": [{"ph":1},{"ph":2}]')
+    path = tmp_path / "t.json"
+    path.write_bytes(document([GOOD, tricky, nested] * 3000, "compact"))
+    trace = parse_chrome(path)
+    assert (trace.num_launches, trace.skipped) == (9000, 0)
+    assert '},{"ph": ],[' in trace.kernels
+    trace.close()
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.0005, 0.1, 0.5, 0.9, 0.9999])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_truncated(cut: float, zipped: bool, tmp_path: Path) -> None:
+    whole = DATA.read_bytes()
+    data = whole if zipped else gzip.decompress(whole)
+    error = refused(tmp_path / "t.json", data[: int(len(data) * cut)])
+    assert error.offset is not None
+
+
+@pytest.mark.parametrize("cut", [1, 3, 10, 40])
+def test_truncated_behind_the_events(cut: int, tmp_path: Path) -> None:
+    refused(tmp_path / "t.json", gzip.decompress(DATA.read_bytes())[:-cut])
+
+
+def test_truncated_between_events(tmp_path: Path) -> None:
+    refused(tmp_path / "t.json", b'{"traceEvents": [\n' + GOOD + b",\n" + GOOD)
+    refused(tmp_path / "t.json", b'{"traceEvents": [\n' + GOOD)
+    refused(tmp_path / "t.json", b'{"traceEvents": [')
+
+
+def test_truncated_is_seen_by_two_processes(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(gzip.decompress(DATA.read_bytes())[:1_000_000])
+    with pytest.raises(TraceFormatError) as caught:
+        parse_chrome(path, processes=2, range_bytes=100_000)
+    assert caught.value.offset == 1_000_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"   ", b"hello", b"\x7fELF", b"null", b'{"a": 1}', b'{"traceEvents": 5}', b"[1, 2]", b"[" * 100_000,
+        b'{"x": ' * 100_000, b'{"a": {"traceEvents": []}}', b'{"a": "\\"traceEvents\\": ["}', b"\0" * 1000,
+        b"\xff\xfe{\0", b'{"traceEvents": [5]}', b"\x1f\x8b", b"\x1f\x8bgarbage-garbage-garbage",
+        b'{"traceEvents": [], "x": ', b"[] x",
+    ],
+)  # fmt: skip
+def test_foreign(data: bytes, tmp_path: Path) -> None:
+    refused(tmp_path / "t.json", data)
+
+
+def test_flipped_bytes_in_gzip(tmp_path: Path) -> None:
+    data = bytearray(DATA.read_bytes())
+    data[40_000:40_040] = bytes(40)
+    refused(tmp_path / "t.json.gz", bytes(data))
+
+
+@pytest.mark.parametrize("text", ['{"traceEvents": []}', "[]", '{"traceEvents": [ ], "x": 1}\n'])
+def test_no_events_is_well_formed(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    trace = parse_chrome(path)
+    assert (trace.num_launches, list(trace.batches())) == (0, [])
+    trace.close()
+
+
+def test_directory_and_missing_file(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(TraceFormatError):
+            parse_chrome(path)
+
+
+@pytest.mark.parametrize("head", [b"", b'{"traceEvents": [', b'{"traceEvents": [{"name": "', b'{"x": "'])
+def test_gzip_bomb_is_bounded(head: bytes, tmp_path: Path) -> None:
+    import resource
+
+    path = tmp_path / "bomb.json.gz"
+    with gzip.open(path, "wb", 9) as file:
+        file.write(head)
+        for _ in range(200):
+            file.write((b"a" if head.endswith(b'"') else b" ") * 1_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TraceFormatError):
+        parse_chrome(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 220_000
+
+
+def test_bomb_inside_the_events(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.json.gz"
+    with gzip.open(path, "wb", 9) as file:
+        file.write(document([GOOD, GOOD])[:-2] + b',\n  {"name": "')
+        for _ in range(100):
+            file.write(b"a" * 1_000_000)
+    with pytest.raises(TraceFormatError, match="32 MiB"):
+        parse_chrome(path)
+
+
+def test_header_with_bad_values(tmp_path: Path) -> None:
+    header = {
+        "baseTimeNanoseconds": "soon", "deviceProperties": [1, {"id": 0}, {"name": 3}], "host_name": "h",
+        "cuda_runtime_version": {"a": 1}, "distributedInfo": {"backend": "nccl", "rank": 1, "pg": ["x"]},
+    }  # fmt: skip
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({**header, "traceEvents": [json.loads(GOOD)]}))
+    trace = parse_chrome(path)
+    assert trace.environment == {"distributedInfo": {"backend": "nccl", "rank": 1}}
+    assert trace.devices == ()
+    assert "baseTimeNanoseconds" in trace.warnings[0]
+    trace.close()

@@ -1,0 +1,154 @@
+"""The Chrome trace: layout, order, exact times, constant memory, and a reader that others wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.report.chrome import FIRST_TRACK, Section, in_order, write_chrome_trace
+from profharness.store import LaunchRow, RangeRow
+from profharness.trace import Device
+
+BASE = 1_790_857_026_000_000_000
+DEVICE = Device(0, "NVIDIA H200", 9, 0, 132, warp_size=32)
+
+
+def launch(number: int, start_ns: int, duration_ns: int = 2001, **changes: Any) -> LaunchRow:
+    values: dict[str, Any] = dict.fromkeys(LaunchRow._fields)
+    values |= {
+        "run": "r",
+        "config": "b2-h8-s512-d64-fp16",
+        "backend": "flash",
+        "profiler": "torch",
+        "kernel": "flash_fwd_kernel<64>",
+        "kernel_short": "flash_fwd_kernel",
+        "family": "flash",
+        "grid_x": 4,
+        "grid_y": 2,
+        "grid_z": 8,
+        "block_x": 128,
+        "block_y": 1,
+        "block_z": 1,
+        "registers_per_thread": 255,
+        "shared_bytes": 49152,
+        "stream": 7,
+        "device": 0,
+        "start_ns": BASE + start_ns,
+        "duration_ns": duration_ns,
+        "kernel_kind": "kernel",
+        "cell": "0",
+        "iteration": 0,
+        "api": "cudaLaunchKernel",
+        "correlation": number,
+        "pid": 440,
+        "tid": 466,
+        "launch_ns": BASE + start_ns - 500,
+        "launch_id": number,
+    }
+    return LaunchRow(**(values | changes))
+
+
+def outer(start_ns: int, duration_ns: int) -> RangeRow:
+    return RangeRow(1, "torch", "profharness:0", BASE + start_ns, duration_ns, 440, 466, None, "0", 0)
+
+
+def written(*sections: Section) -> dict[str, Any]:
+    out = io.BytesIO()
+    write_chrome_trace(out, sections, devices=[DEVICE], properties={"traceName": "t"})
+    read: dict[str, Any] = json.loads(out.getvalue())
+    return read
+
+
+def complete(trace: dict[str, Any], category: str) -> list[dict[str, Any]]:
+    return [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == category]
+
+
+def test_a_launch_has_all_its_columns_and_exact_times() -> None:
+    trace = written(Section([launch(1, 1000)], [outer(0, 9007)]))
+    (kernel,) = complete(trace, "kernel")
+    assert (kernel["ts"], kernel["dur"]) == (1.0, 2.001)
+    assert kernel["args"]["grid"] == [4, 2, 8]
+    assert kernel["args"]["block"] == [128, 1, 1]
+    assert kernel["args"]["registers per thread"] == 255
+    assert kernel["args"]["shared memory"] == 49152
+    assert {"stream": 7, "device": 0, "correlation": 1}.items() <= kernel["args"].items()
+    (call,) = complete(trace, "cuda_runtime")
+    assert call["args"]["correlation"] == 1
+    assert (call["pid"], call["tid"], call["ts"]) == (440, 466, 0.5)
+    (around,) = complete(trace, "user_annotation")
+    assert (around["name"], around["ts"], around["dur"]) == ("profharness:0", 0.0, 9.007)
+    assert trace["deviceProperties"][0]["numSms"] == 132
+
+
+def test_every_cell_has_a_named_track() -> None:
+    rows = [launch(1, 1000), launch(2, 9000, backend="math", cell="1")]
+    events = written(Section(rows))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names[FIRST_TRACK] == "b2-h8-s512-d64-fp16 flash (torch)"
+    assert names[FIRST_TRACK + 1] == "b2-h8-s512-d64-fp16 math (torch)"
+    assert names[466] == "thread 466"
+
+
+def test_a_graph_launch_is_one_call_with_many_kernels() -> None:
+    rows = [launch(n, 1000 * n, 100, correlation=9, launch_ns=BASE) for n in (1, 2, 3)]
+    trace = written(Section(rows))
+    assert len(complete(trace, "cuda_runtime")) == 1
+    assert len(complete(trace, "kernel")) == 3
+
+
+def test_each_profiler_starts_at_zero() -> None:
+    later = launch(2, 10**15, profiler="nsys")
+    trace = written(Section([launch(1, 1000)]), Section([later]))
+    assert [event["ts"] for event in complete(trace, "cuda_runtime")] == [0.0, 0.0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), max_size=40))
+def test_tracks_are_sorted_and_never_overlap(times: list[tuple[int, int]]) -> None:
+    rows = [launch(n, start, duration) for n, (start, duration) in enumerate(times)]
+    kernels = complete(written(Section(rows)), "kernel")
+    assert len(kernels) == len(times)
+    tracks = defaultdict(list)
+    for event in kernels:
+        tracks[event["tid"]].append((round(event["ts"] * 1000), round(event["dur"] * 1000)))
+    for track in tracks.values():
+        ends = [start + duration for start, duration in track]
+        assert all(end <= start for end, (start, _) in zip(ends, track[1:], strict=False))
+
+
+def test_rows_are_streamed() -> None:
+    taken = 0
+
+    def rows() -> Any:
+        nonlocal taken
+        for taken in range(1, 101):
+            yield (taken, 0, taken, {})
+
+    first = next(iter(in_order(rows(), window=10)))
+    assert first[0] == 1
+    assert taken == 11
+
+
+def test_holistic_trace_analysis_reads_it(tmp_path: Path) -> None:
+    from hta.common.trace_parser import parse_trace_dataframe
+    from hta.configs.parser_config import ParserConfig
+
+    logging.getLogger("hta").setLevel(logging.ERROR)
+    rows = [launch(n, 10_000 * n, 5000) for n in range(1, 6)]
+    path = tmp_path / "trace.json"
+    with path.open("wb") as file:
+        write_chrome_trace(file, [Section(rows, [outer(0, 90_000)])], devices=[DEVICE])
+    _, frame, symbols = parse_trace_dataframe(str(path), ParserConfig(ParserConfig.ARGS_MINIMUM))
+    names = symbols.get_sym_table()
+    categories = [names[index] for index in frame["cat"]]
+    assert categories.count("kernel") == 5
+    assert categories.count("cuda_runtime") == 5
+    launched = frame[[category == "kernel" for category in categories]]
+    assert sorted(launched["correlation"]) == [1, 2, 3, 4, 5]
+    assert set(launched["stream"]) == {7}

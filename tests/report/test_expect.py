@@ -1,0 +1,91 @@
+"""The gate: both witnesses must agree with what was expected."""
+
+from __future__ import annotations
+
+import pytest
+
+from profharness.errors import UsageError
+from profharness.report.expect import backend_of_op, check_expected_names, failures
+from profharness.report.kernels_view import mismatch
+from view_rows import cell, kernel, math_kernels
+
+MATH = "aten::_scaled_dot_product_attention_math"
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [
+        ("aten::_scaled_dot_product_flash_attention", "flash"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "flash"),
+        ("aten::_scaled_dot_product_efficient_attention_backward", "efficient"),
+        ("aten::_scaled_dot_product_cudnn_attention", "cudnn"),
+        (MATH, "math"),
+        ("aten::scaled_dot_product_attention", None),
+        ("aten::mm", None),
+        (None, None),
+    ],
+)
+def test_the_op_names_its_backend(op: str | None, backend: str | None) -> None:
+    assert backend_of_op(op) == backend
+
+
+def test_the_expected_backend_passes() -> None:
+    assert failures(["flash"], [kernel()], [cell()]) == []
+
+
+def test_a_silent_fall_to_math_is_caught() -> None:
+    cells = [cell(cell="1", backend="auto", sdpa_op=MATH)]
+    (line,) = failures(["cudnn"], math_kernels(), cells)
+    assert "expected cudnn, but math ran" in line
+    assert "auto" in line
+
+
+def test_one_wrong_cell_of_two_fails() -> None:
+    cells = [cell(), cell(cell="1", backend="auto", sdpa_op=MATH)]
+    assert len(failures(["flash"], [kernel(), *math_kernels()], cells)) == 1
+    assert failures(["flash", "math"], [kernel(), *math_kernels()], cells) == []
+
+
+def test_kernels_that_contradict_the_op_fail_either_way() -> None:
+    cells, rows = [cell(sdpa_op=MATH)], [kernel(sdpa_op=MATH)]
+    assert failures(["math"], rows, cells)
+    assert failures(["flash"], rows, cells)
+    said = mismatch(cells[0], rows)
+    assert said is not None
+    assert "math" in said
+    assert "flash" in said
+    assert mismatch(cell(), [kernel()]) is None
+
+
+def test_a_family_covers_its_op_and_its_combine_kernel_only() -> None:
+    rows = [kernel(family="flash_splitkv"), kernel(family="flash_combine")]
+    assert failures(["flash_splitkv"], rows, [cell()]) == []
+    assert failures(["flash_combine"], rows, [cell()])
+    assert failures(["flash"], rows, [cell()]) == []
+
+
+def test_math_without_an_op_shows_by_its_kernels() -> None:
+    rows = [kernel(family=family, sdpa_op=None) for family in ("gemm", "softmax", "gemm")]
+    assert failures(["math"], rows, [cell(sdpa_op=None)]) == []
+    assert failures(["flash"], rows, [cell(sdpa_op=None)])
+
+
+def test_a_gate_that_judged_nothing_is_not_met() -> None:
+    refused = [cell(status="refused")]
+    assert "nothing to judge" in failures(["flash"], [], refused)[0]
+    assert "nothing to judge" in failures(["flash"], [], [])[0]
+    unknown = failures(["flash"], [], [cell(sdpa_op=None)])
+    assert "neither an op nor a kernel" in unknown[0]
+
+
+def test_a_foreign_trace_is_judged_by_its_ranges() -> None:
+    foreign = {"cell": None, "config": None, "backend": None}
+    rows = [kernel(**foreign, range="a"), kernel(**foreign, range="b", family="gemm", sdpa_op=None)]
+    assert failures(["flash"], rows, []) == []
+    assert "range a" in failures(["cudnn"], rows, [])[0]
+
+
+def test_a_name_that_cannot_be_expected_is_refused() -> None:
+    check_expected_names(["flash", "cudnn_bwd"])
+    with pytest.raises(UsageError, match="flahs"):
+        check_expected_names(["flahs"])

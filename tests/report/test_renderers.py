@@ -1,0 +1,140 @@
+"""Every renderer against golden files, and the properties that must hold for any text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.report.document import Column, Document, Heading, Note, Table
+from profharness.report.kernels_view import FIELDS, kernels_document
+from profharness.report.renderers import RENDERERS, escape_markdown
+from profharness.report.terminal import MIN_SHRUNK
+from view_rows import kernel, sample
+
+GOLDEN = Path(__file__).parent / "golden"
+CONTRACT = """
+run config backend profiler status range kernel kernel_short family grid block registers_per_thread
+static_shared_bytes dynamic_shared_bytes shared_bytes launches launches_per_call duration_ns
+total_ns share
+""".split()
+
+
+def check_golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", list(RENDERERS))
+def test_kernels_match_the_golden_file(name: str) -> None:
+    check_golden(f"kernels.{name}.txt", RENDERERS[name](kernels_document(*sample())))
+
+
+def test_full_names_match_the_golden_file() -> None:
+    check_golden("kernels.full.txt", RENDERERS["table"](kernels_document(*sample(), full=True)))
+
+
+def test_json_starts_with_the_keys_of_the_contract() -> None:
+    rows, cells = sample()
+    read = json.loads(RENDERERS["json"](kernels_document(rows, cells)))
+    assert read["schema"] == "profharness.kernels/1"
+    assert [list(row)[: len(CONTRACT)] for row in read["rows"]] == [CONTRACT] * len(rows)
+    assert read["rows"][0]["grid"] == [4, 2, 8]
+    assert read["rows"][0]["static_shared_bytes"] is None
+    assert [cell["status"] for cell in read["cells"]] == ["ok", "ok", "refused", "crashed"]
+
+
+def test_json_has_no_nan() -> None:
+    text = RENDERERS["json"](kernels_document([kernel(share=float("nan"))]))
+    assert json.loads(text)["rows"][0]["share"] is None
+
+
+def test_an_empty_answer_still_has_its_shape() -> None:
+    document = kernels_document([])
+    assert json.loads(RENDERERS["json"](document)) == {
+        "schema": "profharness.kernels/1",
+        "rows": [],
+        "cells": [],
+    }
+    assert RENDERERS["csv"](document).splitlines()[0].startswith("run,config,backend")
+
+
+def test_a_terminal_table_fits_and_keeps_numbers_whole() -> None:
+    text = RENDERERS["table"](kernels_document(*sample()), width=100)
+    assert max(map(len, text.splitlines())) <= 100
+    for number in ("65535,16,1", "1234.57", "2.5", "48.0", "12.5"):
+        assert number in text
+    assert "…" in text
+
+
+@given(width=st.integers(1, 200))
+def test_numbers_survive_any_width(width: int) -> None:
+    text = RENDERERS["table"](kernels_document(*sample()), width=width)
+    table = [line for line in text.splitlines() if line.startswith("math")]
+    assert "65535,16,1" in table[0]
+    assert "1234.57" in text
+
+
+def test_color_is_only_there_when_asked_for() -> None:
+    document = kernels_document(*sample())
+    colored = RENDERERS["table"](document, color=True)
+    plain = RENDERERS["table"](document)
+    assert "\x1b[" in colored
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored).split() == plain.split()
+
+
+def _document(text: str) -> Document:
+    columns = (Column("name", "name", shrink=True), Column("count", "n", "count", right=True))
+    blocks = (Heading(text), Table(columns, ((text, 1), ("x", 2))), Note(text, "on"))
+    return Document("t/1", "title", blocks, ("name",), ({"name": text},))
+
+
+@given(st.text())
+def test_any_text_comes_back_from_json_and_csv(text: str) -> None:
+    document = _document(text)
+    assert json.loads(RENDERERS["json"](document))["rows"] == [{"name": text}]
+    rows = list(csv.reader(io.StringIO(RENDERERS["csv"](document), newline="")))
+    assert rows[1:] == [[text.replace("\r\n", "\n").replace("\r", "\n")]]
+
+
+@given(st.text())
+def test_no_text_breaks_a_table_or_reaches_the_terminal_raw(text: str) -> None:
+    document = _document(text)
+    markdown = RENDERERS["md"](document)
+    rows = [line for line in markdown.splitlines() if line.startswith("| ")]
+    assert len(rows) == 4
+    assert all(len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) == 3 for row in rows)
+    table = RENDERERS["table"](document)
+    assert all(char.isprintable() for char in table.replace("\n", ""))
+
+
+def test_markdown_escapes_what_it_would_take_for_markup() -> None:
+    assert escape_markdown("a<b|c>*") == "a&lt;b\\|c&gt;\\*"
+    assert escape_markdown("flash_fwd _x_") == "flash_fwd \\_x\\_"
+
+
+def test_a_table_refuses_ragged_rows() -> None:
+    with pytest.raises(ValueError, match="2 values in 1 columns"):
+        Table((Column("a", "a"),), ((1, 2),))
+
+
+def test_shrinking_stops_before_a_name_is_gone() -> None:
+    text = RENDERERS["table"](_document("n" * 80), width=5)
+    assert "n" * (MIN_SHRUNK - 1) + "…" in text
+
+
+def test_csv_columns_are_flat() -> None:
+    rows = list(csv.DictReader(io.StringIO(RENDERERS["csv"](kernels_document(*sample())))))
+    assert [rows[0][f"grid_{axis}"] for axis in "xyz"] == ["4", "2", "8"]
+    assert rows[3]["grid_x"] == ""
+    assert len(rows[0]) == len(FIELDS) + 4

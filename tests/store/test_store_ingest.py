@@ -1,0 +1,248 @@
+"""Ingest: whole or not at all, once, and correct against the parsed trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import sqlite3
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from profharness.errors import TraceFormatError
+from profharness.parse import open_trace
+from profharness.record import read_run, write_run
+from profharness.store import ingest_path, open_store
+
+Folder = Callable[..., Path]
+
+
+def dump(path: Path) -> dict[str, list[tuple[object, ...]]]:
+    """Every row of every table."""
+    connection = sqlite3.connect(path)
+    names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    rows = {name: connection.execute(f"SELECT * FROM {name}").fetchall() for (name,) in names}
+    connection.close()
+    return rows
+
+
+def check_integrity(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    connection.close()
+
+
+def test_foreign_trace_equals_what_the_parser_says(tmp_path: Path, kineto: Path) -> None:
+    store = tmp_path / "p.db"
+    seen: list[tuple[str, int, int]] = []
+    (result,) = ingest_path(store, kineto, progress=lambda *told: seen.append(told))
+    assert (result.status, result.launches, result.cells) == ("new", 384, 0)
+    assert result.run.startswith("trace-") and len(result.run) == 16
+    assert seen[-1] == (kineto.name, 384, 384)
+    trace = open_trace(kineto)
+    expected: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for batch in trace.batches():
+        for i in range(len(batch.kernel)):
+            config = trace.launch_configs[batch.launch_config[i]]
+            inner = batch.range[i]
+            name = trace.ranges[inner].name if inner >= 0 else None
+            key = (name, trace.kernels[batch.kernel[i]], config.grid, config.block)
+            resources = (config.registers_per_thread, config.shared_bytes)
+            expected[key + resources].append(int(batch.duration_ns[i]))
+    trace.close()
+    with open_store(store) as opened:
+        rows = opened.kernels()
+        found = {
+            (r.range, r.kernel, r.grid, r.block, r.registers_per_thread, r.shared_bytes): r
+            for r in rows
+        }
+        assert len(found) == len(rows)
+        assert found.keys() == expected.keys()
+        for key, durations in expected.items():
+            row = found[key]
+            assert (row.launches, row.total_ns) == (len(durations), sum(durations))
+            assert row.duration_ns == int(statistics.median(durations))
+            assert (row.min_ns, row.max_ns) == (min(durations), max(durations))
+            assert (row.config, row.backend, row.cell, row.status) == (None,) * 4
+        launches = list(opened.launches())
+        assert len(launches) == 384
+        assert sum(launch.duration_ns for launch in launches) == sum(r.total_ns for r in rows)
+        assert [device.name for device in opened.devices()] == ["NVIDIA H200"]
+    check_integrity(store)
+
+
+def test_ingesting_again_changes_nothing(tmp_path: Path, kineto: Path, run_folder: Folder) -> None:
+    store = tmp_path / "p.db"
+    folder = run_folder()
+    ingest_path(store, kineto)
+    ingest_path(store, folder)
+    before = dump(store)
+    copy = tmp_path / "copy.json.gz"
+    shutil.copy(kineto, copy)
+    results = [*ingest_path(store, copy), *ingest_path(store, folder)]
+    assert [result.status for result in results] == ["unchanged", "unchanged"]
+    assert results[0].launches == 384
+    assert dump(store) == before
+
+
+def test_run_folder_attributes_launches_to_cells(tmp_path: Path, run_folder: Folder) -> None:
+    store = tmp_path / "p.db"
+    (result,) = ingest_path(store, run_folder())
+    assert (result.run, result.status, result.cells) == ("20261121-aaaa", "new", 3)
+    with open_store(store) as opened:
+        rows = opened.kernels()
+        flash, efficient, refused = opened.cells()
+        dropped = opened.connection.execute("SELECT dropped FROM traces").fetchone()[0]
+        sources = {row.run: row.source for row in opened.runs()}
+    assert [(row.backend, row.family, row.launches) for row in rows] == [
+        ("flash", "flash_splitkv", 3),
+        ("flash", "flash_combine", 3),
+        ("efficient", "efficient", 3),
+    ]
+    assert {row.config for row in rows} == {"b2-h8-s512-d64-fp16"}
+    assert all(row.launches_per_call == 3 and row.status == "ok" for row in rows)
+    assert sum(row.share or 0 for row in rows if row.cell == "c0") == pytest.approx(1)
+    assert rows[0].first_ns < rows[1].first_ns
+    assert rows[0].occupancy and rows[0].occupancy_limiter
+    assert flash.sdpa_op == "aten::_scaled_dot_product_flash_attention"
+    assert efficient.sdpa_op == "aten::_scaled_dot_product_efficient_attention"
+    assert flash.samples == {"event": (5, 1, 3, 9)} and flash.clocks == {"sm_mhz": 1980}
+    assert refused.status == "refused" and refused.sdpa_op is None and refused.warnings == ()
+    assert refused.refusals == (("head_dim", "too large", "live"), ("dtype", "no", "rule"))
+    assert (result.launches, dropped) == (9, 375)
+    assert sources == {"20261121-aaaa": "capture"}
+    check_integrity(store)
+
+
+def test_calls_with_different_kernel_counts_are_told(tmp_path: Path, run_folder: Folder) -> None:
+    cells = {"c0": ["auto", "flash", "efficient"], "c1": []}
+    (result,) = ingest_path(tmp_path / "p.db", run_folder(cells=cells))
+    with open_store(tmp_path / "p.db") as opened:
+        differing, silent, _ = opened.cells()
+        iterations = {launch.iteration for launch in opened.launches(cell="c0")}
+        calls = {row.launches / (row.launches_per_call or 1) for row in opened.kernels()}
+    assert differing.warnings == ("kernel count differs between calls: 6,6,3",)
+    assert silent.warnings == ("the torch trace holds no launch of this cell",)
+    assert iterations == {0, 1, 2} and calls == {3}
+    assert f"c0: {differing.warnings[0]}" in result.warnings
+
+
+def test_same_run_with_other_content_is_replaced(tmp_path: Path, run_folder: Folder) -> None:
+    store = tmp_path / "p.db"
+    ingest_path(store, run_folder())
+    ingest_path(store, run_folder(run="20261121-bbbb"))
+    folder = run_folder(samples=[7], cells={"c0": ["flash"]})
+    (result,) = ingest_path(store, folder)
+    assert (result.status, result.launches) == ("replaced", 6)
+    with open_store(store) as opened:
+        assert opened.cells("20261121-aaaa")[0].samples == {"event": (7,)}
+        assert len(opened.cells("20261121-bbbb")) == 3
+        assert len(opened.runs()) == 2
+        assert len(list(opened.launches("20261121-bbbb"))) == 9
+    check_integrity(store)
+    fresh = tmp_path / "fresh.db"
+    ingest_path(fresh, run_folder(run="20261121-bbbb"))
+    ingest_path(fresh, folder)
+    counts = {name: len(rows) for name, rows in dump(fresh).items()}
+    assert {name: len(rows) for name, rows in dump(store).items()} == counts
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing", "outside"])
+def test_damaged_trace_leaves_the_store_as_it_was(
+    tmp_path: Path, run_folder: Folder, damage: str
+) -> None:
+    store = tmp_path / "p.db"
+    ingest_path(store, run_folder())
+    before = dump(store)
+    folder = run_folder(samples=[7])
+    trace = folder / "torch.json.gz"
+    if damage == "truncated":
+        trace.write_bytes(trace.read_bytes()[:20])
+    elif damage == "garbage":
+        trace.write_bytes(gzip.compress(b'{"traceEvents": 5}'))
+    elif damage == "missing":
+        trace.unlink()
+    else:
+        text = (folder / "run.json").read_text()
+        (tmp_path / "torch.json.gz").write_bytes(trace.read_bytes())
+        (folder / "run.json").write_text(text.replace('"torch.json.gz"', '"../torch.json.gz"'))
+    with pytest.raises(TraceFormatError) as caught:
+        ingest_path(store, folder)
+    assert str(folder) in str(caught.value)
+    assert dump(store) == before
+
+
+def test_failure_in_the_middle_of_the_transaction_rolls_back(
+    tmp_path: Path, run_folder: Folder
+) -> None:
+    store = tmp_path / "p.db"
+    ingest_path(store, run_folder())
+    before = dump(store)
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ingest_path(store, run_folder(samples=[7]), progress=interrupt)
+    assert dump(store) == before
+    assert ingest_path(store, run_folder(samples=[7]))[0].status == "replaced"
+
+
+def test_folder_of_runs_and_traces_is_walked_in_order(
+    tmp_path: Path, kineto: Path, run_folder: Folder
+) -> None:
+    run_folder(run="r2")
+    run_folder(run="r1", cells={"c0": ["flash"]})
+    (tmp_path / "deep").mkdir()
+    shutil.copy(kineto, tmp_path / "deep" / "foreign.json.gz")
+    (tmp_path / "README.md").write_text("no trace")
+    results = ingest_path(tmp_path / "p.db", tmp_path)
+    assert [result.source.name for result in results] == ["foreign.json.gz", "r1", "r2"]
+    assert {result.status for result in results} == {"new"}
+
+
+def test_nothing_to_ingest_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for source in ("empty", "absent"):
+        with pytest.raises(TraceFormatError, match=source):
+            ingest_path(tmp_path / "p.db", tmp_path / source)
+
+
+def test_deleted_store_comes_back_the_same(
+    tmp_path: Path, kineto: Path, run_folder: Folder
+) -> None:
+    folder = run_folder()
+    dumps = []
+    for name in ("one.db", "two.db"):
+        for source in (folder, kineto):
+            ingest_path(tmp_path / name, source)
+        dumps.append(dump(tmp_path / name))
+        dumps[-1].pop("_sqlite_migrations")
+    assert dumps[0] == dumps[1]
+
+
+def test_journal_result_changes_the_content(tmp_path: Path, run_folder: Folder) -> None:
+    """A killed run's pending cell is filled from the journal, which is other content."""
+    folder = run_folder()
+    run = read_run(folder)
+    pending = {"cell": "c0", "config": {}, "backend": "flash"}
+    text = json.loads((folder / "run.json").read_text())
+    done = text["cells"][0]
+    text["cells"][0] = {**pending, "config": done["config"]}
+    (folder / "run.json").write_text(json.dumps(text))
+    ingest_path(tmp_path / "p.db", folder)
+    with open_store(tmp_path / "p.db") as opened:
+        assert opened.cells()[0].status == "pending"
+    line = json.dumps({"event": "end", "cell": "c0", "result": done})
+    (folder / "journal.jsonl").write_text(line + "\n")
+    assert ingest_path(tmp_path / "p.db", folder)[0].status == "replaced"
+    with open_store(tmp_path / "p.db") as opened:
+        assert opened.cells()[0].status == "ok"
+    (folder / "journal.jsonl").unlink()
+    write_run(folder, run)
+    assert ingest_path(tmp_path / "p.db", folder)[0].status == "unchanged"

@@ -1,0 +1,91 @@
+"""Several real processes ingest into one store at once, and a killed one leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from profharness.store import open_store
+
+Folder = Callable[..., Path]
+INGEST = """
+import sys
+from pathlib import Path
+from profharness.store import ingest_path
+sys.stdin.read()
+for source in sys.argv[2:]:
+    print(ingest_path(Path(sys.argv[1]), Path(source))[0].status)
+"""
+PROCESSES = 6
+
+
+def start(store: Path, *sources: Path, program: str = INGEST) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(store), *map(str, sources)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def release(children: list[subprocess.Popen[str]]) -> list[str]:
+    """Let all children go at once; what each said. Fails on any that failed."""
+    for child in children:
+        assert child.stdin
+        child.stdin.close()
+        child.stdin = None
+    answers = []
+    for child in children:
+        out, errors = child.communicate(timeout=120)
+        assert child.returncode == 0, errors
+        answers.append(out)
+    return answers
+
+
+def test_processes_share_a_store_that_does_not_exist_yet(
+    tmp_path: Path, kineto: Path, run_folder: Folder
+) -> None:
+    store = tmp_path / "new.db"
+    folders = [run_folder(run=f"run-{i}", samples=[i + 1]) for i in range(PROCESSES)]
+    answers = release([start(store, folder, kineto) for folder in folders])
+    words = " ".join(answers).split()
+    assert words.count("new") == PROCESSES + 1
+    assert words.count("unchanged") == PROCESSES - 1
+    with open_store(store) as opened:
+        assert len(opened.runs()) == PROCESSES + 1
+        for i in range(PROCESSES):
+            assert opened.cells(f"run-{i}")[0].samples == {"event": (i + 1,)}
+            assert len(list(opened.launches(f"run-{i}"))) == 9
+        assert opened.connection.execute("PRAGMA foreign_key_check").fetchall() == []
+        assert opened.connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_killed_ingest_leaves_nothing(tmp_path: Path, kineto: Path, run_folder: Folder) -> None:
+    store = tmp_path / "p.db"
+    release([start(store, run_folder())])
+    program = INGEST.replace(
+        "Path(source))", "Path(source), progress=lambda *a: __import__('os')._exit(9))"
+    )
+    child = start(store, kineto, program=program)
+    child.communicate(timeout=60)
+    assert child.returncode == 9
+    with open_store(store) as opened:
+        assert [row.run for row in opened.runs()] == ["20261121-aaaa"]
+        assert opened.connection.execute("SELECT count(*) FROM launches").fetchone() == (9,)
+    assert release([start(store, kineto)]) == ["new\n"]
+
+
+@pytest.mark.parametrize("module", ["numpy", "pandas", "sqlite_utils", "torch"])
+def test_reading_imports_nothing_heavy(tmp_path: Path, run_folder: Folder, module: str) -> None:
+    release([start(tmp_path / "p.db", run_folder())])
+    program = (
+        "import sys; from pathlib import Path; from profharness.store import open_store\n"
+        "with open_store(Path(sys.argv[1])) as store: print(len(store.kernels()))\n"
+        f"print({module!r} in sys.modules)"
+    )
+    assert release([start(tmp_path / "p.db", program=program)]) == ["3\nFalse\n"]

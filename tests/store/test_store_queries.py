@@ -1,0 +1,222 @@
+"""Questions to the store, its views, its frames, and the files that it refuses."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.config import parse_config
+from profharness.errors import NotFoundError, StoreError
+from profharness.store import ingest_path, open_store, query, to_frame
+from profharness.store.connection import connect, transaction
+from profharness.store.groups import group, pack
+from profharness.store.insert import insert_trace
+from profharness.store.intern import sdpa_op
+from profharness.store.schema import SCHEMA_VERSION
+from profharness.trace import Device, LaunchBatch, LaunchConfig, Range, Trace
+
+Folder = Callable[..., Path]
+KERNEL_LAUNCHES = ["run", "config", "backend", "profiler", "range", "kernel", "kernel_short", "family", "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes", "shared_bytes", "stream", "device", "start_ns", "duration_ns"]
+
+
+@pytest.fixture
+def store(tmp_path: Path, run_folder: Folder, kineto: Path) -> Path:
+    """Two runs of one config in two dtypes, and a foreign trace that is older than neither."""
+    path = tmp_path / "p.db"
+    ingest_path(path, kineto)
+    ingest_path(path, run_folder("20261122-aa", "2026-11-22T00:00:00+00:00"))
+    ingest_path(path, run_folder("20261123-bb", "2026-11-23T00:00:00+00:00", dtype="bf16"))
+    return path
+
+
+def test_runs_resolve_by_id_prefix_and_age(store: Path) -> None:
+    with open_store(store) as opened:
+        runs = opened.runs()
+        assert [row.run for row in runs[:2]] == ["20261123-bb", "20261122-aa"]
+        assert (runs[2].source, runs[2].device, runs[2].launches) == ("trace", "NVIDIA H200", 384)
+        assert (runs[0].torch, runs[0].cells, runs[0].failed_cells) == ("2.11", 3, 0)
+        assert opened.resolve("latest") == "20261123-bb"
+        assert opened.resolve("latest~1") == "20261122-aa"
+        assert opened.resolve("20261122") == "20261122-aa"
+        assert opened.resolve("trace-").startswith("trace-")
+        for ref in ("2026", "nope", "latest~3", "", "latest~x"):
+            with pytest.raises(NotFoundError, match="20261122-aa"):
+                opened.resolve(ref)
+
+
+def test_config_without_dtype_matches_any(store: Path) -> None:
+    plain, half = parse_config("2,8,512,64"), parse_config("2,8,512,64,fp16")
+    other = parse_config("2,8,1024,64")
+    with open_store(store) as opened:
+        assert opened.latest_run_with([plain]) == "20261123-bb"
+        assert opened.latest_run_with([half]) == "20261122-aa"
+        assert opened.latest_run_with([half], ["efficient", "flash"]) == "20261122-aa"
+        assert opened.latest_run_with([half], ["math"]) is None
+        assert opened.latest_run_with([half, other]) is None
+        assert len(opened.kernels("all", configs=[plain])) == 6
+        assert len(opened.kernels("all", configs=[half], backends=["flash"])) == 2
+        assert opened.kernels("all", configs=[other]) == []
+        assert opened.kernels(configs=[half]) == []
+        assert len(opened.kernels("all", profilers=["torch"])) > 90
+        assert opened.kernels("all", profilers=["nsys"]) == []
+        assert len(opened.kernels(cells=["c1"])) == 1
+        assert [c.backend for c in opened.cells(backends=["cudnn"])] == ["cudnn"]
+        assert opened.environment() == {"torch": "2.11"}
+
+
+def test_views_have_their_columns_and_agree_with_the_rows(store: Path) -> None:
+    with open_store(store) as opened:
+        launches = query(opened, "SELECT * FROM kernel_launches")
+        assert list(launches.columns[: len(KERNEL_LAUNCHES)]) == KERNEL_LAUNCHES
+        assert len(launches) == 384 + 2 * 9
+        summary = query(opened, "SELECT * FROM kernel_summary WHERE run = ?", ["20261123-bb"])
+        rows = opened.kernels()
+        assert summary["duration_ns"].tolist() == [row.duration_ns for row in rows]
+        assert summary["launches_per_call"].tolist() == [row.launches_per_call for row in rows]
+        cells = query(opened, "SELECT * FROM cell_summary WHERE run = '20261123-bb'")
+        assert cells["event_median_ns"].tolist()[:2] == [4.0, 4.0]
+        assert cells["event_samples"].tolist()[:2] == [4, 4]
+        assert cells["refusal_codes"].tolist()[2] == "head_dim,dtype"
+        frame = to_frame(rows)
+        assert frame["grid_x"].tolist() == [row.grid[0] for row in rows if row.grid]
+        flat = to_frame(opened.cells())
+        assert flat["event_median_ns"].tolist()[:2] == [4, 4]
+        assert flat["refusals"].tolist()[2] == "head_dim; dtype"
+        assert len(to_frame(opened.runs())) == 3
+        with pytest.raises(sqlite3.OperationalError):
+            query(opened, "DELETE FROM runs")
+
+
+def test_deleting_a_run_leaves_the_others(store: Path) -> None:
+    with open_store(store, write=True) as opened:
+        assert opened.connection.execute("PRAGMA foreign_keys").fetchone() == (1,)
+        assert opened.delete_run("latest") == "20261123-bb"
+        assert len(list(opened.launches("20261122"))) == 9
+        assert opened.connection.execute("SELECT count(*) FROM launches").fetchone() == (393,)
+        assert opened.connection.execute("PRAGMA foreign_key_check").fetchall() == []
+
+
+def test_missing_store_names_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="ingest"):
+        open_store(tmp_path / "no.db")
+    with pytest.raises(StoreError, match="folder"):
+        open_store(tmp_path / "no" / "p.db", write=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["text", "short", "database", "application", "newer"])
+@pytest.mark.parametrize("write", [False, True])
+def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: bool) -> None:
+    path = tmp_path / "other.db"
+    if kind in ("text", "short"):
+        path.write_bytes(b"hello" * (100 if kind == "text" else 1))
+    elif kind == "newer":
+        open_store(path, write=True).close()
+        with sqlite3.connect(path) as connection:
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+        connection.close()
+    else:
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE precious (x)")
+            if kind == "application":
+                connection.execute("PRAGMA application_id = 7")
+        connection.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=r"name another --store"):
+        open_store(path, write=write)
+    assert path.read_bytes() == before
+
+
+def test_sdpa_op_is_the_innermost_implementation() -> None:
+    flash = "aten::_scaled_dot_product_flash_attention"
+    assert sdpa_op(f"aten::scaled_dot_product_attention;{flash};aten::_x") == flash
+    assert sdpa_op("aten::scaled_dot_product_attention;aten::bmm") is None
+    math = "aten::_scaled_dot_product_attention_math"
+    assert sdpa_op(f"aten::scaled_dot_product_attention;{math};aten::bmm") == math
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([-1, 0, 1, 2**40, 2**62]),
+            st.sampled_from([-1, 0, 2**35]),
+            st.integers(0, 2**45),
+            st.integers(-5, 2**60),
+        ),
+        min_size=1,
+    )
+)
+def test_groups_are_exact(rows: list[tuple[int, int, int, int]]) -> None:
+    a, b, duration, start = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    found = group(pack([a, b]), duration, start)
+    keys = sorted({row[:2] for row in rows})
+    assert sorted(zip(a[found.index].tolist(), b[found.index].tolist(), strict=True)) == keys
+    for i, index in enumerate(found.index.tolist()):
+        members = [row for row in rows if row[:2] == rows[index][:2]]
+        ordered = sorted(row[2] for row in members)
+        middle = ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]
+        assert found.median[i] == middle // 2
+        assert (found.count[i], found.total[i]) == (len(members), sum(ordered))
+        assert (found.minimum[i], found.maximum[i]) == (ordered[0], ordered[-1])
+        assert found.first[i] == min(row[3] for row in members)
+
+
+LAUNCHES = 1_000_000
+
+
+def big_trace() -> Trace:
+    """A million launches of 60 kernels in 2000 ranges of 50 names; two op paths a kernel."""
+
+    def batches() -> Iterator[LaunchBatch]:
+        for begin in range(0, LAUNCHES, 65536):
+            i = np.arange(begin, min(begin + 65536, LAUNCHES))
+            kernel, none, zero = i % 60, np.full(len(i), -1), np.zeros(len(i), np.int64)
+            yield LaunchBatch(
+                kernel, kernel % 30, (i // 60) % 2, i // 500, none, zero, zero, zero, i, none,
+                zero, zero, i * 100, i * 100 + 50, 100 + kernel, none,
+            )  # fmt: skip
+
+    return Trace(
+        "torch", (Device(0, "NVIDIA H200", 9, 0, 132),), {}, [f"k{i}" for i in range(60)],
+        ["kernel"] * 60, [LaunchConfig((i, 1, 1), (128, 1, 1)) for i in range(30)],
+        ["a;b", "c;d"], ["cudaLaunchKernel"],
+        [Range(f"step{i % 50}", i * 50_000, 50_000, 0, 0) for i in range(2000)], LAUNCHES, 0,
+        batches, lambda: None,
+    )  # fmt: skip
+
+
+def test_a_million_launches_answer_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "big.db"
+    connection = connect(path, write=True, foreign_keys=False)
+    trace = big_trace()
+    with transaction(connection):
+        connection.execute("INSERT INTO environments VALUES (1, 'e', '{}')")
+        connection.execute(
+            "INSERT INTO runs VALUES (1, 'r', 'now', 'trace', 'p', 'h', 1, NULL, NULL, '[]', "
+            "NULL, NULL, NULL)"
+        )
+        connection.execute(
+            "INSERT INTO traces VALUES (1, 1, 'torch', 'p', 'h', ?, 0, 0, '[]', '{}', 1, ?)",
+            (LAUNCHES, LAUNCHES),
+        )
+        began = time.perf_counter()
+        assert insert_trace(connection, 1, trace, trace.batches(), None).launches == LAUNCHES
+        assert time.perf_counter() - began < 30
+    connection.close()
+    began = time.perf_counter()
+    with open_store(path) as opened:
+        rows = opened.kernels()
+        taken = time.perf_counter() - began
+        apart = opened.kernels(by_op=True)
+    assert taken < 1
+    assert sum(row.launches for row in rows) == LAUNCHES
+    assert sum(row.launches for row in apart) == LAUNCHES
+    assert len(rows) == 50 * 60 and len(apart) == 2 * len(rows)
+    assert {row.duration_ns for row in rows} == set(range(100, 160))
