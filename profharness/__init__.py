@@ -21,7 +21,9 @@ __all__ = [*_API, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of the Python interface, imported at first use: importing the package loads neither torch nor pandas."""
+    """The functions of the Python interface, imported at first use: importing the package loads
+    neither torch nor pandas.
+    """
     if name not in _API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

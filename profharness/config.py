@@ -1,4 +1,6 @@
-"""One attention problem, and the grammar that names it: `2,8,512,64,bf16,causal` and its label `b2-h8-s512-d64-bf16-causal`."""
+"""One attention problem, and the grammar that names it: `2,8,512,64,bf16,causal` and its label
+`b2-h8-s512-d64-bf16-causal`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from typing import Any
 
 from profharness.errors import UsageError
 
@@ -25,10 +28,12 @@ GRAMMAR = (
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes in SDPA's layout [batch, heads, seq_len, head_dim]. dtype None: the device's default, fp16 on CUDA, fp32 on the CPU.
+    """Shapes in SDPA's layout [batch, heads, seq_len, head_dim]. dtype None: the device's default,
+    fp16 on CUDA, fp32 on the CPU.
 
-    mask float is additive. layout says how the three inputs lie in memory: `bshd` is a transposed [batch, seq_len, heads,
-    head_dim], `strided_last` has a last stride of 2, `offset1` a storage offset of one element, `broadcast_batch` batch stride 0.
+    mask float is additive. layout says how the three inputs lie in memory: `bshd` is a transposed
+    [batch, seq_len, heads, head_dim], `strided_last` has a last stride of 2, `offset1` a storage
+    offset of one element, `broadcast_batch` batch stride 0.
     """
 
     batch: int
@@ -47,7 +52,9 @@ class Config:
 
     @property
     def label(self) -> str:
-        """The canonical short text, which `parse_config` reads back; without a dtype if none was given."""
+        """The canonical short text, which `parse_config` reads back; without a dtype if none was
+        given.
+        """
         parts = [f"b{self.batch}", f"h{self.num_heads}"]
         if self.num_kv_heads != self.num_heads:
             parts.append(f"kv{self.num_kv_heads}")
@@ -70,15 +77,21 @@ class Config:
 
     def resolve(self, device_type: str) -> Config:
         """The config with its dtype filled in: fp16 on `cuda`, fp32 on `cpu`."""
-        return self if self.dtype else replace(self, dtype="fp16" if device_type == "cuda" else "fp32")
+        return (
+            self if self.dtype else replace(self, dtype="fp16" if device_type == "cuda" else "fp32")
+        )
 
     def matches(self, stored: Config) -> bool:
-        """Whether a stored config answers a question about this one; no dtype here means any dtype there."""
+        """Whether a stored config answers a question about this one; no dtype here means any dtype
+        there.
+        """
         return stored == (self if self.dtype else replace(self, dtype=stored.dtype))
 
 
 def parse_config(text: str) -> Config:
-    """One config from grammar or label. Raises UsageError when it is wrong or stands for more than one."""
+    """One config from grammar or label. Raises UsageError when it is wrong or stands for more than
+    one.
+    """
     configs = expand_configs(text)
     if len(configs) != 1:
         raise UsageError(f"config {text!r} stands for {len(configs)} configs; one is wanted here")
@@ -86,13 +99,17 @@ def parse_config(text: str) -> Config:
 
 
 def expand_configs(text: str) -> list[Config]:
-    """Every config that a text stands for, in the order written, without repeats. Raises UsageError naming the token."""
+    """Every config that a text stands for, in the order written, without repeats. Raises UsageError
+    naming the token.
+    """
     text = text.strip()
     if re.fullmatch(r"b\d+-h\d+-.*", text):
         return [_parse_label(text)]
     tokens = _split(text)
     if len(tokens) < 4:
-        raise UsageError(f"config {text!r}: {len(tokens)} of 4 numbers; expected {GRAMMAR}; for example {EXAMPLE}")
+        raise UsageError(
+            f"config {text!r}: {len(tokens)} of 4 numbers; expected {GRAMMAR}; for example {EXAMPLE}"
+        )
     fields: dict[str, list[object]] = {}
     for name, token in zip(("batch", "num_heads", "seq", "head_dim"), tokens[:4], strict=True):
         fields[name] = list(_numbers(token, text))
@@ -105,7 +122,9 @@ def expand_configs(text: str) -> list[Config]:
 
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
-    """Configs from a text file's lines, `#` comments and blank lines allowed; errors name `source` and the line."""
+    """Configs from a text file's lines, `#` comments and blank lines allowed; errors name `source`
+    and the line.
+    """
     configs: list[Config] = []
     for number, line in enumerate(lines, start=1):
         token = line.split("#", 1)[0].strip()
@@ -123,14 +142,16 @@ def _product(fields: dict[str, list[object]], text: str) -> list[Config]:
     for values in fields.values():
         count *= len(values)
     if count > MAX_CONFIGS:
-        raise UsageError(f"config {text!r} stands for {count} configs; at most {MAX_CONFIGS} at once")
+        raise UsageError(
+            f"config {text!r} stands for {count} configs; at most {MAX_CONFIGS} at once"
+        )
     configs = []
     for combination in itertools.product(*fields.values()):
-        chosen = dict(zip(fields, combination, strict=True))
+        chosen: dict[str, Any] = dict(zip(fields, combination, strict=True))
         seq = chosen.pop("seq")
         heads = chosen["num_heads"]
-        values = {"num_kv_heads": heads, "seq_len_q": seq, "seq_len_kv": seq, **chosen}
-        configs.append(_checked(Config(**values), text))  # type: ignore[arg-type]
+        fill = {"num_kv_heads": heads, "seq_len_q": seq, "seq_len_kv": seq}
+        configs.append(_checked(Config(**(fill | chosen)), text))
     return list(dict.fromkeys(configs))
 
 
@@ -200,14 +221,17 @@ def _range(word: str, text: str) -> Iterator[int]:
     match = re.fullmatch(r"(\d{1,12})(?::(\d{1,12}):([*+])(\d{1,12}))?", word)
     if not match:
         raise UsageError(
-            f"config {text!r}: {word!r} is not a number; allowed are 512, a set {{1,2,4}}, a range 128:4096:*2 or 64:256:+64"
+            f"config {text!r}: {word!r} is not a number; allowed are 512, a set {{1,2,4}}, "
+            "a range 128:4096:*2 or 64:256:+64"
         )
     start, step = int(match[1]), int(match[4] or 0)
     stop = int(match[2] or start)
     if start < 1:
         raise UsageError(f"config {text!r}: {word!r} must be at least 1")
     if match[2] and (stop < start or step < (2 if match[3] == "*" else 1)):
-        raise UsageError(f"config {text!r}: range {word!r} never reaches its end; write start:end:*factor or start:end:+step")
+        raise UsageError(
+            f"config {text!r}: range {word!r} never reaches its end; write start:end:*factor or start:end:+step"
+        )
     if match[3] == "+" and (stop - start) // step >= MAX_CONFIGS:
         raise UsageError(f"config {text!r}: range {word!r} has more than {MAX_CONFIGS} values")
     value = start
@@ -219,7 +243,15 @@ def _range(word: str, text: str) -> Iterator[int]:
 
 
 def _parse_label(text: str) -> Config:
-    names = {"b": "batch", "h": "num_heads", "kv": "kv_heads=", "s": "seq", "sq": "seq_q=", "skv": "seq_kv=", "d": "head_dim"}
+    names = {
+        "b": "batch",
+        "h": "num_heads",
+        "kv": "kv_heads=",
+        "s": "seq",
+        "sq": "seq_q=",
+        "skv": "seq_kv=",
+        "d": "head_dim",
+    }
     numbers: dict[str, str] = {}
     options: list[str] = []
     for part in re.split(r"-(?![\d.])", text):

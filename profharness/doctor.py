@@ -1,8 +1,9 @@
-"""Checks of what is installed and works, each with a remedy; nothing is changed, no kernel is launched."""
+"""Checks of what is installed and works, each with a remedy; nothing is changed, no kernel is
+launched.
+"""
 
 from __future__ import annotations
 
-import glob
 import platform
 import shutil
 import sqlite3
@@ -31,7 +32,9 @@ DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. state: `ok`, `warning` (works, but less than it could), `missing`, or `absent` (optional, not there)."""
+    """One finding. state: `ok`, `warning` (works, but less than it could), `missing`, or `absent`
+    (optional, not there).
+    """
 
     name: str
     state: str
@@ -47,7 +50,9 @@ def check_python() -> Check:
 def check_torch(environment: dict[str, Any] | str) -> Check:
     """torch as a worker sees it; environment is a worker's answer, or the text of its failure."""
     if isinstance(environment, str):
-        remedy = "install a torch for this machine: https://pytorch.org/get-started/locally (>= 2.5)"
+        remedy = (
+            "install a torch for this machine: https://pytorch.org/get-started/locally (>= 2.5)"
+        )
         return Check("torch", "missing", environment, remedy)
     version = str(environment["torch"])
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < TORCH_MIN:
@@ -63,8 +68,17 @@ def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
         driver = check_driver()
         if driver.state == "ok":
             remedy = "install a CUDA build of torch, or see why torch.cuda.is_available() is False"
-            return [driver, Check("CUDA", "warning", "an NVIDIA driver is here but torch uses the CPU", remedy)]
-        return [Check("CUDA", "absent", "no NVIDIA GPU: captures run on the CPU, where ATen ops stand for kernels")]
+            return [
+                driver,
+                Check("CUDA", "warning", "an NVIDIA driver is here but torch uses the CPU", remedy),
+            ]
+        return [
+            Check(
+                "CUDA",
+                "absent",
+                "no NVIDIA GPU: captures run on the CPU, where ATen ops stand for kernels",
+            )
+        ]
     gpu = f"{environment['gpu']}, sm {environment['capability']}, {environment['num_sms']} SMs"
     return [
         Check("CUDA", "ok", f"{environment['torch_cuda']} (as torch was built)"),
@@ -72,7 +86,12 @@ def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
         Check("driver", "ok", str(environment.get("driver", "unknown"))),
         Check("cuDNN", "ok", f"{environment['cudnn']} (as loaded)")
         if environment.get("cudnn")
-        else Check("cuDNN", "warning", "not loaded", "the cudnn backend needs it; reinstall torch with its CUDA packages"),
+        else Check(
+            "cuDNN",
+            "warning",
+            "not loaded",
+            "the cudnn backend needs it; reinstall torch with its CUDA packages",
+        ),
     ]
 
 
@@ -91,7 +110,9 @@ def check_tool(name: str, places: tuple[str, ...], remedy: str) -> Check:
     found = shutil.which(name)
     where = "on PATH"
     if found is None:
-        candidates = [path for pattern in places for path in sorted(glob.glob(pattern))]
+        candidates = [
+            str(path) for pattern in places for path in sorted(Path("/").glob(pattern.lstrip("/")))
+        ]
         if not candidates:
             return Check(name, "absent", "not found", remedy)
         found, where = candidates[-1], f"not on PATH: {candidates[-1]}"
@@ -99,7 +120,9 @@ def check_tool(name: str, places: tuple[str, ...], remedy: str) -> Check:
 
 
 def check_counters(text: str | None) -> Check:
-    """Whether ordinary users may read hardware counters; text is the driver's parameter file, None if there is none."""
+    """Whether ordinary users may read hardware counters; text is the driver's parameter file, None
+    if there is none.
+    """
     if text is None:
         return Check("counters", "absent", "no NVIDIA kernel driver is loaded")
     if "RmProfilingAdminOnly: 0" in text:
@@ -114,7 +137,12 @@ def check_counters(text: str | None) -> Check:
 def check_sqlite() -> Check:
     """SQLite as Python was built with it."""
     if sqlite3.sqlite_version_info < SQLITE_MIN:
-        return Check("SQLite", "missing", sqlite3.sqlite_version, "STRICT tables need SQLite >= 3.37; use a newer Python")
+        return Check(
+            "SQLite",
+            "missing",
+            sqlite3.sqlite_version,
+            "STRICT tables need SQLite >= 3.37; use a newer Python",
+        )
     return Check("SQLite", "ok", sqlite3.sqlite_version)
 
 
@@ -140,7 +168,9 @@ def check_packages() -> list[Check]:
         try:
             checks.append(Check(package, "ok", metadata.version(package)))
         except metadata.PackageNotFoundError:
-            checks.append(Check(package, "absent", "not installed", f'pip install "profharness[{extra}]"'))
+            checks.append(
+                Check(package, "absent", "not installed", f'pip install "profharness[{extra}]"')
+            )
     return checks
 
 
@@ -152,7 +182,9 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         check_python(),
         check_torch(environment),
         *check_cuda(environment),
-        check_tool("nsys", NSYS_PLACES, "install Nsight Systems, or Nsight Compute, which carries an nsys"),
+        check_tool(
+            "nsys", NSYS_PLACES, "install Nsight Systems, or Nsight Compute, which carries an nsys"
+        ),
         check_tool("ncu", NCU_PLACES, "install Nsight Compute"),
         check_counters(parameters),
         check_sqlite(),
@@ -164,7 +196,11 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
 def _tool_version(path: str) -> str:
     try:
         done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"does not answer --version ({type(error).__name__})"

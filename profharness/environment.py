@@ -1,6 +1,7 @@
 """What the machine and its software are, as far as they decide which kernels run or how fast.
 
-`collect()` imports torch and belongs in the worker; nothing here records a host, a user, a path or a command line.
+`collect()` imports torch and belongs in the worker; nothing here records a host, a user, a path or
+a command line.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ RELEVANT_VARIABLES = (
 def collect(device_type: str) -> dict[str, Any]:
     """The environment as flat keys and JSON values; device_type is `cuda` or `cpu`.
 
-    On CUDA one tiny SDPA choice is asked first: torch fills its priority order at the first dispatch only.
+    On CUDA one tiny SDPA choice is asked first: torch fills its priority order at the first
+    dispatch only.
     """
     import torch
 
@@ -118,7 +120,7 @@ def _flags(torch: Any) -> dict[str, Any]:
         "sdp_math": cuda.math_sdp_enabled(),
         "sdp_cudnn": cuda.cudnn_sdp_enabled(),
         "priority_order": [backend_name(number) for number in order()] if order else None,
-        "flash_attention_impl": _flash_impl(torch),
+        "flash_attention_impl": _flash_impl(),
         "fp16_reduction_math": cuda.fp16_bf16_reduction_math_sdp_allowed(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "tf32": torch.get_float32_matmul_precision() != "highest",
@@ -131,7 +133,7 @@ def backend_name(number: int) -> str:
     return names.get(int(number), f"sdp{number}")
 
 
-def _flash_impl(torch: Any) -> str | None:
+def _flash_impl() -> str | None:
     try:
         import torch.nn.attention as attention
     except ImportError:

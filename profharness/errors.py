@@ -1,4 +1,6 @@
-"""Every error that profharness raises on purpose; a message says what failed, on what, and what to do."""
+"""Every error that profharness raises on purpose; a message says what failed, on what, and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,26 @@ class MissingExtraError(ProfharnessError):
     """A feature needs a package that is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f'{feature} needs a package that is not installed; pip install "profharness[{extra}]" brings it')
+        super().__init__(
+            f'{feature} needs a package that is not installed; pip install "profharness[{extra}]" brings it'
+        )
 
 
 class TraceFormatError(ProfharnessError):
     """A file is not the trace that it should be.
 
-    path is the file, offset the byte (of the uncompressed content) where reading failed, None when the whole file
-    is meant, expected what should have stood there.
+    path is the file, offset the byte (of the uncompressed content) where reading failed, None when
+    the whole file is meant, expected what should have stood there.
     """
 
-    def __init__(self, path: str | Path, message: str, *, offset: int | None = None, expected: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        message: str,
+        *,
+        offset: int | None = None,
+        expected: str | None = None,
+    ) -> None:
         self.path = Path(path)
         self.offset = offset
         self.expected = expected

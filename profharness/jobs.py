@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,21 +58,13 @@ def _take_in(folder: Path, store: Path) -> Captured:
 
 def _gpu_present() -> bool:
     """Asks NVML, not torch: the parent process never imports torch."""
-    nvml = _nvml()
-    if nvml is None:
-        return False
-    count: Callable[[], int] = nvml.nvmlDeviceGetCount
-    try:
-        return count() > 0
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _nvml():  # type: ignore[no-untyped-def]  # noqa: ANN202
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:
-        return None
-    return pynvml
+        return False
+    try:
+        return int(pynvml.nvmlDeviceGetCount()) > 0
+    finally:
+        pynvml.nvmlShutdown()

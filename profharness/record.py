@@ -1,7 +1,9 @@
-"""The run folder's run.json: what a capture planned, what came of it, and which raw traces belong to it.
+"""The run folder's run.json: what a capture planned, what came of it, and which raw traces belong
+to it.
 
-The worker appends one `CellResult` a line to journal.jsonl as it goes; run.json is the sum of it, rewritten whole. A folder whose
-run.json is older than its journal (a run that was killed) loads just as well.
+The worker appends one `CellResult` a line to journal.jsonl as it goes; run.json is the sum of it,
+rewritten whole. A folder whose run.json is older than its journal (a run that was killed) loads
+just as well.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why a backend cannot take a config. source: live (PyTorch said so), rule, or inferred."""
+    """One reason why a backend cannot take a config. source: live (PyTorch said so), rule, or
+    inferred.
+    """
 
     code: str
     message: str
@@ -37,8 +41,9 @@ class Refusal:
 class Cell:
     """One config on one backend in one run, and what came of it.
 
-    samples: measurement name (`event`, `graph`, `wall`) to raw nanoseconds, one number a call. choice is what PyTorch itself
-    said it would choose (`_fused_sdp_choice`) for the inputs in the backend's own context. iterations counts the profiled calls.
+    samples: measurement name (`event`, `graph`, `wall`) to raw nanoseconds, one number a call.
+    choice is what PyTorch itself said it would choose (`_fused_sdp_choice`) for the inputs in the
+    backend's own context. iterations counts the profiled calls.
     """
 
     cell: str
@@ -101,14 +106,22 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder, newer journal lines included. Raises TraceFormatError on anything that is not one."""
+    """Read a run folder, newer journal lines included. Raises TraceFormatError on anything that is
+    not one.
+    """
     path = folder / RUN_FILE
     try:
         run = msgspec.json.decode(path.read_bytes(), type=Run)
     except FileNotFoundError:
-        raise TraceFormatError(folder, "no run.json in this folder", expected="a run folder, as `profharness capture` writes it") from None
+        raise TraceFormatError(
+            folder,
+            "no run.json in this folder",
+            expected="a run folder, as `profharness capture` writes it",
+        ) from None
     except msgspec.MsgspecError as error:
-        raise TraceFormatError(path, f"not a run record: {error}", expected=f"schema {SCHEMA}") from None
+        raise TraceFormatError(
+            path, f"not a run record: {error}", expected=f"schema {SCHEMA}"
+        ) from None
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if run.schema != SCHEMA:
@@ -136,7 +149,9 @@ def journal_results(folder: Path) -> dict[str, Cell]:
 def merge_journal(run: Run, folder: Path) -> Run:
     """The run with the results of its journal in place of cells still pending."""
     results = journal_results(folder)
-    cells = tuple(results.get(cell.cell, cell) if cell.status == "pending" else cell for cell in run.cells)
+    cells = tuple(
+        results.get(cell.cell, cell) if cell.status == "pending" else cell for cell in run.cells
+    )
     return replace(run, cells=cells)
 
 

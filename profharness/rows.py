@@ -26,10 +26,12 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class CellRow:
-    """One cell: status, why it failed or was refused, and its raw samples in nanoseconds by measurement name.
+    """One cell: status, why it failed or was refused, and its raw samples in nanoseconds by
+    measurement name.
 
-    sdpa_op is the op that the trace shows to have run (`aten::_scaled_dot_product_flash_attention`), a witness of the backend that is
-    independent of the kernels' names; choice is what PyTorch said beforehand.
+    sdpa_op is the op that the trace shows to have run
+    (`aten::_scaled_dot_product_flash_attention`), a witness of the backend that is independent of
+    the kernels' names; choice is what PyTorch said beforehand.
     """
 
     run: str
@@ -52,11 +54,13 @@ class CellRow:
 class KernelRow:
     """One kernel of one cell in one launch configuration, all its launches summed up.
 
-    config, backend, cell are None for a foreign trace's launches. kernel_kind is `kernel memcpy memset op`. duration_ns is the median of one launch,
-    total_ns the sum over all launches of all profiled calls, launches_per_call launches over calls, share the part of the cell's
-    (for a foreign trace: the range's) total_ns. first_ns orders kernels within a call: earliest start relative to the start of its
-    cell's first call. op_path is the folded op stack, sdpa_op its attention op if any. occupancy is theoretical, 0 to 1, with its limiter
-    (`registers shared_memory block warps`), None where the device or resources are unknown.
+    config, backend, cell are None for a foreign trace's launches. kernel_kind is `kernel memcpy
+    memset op`. duration_ns is the median of one launch, total_ns the sum over all launches of all
+    profiled calls, launches_per_call launches over calls, share the part of the cell's (for a
+    foreign trace: the range's) total_ns. first_ns orders kernels within a call: earliest start
+    relative to the start of its cell's first call. op_path is the folded op stack, sdpa_op its
+    attention op if any. occupancy is theoretical, 0 to 1, with its limiter (`registers
+    shared_memory block warps`), None where the device or resources are unknown.
     """
 
     run: str

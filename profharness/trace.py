@@ -1,7 +1,9 @@
-"""A parsed trace: what every parser returns and the store takes in, whatever profiler wrote the file.
+"""A parsed trace: what every parser returns and the store takes in, whatever profiler wrote the
+file.
 
-Small tables (names, launch configurations, ranges) are plain lists; launches come in column batches, because there can be
-millions. A batch refers to the small tables by index. Times are integer nanoseconds on the trace's own absolute clock.
+Small tables (names, launch configurations, ranges) are plain lists; launches come in column
+batches, because there can be millions. A batch refers to the small tables by index. Times are
+integer nanoseconds on the trace's own absolute clock.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def range_cell(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU as the trace describes it; limits are per SM or per block in bytes, registers or threads. None: not told."""
+    """One GPU as the trace describes it; limits are per SM or per block in bytes, registers or
+    threads. None: not told.
+    """
 
     index: int
     name: str
@@ -55,7 +59,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Grid, block and resources of a launch; None where the profiler cannot know (all None for an op on the CPU)."""
+    """Grid, block and resources of a launch; None where the profiler cannot know (all None for an
+    op on the CPU).
+    """
 
     grid: tuple[int, int, int] | None
     block: tuple[int, int, int] | None
@@ -67,7 +73,9 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One user range (record_function or NVTX) on one thread. parent is an index into the same list, or None."""
+    """One user range (record_function or NVTX) on one thread. parent is an index into the same
+    list, or None.
+    """
 
     name: str
     start_ns: int
@@ -79,13 +87,15 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class LaunchBatch:
-    """Columns of equal length, one element a launch, all int64; NONE (-1) where there is no such thing.
+    """Columns of equal length, one element a launch, all int64; NONE (-1) where there is no such
+    thing.
 
-    kernel, launch_config, op_path, range and api are indices into the Trace's lists. cell_range is the index of the enclosing
-    `profharness:` range: on the launching thread if one is open there, else one of the same process that was open at
-    the time of the launch call (autograd launches from a thread of its own). range is the innermost user range of the launching
-    thread, else equal to cell_range. launch_ns is when the launching call began; start_ns and duration_ns are the device's.
-    device is -1 for the CPU (launches that are innermost ATen ops of a CPU-only trace).
+    kernel, launch_config, op_path, range and api are indices into the Trace's lists. cell_range is
+    the index of the enclosing `profharness:` range: on the launching thread if one is open there,
+    else one of the same process that was open at the time of the launch call (autograd launches
+    from a thread of its own). range is the innermost user range of the launching thread, else equal
+    to cell_range. launch_ns is when the launching call began; start_ns and duration_ns are the
+    device's. device is -1 for the CPU (launches that are innermost ATen ops of a CPU-only trace).
     """
 
     kernel: Column
@@ -108,12 +118,14 @@ class LaunchBatch:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One parsed file. Call `batches()` once, while the trace is open; `close()` gives its temporary files back.
+    """One parsed file. Call `batches()` once, while the trace is open; `close()` gives its
+    temporary files back.
 
-    kernels are canonical names (as Kineto prints them; a memcpy or memset under its trace name), kernel_kinds says for each
-    `kernel memcpy memset op`. op_paths are folded stacks of ATen/autograd ops, outermost first, joined by ";", the innermost
-    op last. environment holds what the file itself says (cuda_runtime_version, cupti_version, distributedInfo, …), never
-    host, user, path or command line. skipped counts unreadable events.
+    kernels are canonical names (as Kineto prints them; a memcpy or memset under its trace name),
+    kernel_kinds says for each `kernel memcpy memset op`. op_paths are folded stacks of
+    ATen/autograd ops, outermost first, joined by ";", the innermost op last. environment holds what
+    the file itself says (cuda_runtime_version, cupti_version, distributedInfo, …), never host,
+    user, path or command line. skipped counts unreadable events.
     """
 
     profiler: str

@@ -1,6 +1,7 @@
-"""The same attention calls that a capture makes, without any profiler: the floor that `bench_capture.py` compares with.
+"""The same attention calls that a capture makes, without any profiler: the floor that
+`bench_capture.py` compares with.
 
-    python scripts/bare_calls.py CONFIGS_FILE BACKEND… [--calls N]
+python scripts/bare_calls.py CONFIGS_FILE BACKEND… [--calls N]
 """
 
 from __future__ import annotations

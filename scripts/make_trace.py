@@ -19,7 +19,9 @@ NUMBER = re.compile(
 )
 DEVICE_CATS = (b'"cat": "cuda', b'"cat": "kernel"', b'"cat": "gpu_', b'"cat": "ac2g"')
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-SHAPES = re.compile(rb', "(?:Concrete Inputs|Input type|Input Strides|Input Dims)": \[[^\n]*\](?=, "|\n)')
+SHAPES = re.compile(
+    rb', "(?:Concrete Inputs|Input type|Input Strides|Input Dims)": \[[^\n]*\](?=, "|\n)'
+)
 THREAD = re.compile(rb'"pid": (\S+), "tid": (\S+),\s+"ts": ([\d.]+), "dur": ([\d.]+)')
 DEFAULT = Path(__file__).resolve().parents[1] / "tests" / "data" / "kineto_h200.json.gz"
 

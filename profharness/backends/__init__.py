@@ -1,4 +1,6 @@
-"""What can compute attention, by name. Each entry is a `Backend`; torch is imported by their functions only."""
+"""What can compute attention, by name. Each entry is a `Backend`; torch is imported by their
+functions only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The SDPA backends of PyTorch: each is a context in which `scaled_dot_product_attention` may take only that way."""
+"""The SDPA backends of PyTorch: each is a context in which `scaled_dot_product_attention` may take
+only that way.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute attention. context opens the state in which the call runs; devices are where it can exist."""
+    """A way to compute attention. context opens the state in which the call runs; devices are where
+    it can exist.
+    """
 
     name: str
     summary: str
@@ -30,7 +34,9 @@ def _only(name: str) -> Callable[[], AbstractContextManager[None]]:
 
 @contextlib.contextmanager
 def _legacy_all_disabled() -> Iterator[None]:
-    """The deprecated context with its three flags off; it has no say over cuDNN by default, so cuDNN stays on."""
+    """The deprecated context with its three flags off; it has no say over cuDNN by default, so
+    cuDNN stays on.
+    """
     import torch
 
     with warnings.catch_warnings():
@@ -43,10 +49,27 @@ def _legacy_all_disabled() -> Iterator[None]:
 
 
 SDPA_BACKENDS = (
-    Backend("auto", "PyTorch's own choice, all flags as they are", ("cuda", "cpu"), contextlib.nullcontext),
-    Backend("flash", "FlashAttention (FA2 built into PyTorch, or an activated FA3/FA4)", ("cuda", "cpu"), _only("FLASH_ATTENTION")),
-    Backend("efficient", "memory-efficient attention (CUTLASS)", ("cuda",), _only("EFFICIENT_ATTENTION")),
+    Backend(
+        "auto",
+        "PyTorch's own choice, all flags as they are",
+        ("cuda", "cpu"),
+        contextlib.nullcontext,
+    ),
+    Backend(
+        "flash",
+        "FlashAttention (FA2 built into PyTorch, or an activated FA3/FA4)",
+        ("cuda", "cpu"),
+        _only("FLASH_ATTENTION"),
+    ),
+    Backend(
+        "efficient", "memory-efficient attention (CUTLASS)", ("cuda",), _only("EFFICIENT_ATTENTION")
+    ),
     Backend("cudnn", "cuDNN's fused attention", ("cuda",), _only("CUDNN_ATTENTION")),
     Backend("math", "matmul, softmax, matmul as separate ATen ops", ("cuda", "cpu"), _only("MATH")),
-    Backend("all-disabled", "legacy sdp_kernel with flash, math and efficient off: leaves cuDNN on", ("cuda", "cpu"), _legacy_all_disabled),
+    Backend(
+        "all-disabled",
+        "legacy sdp_kernel with flash, math and efficient off: leaves cuDNN on",
+        ("cuda", "cpu"),
+        _legacy_all_disabled,
+    ),
 )

@@ -62,7 +62,8 @@ def _width() -> int:
 def quiet_stdout() -> Iterator[IO[bytes]]:
     """Binary stdout for a result; a reader that goes away early (`| head`) ends the writing
     without a complaint."""
-    stream = click.get_binary_stream("stdout")
+    sys.stdout.flush()
+    stream = sys.stdout.buffer
     try:
         yield stream
         stream.flush()

@@ -16,19 +16,39 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def capture_progress() -> Iterator[Progress]:
-    """A `Progress` for `capture`; with the current cell and the time left where stderr is a terminal."""
+    """A `Progress` for `capture`; with the current cell and the time left where stderr is a
+    terminal.
+    """
     if not sys.stderr.isatty():
         yield _line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import (
+        Progress as Bar,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting the worker", total=None)
 
         def show(done: int, total: int, cell: Cell, stage: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{cell.config} {cell.backend}: {stage}")
+            bar.update(
+                task,
+                completed=done,
+                total=total,
+                description=f"{cell.config} {cell.backend}: {stage}",
+            )
 
         yield show
 

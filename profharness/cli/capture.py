@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from profharness.cli._options import backend_option, config_options, read_configs, split_names, store_option
+from profharness.cli._options import (
+    backend_option,
+    config_options,
+    read_configs,
+    split_names,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from profharness.jobs import Captured
@@ -19,17 +25,60 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
 @click.command()
 @config_options
 @backend_option
-@click.option("--profiler", multiple=True, metavar="NAME", help="torch (default) or events (timing only). Repeatable.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="traces/runs", show_default=True, help="Where run folders go.")
+@click.option(
+    "--profiler",
+    multiple=True,
+    metavar="NAME",
+    help="torch (default) or events (timing only). Repeatable.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="traces/runs",
+    show_default=True,
+    help="Where run folders go.",
+)
 @store_option
-@click.option("--iterations", type=click.IntRange(1, 10_000), default=5, show_default=True, help="Profiled calls per cell.")
-@click.option("--warmup", type=click.IntRange(0, 10_000), default=3, show_default=True, help="Calls before the profiled ones.")
-@click.option("--samples", type=click.IntRange(0, 100_000), default=30, show_default=True, help="Unprofiled timing samples; 0: none.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1), default=120, show_default=True, help="Seconds that one cell may take.")
+@click.option(
+    "--iterations",
+    type=click.IntRange(1, 10_000),
+    default=5,
+    show_default=True,
+    help="Profiled calls per cell.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(0, 10_000),
+    default=3,
+    show_default=True,
+    help="Calls before the profiled ones.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(0, 100_000),
+    default=30,
+    show_default=True,
+    help="Unprofiled timing samples; 0: none.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0.1),
+    default=120,
+    show_default=True,
+    help="Seconds that one cell may take.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
+)
 @click.option("--note", help="A remark that is kept with the run.")
-@click.option("--resume", "resume_folder", metavar="RUN", help="A run folder or run id: do only its cells that have no result.")
+@click.option(
+    "--resume",
+    "resume_folder",
+    metavar="RUN",
+    help="A run folder or run id: do only its cells that have no result.",
+)
 def command(
     config: tuple[str, ...],
     configs_file: Path | None,
@@ -48,19 +97,16 @@ def command(
 ) -> None:
     """Run attention configs on backends under a profiler.
 
-    Every config runs on every backend in a worker process. The raw traces stay in a run folder, and the run goes into the
-    store. A backend that refuses a config is a result, and so is a cell that fails or kills its worker.
+    Every config runs on every backend in a worker process. The raw traces stay in a run folder, and
+    the run goes into the store. A backend that refuses a config is a result, and so is a cell that
+    fails or kills its worker.
 
-    \b
-    Configs: batch,heads,seq_len,head_dim then, in any order,
-      fp16 bf16 fp32  causal  bwd  kv_heads= seq_q= seq_kv=
-      mask=none|bool|float  dropout=0.1  scale=0.125
-      layout=contiguous|bshd|strided_last|offset1|broadcast_batch
-    A number may be a set {1,2,4} or a range 128:4096:*2.
+     Configs: batch,heads,seq_len,head_dim then, in any order, fp16 bf16 fp32  causal  bwd
+    kv_heads= seq_q= seq_kv= mask=none|bool|float  dropout=0.1  scale=0.125
+    layout=contiguous|bshd|strided_last|offset1|broadcast_batch A number may be a set {1,2,4} or a
+    range 128:4096:*2.
 
-    \b
-    Example:
-      profharness capture --config 2,8,512,64 --backend auto,flash,math
+     Example: profharness capture --config 2,8,512,64 --backend auto,flash,math
     """
     from profharness.cli._progress import capture_progress
     from profharness.errors import UsageError
@@ -71,7 +117,9 @@ def command(
     configs = read_configs(config, configs_file)
     if resume_folder is not None:
         if configs or backend:
-            raise UsageError("--resume goes on with the run's own cells; leave --config, --configs and --backend out")
+            raise UsageError(
+                "--resume goes on with the run's own cells; leave --config, --configs and --backend out"
+            )
         with capture_progress() as progress:
             captured = resume_into_store(_find_folder(resume_folder, out), store, progress)
     else:
@@ -93,7 +141,9 @@ def _find_folder(text: str, out: Path) -> Path:
         found = sorted(path.parent for path in out.glob("*/run.json"))[-1:]
     if len(found) != 1:
         many = f"{len(found)} of them fit" if found else "there is none"
-        raise NotFoundError(f"no run folder {text!r} in {out}: {many}; give the folder's path or a longer id")
+        raise NotFoundError(
+            f"no run folder {text!r} in {out}: {many}; give the folder's path or a longer id"
+        )
     return found[0]
 
 

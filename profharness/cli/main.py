@@ -1,4 +1,6 @@
-"""The `profharness` command: finds its sub-commands lazily, and is the one boundary that turns errors into exit codes."""
+"""The `profharness` command: finds its sub-commands lazily, and is the one boundary that turns
+errors into exit codes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; exit codes: 0 ok, 1 an error with its remedy, 2 wrong usage, 3 a gate was not met."""
+    """Run the command line; exit codes: 0 ok, 1 an error with its remedy, 2 wrong usage, 3 a gate
+    was not met.
+    """
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
@@ -65,7 +69,10 @@ def main() -> None:
         folder = getattr(stop, "folder", None) or getattr(stop.__cause__, "folder", None)
         click.echo("interrupted", err=True)
         if folder is not None:
-            click.echo(f"what was done is kept; go on with: profharness capture --resume {folder}", err=True)
+            click.echo(
+                f"what was done is kept; go on with: profharness capture --resume {folder}",
+                err=True,
+            )
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # whoever read the output has enough; keep the interpreter from complaining at exit

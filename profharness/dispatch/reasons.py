@@ -1,11 +1,16 @@
-"""PyTorch's refusal texts as reason codes; matched by distinctive fragments, because wording and line numbers change by release."""
+"""PyTorch's refusal texts as reason codes; matched by distinctive fragments, because wording and
+line numbers change by release.
+"""
 
 from __future__ import annotations
 
 import re
 
 _SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
-_HEADER = re.compile(r"^(memory efficient kernel|flash attention kernel|cudnn attention kernel) not used because:$", re.IGNORECASE)
+_HEADER = re.compile(
+    r"^(memory efficient kernel|flash attention kernel|cudnn attention kernel) not used because:$",
+    re.IGNORECASE,
+)
 
 # Fragment (lower case) to code; first hit wins.
 CODES: tuple[tuple[str, str], ...] = (

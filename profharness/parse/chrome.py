@@ -28,7 +28,9 @@ from profharness.parse.chrome_worker import (
 )
 from profharness.trace import LaunchBatch, Trace
 
-TWO_PROCESSES_FROM = 50_000_000  # bytes of JSON; below, starting a second process costs more than it saves
+TWO_PROCESSES_FROM = (
+    50_000_000  # bytes of JSON; below, starting a second process costs more than it saves
+)
 GZIP_RATIO = 13
 COLUMNS = tuple(field.name for field in fields(LaunchBatch))
 

@@ -91,7 +91,8 @@ class Collector:
         self.events = events
         self.spool = spool
         self.tables = Tables()
-        self._gpu: dict[str, list[Any]] = {cat: [] for cat in GPU}
+        self._gpu: list[Any] = []
+        self._kinds: dict[type, str] = {}
         self._launch: list[Any] = []
         self._loose: list[Any] = []
         self._op: list[Any] = []
@@ -105,7 +106,8 @@ class Collector:
         drop = deque[Any](maxlen=0).append
         take = self._take
         for cat, cls in zip(GPU, self.events.gpu, strict=True):
-            take[cls] = self._gpu[cat].append
+            take[cls] = self._gpu.append
+            self._kinds[cls] = cat.removeprefix("gpu_")
         take.update(dict.fromkeys(self.events.launch, self._launch.append))
         take.update(dict.fromkeys(self.events.loose, self._loose.append))
         take.update(dict.fromkeys(self.events.ignored, drop))
@@ -122,11 +124,9 @@ class Collector:
         """Write the pending events as blocks of the given part of the file. Raises NeedExactTimes."""
         order = (part, self._sequence)
         self._sequence += 1
-        for cat, pending in self._gpu.items():
-            if pending:
-                self._flush_gpu(cat.removeprefix("gpu_"), pending, (part, self._sequence))
-                self._sequence += 1
-                pending.clear()
+        if self._gpu:
+            self._flush_gpu(order)
+            self._gpu.clear()
         if self._loose:
             self._launch.extend(filter(None, map(_loose_launch, self._loose)))
             self._loose.clear()
@@ -140,14 +140,15 @@ class Collector:
             self._flush_ranges()
             self._range.clear()
 
-    def _flush_gpu(self, kind: str, events: list[Any], order: tuple[int, int]) -> None:
+    def _flush_gpu(self, order: tuple[int, int]) -> None:
+        events, kinds = self._gpu, self._kinds
         start, dur, keep = self._times(events)
         kernels, configs = self.tables.kernels, self.tables.configs
         args = [event.args for event in events]
         columns = [
             start,
             dur,
-            _ints(kernels.setdefault((kind, e.name), len(kernels)) for e in events),
+            _ints(kernels.setdefault((kinds[type(e)], e.name), len(kernels)) for e in events),
             _ints(
                 configs.setdefault((a.grid, a.block, a.registers, a.shared), len(configs))
                 for a in args
@@ -158,10 +159,16 @@ class Collector:
             _checked([a.graph_node or -1 for a in args], keep),
             _checked([a.bytes for a in args], keep),
         ]
-        for position, key in enumerate(a for a in args):
-            if not _small(key):
-                keep[position] = False
+        self._drop_odd_configs(columns[3], keep)
         self._write(self.tables.gpu, columns, keep, order, columns[6], columns[6])
+
+    def _drop_odd_configs(self, config: Ints, keep: NDArray[np.bool_]) -> None:
+        """Rows whose launch configuration does not fit into int64 are not kept."""
+        used = np.unique(config)
+        keys = list(self.tables.configs)
+        odd = [number for number in used.tolist() if not _small(keys[number])]
+        if odd:
+            keep &= ~np.isin(config, odd)
 
     def _flush_launches(self, order: tuple[int, int]) -> None:
         events = self._launch
@@ -288,7 +295,8 @@ def _checked(values: list[int], keep: NDArray[np.bool_]) -> Ints:
         return np.array([v if f else -1 for v, f in zip(values, fits, strict=True)], np.int64)
 
 
-def _small(args: Any) -> bool:
-    """Whether a launch configuration fits into int64."""
-    values = (*(args.grid or ()), *(args.block or ()), args.registers or 0, args.shared or 0)
+def _small(config: tuple[Any, ...]) -> bool:
+    """Whether a launch configuration holds only numbers from 0 to int64's largest."""
+    grid, block, registers, shared = config
+    values = (*(grid or ()), *(block or ()), registers or 0, shared or 0)
     return max(values) <= MAX_INT and min(values) >= 0

@@ -28,7 +28,9 @@ def environment(header: dict[str, Any]) -> dict[str, object]:
 def devices(header: dict[str, Any]) -> tuple[Device, ...]:
     """deviceProperties as Devices; an entry without the essentials is left out."""
     rows = header.get("deviceProperties")
-    found = (_device(row) for row in rows if isinstance(row, dict)) if isinstance(rows, list) else ()
+    found = (
+        (_device(row) for row in rows if isinstance(row, dict)) if isinstance(rows, list) else ()
+    )
     return tuple(device for device in found if device)
 
 

@@ -92,7 +92,9 @@ class Window:
             parts.append(data)
             size += len(data)
             if size > MAX_PIECE:
-                raise self.error("more than 32 MiB follow the events", expected="the end of the file")
+                raise self.error(
+                    "more than 32 MiB follow the events", expected="the end of the file"
+                )
         self.buffer = b"".join(parts)
         return self.buffer
 
@@ -113,7 +115,9 @@ class Window:
         except (OSError, zlib.error, ValueError) as error:
             message = f"cannot be read: {error}"
             raise self.error(message, expected="an undamaged file") from None
-        except Exception as error:  # isal has error classes of its own that share no base with zlib's
+        except (
+            Exception
+        ) as error:  # isal has error classes of its own that share no base with zlib's
             if "isal" not in type(error).__module__:
                 raise
             message = f"cannot be decompressed: {error}"
@@ -143,7 +147,9 @@ def _open(path: Path) -> tuple[BinaryIO, bool]:
 def _open_gzip(path: Path) -> BinaryIO:
     try:
         from isal import igzip
-    except ImportError:  # no wheel for this platform: zlib is slower by 1 to 2 s per GB, nothing else
+    except (
+        ImportError
+    ):  # no wheel for this platform: zlib is slower by 1 to 2 s per GB, nothing else
         import gzip
 
         return cast(BinaryIO, gzip.open(path, "rb"))
@@ -215,7 +221,7 @@ def _find_events(window: Window, start: int) -> tuple[int, dict[str, Any]]:
         if len(window.buffer) > MAX_PIECE:
             message = "no traceEvents in the first 32 MiB"
             raise window.error(message, expected='"traceEvents": [')
-        if not window.fill(max(BLOCK, len(window.buffer))):
+        if not window.fill(min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)):
             raise _foreign(window)
 
 
@@ -225,7 +231,9 @@ def _foreign(window: Window) -> TraceFormatError:
         value = decode_lenient(window.buffer.removeprefix(b"\xef\xbb\xbf"))
     except json.JSONDecodeError as error:
         offset = len(error.doc[: error.pos].encode("utf-8", "replace"))
-        return window.error(f"not whole JSON: {error.msg}", offset=offset, expected='"traceEvents": [')
+        return window.error(
+            f"not whole JSON: {error.msg}", offset=offset, expected='"traceEvents": ['
+        )
     except (ValueError, RecursionError) as error:
         return window.error(f"not JSON: {error}", expected='"traceEvents": [')
     if isinstance(value, dict) and "traceEvents" in value:
@@ -255,7 +263,7 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
         elif end is not None and window.buffer[skip_space(window.buffer, end) :][:1] == b"]":
             between, tail, certain = b",", b"{", False
             break
-        if len(window.buffer) - first > 2 * MAX_PIECE:
+        if len(window.buffer) - position > MAX_PIECE:
             raise window.error("an event of more than 32 MiB", offset=first, expected="an event")
         if not window.fill(size):
             if end is None:
@@ -263,7 +271,7 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
                 raise window.error(message, expected="a whole event")
             between, tail, certain = b",", b"{", False
             break
-        size = max(BLOCK, len(window.buffer))
+        size = min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)
     found = re.search(rb'"ts"\s*:\s*([-+.\deE]+)', window.buffer[first:end])
     ts = found[1].decode() if found else ""
     return Layout(first, b"}" + between + tail, len(between), certain, bare, False, header, ts)

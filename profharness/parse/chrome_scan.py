@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import msgspec
 
 from profharness.parse.chrome_columns import Collector
-from profharness.parse.chrome_read import MAX_PIECE, Layout, Window, object_end, skip_space
+from profharness.parse.chrome_read import BLOCK, MAX_PIECE, Layout, Window, object_end, skip_space
 
 FLUSH = 2 * 1024 * 1024
-REACH = 4 * 1024 * 1024  # how far an event is followed over compact separators before it counts as broken
+REACH = (
+    4 * 1024 * 1024
+)  # how far an event is followed over compact separators before it counts as broken
 FOREVER = 1 << 62
 
 
@@ -68,21 +70,24 @@ class Scanner:
         window, separator, lead = self.window, self.layout.separator, self.layout.gap + 1
         flushed = window.base
         wanted = 1
+        stuck = False  # at the end of the file, with an event that goes on behind a separator
         while window.base < end and self._array_end is None:
             more = True
             if len(window.buffer) < wanted or separator not in window.buffer:
-                more = window.fill(max(128 * 1024, min(len(window.buffer), MAX_PIECE)))
-                if len(window.buffer) > 2 * MAX_PIECE:
+                more = window.fill(max(BLOCK, min(len(window.buffer), MAX_PIECE // 4)))
+                if len(window.buffer) > MAX_PIECE:
                     message = "an event of more than 32 MiB"
                     raise window.error(message, offset=window.base, expected="an event")
             if more and len(window.buffer) < wanted:
                 continue
             buffer = window.buffer
-            stop = buffer.find(separator, max(0, end - window.base - lead)) if window.end > end else -1
+            stop = (
+                buffer.find(separator, max(0, end - window.base - lead)) if window.end > end else -1
+            )
             if stop < 0:
                 stop = buffer.rfind(separator)
-            final = stop < 0
-            if final and more:
+            final = stop < 0 or stuck
+            if final and more and not stuck:
                 continue
             segment = buffer if final else buffer[: stop + 1]
             used = self._segment(segment, last=final)
@@ -91,6 +96,7 @@ class Scanner:
                     return
                 whole = used == len(segment)
                 window.seek(window.base + (stop + lead if whole else used))
+                stuck = window.eof and not whole
                 wanted = 1 if whole else 2 * len(window.buffer)
                 wanted = min(wanted, REACH)
             if window.base - flushed >= FLUSH:
@@ -116,12 +122,12 @@ class Scanner:
             stop = border + 1 if border >= 0 else len(segment)
             behind = object_end(segment, position, stop)
             if behind is None:
+                if border < 0 and not last and len(segment) - position < REACH:
+                    return position
+                border = segment.find(separator, position + 1) if border < 0 else border
                 if border < 0 and last:
                     return self._lost_end(segment, position)
-                if border < 0 and len(segment) - position < REACH:
-                    return position
                 self.collector.tables.skipped += 1
-                border = segment.find(separator, position + 1) if border < 0 else border
                 if border < 0:
                     return len(segment)
                 position = border + lead

@@ -117,4 +117,3 @@ def main() -> None:
             told = (str(error), error.offset, error.expected)
             answer = Answer(Tables(), [], 0, error=told)
     sys.stdout.buffer.write(pickle.dumps(answer))
-

@@ -247,12 +247,13 @@ def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterat
 def _call_event(row: LaunchRow, flow: int) -> Event:
     """The launching call. The store keeps when it began, not how long it took: its duration is
     0."""
-    driver = row.api.startswith("cu") and not row.api.startswith("cuda")
+    name = row.api or ""
+    driver = name.startswith("cu") and not name.startswith("cuda")
     args = {"correlation": row.correlation, "flow": flow}
     return {
         "ph": "X",
         "cat": "cuda_driver" if driver else "cuda_runtime",
-        "name": row.api,
+        "name": name,
         "pid": row.pid,
         "tid": row.tid,
         "dur": 0,
@@ -288,7 +289,7 @@ def _launch_event(row: LaunchRow, flow: int | None) -> Event:
 def _title(row: LaunchRow, *, on_host: bool) -> str:
     """A track's name: the cell's config and backend; for a foreign trace the stream or thread."""
     if row.cell is not None:
-        return f"{row['config']} {row['backend']} ({row['profiler']})"
+        return f"{row.config} {row.backend} ({row.profiler})"
     if on_host:
-        return f"ops of thread {row['tid']} ({row['profiler']})"
-    return f"stream {row['stream'] if row['stream'] is not None else '-'} ({row['profiler']})"
+        return f"ops of thread {row.tid} ({row.profiler})"
+    return f"stream {row.stream if row.stream is not None else '-'} ({row.profiler})"

@@ -17,10 +17,16 @@ LEVELS = {"missing": "error", "warning": "warning"}
 
 def doctor_document(checks: Sequence[Check]) -> Document:
     """One row a check, and the remedies below."""
-    columns = (Column("name", "check"), Column("state", "state"), Column("detail", "found", shrink=True))
+    columns = (
+        Column("name", "check"),
+        Column("state", "state"),
+        Column("detail", "found", shrink=True),
+    )
     rows = tuple((check.name, check.state, check.detail) for check in checks)
     notes = tuple(
-        Note(check.remedy, check.name, LEVELS.get(check.state, "note")) for check in checks if check.remedy
+        Note(check.remedy, check.name, LEVELS.get(check.state, "note"))
+        for check in checks
+        if check.remedy
     )
     return Document(
         schema="profharness.doctor/1",
@@ -39,8 +45,12 @@ def backends_document(states: Sequence[BackendState]) -> Document:
         Column("device", "device"),
         Column("summary", "what it is", shrink=True),
     )
-    rows = tuple((each.backend, "yes" if each.runs else "no", each.device, each.summary) for each in states)
-    notes = tuple(Note(each.reason or "no reason given", each.backend) for each in states if not each.runs)
+    rows = tuple(
+        (each.backend, "yes" if each.runs else "no", each.device, each.summary) for each in states
+    )
+    notes = tuple(
+        Note(each.reason or "no reason given", each.backend) for each in states if not each.runs
+    )
     return Document(
         schema="profharness.backends/1",
         title="Backends",

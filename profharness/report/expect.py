@@ -65,9 +65,11 @@ def evidence(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Evidence]:
         backend = backend_of_op(op)
         if backend is not None:
             signs.append(Evidence(backend, None, f"op {op}"))
-    for family in dict.fromkeys(row.family for row in rows):
-        if family in FAMILY_BACKENDS:
-            signs.append(Evidence(FAMILY_BACKENDS[family], family, f"{family} kernels"))
+    signs += [
+        Evidence(FAMILY_BACKENDS[family], family, f"{family} kernels")
+        for family in dict.fromkeys(row.family for row in rows)
+        if family in FAMILY_BACKENDS
+    ]
     if not signs and {"gemm", "softmax"} <= {row.family for row in rows}:
         signs.append(Evidence("math", None, "gemm and softmax kernels"))
     return signs

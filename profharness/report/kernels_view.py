@@ -97,7 +97,8 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
     """The columns for these rows: profiler and device only where they differ, a whole kernel name
     last."""
     rows = list(rows)
-    lead = [Column("backend", "backend", repeat=False)]
+    foreign = bool(rows) and all(row.cell is None for row in rows)
+    lead = [] if foreign else [Column("backend", "backend", repeat=False)]
     if len({row.profiler for row in rows}) > 1:
         lead.append(Column("profiler", "profiler", repeat=False))
     if len({row.device for row in rows}) > 1:
@@ -107,7 +108,9 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
         Column("block", "block", "triple", right=True),
         Column("shared_bytes", "KiB", "kib", right=True),
         Column("registers_per_thread", "regs", "count", right=True),
-        Column("launches_per_call", "n/call", "count", right=True),
+        Column("launches", "n", "count", right=True)
+        if foreign
+        else Column("launches_per_call", "n/call", "count", right=True),
         Column("duration_ns", "µs", "us", right=True),
         Column("share", "share%", "percent", right=True),
         Column("occupancy", "occ%", "percent", right=True),

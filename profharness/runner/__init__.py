@@ -1,4 +1,6 @@
-"""Makes runs: plans cells, runs the worker under a profiler, and keeps the run folder whole whatever happens."""
+"""Makes runs: plans cells, runs the worker under a profiler, and keeps the run folder whole
+whatever happens.
+"""
 
 from profharness.runner.capture import CaptureOptions, capture, resume
 

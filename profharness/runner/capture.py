@@ -36,7 +36,9 @@ Progress = Callable[[int, int, Cell, str], None]
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """What a capture is asked for besides configs and backends. out: the folder that run folders go into."""
+    """What a capture is asked for besides configs and backends. out: the folder that run folders go
+    into.
+    """
 
     profilers: tuple[str, ...] = ("torch",)
     out: Path = Path("traces/runs")
@@ -52,8 +54,9 @@ def capture(
 ) -> Path:
     """Run every config on every backend and return the run folder.
 
-    Failed cells are results, not errors. Raises UsageError for unknown names, CaptureError if no worker starts. After
-    KeyboardInterrupt the folder is valid and `resume` goes on with it; the exception's `folder` attribute names it.
+    Failed cells are results, not errors. Raises UsageError for unknown names, CaptureError if no
+    worker starts. After KeyboardInterrupt the folder is valid and `resume` goes on with it; the
+    exception's `folder` attribute names it.
     """
     options = options or CaptureOptions()
     names = tuple(profiler.name for profiler in find_profilers(options.profilers))
@@ -70,7 +73,9 @@ def capture(
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise CaptureError(f"cannot make the run folder {folder}: {error.strerror}; choose another with --out") from None
+        raise CaptureError(
+            f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
+        ) from None
     return _carry_out(folder, run, progress)
 
 
@@ -80,12 +85,17 @@ def resume(folder: Path, progress: Progress | None = None) -> Path:
 
 
 def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell, ...]:
-    """One pending cell per config and backend, in that order. Raises UsageError for unknown backends or an empty plan."""
+    """One pending cell per config and backend, in that order. Raises UsageError for unknown
+    backends or an empty plan.
+    """
     if not configs:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
     unique = dict.fromkeys(find_backend(name).name for name in backends)
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
-    return tuple(Cell(f"c{index:04d}", config, backend) for index, (config, backend) in enumerate(pairs, start=1))
+    return tuple(
+        Cell(f"c{index:04d}", config, backend)
+        for index, (config, backend) in enumerate(pairs, start=1)
+    )
 
 
 class _Book:
@@ -106,14 +116,17 @@ class _Book:
         if entry.result is not None:
             cell = self._cells[cell.cell] = entry.result
         done = sum(known.status != "pending" for known in self._cells.values())
-        self._progress(done, len(self._cells), cell, entry.stage or (cell.status if entry.result else "start"))
+        self._progress(
+            done, len(self._cells), cell, entry.stage or (cell.status if entry.result else "start")
+        )
         if entry.result is not None and time.monotonic() - self._saved > SAVE_EVERY_S:
             self.save()
 
     def _environment(self, environment: dict[str, Any]) -> None:
         device = str(environment.get("device_type", "cpu"))
         self._cells = {
-            name: replace(cell, config=cell.config.resolve(device)) for name, cell in self._cells.items()
+            name: replace(cell, config=cell.config.resolve(device))
+            for name, cell in self._cells.items()
         }
         if not self.run.environment:
             self.run = replace(self.run, environment=environment)
@@ -121,7 +134,9 @@ class _Book:
     def save(self) -> None:
         """Write run.json with the traces that exist."""
         cells = tuple(self._cells.values())
-        self.run = replace(self.run, cells=cells, traces=tuple(_traces(self.folder, self.run.profilers, cells)))
+        self.run = replace(
+            self.run, cells=cells, traces=tuple(_traces(self.folder, self.run.profilers, cells))
+        )
         write_run(self.folder, self.run)
         self._saved = time.monotonic()
 
@@ -142,7 +157,9 @@ def _carry_out(folder: Path, run: Run, progress: Progress | None) -> Path:
 
 
 def _traces(folder: Path, profilers: tuple[str, ...], cells: tuple[Cell, ...]) -> list[TraceFile]:
-    """The traces of finished cells; what a dead worker left half-written belongs to no result and is not named."""
+    """The traces of finished cells; what a dead worker left half-written belongs to no result and
+    is not named.
+    """
     found = []
     for name in profilers:
         suffix = PROFILERS[name].suffix
@@ -154,7 +171,9 @@ def _traces(folder: Path, profilers: tuple[str, ...], cells: tuple[Cell, ...]) -
 
 
 def _tidy(folder: Path, run: Run) -> None:
-    """After a complete run the journal and the plan say nothing that run.json does not; the log stays if a cell failed."""
+    """After a complete run the journal and the plan say nothing that run.json does not; the log
+    stays if a cell failed.
+    """
     (folder / JOURNAL_FILE).unlink(missing_ok=True)
     (folder / PLAN_FILE).unlink(missing_ok=True)
     if all(cell.status in ("ok", "refused") for cell in run.cells):

@@ -39,12 +39,16 @@ def probe_environment() -> dict[str, Any] | str:
 
 
 def probe_backends() -> list[BackendState]:
-    """Run one small config on every backend, each call real. Raises CaptureError if no worker starts."""
+    """Run one small config on every backend, each call real. Raises CaptureError if no worker
+    starts.
+    """
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         options = CaptureOptions(("events",), Path(folder), PROBE_PROTOCOL)
         run = read_run(capture([parse_config(PROBE_CONFIG)], list(BACKENDS), options))
     device = str(run.environment.get("gpu") or run.environment.get("device_type"))
     return [
-        BackendState(cell.backend, BACKENDS[cell.backend].summary, cell.status == "ok", cell.message, device)
+        BackendState(
+            cell.backend, BACKENDS[cell.backend].summary, cell.status == "ok", cell.message, device
+        )
         for cell in run.cells
     ]

@@ -1,4 +1,6 @@
-"""The profilers that a run can be watched by; one that wraps a command is a pure function from argv to argv."""
+"""The profilers that a run can be watched by; one that wraps a command is a pure function from argv
+to argv.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Argv = list[str]
 
 @dataclass(frozen=True)
 class Profiler:
-    """wrap turns the worker's argv into the argv that is started; suffix is the end of its trace files' names, if it leaves any."""
+    """wrap turns the worker's argv into the argv that is started; suffix is the end of its trace
+    files' names, if it leaves any.
+    """
 
     name: str
     summary: str
@@ -21,7 +25,9 @@ class Profiler:
 
 
 PROFILERS: dict[str, Profiler] = {
-    "torch": Profiler("torch", "PyTorch profiler (Kineto) inside the worker", lambda argv: argv, "torch.json.gz"),
+    "torch": Profiler(
+        "torch", "PyTorch profiler (Kineto) inside the worker", lambda argv: argv, "torch.json.gz"
+    ),
     "events": Profiler("events", "timing only, no trace", lambda argv: argv, None),
 }
 

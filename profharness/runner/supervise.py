@@ -1,4 +1,6 @@
-"""Keeps a worker process going over a list of cells: reads its journal, ends it when it hangs, replaces it when it dies."""
+"""Keeps a worker process going over a list of cells: reads its journal, ends it when it hangs,
+replaces it when it dies.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LOG_TAIL_BYTES = 4000
 
 
 def worker_argv(folder: Path) -> list[str]:
-    """-P: the user's own folder, which may hold a `kernels` or a `torch.py`, stays off the worker's path."""
+    """-P: the user's own folder, which may hold a `kernels` or a `torch.py`, stays off the worker's
+    path.
+    """
     return [sys.executable, "-P", "-m", "profharness.worker", str(folder)]
 
 
@@ -47,9 +51,11 @@ def run_cells(
     on_entry: Callable[[JournalEntry], None],
     wrap: Callable[[list[str]], list[str]] = lambda argv: argv,
 ) -> None:
-    """Run cells until each has an `end` entry in the journal; on_entry hears every entry, also those written here.
+    """Run cells until each has an `end` entry in the journal; on_entry hears every entry, also
+    those written here.
 
-    Raises CaptureError when a worker cannot even start; on any exception (KeyboardInterrupt too) the worker is ended first.
+    Raises CaptureError when a worker cannot even start; on any exception (KeyboardInterrupt too)
+    the worker is ended first.
     """
     pending = {cell.cell: cell for cell in cells}
     journal = _Journal(folder / JOURNAL_FILE)
@@ -67,7 +73,9 @@ def run_cells(
 
 
 def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
-    """What a worker on this machine says of its environment. Raises CaptureError when it cannot start."""
+    """What a worker on this machine says of its environment. Raises CaptureError when it cannot
+    start.
+    """
     heard: list[JournalEntry] = []
     journal = _Journal(folder / JOURNAL_FILE)
     (folder / PLAN_FILE).write_bytes(msgspec.json.encode(Plan((), protocol, ())))
@@ -128,7 +136,10 @@ def _bury(
     """Write the result of the cell that its worker died of."""
     cell = pending.pop(str(watch.cell))
     if returncode is None:
-        status, message = "timeout", f"no answer during {watch.stage}; the worker was ended (see --timeout)"
+        status, message = (
+            "timeout",
+            f"no answer during {watch.stage}; the worker was ended (see --timeout)",
+        )
     else:
         status, message = "crashed", f"the worker died during {watch.stage}: {_how(returncode)}"
         tail = _log_tail(folder)
@@ -188,7 +199,9 @@ def _worker(argv: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _child_environment() -> dict[str, str]:
-    """This process's environment with profharness importable, behind whatever the user put on the path."""
+    """This process's environment with profharness importable, behind whatever the user put on the
+    path.
+    """
     root = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
@@ -217,7 +230,9 @@ class _Journal:
                 yield msgspec.json.decode(line, type=JournalEntry)
 
     def append(self, entry: JournalEntry) -> None:
-        """Write an entry of the parent's own, on a line of its own even after a line that a crash cut short."""
+        """Write an entry of the parent's own, on a line of its own even after a line that a crash
+        cut short.
+        """
         data = (b"\n" if self._rest else b"") + msgspec.json.encode(entry) + b"\n"
         with self._path.open("ab") as file:
             file.write(data)

@@ -85,10 +85,11 @@ def ingest_path(
     (the store then keeps what it had before that source) and StoreError for a store that cannot be
     used.
     """
+    sources = find_sources(source)
     # Checking six references a launch costs as much again as writing it; all ids stem from here.
     connection = connect(store, write=True, foreign_keys=False)
     try:
-        return [_ingest(connection, _source(path), progress) for path in find_sources(source)]
+        return [_ingest(connection, _source(path), progress) for path in sources]
     finally:
         connection.close()
 

@@ -1,1 +1,3 @@
-"""The profiled program: `python -m profharness.worker FOLDER`. It is started as a process of its own and never imported."""
+"""The profiled program: `python -m profharness.worker FOLDER`. It is started as a process of its
+own and never imported.
+"""

@@ -1,4 +1,6 @@
-"""Reads plan.json in a run folder, runs its cells one after another, and appends what came of each to the journal."""
+"""Reads plan.json in a run folder, runs its cells one after another, and appends what came of each
+to the journal.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ from pathlib import Path
 
 import msgspec
 
-from profharness.record import JOURNAL_FILE, JournalEntry, Plan, PLAN_FILE
+from profharness.record import JOURNAL_FILE, PLAN_FILE, JournalEntry, Plan
 
 EXIT_DEAD_CONTEXT = 70
 EXIT_PARENT_GONE = 71
 
 
 def main(folder: Path) -> int:
-    """Run the plan; 0 when all its cells have a result, EXIT_DEAD_CONTEXT when a new process has to go on."""
+    """Run the plan; 0 when all its cells have a result, EXIT_DEAD_CONTEXT when a new process has to
+    go on.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     plan = msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
     journal = os.open(folder / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

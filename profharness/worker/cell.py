@@ -20,6 +20,9 @@ from profharness.worker.profile import profiled_calls, with_torch_profiler
 from profharness.worker.refusal import heard_warnings, is_refusal, refusals
 
 
+OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
+
+
 class DeadContextError(Exception):
     """The CUDA context is lost; this process can compute nothing more. args: the cell's result."""
 
@@ -47,7 +50,9 @@ def open_bench(folder: Path, profilers: tuple[str, ...], protocol: Protocol, dev
 
 
 def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
-    """The cell with its result. Raises DeadContextError (carrying the result) when the process has to end after it."""
+    """The cell with its result. Raises DeadContextError (carrying the result) when the process has
+    to end after it.
+    """
     cell = replace(cell, config=cell.config.resolve(bench.device))
     begin = time.perf_counter_ns()
     heard: list[str] = []
@@ -56,14 +61,18 @@ def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
     except Exception as error:
         result = _failure(cell, bench, heard, error)
         if _context_is_dead(error):
-            raise DeadContextError(replace(result, duration_ns=time.perf_counter_ns() - begin)) from None
+            raise DeadContextError(
+                replace(result, duration_ns=time.perf_counter_ns() - begin)
+            ) from None
     return replace(result, duration_ns=time.perf_counter_ns() - begin)
 
 
 def _measure(cell: Cell, bench: Bench, stage: Callable[[str], None], heard: list[str]) -> Cell:
     backend = find_backend(cell.backend)
     if bench.device not in backend.devices:
-        reason = Refusal("no_device", f"{cell.backend} attention does not exist on {bench.device}", "inferred")
+        reason = Refusal(
+            "no_device", f"{cell.backend} attention does not exist on {bench.device}", "inferred"
+        )
         return replace(cell, status="refused", message=reason.message, refusals=(reason,))
     stage("inputs")
     inputs = make_inputs(cell.config, bench.device, bench.protocol.seed)
@@ -120,7 +129,9 @@ def _timed(cell: Cell, bench: Bench, call: Callable[[], Any]) -> Cell:
 
 
 def _choice(cell: Cell, inputs: Inputs) -> str | None:
-    """PyTorch's answer beforehand, None where it raises; its warnings come again with the first call."""
+    """PyTorch's answer beforehand, None where it raises; its warnings come again with the first
+    call.
+    """
     with heard_warnings([]):
         try:
             return backend_name(fused_choice(cell.config, inputs))
@@ -144,7 +155,7 @@ def _failure(cell: Cell, bench: Bench, heard: list[str], error: Exception) -> Ce
 
 def _is_oom(error: Exception) -> bool:
     kinds = (MemoryError, torch.cuda.OutOfMemoryError)
-    return isinstance(error, kinds) or "not enough memory" in str(error)
+    return isinstance(error, kinds) or any(text in str(error) for text in OOM_TEXTS)
 
 
 def _context_is_dead(error: Exception) -> bool:

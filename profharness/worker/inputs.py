@@ -16,7 +16,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Inputs:
-    """query [B, Hq, Sq, D]; key, value [B, Hkv, Skv, D]; mask [1, 1, Sq, Skv] or None; grad like the output, or None."""
+    """query [B, Hq, Sq, D]; key, value [B, Hkv, Skv, D]; mask [1, 1, Sq, Skv] or None; grad like
+    the output, or None.
+    """
 
     query: Any
     key: Any
@@ -67,7 +69,9 @@ def make_call(config: Config, inputs: Inputs) -> Callable[[], Any]:
 
 
 def fused_choice(config: Config, inputs: Inputs) -> int:
-    """PyTorch's own answer for these inputs, nothing launched. Raises RuntimeError where no backend fits."""
+    """PyTorch's own answer for these inputs, nothing launched. Raises RuntimeError where no backend
+    fits.
+    """
     answer = torch._fused_sdp_choice(
         inputs.query,
         inputs.key,
@@ -81,9 +85,7 @@ def fused_choice(config: Config, inputs: Inputs) -> int:
     return int(answer)
 
 
-def _laid_out(
-    config: Config, shape: tuple[int, int, int, int], device: str, generator: Any
-) -> Any:
+def _laid_out(config: Config, shape: tuple[int, int, int, int], device: str, generator: Any) -> Any:
     batch, heads, rows, head_dim = shape
     dtype = DTYPES[str(config.dtype)]
 

@@ -1,4 +1,6 @@
-"""Profiled calls: ranges that every profiler can see, and the torch profiler's own session around them."""
+"""Profiled calls: ranges that every profiler can see, and the torch profiler's own session around
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ NVTX_DOMAIN = "profharness"
 
 @contextlib.contextmanager
 def open_range(name: str) -> Iterator[None]:
-    """A range on this thread (record_function, NVTX push/pop) and one of the whole process (NVTX start/end).
+    """A range on this thread (record_function, NVTX push/pop) and one of the whole process (NVTX
+    start/end).
 
     The process-wide one catches backward kernels: autograd launches them from a thread of its own.
     """
@@ -28,7 +31,9 @@ def open_range(name: str) -> Iterator[None]:
     nvtx.end_range(process_wide)
 
 
-def profiled_calls(call: Callable[[], Any], cell: str, iterations: int, sync: Callable[[], None]) -> None:
+def profiled_calls(
+    call: Callable[[], Any], cell: str, iterations: int, sync: Callable[[], None]
+) -> None:
     """The calls of a cell, each in a range of its own and complete before the next one begins."""
     for _ in range(iterations):
         with open_range(cell_range(cell)):
@@ -45,7 +50,8 @@ def with_torch_profiler(
 ) -> None:
     """Profile the calls and export the Chrome trace to `path`.
 
-    A warm-up call opens each session: Kineto can drop records from before its capture window, and those would be the first.
+    A warm-up call opens each session: Kineto can drop records from before its capture window, and
+    those would be the first.
     """
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():

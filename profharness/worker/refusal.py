@@ -17,7 +17,9 @@ HEADERS = {"memory": "efficient", "flash": "flash", "cudnn": "cudnn"}
 
 @contextlib.contextmanager
 def heard_warnings(texts: list[str]) -> Iterator[None]:
-    """Adds to `texts` all warnings raised inside, also by what raises, and TORCH_WARN_ONCE ones however often they came."""
+    """Adds to `texts` all warnings raised inside, also by what raises, and TORCH_WARN_ONCE ones
+    however often they came.
+    """
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -37,7 +39,9 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refusal, ...]:
-    """The reasons for `backend` among the warnings (all of them for `auto` and the like), or the error itself, inferred."""
+    """The reasons for `backend` among the warnings (all of them for `auto` and the like), or the
+    error itself, inferred.
+    """
     found: list[Refusal] = []
     subject = ""
     for text in map(clean, texts):
@@ -51,5 +55,7 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
     if not found and REFUSALS[1] in str(error):
         found.append(Refusal("runtime_disabled", str(error).splitlines()[0]))
     elif not found:
-        found.append(Refusal("no_text", f"PyTorch gave no reason: {str(error).splitlines()[0]}", "inferred"))
+        found.append(
+            Refusal("no_text", f"PyTorch gave no reason: {str(error).splitlines()[0]}", "inferred")
+        )
     return tuple(dict.fromkeys(found))

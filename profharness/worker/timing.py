@@ -1,4 +1,6 @@
-"""Unprofiled latency: raw nanoseconds a call, by CUDA events, by CUDA-graph replay, or by the wall clock on the CPU."""
+"""Unprofiled latency: raw nanoseconds a call, by CUDA events, by CUDA-graph replay, or by the wall
+clock on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ BUDGET_S = 0.5  # per measurement; a slow call gets fewer samples, never under M
 MIN_SAMPLES = 5
 GRAPH_CALLS = 10  # calls in one graph, so that a replay's own launch cost is spread out
 GRAPH_CALLS_MAX_NS = 200_000  # calls longer than this stand alone in their graph
-GRAPH_WORTH_MAX_NS = 5_000_000  # beyond this the launch path is no part of the time, and a graph tells nothing new
+GRAPH_WORTH_MAX_NS = (
+    5_000_000  # beyond this the launch path is no part of the time, and a graph tells nothing new
+)
 FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
 
 
@@ -31,8 +35,8 @@ class L2Flush:
 def time_events(call: Callable[[], Any], samples: int, flush: L2Flush) -> list[int]:
     """Each sample is the time between two events around one eager call, L2 flushed before it.
 
-    All pairs are recorded before the first is read, so the launch queue stays ahead of the device. For a call shorter than
-    its own launch path this measures the launch path.
+    All pairs are recorded before the first is read, so the launch queue stays ahead of the device.
+    For a call shorter than its own launch path this measures the launch path.
     """
     pairs = []
     deadline = time.perf_counter() + BUDGET_S
@@ -52,7 +56,9 @@ def time_events(call: Callable[[], Any], samples: int, flush: L2Flush) -> list[i
 
 
 def time_graph(call: Callable[[], Any], samples: int, expected_ns: int) -> list[int]:
-    """Each sample is a graph replay's time over the calls in it, L2 warm. Raises what the capture raises."""
+    """Each sample is a graph replay's time over the calls in it, L2 warm. Raises what the capture
+    raises.
+    """
     calls = GRAPH_CALLS if expected_ns < GRAPH_CALLS_MAX_NS else 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -65,7 +65,9 @@ def expected_rows(path: Path) -> list[Row]:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
             calls.setdefault(event["args"].get("correlation"), event)
     device = [e for e in events if e.get("cat") in KINDS]
-    rows = [_device_row(e, calls.get(e["args"].get("correlation")), ops, notes, base) for e in device]
+    rows = [
+        _device_row(e, calls.get(e["args"].get("correlation")), ops, notes, base) for e in device
+    ]
     if not device:
         rows = [
             _op_row(e, mine, notes, base)
@@ -77,7 +79,9 @@ def expected_rows(path: Path) -> list[Row]:
 
 
 def _is_child(other: dict[str, Any], event: dict[str, Any]) -> bool:
-    return other is not event and _encloses(event, _ns(other["ts"])) and _order(other) > _order(event)
+    return (
+        other is not event and _encloses(event, _ns(other["ts"])) and _order(other) > _order(event)
+    )
 
 
 def _device_row(
@@ -115,6 +119,7 @@ def actual_rows(trace: Trace) -> list[Row]:
 
 def ordered_rows(trace: Trace) -> list[Row]:
     """The parsed trace's rows in its own order."""
+
     def text(table: list[str], index: int) -> str | None:
         return table[index] if index >= 0 else None
 

@@ -154,7 +154,9 @@ def test_autograd_thread_falls_back_on_the_process_wide_cell(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ts", ["9007199254740.993", "98765432109876.543", "4400546794635.281"])
 def test_times_are_exact(ts: str, tmp_path: Path) -> None:
-    events = json.dumps([event("kernel", "k", 1, 1, args={})], indent=1).replace('"ts": 1', f'"ts": {ts}')
+    events = json.dumps([event("kernel", "k", 1, 1, args={})], indent=1).replace(
+        '"ts": 1', f'"ts": {ts}'
+    )
     path = tmp_path / "t.json"
     path.write_text(events)
     with parsed(path) as trace:
@@ -164,7 +166,11 @@ def test_times_are_exact(ts: str, tmp_path: Path) -> None:
 
 def test_late_large_times_are_exact_too(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json", [event("kernel", "k", 1, 1, args={}) for _ in range(3)])
-    path.write_text(path.read_text()[::-1].replace("1 :\"st\"", "399.047452991 7009 :\"st\"".replace(" 7009", "7009"), 1)[::-1])
+    path.write_text(
+        path.read_text()[::-1].replace(
+            '1 :"st"', '399.047452991 7009 :"st"'.replace(" 7009", "7009"), 1
+        )[::-1]
+    )
     with parsed(path) as trace:
         (batch,) = trace.batches()
         assert actual_rows(trace) == expected_rows(path)

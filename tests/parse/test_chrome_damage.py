@@ -143,7 +143,9 @@ def test_directory_and_missing_file(tmp_path: Path) -> None:
             parse_chrome(path)
 
 
-@pytest.mark.parametrize("head", [b"", b'{"traceEvents": [', b'{"traceEvents": [{"name": "', b'{"x": "'])
+@pytest.mark.parametrize(
+    "head", [b"", b'{"traceEvents": [', b'{"traceEvents": [{"name": "', b'{"x": "']
+)
 def test_gzip_bomb_is_bounded(head: bytes, tmp_path: Path) -> None:
     import resource
 

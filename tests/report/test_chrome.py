@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +57,9 @@ def launch(number: int, start_ns: int, duration_ns: int = 2001, **changes: Any) 
 
 
 def outer(start_ns: int, duration_ns: int) -> RangeRow:
-    return RangeRow(1, "torch", "profharness:0", BASE + start_ns, duration_ns, 440, 466, None, "0", 0)
+    return RangeRow(
+        1, "torch", "profharness:0", BASE + start_ns, duration_ns, 440, 466, None, "0", 0
+    )
 
 
 def written(*sections: Section) -> dict[str, Any]:
@@ -135,6 +138,7 @@ def test_rows_are_streamed() -> None:
     assert taken == 11
 
 
+@pytest.mark.filterwarnings("ignore")  # its own use of pandas is out of date
 def test_holistic_trace_analysis_reads_it(tmp_path: Path) -> None:
     from hta.common.trace_parser import parse_trace_dataframe
     from hta.configs.parser_config import ParserConfig

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from view_rows import cell, kernel, math_kernels
 
 from profharness.errors import UsageError
 from profharness.report.expect import backend_of_op, check_expected_names, failures
 from profharness.report.kernels_view import mismatch
-from view_rows import cell, kernel, math_kernels
 
 MATH = "aten::_scaled_dot_product_attention_math"
 

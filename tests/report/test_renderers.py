@@ -12,19 +12,36 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from view_rows import kernel, sample
 
 from profharness.report.document import Column, Document, Heading, Note, Table
 from profharness.report.kernels_view import FIELDS, kernels_document
 from profharness.report.renderers import RENDERERS, escape_markdown
 from profharness.report.terminal import MIN_SHRUNK
-from view_rows import kernel, sample
 
 GOLDEN = Path(__file__).parent / "golden"
-CONTRACT = """
-run config backend profiler status range kernel kernel_short family grid block registers_per_thread
-static_shared_bytes dynamic_shared_bytes shared_bytes launches launches_per_call duration_ns
-total_ns share
-""".split()
+CONTRACT = [
+    "run",
+    "config",
+    "backend",
+    "profiler",
+    "status",
+    "range",
+    "kernel",
+    "kernel_short",
+    "family",
+    "grid",
+    "block",
+    "registers_per_thread",
+    "static_shared_bytes",
+    "dynamic_shared_bytes",
+    "shared_bytes",
+    "launches",
+    "launches_per_call",
+    "duration_ns",
+    "total_ns",
+    "share",
+]
 
 
 def check_golden(name: str, text: str) -> None:

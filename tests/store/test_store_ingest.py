@@ -184,7 +184,7 @@ def test_failure_in_the_middle_of_the_transaction_rolls_back(
     ingest_path(store, run_folder())
     before = dump(store)
 
-    def interrupt(name: str, done: int, total: int) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,200 @@
+"""The reading commands over a real store, as functions and as real processes."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from profharness.config import expand_configs
+from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
+from profharness.record import Cell, Protocol, Refusal, Run, write_run
+from profharness.store import ingest_path
+
+COMMANDS = ("kernels", "diff", "runs", "ingest", "export")
+H200_TRACE = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
+HEAVY = ("pandas", "torch", "sqlite_utils", "rich", "numpy")
+
+
+def command(name: str) -> click.Command:
+    found: click.Command = importlib.import_module(f"profharness.cli.{name}").command
+    return found
+
+
+def invoke(name: str, *args: object) -> Result:
+    return CliRunner().invoke(command(name), [str(arg) for arg in args])
+
+
+def run_folder(root: Path, run: str = "20250102-030405-ab12") -> Path:
+    """A run folder of three cells without a trace: one timed, one refused, one crashed."""
+    (config,) = expand_configs("2,8,512,64,fp16")
+    cells = (
+        Cell("0", config, "flash", "ok", iterations=5, samples={"event": [7000, 7100, 7200]}),
+        Cell("1", config, "efficient", "refused", refusals=(Refusal("DTYPE", "no such dtype"),)),
+        Cell("2", config, "math", "crashed", message="the worker died of SIGABRT"),
+    )
+    folder = root / run
+    folder.mkdir(parents=True)
+    write_run(folder, Run(run, "2025-01-02T03:04:05+00:00", ("events",), Protocol(), cells))
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    path = tmp_path / "store.db"
+    ingest_path(path, run_folder(tmp_path / "runs"))
+    return path
+
+
+def test_kernels_says_why_a_backend_has_none(store: Path) -> None:
+    result = invoke("kernels", "--store", store)
+    assert result.exit_code == 0, result.output
+    assert "b2-h8-s512-d64-fp16" in result.stdout
+    assert "efficient  refused: no such dtype" in result.stdout
+    assert "math       crashed: the worker died of SIGABRT" in result.stdout
+
+
+def test_json_is_the_whole_of_stdout(store: Path) -> None:
+    read = json.loads(invoke("kernels", "--store", store, "--format", "json").stdout)
+    assert read["schema"] == "profharness.kernels/1"
+    assert [cell["status"] for cell in read["cells"]] == ["ok", "refused", "crashed"]
+
+
+def test_csv_tells_on_stderr_what_it_cannot_hold(store: Path) -> None:
+    result = invoke("kernels", "--store", store, "--format", "csv")
+    assert len(result.stdout.splitlines()) == 1
+    assert "efficient: refused: no such dtype" in result.stderr
+
+
+def test_a_gate_without_evidence_is_not_met(store: Path) -> None:
+    result = invoke("kernels", "--store", store, "--expect", "flash")
+    assert isinstance(result.exception, GateError)
+    assert "neither an op nor a kernel" in str(result.exception)
+    nothing = invoke("kernels", "--store", store, "--backend", "math", "--expect", "math")
+    assert "nothing to judge" in str(nothing.exception)
+
+
+def test_no_store_and_unknown_names_are_told(tmp_path: Path, store: Path) -> None:
+    assert isinstance(invoke("kernels", "--store", tmp_path / "none.db").exception, NotFoundError)
+    assert isinstance(invoke("kernels", "--store", store, "--expect", "x").exception, UsageError)
+    unknown = invoke("diff", "flash", "flahs", "--store", store).exception
+    assert isinstance(unknown, NotFoundError)
+    assert "flahs" in str(unknown)
+    assert isinstance(
+        invoke("diff", "flash", "math", "--fail-on", "worse", "--store", store).exception,
+        UsageError,
+    )
+
+
+def test_diff_gates_on_a_changed_status(store: Path) -> None:
+    shown = invoke("diff", "flash", "math", "--store", store)
+    assert shown.exit_code == 0, shown.output
+    assert "crashed" in shown.stdout
+    gated = invoke("diff", "flash", "math", "--store", store, "--fail-on", "changed,slower")
+    assert isinstance(gated.exception, GateError)
+    same = invoke("diff", "flash", "flash", "--store", store, "--fail-on", "changed")
+    assert not isinstance(same.exception, GateError), same.output
+
+
+def test_runs_lists_and_deletes(store: Path) -> None:
+    (row,) = json.loads(invoke("runs", "--store", store, "--format", "json").stdout)["rows"]
+    assert (row["run"], row["cells"], row["failed_cells"]) == ("20250102-030405-ab12", 3, 1)
+    assert invoke("runs", "--store", store, "--delete", "20250102").exit_code == 0
+    assert json.loads(invoke("runs", "--store", store, "--format", "json").stdout)["rows"] == []
+
+
+def test_ingest_goes_on_after_a_bad_source(tmp_path: Path) -> None:
+    store, bad = tmp_path / "s.db", tmp_path / "bad.json"
+    bad.write_text('{"traceEvents": [{')
+    folder = run_folder(tmp_path / "runs")
+    first = invoke("ingest", bad, folder, "--store", store)
+    assert isinstance(first.exception, ProfharnessError)
+    assert first.exception.exit_code == 1
+    assert ": new, run 20250102-030405-ab12" in first.stdout
+    again = invoke("ingest", folder, "--store", store)
+    assert again.exit_code == 0, again.output
+    assert "unchanged" in again.stdout
+
+
+def test_export_writes_whole_files_and_overwrites_only_by_force(store: Path) -> None:
+    out = store.parent / "trace.json.gz"
+    assert invoke("export", "latest", "-o", out, "--store", store).exit_code == 0
+    assert "traceEvents" in json.loads(gzip.decompress(out.read_bytes()))
+    before = out.read_bytes()
+    refused = invoke("export", "latest", "-o", out, "--store", store)
+    assert isinstance(refused.exception, UsageError)
+    assert out.read_bytes() == before
+    assert invoke("export", "latest", "-o", out, "--force", "--store", store).exit_code == 0
+    assert sorted(path.name for path in store.parent.iterdir() if "part" in path.name) == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_an_example(name: str) -> None:
+    text = invoke(name, "--help").stdout
+    assert "Example:\n" in text
+    assert f"  profharness {name} " in text
+
+
+def test_importing_the_commands_is_light() -> None:
+    modules = ", ".join(f"profharness.cli.{name}" for name in COMMANDS)
+    code = f"import sys, {modules}; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_reader_that_goes_away_is_no_error(store: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    args = [sys.executable, "-m", "profharness.cli.main", "export", "latest", "--store", str(store)]
+    done = subprocess.run(args, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # the other reader's use of pandas is out of date
+def test_an_exported_trace_says_what_the_original_said(tmp_path: Path) -> None:
+    from hta.trace_analysis import TraceAnalysis
+
+    original, store, out = tmp_path / "in.json.gz", tmp_path / "s.db", tmp_path / "out.json.gz"
+    original.write_bytes(H200_TRACE.read_bytes())
+    assert invoke("ingest", original, "--store", store).exit_code == 0
+    assert invoke("export", "latest", "-o", out, "--store", store).exit_code == 0
+    events = [
+        json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] for path in (original, out)
+    ]
+    kernels = [
+        sorted(
+            (event["name"], event["dur"], event["args"]["grid"], event["args"]["correlation"])
+            for event in each
+            if event.get("cat") == "kernel"
+        )
+        for each in events
+    ]
+    assert kernels[0] == kernels[1]
+    assert len(kernels[0]) > 300
+    analysis = TraceAnalysis(trace_files={0: str(out)}, trace_dir=str(tmp_path))
+    frame = analysis.t.get_trace(0)
+    on_gpu = frame[frame.stream >= 0]
+    assert len(on_gpu) == sum("stream" in event.get("args", {}) for event in events[0])
+    assert (on_gpu.index_correlation > 0).all()
+
+
+def test_the_gate_tells_the_backends_of_a_real_trace_apart(tmp_path: Path) -> None:
+    store = tmp_path / "s.db"
+    assert invoke("ingest", H200_TRACE, "--store", store).exit_code == 0
+    gated = invoke("kernels", "--store", store, "--expect", "cudnn")
+    assert isinstance(gated.exception, GateError)
+    said = str(gated.exception)
+    assert "range b2h8s512d64-fp16/math: expected cudnn, but math ran" in said
+    assert "range b2h8s512d64-fp16/cudnn" not in said
+    every = invoke("kernels", "--store", store, "--expect", "cudnn,flash,efficient,math")
+    assert every.exit_code == 0, every.output

@@ -1,0 +1,259 @@
+"""Captures with real worker processes: what is kept, what is refused, and what a dying worker costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profharness.config import expand_configs
+from profharness.errors import CaptureError, TraceFormatError, UsageError
+from profharness.record import JOURNAL_FILE, RUN_FILE, Cell, Protocol, Run, read_run
+from profharness.runner import CaptureOptions, capture, resume
+from profharness.runner.supervise import run_cells
+
+QUICK = Protocol(iterations=2, warmup=1, samples=5, timeout_s=60.0, device="cpu")
+
+
+def quick(out: Path, protocol: Protocol = QUICK) -> CaptureOptions:
+    return CaptureOptions(("torch",), out, protocol)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """One CPU capture that several tests look at."""
+    out = tmp_path_factory.mktemp("runs")
+    configs = expand_configs("1,2,32,16,bwd,causal") + expand_configs(
+        "1,4,8,16,bf16,kv_heads=2,mask=bool,layout=bshd,scale=0.5"
+    )
+    folder = capture(configs, ["auto", "flash", "cudnn", "math", "all-disabled"], quick(out))
+    return folder, read_run(folder)
+
+
+def by_backend(run: Run, config: int) -> dict[str, Cell]:
+    labels = list(dict.fromkeys(cell.config.label for cell in run.cells))
+    return {cell.backend: cell for cell in run.cells if cell.config.label == labels[config]}
+
+
+def test_cells_have_samples_choice_and_traces(run: tuple[Path, Run]) -> None:
+    folder, record = run
+    cells = by_backend(record, 0)
+    assert cells["auto"].config.label == "b1-h2-s32-d16-fp32-causal-bwd"
+    assert {name: cell.status for name, cell in cells.items()} == {
+        "auto": "ok",
+        "flash": "ok",
+        "cudnn": "refused",
+        "math": "ok",
+        "all-disabled": "refused",
+    }
+    assert len(cells["flash"].samples["wall"]) == 5
+    assert min(cells["flash"].samples["wall"]) > 0
+    assert cells["math"].choice == "math"
+    assert {trace.path for trace in record.traces} == {path.name for path in folder.glob("*.gz")}
+
+
+def test_refusals_have_a_code_and_the_text(run: tuple[Path, Run]) -> None:
+    refused = by_backend(run[1], 0)["all-disabled"].refusals
+    assert [refusal.code for refusal in refused] == ["runtime_disabled"]
+    assert "No viable backend" in refused[0].message
+
+
+def test_environment_tells_the_software_and_nothing_private(run: tuple[Path, Run]) -> None:
+    environment = run[1].environment
+    assert environment["device_type"] == "cpu"
+    assert environment["torch"].split(".")[0] == "2"
+    text = (run[0] / RUN_FILE).read_text()
+    for private in (os.uname().nodename, str(Path.home()), str(run[0].parent)):
+        assert private not in text or len(private) < 5
+
+
+def test_a_finished_folder_is_tidy_and_resumes_to_itself(run: tuple[Path, Run]) -> None:
+    folder, record = run
+    assert not (folder / JOURNAL_FILE).exists()
+    before = (folder / RUN_FILE).read_bytes()
+    resume(folder)
+    assert read_run(folder) == record
+    assert (folder / RUN_FILE).read_bytes() == before
+
+
+def test_unknown_names_are_usage_errors(tmp_path: Path) -> None:
+    configs = expand_configs("1,1,1,1")
+    with pytest.raises(UsageError, match="flsh.*known are auto, flash"):
+        capture(configs, ["flsh"], quick(tmp_path))
+    with pytest.raises(UsageError, match="perf.*known are torch"):
+        capture(configs, ["flash"], CaptureOptions(("perf",), tmp_path))
+    with pytest.raises(UsageError, match="no config"):
+        capture([], ["flash"], quick(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unwritable_folder_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CaptureError, match="--out"):
+        capture(expand_configs("1,1,1,1"), ["math"], quick(tmp_path / "file"))
+
+
+def test_too_large_a_cell_is_oom_and_the_next_one_runs(tmp_path: Path) -> None:
+    configs = expand_configs("64,1024,1000000,1024") + expand_configs("1,1,16,16")
+    record = read_run(capture(configs, ["math"], quick(tmp_path)))
+    assert [cell.status for cell in record.cells] == ["oom", "ok"]
+
+
+SABOTAGE = """
+import os, sys, time
+import profharness.worker.cell as cell
+run_cell = cell.run_cell
+def sabotaged(job, bench, stage):
+    stage("sabotage")
+    seq = job.config.seq_len_q
+    if seq == 3: os.kill(os.getpid(), 9)
+    if seq == 4: os.abort()
+    if seq == 5: time.sleep(3600)
+    if seq == 6:
+        os.fork() or time.sleep(3600)
+        sys.stderr.write("the last words\\n"); sys.stderr.flush(); os._exit(3)
+    if seq == 7: raise cell.DeadContextError(cell._failure(job, bench, [], RuntimeError("CUDA error: dead")))
+    return run_cell(job, bench, stage)
+cell.run_cell = sabotaged
+import runpy
+sys.argv = ["worker", sys.argv[1]]
+runpy.run_module("profharness.worker", run_name="__main__")
+"""
+
+
+def sabotage(argv: list[str]) -> list[str]:
+    return [argv[0], "-c", SABOTAGE, argv[-1]]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_cell_that_kills_its_process_costs_only_itself(tmp_path: Path) -> None:
+    cells = [
+        Cell(f"c{rows}", config, "math")
+        for rows, config in enumerate(expand_configs("1,1,1:8:+1,8,fp32"), start=1)
+    ]
+    ends: dict[str, Cell] = {}
+    protocol = replace(QUICK, timeout_s=5)
+    run_cells(
+        tmp_path,
+        cells,
+        protocol,
+        ("events",),
+        lambda entry: ends.update({entry.result.cell: entry.result}) if entry.result else None,
+        sabotage,
+    )
+    assert {name: cell.status for name, cell in sorted(ends.items())} == {
+        "c1": "ok",
+        "c2": "ok",
+        "c3": "crashed",
+        "c4": "crashed",
+        "c5": "timeout",
+        "c6": "crashed",
+        "c7": "error",
+        "c8": "ok",
+    }
+    assert "SIGKILL" in str(ends["c3"].message)
+    assert "during sabotage" in str(ends["c3"].message)
+    assert "SIGABRT" in str(ends["c4"].message)
+    assert "--timeout" in str(ends["c5"].message)
+    assert "the last words" in str(ends["c6"].message)
+    left = [
+        int(path.name)
+        for path in Path("/proc").iterdir()
+        if path.name.isdigit() and str(tmp_path).encode() in _command_line(path)
+    ]
+    assert not [pid for pid in left if alive(pid)]
+
+
+def _command_line(path: Path) -> bytes:
+    try:
+        return (path / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_worker_that_cannot_start_is_an_error_with_its_words(tmp_path: Path) -> None:
+    cells = [Cell("c1", expand_configs("1,1,1,8")[0], "math")]
+    with pytest.raises(CaptureError, match="no torch here.*doctor"):
+        run_cells(
+            tmp_path,
+            cells,
+            QUICK,
+            ("events",),
+            lambda _: None,
+            lambda argv: [argv[0], "-c", "raise SystemExit('no torch here')"],
+        )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals a process group")
+def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
+    argv = [
+        *(sys.executable, "-m", "profharness", "capture", "--config", "4,8,{512:2048:+128},64"),
+        *("--backend", "math", "--device", "cpu", "--out", str(tmp_path), "--samples", "5"),
+        *("--store", str(tmp_path / "store.db")),
+    ]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        folders = list(tmp_path.glob("*/journal.jsonl"))
+        if folders and b'"end"' in folders[0].read_bytes():
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in errors
+    folder = next(tmp_path.glob("*/run.json")).parent
+    stopped = read_run(folder)
+    done = {cell.cell for cell in stopped.cells if cell.status == "ok"}
+    assert done
+    assert len(done) < len(stopped.cells)
+    finished = read_run(resume(folder))
+    assert {cell.status for cell in finished.cells} == {"ok"}
+    for name in done:
+        assert _cell(finished, name) == _cell(stopped, name)
+
+
+def _cell(run: Run, name: str) -> Cell:
+    return next(cell for cell in run.cells if cell.cell == name)
+
+
+def test_a_killed_parent_takes_its_worker_along(tmp_path: Path) -> None:
+    code = (
+        "from profharness.runner import *; from profharness.config import *; from pathlib import Path;"
+        f"capture(expand_configs('8,8,2048,64'), ['math'], CaptureOptions(out=Path({str(tmp_path)!r})))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.glob("*/journal.jsonl")):
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        workers = [p for p in Path("/proc").glob("[0-9]*") if str(tmp_path).encode() in _command_line(p)]
+        if not workers:
+            break
+        time.sleep(0.1)
+    assert not workers
+
+
+def test_a_folder_that_is_no_run_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(TraceFormatError, match="no run.json"):
+        read_run(tmp_path)
+    (tmp_path / RUN_FILE).write_text('{"run": 1}')
+    with pytest.raises(TraceFormatError, match="not a run record"):
+        read_run(tmp_path)
