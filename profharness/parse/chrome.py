@@ -12,7 +12,7 @@ from typing import Any
 
 from profharness.errors import TraceFormatError
 from profharness.parse import chrome_link as link
-from profharness.parse.chrome_columns import Block, Spool
+from profharness.parse.chrome_columns import Block, Spool, Tables
 from profharness.parse.chrome_header import devices, environment, time_base
 from profharness.parse.chrome_output import Output
 from profharness.parse.chrome_read import Layout, Window, decode_lenient, probe, skip_space
@@ -73,7 +73,7 @@ def _scan_file(
     exact = _needs_decimals(layout.first_ts)
     warnings: list[str] = []
     if layout.empty:
-        return link.merge([link.Tables()], []), _trailer(path, layout, layout.first), warnings
+        return link.merge([Tables()], []), _trailer(path, layout, layout.first), warnings
     width = range_bytes if layout.certain else 0
     while True:
         answers, spools = _run(path, layout, exact, count, width, stack, warnings)

@@ -299,4 +299,4 @@ def _small(config: tuple[Any, ...]) -> bool:
     """Whether a launch configuration holds only numbers from 0 to int64's largest."""
     grid, block, registers, shared = config
     values = (*(grid or ()), *(block or ()), registers or 0, shared or 0)
-    return max(values) <= MAX_INT and min(values) >= 0
+    return bool(max(values) <= MAX_INT and min(values) >= 0)

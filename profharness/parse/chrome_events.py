@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from decimal import Decimal
 from typing import Any
 
@@ -78,11 +79,11 @@ class Events:
         self.op = _struct("cpu_op", [*timed, *thread])
         self.range = _struct("user_annotation", [*timed, *thread])
         self.ignored = [_struct(cat, []) for cat in IGNORED]
-        union = self.op | self.range  # type: ignore[operator]
+        union: Any = self.op | self.range
         for cls in (*self.gpu, *self.launch, *self.loose, *self.ignored):
             union = union | cls
-        self.many = msgspec.json.Decoder(list[union])
-        self.one = msgspec.json.Decoder(union)
+        self.many: Any = msgspec.json.Decoder(types.GenericAlias(list, (union,)))
+        self.one: Any = msgspec.json.Decoder(union)
         self.known = {*GPU, *LAUNCH, "cpu_op", "user_annotation", *IGNORED, *self.extra}
 
     def decode_one(self, data: bytes) -> tuple[Any, bool]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from profharness.parse import chrome_sweep as sweep
 from profharness.parse.chrome_columns import Block, Ints, Spool
 from profharness.parse.chrome_link import Linked, OpSlice, Ranges, Source, Stacks, linked_chunks
 from profharness.trace import LaunchConfig
@@ -148,7 +148,7 @@ def _finished(
     return np.flatnonzero(~parent & ~on), goes_on
 
 
-def _carried(ops: OpSlice, waiting: dict[tuple[int, ...], bool]) -> sweep.NDArray[np.bool_]:
+def _carried(ops: OpSlice, waiting: dict[tuple[int, ...], bool]) -> NDArray[np.bool_]:
     if not waiting:
         return np.zeros(len(ops.names), np.bool_)
     latest = max(key[1] for key in waiting)
