@@ -1,4 +1,6 @@
-"""Time and peak memory of profharness' ingest against json.load and HolisticTraceAnalysis, interleaved, each in a fresh process."""
+"""Time and peak memory of profharness' ingest against json.load and HolisticTraceAnalysis,
+interleaved, each in a fresh process.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ what, path, store = sys.argv[1:4]
 start = time.perf_counter()
 {work}
 seconds = time.perf_counter() - start
-peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF,
+resource.RUSAGE_CHILDREN))
 print(json.dumps([seconds, peak * 1024 / 1e6]))
 """
 PARSE = "trace = parse_chrome(Path(path)); list(map(len, (b.kernel for b in trace.batches())))"
 SUBJECTS = {
-    "json.load": ("import gzip\nread = gzip.open if path.endswith('.gz') else open", "json.load(read(path))"),
+    "json.load": ("import gzip\nread = gzip.open if path.endswith('.gz') else open",
+                  "json.load(read(path))"),
     "parse": ("from profharness.parse.chrome import parse_chrome", PARSE),
     "ingest": ("from profharness.store import ingest_path", "ingest_path(Path(store), Path(path))"),
     "hta": ("from hta.common.trace_parser import parse_trace_file\n"

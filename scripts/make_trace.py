@@ -1,4 +1,6 @@
-"""Make a large Kineto trace in libkineto's own byte layout by replaying a real one with shifted times and ids."""
+"""Make a large Kineto trace in libkineto's own byte layout by replaying a real one with shifted
+times and ids.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def read_events(path: Path) -> tuple[bytes, list[bytes]]:
 
 
 def stack_events(event: bytes, number: int) -> Iterator[bytes]:
-    """Python frames around a cpu_op: STACK_DEPTH nested python_function events of the same interval."""
+    """Python frames around a cpu_op: STACK_DEPTH nested python_function events of the same
+    interval.
+    """
     match = THREAD.search(event)
     if match is None or b'"cat": "cpu_op"' not in event:
         return
@@ -55,7 +59,9 @@ def stack_events(event: bytes, number: int) -> Iterator[bytes]:
 
 
 def sections(events: list[bytes], profile: str) -> list[list[bytes]]:
-    """Events in the order that libkineto writes a long trace: ops, Python frames, device and runtime, metadata."""
+    """Events in the order that libkineto writes a long trace: ops, Python frames, device and
+    runtime, metadata.
+    """
     host = [e for e in events if b'"cat"' in e and not any(c in e for c in DEVICE_CATS)]
     device = [e for e in events if any(c in e for c in DEVICE_CATS)]
     meta = [e for e in events if b'"cat"' not in e]
@@ -114,13 +120,15 @@ def replay(section: list[bytes], shift: dict[bytes, int], times: int) -> Iterato
 
 
 def make_trace(source: Path, out: Path, size: int, profile: str) -> None:
-    """Write at least `size` bytes of JSON (level-9 gzip, as torch does, if the name ends in .gz)."""
+    """Write at least `size` bytes of JSON (level-9 gzip, as torch does, if the name ends in
+    .gz).
+    """
     head, events = read_events(source)
     *bodies, meta = sections(events, profile)
     once = sum(len(event) + len(SEPARATOR) for body in bodies for event in body)
     times = max(1, -(-size // once))
     shift = strides([event for body in bodies for event in body])
-    opened = gzip.open(out, "wb", 9) if out.suffix == ".gz" else out.open("wb")
+    opened = gzip.open(out, "wb", 9) if out.suffix == ".gz" else out.open("wb")  # noqa: SIM115
     with cast(BinaryIO, opened) as file:
         file.write(head + OPEN + b"  {\n")
         for body in bodies:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.config import DTYPES, LAYOUTS, MASKS, Config, expand_configs, parse_config, parse_config_lines
+from profharness.config import (
+    DTYPES,
+    LAYOUTS,
+    MASKS,
+    Config,
+    expand_configs,
+    parse_config,
+    parse_config_lines,
+)
 from profharness.errors import UsageError
 
 
@@ -23,7 +31,9 @@ def configs(draw: st.DrawFn) -> Config:
         dtype=draw(st.sampled_from([None, *DTYPES])),
         causal=draw(st.booleans()),
         mask=draw(st.sampled_from(MASKS)),
-        dropout=draw(st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True, allow_subnormal=False))),
+        dropout=draw(
+            st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True, allow_subnormal=False))
+        ),
         scale=draw(st.one_of(st.none(), st.floats(-1e6, 1e6, allow_nan=False))),
         layout=draw(st.sampled_from(LAYOUTS)),
         bwd=draw(st.booleans()),
@@ -48,7 +58,10 @@ def test_any_text_is_configs_or_a_usage_error(text: str) -> None:
     [
         ("2,8,512,64", "b2-h8-s512-d64"),
         ("2,8,512,64,fp16", "b2-h8-s512-d64-fp16"),
-        ("1,32,1,128,bwd,bf16,causal,kv_heads=8,seq_kv=4096", "b1-h32-kv8-sq1-skv4096-d128-bf16-causal-bwd"),
+        (
+            "1,32,1,128,bwd,bf16,causal,kv_heads=8,seq_kv=4096",
+            "b1-h32-kv8-sq1-skv4096-d128-bf16-causal-bwd",
+        ),
         (" 2, 8 ,512,64 , mask=float", "b2-h8-s512-d64-mask=float"),
         ("2,8,512,64,scale=1e-5,dropout=0.1", "b2-h8-s512-d64-dropout=0.1-scale=0.00001"),
         ("2,8,512,64,scale=-2,layout=bshd", "b2-h8-s512-d64-scale=-2-layout=bshd"),
@@ -63,7 +76,13 @@ def test_sets_and_ranges_stand_for_their_product() -> None:
     assert len(labels) == 2 * 3 * 2 * 2
     assert labels[0] == "b1-h8-s128-d64-fp16"
     assert labels[-1] == "b2-h8-s512-d96-bf16"
-    assert [config.seq_len_q for config in expand_configs("1,1,{64:256:+64,1000},8")] == [64, 128, 192, 256, 1000]
+    assert [config.seq_len_q for config in expand_configs("1,1,{64:256:+64,1000},8")] == [
+        64,
+        128,
+        192,
+        256,
+        1000,
+    ]
 
 
 def test_repeats_are_one_config() -> None:

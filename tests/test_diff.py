@@ -12,7 +12,7 @@ from h200_rows import cell, kernel_rows, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.diff import Diff, DiffRow, Side, diff_cells, environment_changes
+from profharness.differ import Diff, DiffRow, Side, diff_cells, environment_changes
 from profharness.rows import CellRow, KernelRow
 
 SQUARE = "b2h8s512d64-fp16"

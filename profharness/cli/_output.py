@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from profharness.errors import UsageError
+from profharness.files import atomic_file
 
 if TYPE_CHECKING:
     from profharness.report.document import Document
@@ -72,55 +72,3 @@ def quiet_stdout() -> Iterator[IO[bytes]]:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-
-
-def check_output(output: Path | None, *, force: bool) -> None:
-    """Refuse early, before any work is done, what `atomic_file` would refuse at the end."""
-    if output is None:
-        if force:
-            raise UsageError("--force means the file of -o; name one")
-        return
-    if output.exists() and not force:
-        raise UsageError(f"{output}: already exists; --force overwrites it")
-    if not output.parent.is_dir():
-        raise UsageError(f"{output}: its folder does not exist")
-
-
-@contextlib.contextmanager
-def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
-    """A binary file that appears under its name only when the block ends well; until then any old
-    one stays.
-
-    Raises UsageError when the file is there (even if it came to be meanwhile) and force is not
-    given, or cannot be written.
-    """
-    check_output(output, force=force)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
-    try:
-        file = temporary.open("xb")
-    except OSError as error:
-        raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
-    try:
-        try:
-            with file:
-                yield file
-            _put(temporary, output, force=force)
-        except OSError as error:
-            raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _put(temporary: Path, output: Path, *, force: bool) -> None:
-    """Give the finished file its name; without force by a hard link, which never replaces an
-    existing one."""
-    if force:
-        temporary.replace(output)
-        return
-    try:
-        os.link(temporary, output)
-    except FileExistsError:
-        raise UsageError(f"{output}: already exists; --force overwrites it") from None
-    except OSError:
-        # A file system without hard links.
-        temporary.replace(output)

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import output_options
-from profharness.cli._output import check_output, emit
+from profharness.cli._output import emit
+from profharness.files import check_output
 
 
 @click.command()

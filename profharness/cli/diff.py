@@ -15,12 +15,11 @@ from profharness.cli._options import (
     split_names,
     store_option,
 )
-from profharness.cli._output import check_output, emit
+from profharness.cli._output import emit
+from profharness.files import check_output
 
 if TYPE_CHECKING:
-    from profharness.config import Config
-    from profharness.diff import Diff, Side
-    from profharness.store import Store
+    from profharness.differ import Diff
 
 
 @click.command()
@@ -66,9 +65,10 @@ def command(
       profharness diff flash math --config 2,8,512,64 --fail-on slower
     """
     from profharness import stats
-    from profharness.diff import diff_cells
+    from profharness.differ import diff_cells
     from profharness.errors import NotFoundError
     from profharness.report.diff_view import diff_document
+    from profharness.sides import find_side
     from profharness.store import open_store
 
     verdicts = _check_verdicts(split_names(fail_on))
@@ -86,48 +86,8 @@ def command(
     _gate(diff, verdicts)
 
 
-def find_side(store: Store, text: str, configs: Sequence[Config]) -> Side:
-    """The rows that RUN, RUN:BACKEND or a backend of the latest run stands for. Raises
-    NotFoundError."""
-    from profharness.diff import Side
-    from profharness.errors import NotFoundError
-
-    latest = store.latest_run_with(configs) if configs else None
-    if ":" in text:
-        ref, _, backend = text.partition(":")
-        run = store.resolve(ref)
-        _require_backend(backend, [cell.backend for cell in store.cells(run)], run)
-    else:
-        run, backend = latest or store.resolve("latest"), text
-        known = dict.fromkeys(cell.backend for cell in store.cells(run))
-        if text not in known:
-            try:
-                run, backend = store.resolve(text), ""
-            except NotFoundError:
-                raise NotFoundError(
-                    f"{text!r} is neither a run nor a backend of the latest run {run} "
-                    f"(it has {', '.join(known) or 'none'})"
-                ) from None
-    chosen = configs or None
-    return Side(
-        label=f"{run}:{backend}" if backend else run,
-        cells=tuple(store.cells(run, configs=chosen)),
-        kernels=tuple(store.kernels(run, configs=chosen)),
-        backend=backend or None,
-        environment=store.environment(run),
-    )
-
-
-def _require_backend(backend: str, known: Sequence[str], run: str) -> None:
-    from profharness.errors import NotFoundError
-
-    if backend not in known:
-        has = ", ".join(dict.fromkeys(known)) or "none"
-        raise NotFoundError(f"run {run} has no backend {backend!r}; it has {has}")
-
-
 def _check_verdicts(names: Sequence[str]) -> frozenset[str]:
-    from profharness.diff import VERDICTS
+    from profharness.differ import VERDICTS
     from profharness.errors import UsageError
 
     for name in names:

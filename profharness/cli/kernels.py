@@ -17,7 +17,8 @@ from profharness.cli._options import (
     split_names,
     store_option,
 )
-from profharness.cli._output import check_output, emit, hint
+from profharness.cli._output import emit, hint
+from profharness.files import check_output
 
 if TYPE_CHECKING:
     from profharness.config import Config

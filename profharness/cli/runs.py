@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import output_options, store_option
-from profharness.cli._output import check_output, emit, hint
+from profharness.cli._output import emit, hint
+from profharness.files import check_output
 
 
 @click.command()

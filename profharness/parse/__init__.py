@@ -1,4 +1,6 @@
-"""Parsers: a profiler's file to a Trace. `open_trace` finds the right one by content, then by name."""
+"""Parsers: a profiler's file to a Trace. `open_trace` finds the right one by content, then by
+name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ EXPECTED = "Kineto JSON (.json, .json.gz), nsys .sqlite or .nsys-rep, ncu .ncu-r
 
 
 def load_parser(name: str) -> Callable[[Path], Trace]:
-    """The parser registered as `name`, imported only now. Raises KeyError for a name not registered."""
+    """The parser registered as `name`, imported only now. Raises KeyError for a name not
+    registered.
+    """
     module, attribute = PARSERS[name].split(":")
     parser: Callable[[Path], Trace] = getattr(importlib.import_module(module), attribute)
     return parser
@@ -55,7 +59,9 @@ def sniff(path: Path) -> str | None:
 
 
 def open_trace(path: Path) -> Trace:
-    """Parse any trace file. Raises TraceFormatError when no parser takes it or the parser refuses it."""
+    """Parse any trace file. Raises TraceFormatError when no parser takes it or the parser
+    refuses it.
+    """
     name = sniff(path)
     if name is None:
         raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)

@@ -1,4 +1,6 @@
-"""Kineto's Chrome trace (torch.profiler's JSON, plain or gzip) to a Trace, at a few hundred MB a second in bounded memory."""
+"""Kineto's Chrome trace (torch.profiler's JSON, plain or gzip) to a Trace, at a few hundred MB a
+second in bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ def parse_chrome(
 ) -> Trace:
     """Parse a Kineto trace; processes None: two for large files where there are two CPUs, else one.
 
-    Launches are kernels, memcpys and memsets; in a trace without any, the innermost ATen ops. Unreadable single events are
-    skipped and counted. The sizes steer memory, not results. Raises TraceFormatError when the file is truncated, damaged
+    Launches are kernels, memcpys and memsets; in a trace without any, the innermost ATen ops.
+    Unreadable single events are
+    skipped and counted. The sizes steer memory, not results. Raises TraceFormatError when the file
+    is truncated, damaged
     or no Kineto trace. The caller closes the Trace.
     """
     path = Path(path)
@@ -61,14 +65,15 @@ def parse_chrome(
         window.close()
     with ExitStack() as stack:
         source, header, warnings = _scan_file(path, layout, processes, range_bytes, stack)
-        trace = _assemble(source, header, warnings, chunk_rows, slice_rows, stack)
-        return trace
+        return _assemble(source, header, warnings, chunk_rows, slice_rows, stack)
 
 
 def _scan_file(
     path: Path, layout: Layout, processes: int | None, range_bytes: int, stack: ExitStack
 ) -> tuple[link.Source, dict[str, Any], list[str]]:
-    """Scan with as many processes as pay, again with decimals or in one go where that proves necessary."""
+    """Scan with as many processes as pay, again with decimals or in one go where that proves
+    necessary.
+    """
     count = _processes(path, layout, processes)
     exact = _needs_decimals(layout.first_ts)
     warnings: list[str] = []
@@ -122,7 +127,9 @@ def _run(
 
 
 def _array_end(path: Path, answers: list[Answer]) -> int:
-    """Offset of the closing bracket. Raises TraceFormatError if there is none, _Inexact if parts contradict each other."""
+    """Offset of the closing bracket. Raises TraceFormatError if there is none, _Inexact if parts
+    contradict each other.
+    """
     parts = sorted((part for answer in answers for part in answer.parts), key=lambda p: p.index)
     ends = [part for part in parts if part.array_end is not None]
     if not ends:
@@ -136,7 +143,9 @@ def _array_end(path: Path, answers: list[Answer]) -> int:
 
 
 def _trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
-    """Header and trailing keys. Raises TraceFormatError if the file does not close properly behind the events."""
+    """Header and trailing keys. Raises TraceFormatError if the file does not close properly
+    behind the events.
+    """
     window = Window(path)
     try:
         window.fill()

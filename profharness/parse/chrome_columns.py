@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.parse.chrome_events import GPU, LAUNCH, Events
+from profharness.parse.chrome_events import GPU, Events
 
 Ints = NDArray[np.int64]
 
@@ -25,14 +25,17 @@ OP_ROW = ("start", "end", "thread", "name")
 
 
 class NeedExactTimes(Exception):
-    """A timestamp is beyond what a double holds to the nanosecond; the file must be read again with decimals."""
+    """A timestamp is beyond what a double holds to the nanosecond; the file must be read again
+    with decimals.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """One stretch of rows in a spool file: rows of `columns` int64, column after column.
 
-    order sorts blocks into file order; low and high bound the key (correlation, or start and end of ops).
+    order sorts blocks into file order; low and high bound the key (correlation, or start and end of
+    ops).
     """
 
     order: tuple[int, int]
@@ -46,7 +49,9 @@ class Block:
 
 @dataclass(slots=True)
 class Tables:
-    """What one process found: interned strings, row blocks, ranges (name, start, duration, thread), counts."""
+    """What one process found: interned strings, row blocks, ranges (name, start, duration,
+    thread), counts.
+    """
 
     threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
     kernels: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -121,7 +126,9 @@ class Collector:
             take[type(event)](event)
 
     def flush(self, part: int) -> None:
-        """Write the pending events as blocks of the given part of the file. Raises NeedExactTimes."""
+        """Write the pending events as blocks of the given part of the file. Raises
+        NeedExactTimes.
+        """
         order = (part, self._sequence)
         self._sequence += 1
         if self._gpu:
@@ -148,10 +155,12 @@ class Collector:
         columns = [
             start,
             dur,
-            _ints(kernels.setdefault((kinds[type(e)], e.name), len(kernels)) for e in events),
+            _ints([kernels.setdefault((kinds[type(e)], e.name), len(kernels)) for e in events]),
             _ints(
-                configs.setdefault((a.grid, a.block, a.registers, a.shared), len(configs))
-                for a in args
+                [
+                    configs.setdefault((a.grid, a.block, a.registers, a.shared), len(configs))
+                    for a in args
+                ]
             ),
             _checked([a.device for a in args], keep),
             _checked([a.stream for a in args], keep),
@@ -176,7 +185,7 @@ class Collector:
         apis = self.tables.apis
         columns = [
             _checked([e.args.correlation for e in events], keep),
-            _ints(apis.setdefault(e.name, len(apis)) for e in events),
+            _ints([apis.setdefault(e.name, len(apis)) for e in events]),
             self._threads(events),
             self._nanoseconds([e.ts for e in events], keep),
         ]
@@ -186,7 +195,7 @@ class Collector:
         events = self._op
         start, dur, keep = self._times(events)
         names = self.tables.names
-        named = _ints(names.setdefault(e.name, len(names)) for e in events)
+        named = _ints([names.setdefault(e.name, len(names)) for e in events])
         columns = [start, start + dur, self._threads(events), named]
         self._write(self.tables.ops, columns, keep, order, start, columns[1])
 
@@ -203,7 +212,7 @@ class Collector:
     def _times(self, events: list[Any]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
         keep = np.ones(len(events), np.bool_)
         start = self._nanoseconds([e.ts for e in events], keep)
-        micro = np.fromiter((e.dur for e in events), np.float64, len(events))
+        micro = np.array([e.dur for e in events], np.float64)
         keep &= (micro >= 0) & (micro < EXACT_LIMIT)
         dur = _to_ns(np.where(keep, micro, 0.0))
         return start, dur, keep
@@ -223,7 +232,7 @@ class Collector:
 
     def _threads(self, events: list[Any]) -> Ints:
         threads = self.tables.threads
-        return _ints(threads.setdefault((e.pid, e.tid), len(threads)) for e in events)
+        return _ints([threads.setdefault((e.pid, e.tid), len(threads)) for e in events])
 
     def _write(
         self,
@@ -273,7 +282,8 @@ def _loose_launch(event: Any) -> _Launch | None:
 def _to_ns(micro: NDArray[np.float64]) -> Ints:
     """Microseconds with three decimals to nanoseconds, exact below EXACT_LIMIT.
 
-    Whole and fraction apart: near 2**42 a double is off by up to 0.49 ns, and the rounding of a plain product by 1000
+    Whole and fraction apart: near 2**42 a double is off by up to 0.49 ns, and the rounding of a
+    plain product by 1000
     would make a whole one of it.
     """
     whole = np.floor(micro)
@@ -281,8 +291,8 @@ def _to_ns(micro: NDArray[np.float64]) -> Ints:
     return whole.astype(np.int64) * 1000 + fraction.astype(np.int64)
 
 
-def _ints(values: Iterable[int]) -> Ints:
-    return np.fromiter(values, np.int64)
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, np.int64)
 
 
 def _checked(values: list[int], keep: NDArray[np.bool_]) -> Ints:

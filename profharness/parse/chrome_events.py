@@ -1,4 +1,6 @@
-"""Kineto events as typed Structs of one tagged union; categories nobody needs are syntax-checked and built as empty."""
+"""Kineto events as typed Structs of one tagged union; categories nobody needs are syntax-checked
+and built as empty.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ import msgspec
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = ("cuda_runtime", "cuda_driver")
 IGNORED = (
-    "python_function ac2g async_cpu_to_gpu fwdbwd forward_backward cpu_instant_event overhead Trace "
-    "gpu_user_annotation cuda_sync cuda_event cuda_profiler_range collective_comm async_gpu async"
-).split()
+    "python_function", "ac2g", "async_cpu_to_gpu", "fwdbwd", "forward_backward",
+    "cpu_instant_event", "overhead", "Trace", "gpu_user_annotation", "cuda_sync", "cuda_event",
+    "cuda_profiler_range", "collective_comm", "async_gpu", "async",
+)  # fmt: skip
 
 Id = int | str | float | None
 Triple = tuple[int, int, int]
@@ -55,7 +58,9 @@ _TIMES = {False: float, True: Decimal}
 
 
 class Events:
-    """The union's classes and decoders for one file; `exact` reads ts as Decimal (beyond float's exactness)."""
+    """The union's classes and decoders for one file; `exact` reads ts as Decimal (beyond float's
+    exactness).
+    """
 
     def __init__(self, *, exact: bool, extra: tuple[str, ...] = ()) -> None:
         self.exact = exact
@@ -87,9 +92,11 @@ class Events:
         self.known = {*GPU, *LAUNCH, "cpu_op", "user_annotation", *IGNORED, *self.extra}
 
     def decode_one(self, data: bytes) -> tuple[Any, bool]:
-        """One event of a segment that did not decode as a whole: (event or None, whether it was bad).
+        """One event of a segment that did not decode as a whole: (event or None, whether it was
+        bad).
 
-        Events without a category and ones without a duration are none of ours and not bad. Numbers that are not finite
+        Events without a category and ones without a duration are none of ours and not bad. Numbers
+        that are not finite
         become null: Kineto writes `inf` for the bandwidth of a copy that took no time.
         """
         try:

@@ -1,4 +1,6 @@
-"""What a Kineto file says about itself: devices, versions, the time base; nothing that names a host, user or path."""
+"""What a Kineto file says about itself: devices, versions, the time base; nothing that names a
+host, user or path.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ from typing import Any
 from profharness.trace import Device
 
 KEPT = (
-    "schemaVersion trace_id record_shapes with_stack profile_memory with_flops with_modules cuda_runtime_version "
-    "cuda_driver_version cupti_version hip_runtime_version hip_driver_version rocm_version torch_version"
-).split()
+    "schemaVersion", "trace_id", "record_shapes", "with_stack", "profile_memory", "with_flops",
+    "with_modules", "cuda_runtime_version", "cuda_driver_version", "cupti_version",
+    "hip_runtime_version", "hip_driver_version", "rocm_version", "torch_version",
+)  # fmt: skip
 DISTRIBUTED = ("backend", "rank", "world_size")
 MAX_TEXT = 200
 

@@ -1,9 +1,11 @@
-"""Joins: kernel to launch by correlation, launch to its op stack and ranges by time; everything in bounded pieces."""
+"""Joins: kernel to launch by correlation, launch to its op stack and ranges by time; everything
+in bounded pieces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +19,9 @@ SLICE_ROWS = 262144  # ops (by start) in one time slice
 
 @dataclass(slots=True)
 class Source:
-    """Merged tables, the spools by owner, and for each owner the arrays that map its string ids to merged ones."""
+    """Merged tables, the spools by owner, and for each owner the arrays that map its string ids
+    to merged ones.
+    """
 
     tables: Tables
     spools: list[Spool]
@@ -79,7 +83,9 @@ class Linked:
 
 
 def linked_chunks(source: Source, *, rows: int = CHUNK_ROWS) -> Iterator[Linked]:
-    """GPU rows in file order, each with its launching call; of calls that share a correlation the first in the file wins."""
+    """GPU rows in file order, each with its launching call; of calls that share a correlation
+    the first in the file wins.
+    """
     for blocks in _groups(source.tables.gpu, rows):
         gpu = np.concatenate([source.gpu(block) for block in blocks], axis=1)
         correlation = gpu[6]
@@ -124,7 +130,7 @@ class OpSlice:
     intervals: sweep.Intervals
     names: Ints
     durations: Ints
-    paths: dict[int, int] = field(default_factory=dict)
+    paths: Ints  # stack id of each op, -1 until somebody asks
 
 
 class Stacks:
@@ -155,18 +161,27 @@ class Stacks:
         result = np.full(len(at), -1, np.int64)
         has = np.flatnonzero(at >= 0)
         nested = ops.intervals.nested[at[has]]
-        for index in _closure(ops.intervals.parent, at[has[nested]]):
-            if index not in ops.paths:
-                above = ops.paths.get(int(ops.intervals.parent[index]), -1)
-                ops.paths[index] = self._intern(above, int(ops.names[index]))
-        for row in has[nested]:
-            result[row] = ops.paths[int(at[row])]
+        self._name_paths(ops, at[has[nested]])
+        result[has[nested]] = ops.paths[at[has[nested]]]
         for row in has[~nested]:
             path = -1
             for index in ops.intervals.chain(int(at[row]), int(t[row])):
                 path = self._intern(path, int(ops.names[index]))
             result[row] = path
         return result
+
+    def _name_paths(self, ops: OpSlice, at: Ints) -> None:
+        """Fill in ops.paths for the ops `at` and all their ancestors."""
+        wanted = _closure(ops.intervals.parent, at, ops.paths)
+        if not len(wanted):
+            return
+        parents, names = ops.intervals.parent[wanted].tolist(), ops.names[wanted].tolist()
+        paths, known, intern = ops.paths, {-1: -1}, self.paths
+        for index, parent, name in zip(wanted.tolist(), parents, names, strict=True):
+            above = known.get(parent)
+            key = (int(paths[parent]) if above is None else above, name)
+            known[index] = intern.setdefault(key, len(intern))
+        paths[wanted] = [known[index] for index in wanted.tolist()]
 
     def _intern(self, above: int, name: int) -> int:
         return self.paths.setdefault((above, name), len(self.paths))
@@ -191,7 +206,8 @@ class Stacks:
         rows = np.concatenate(parts, axis=1) if parts else np.empty((4, 0), np.int64)
         intervals = sweep.build(rows[2], rows[0], rows[1])
         durations = (rows[1] - rows[0])[intervals.rows]
-        return OpSlice(intervals, rows[3][intervals.rows], durations)
+        none = np.full(len(durations), -1, np.int64)
+        return OpSlice(intervals, rows[3][intervals.rows], durations, none)
 
     def folded(self) -> list[str]:
         """The stacks as text, outermost first, by id."""
@@ -202,21 +218,22 @@ class Stacks:
         return texts
 
 
-def _closure(parent: Ints, start: Ints) -> list[int]:
-    """`start` and all ancestors, ascending, so that parents come first."""
+def _closure(parent: Ints, start: Ints, paths: Ints) -> Ints:
+    """`start` and all ancestors that have no path yet, ascending, so that parents come first."""
     marked = np.zeros(len(parent), np.bool_)
-    level = np.unique(start)
+    level = start
     while len(level):
+        level = level[(paths[level] < 0) & ~marked[level]]
         marked[level] = True
-        level = np.unique(parent[level])
+        level = parent[level]
         level = level[level >= 0]
-        level = level[~marked[level]]
-    found: list[int] = np.flatnonzero(marked).tolist()
-    return found
+    return np.flatnonzero(marked)
 
 
 def _borders(blocks: list[Block], rows: int) -> Ints:
-    """Times that cut the ops into slices of about `rows` starts; blocks count at the time their first op starts."""
+    """Times that cut the ops into slices of about `rows` starts; blocks count at the time their
+    first op starts.
+    """
     borders = []
     count = 0
     for block in sorted(blocks, key=lambda block: block.low):

@@ -1,4 +1,6 @@
-"""The Trace's own tables and columns, written in file order; ids count by first use, so that they never depend on how it was read."""
+"""The Trace's own tables and columns, written in file order; ids count by first use, so that
+they never depend on how it was read.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class Output:
         )  # fmt: skip
 
     def _op_rows(self, stacks: Stacks) -> None:
-        """Ops without a child op, in order of their end; one that goes on into the next slice waits for it."""
+        """Ops without a child op, in order of their end; one that goes on into the next slice
+        waits for it.
+        """
         waiting: dict[tuple[int, ...], bool] = {}
         for number in range(len(stacks.borders) + 1):
             ops = stacks.slice(number)
@@ -135,7 +139,9 @@ class Output:
 def _finished(
     ops: OpSlice, border: int | None, waiting: dict[tuple[int, ...], bool]
 ) -> tuple[Ints, dict[tuple[int, ...], bool]]:
-    """Innermost ops that end in this slice, and for those that go on whether they have had a child already."""
+    """Innermost ops that end in this slice, and for those that go on whether they have had a
+    child already.
+    """
     intervals = ops.intervals
     parent = np.zeros(len(intervals.start), np.bool_)
     parent[intervals.parent[intervals.parent >= 0]] = True

@@ -1,9 +1,10 @@
-"""Bytes of a Kineto file in small blocks, plain or gzip, and where its events begin and how they are separated."""
+"""Bytes of a Kineto file in small blocks, plain or gzip, and where its events begin and how they
+are separated.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import stat
 import zlib
@@ -28,10 +29,13 @@ _KEY = re.compile(rb'\{[ \t\r\n]*"(?:[^"\\]|\\.)*+"')
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a file is laid out. first: offset of the first event; separator starts with the `}` of one event.
+    """How a file is laid out. first: offset of the first event; separator starts with the `}` of
+    one event.
 
-    gap is the number of bytes between that `}` and the next event's `{`. certain: the separator holds a newline, which no
-    JSON string can, so every occurrence is an event boundary. empty: traceEvents is `[]` and first is the offset of its `]`.
+    gap is the number of bytes between that `}` and the next event's `{`. certain: the separator
+    holds a newline, which no
+    JSON string can, so every occurrence is an event boundary. empty: traceEvents is `[]` and first
+    is the offset of its `]`.
     """
 
     first: int
@@ -45,7 +49,9 @@ class Layout:
 
 
 class Window:
-    """A stretch of the uncompressed bytes: `buffer` begins at offset `base`; `fill` appends, `seek` goes forward."""
+    """A stretch of the uncompressed bytes: `buffer` begins at offset `base`; `fill` appends,
+    `seek` goes forward.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,7 +67,9 @@ class Window:
         return self.base + len(self.buffer)
 
     def fill(self, size: int = BLOCK) -> bool:
-        """Append up to `size` bytes; False at the end of the file. Raises TraceFormatError on damaged gzip."""
+        """Append up to `size` bytes; False at the end of the file. Raises TraceFormatError on
+        damaged gzip.
+        """
         data = b"" if self.eof else self._read(size)
         self.eof = not data
         self.buffer = self.buffer + data if self.buffer else data
@@ -83,7 +91,9 @@ class Window:
         self.base = offset
 
     def rest(self) -> bytes:
-        """Everything from `base` on. Raises TraceFormatError if that is more than MAX_PIECE bytes."""
+        """Everything from `base` on. Raises TraceFormatError if that is more than MAX_PIECE
+        bytes.
+        """
         parts = [self.buffer]
         size = len(self.buffer)
         while not self.eof:
@@ -127,9 +137,9 @@ class Window:
 def _open(path: Path) -> tuple[BinaryIO, bool]:
     """The uncompressed bytes of a file, and whether it is gzip."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise TraceFormatError(path, "not a regular file", expected="a Kineto trace")
-        raw = open(path, "rb", buffering=0)
+        raw = path.open("rb", buffering=0)
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     try:
@@ -179,7 +189,9 @@ def skip_space(data: bytes, position: int) -> int:
 
 
 def decode_lenient(data: bytes) -> Any:
-    """JSON to Python values, also with NaN, bad UTF-8 or raw control characters. Raises ValueError."""
+    """JSON to Python values, also with NaN, bad UTF-8 or raw control characters. Raises
+    ValueError.
+    """
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -191,7 +203,8 @@ def decode_lenient(data: bytes) -> Any:
 def probe(window: Window) -> Layout:
     """Find the events of a file whose window stands at its beginning.
 
-    Raises TraceFormatError when the file is not JSON, has no traceEvents, or ends before its first event does.
+    Raises TraceFormatError when the file is not JSON, has no traceEvents, or ends before its first
+    event does.
     """
     window.fill()
     if not window.buffer:
@@ -226,7 +239,9 @@ def _find_events(window: Window, start: int) -> tuple[int, dict[str, Any]]:
 
 
 def _foreign(window: Window) -> TraceFormatError:
-    """The error for a file that ends without traceEvents: cut short, not JSON, or another kind of JSON."""
+    """The error for a file that ends without traceEvents: cut short, not JSON, or another kind
+    of JSON.
+    """
     try:
         value = decode_lenient(window.buffer.removeprefix(b"\xef\xbb\xbf"))
     except json.JSONDecodeError as error:

@@ -1,4 +1,6 @@
-"""The scan: cuts a file at event boundaries, decodes piece by piece, and says where the event array ended."""
+"""The scan: cuts a file at event boundaries, decodes piece by piece, and says where the event
+array ended.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ FOREVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One range of the file as it was scanned: array_end is the offset of the closing `]`, if it was met here."""
+    """One range of the file as it was scanned: array_end is the offset of the closing `]`, if it
+    was met here.
+    """
 
     index: int
     array_end: int | None
@@ -104,7 +108,9 @@ class Scanner:
                 flushed = window.base
 
     def _segment(self, segment: bytes, *, last: bool) -> int:
-        """Decode whole events; returns how many bytes are done with (fewer if the last event goes on)."""
+        """Decode whole events; returns how many bytes are done with (fewer if the last event
+        goes on).
+        """
         try:
             events = self.collector.events.many.decode(b"[" + segment + b"]")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -154,7 +160,9 @@ class Scanner:
         return len(segment) if border < 0 else border + self.layout.gap + 1
 
     def _lost_end(self, segment: bytes, position: int) -> int:
-        """At the end of the file inside an event: perhaps a broken event whose array still closes."""
+        """At the end of the file inside an event: perhaps a broken event whose array still
+        closes.
+        """
         tail = segment[position:].rstrip()
         border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
         if border < 0 or not tail.endswith((b"}", b"]")):

@@ -1,4 +1,5 @@
-"""Which intervals enclose which instants, thread by thread: sorted sweeps by vectorised pointer jumping.
+"""Which intervals enclose which instants, thread by thread: sorted sweeps by vectorised pointer
+jumping.
 
 An interval encloses t when start <= t < end; one of no duration encloses its own start.
 """
@@ -15,10 +16,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals sorted by (thread, start, longest first). rows says where each stood before sorting.
+    """Intervals sorted by (thread, start, longest first). rows says where each stood before
+    sorting.
 
-    parent is the last earlier interval of the thread that encloses this one's start, -1 for none: every interval that encloses
-    some t lies on the parent chain of the last one that starts at or before t. nested says that this one and all
+    parent is the last earlier interval of the thread that encloses this one's start, -1 for none:
+    every interval that encloses
+    some t lies on the parent chain of the last one that starts at or before t. nested says that
+    this one and all
     its ancestors end within their parents, so that the whole chain encloses whatever this one does.
     """
 
@@ -40,7 +44,9 @@ class Intervals:
 
 
 def build(thread: Ints, start: Ints, end: Ints) -> Intervals:
-    """Sort intervals and find their parents. O(n log n); exact also where intervals overlap without nesting."""
+    """Sort intervals and find their parents. O(n log n); exact also where intervals overlap
+    without nesting.
+    """
     stop = np.maximum(end, start + 1)
     rows = np.lexsort((-stop, start, thread))
     thread, start, stop = thread[rows], start[rows], stop[rows]

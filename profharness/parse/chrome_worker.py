@@ -1,4 +1,6 @@
-"""Scanning in one process or two: this process takes the even ranges of a file, a child the odd ones."""
+"""Scanning in one process or two: this process takes the even ranges of a file, a child the odd
+ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ CHILD = "from profharness.parse.chrome_worker import main; main()"  # -m would p
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a child has to do: the ranges `first`, `first + step`, … of a file; step 0: one range to the end."""
+    """What a child has to do: the ranges `first`, `first + step`, … of a file; step 0: one range
+    to the end.
+    """
 
     path: str
     layout: Layout

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from profharness.report.document import Block, Column, Document, Heading, Note, Table
 
 if TYPE_CHECKING:
-    from profharness.diff import Diff, DiffRow, EnvChange
+    from profharness.differ import Diff, DiffRow, EnvChange
     from profharness.rows import KernelRow
 
 FIELDS = (

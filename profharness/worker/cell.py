@@ -19,7 +19,6 @@ from profharness.worker.inputs import Inputs, fused_choice, make_call, make_inpu
 from profharness.worker.profile import profiled_calls, with_torch_profiler
 from profharness.worker.refusal import heard_warnings, is_refusal, refusals
 
-
 OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -26,7 +27,7 @@ class ClockReader:
         if self._handle is None:
             return {}
         nvml, handle = self._nvml, self._handle
-        asked = {
+        asked: dict[str, Callable[[], Any]] = {
             "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             "memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,

@@ -1,4 +1,6 @@
-"""The naive reference for the Kineto parser: json.load and linear scans, nothing shared with the parser."""
+"""The naive reference for the Kineto parser: json.load and linear scans, nothing shared with the
+parser.
+"""
 
 from __future__ import annotations
 
@@ -131,9 +133,11 @@ def ordered_rows(trace: Trace) -> list[Row]:
         for i in range(len(b.kernel)):
             config = trace.launch_configs[b.launch_config[i]]
             rows.append((
-                trace.kernels[b.kernel[i]], trace.kernel_kinds[b.kernel[i]], config.grid, config.block,
+                trace.kernels[b.kernel[i]], trace.kernel_kinds[b.kernel[i]],
+                config.grid, config.block,
                 config.registers_per_thread, config.shared_bytes,
-                text(trace.op_paths, b.op_path[i]), range_name(b.range[i]), range_name(b.cell_range[i]),
+                text(trace.op_paths, b.op_path[i]), range_name(b.range[i]),
+                range_name(b.cell_range[i]),
                 text(trace.apis, b.api[i]), int(b.pid[i]), int(b.tid[i]), int(b.launch_ns[i]),
                 int(b.device[i]), int(b.stream[i]), int(b.correlation[i]), int(b.graph_node[i]),
                 int(b.start_ns[i]), int(b.duration_ns[i]), int(b.bytes[i]),

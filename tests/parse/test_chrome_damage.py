@@ -1,4 +1,6 @@
-"""Damaged, foreign and hostile files: an error with path and offset, or single events skipped and counted."""
+"""Damaged, foreign and hostile files: an error with path and offset, or single events skipped
+and counted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from profharness.errors import TraceFormatError
 from profharness.parse.chrome import parse_chrome
 
 DATA = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
-GOOD = b'{"ph": "X", "cat": "kernel", "name": "good", "pid": 0, "tid": 7, "ts": 5.0, "dur": 1.0, "args": {"correlation": 1}}'
+GOOD = (
+    b'{"ph": "X", "cat": "kernel", "name": "good", "pid": 0, "tid": 7, '
+    b'"ts": 5.0, "dur": 1.0, "args": {"correlation": 1}}'
+)
 LAYOUTS = {"native": (b"\n  ", b",\n  "), "compact": (b"", b",")}
 
 
@@ -112,8 +117,10 @@ def test_truncated_is_seen_by_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"   ", b"hello", b"\x7fELF", b"null", b'{"a": 1}', b'{"traceEvents": 5}', b"[1, 2]", b"[" * 100_000,
-        b'{"x": ' * 100_000, b'{"a": {"traceEvents": []}}', b'{"a": "\\"traceEvents\\": ["}', b"\0" * 1000,
+        b"", b"   ", b"hello", b"\x7fELF", b"null", b'{"a": 1}', b'{"traceEvents": 5}',
+        b"[1, 2]", b"[" * 100_000,
+        b'{"x": ' * 100_000, b'{"a": {"traceEvents": []}}', b'{"a": "\\"traceEvents\\": ["}',
+        b"\0" * 1000,
         b"\xff\xfe{\0", b'{"traceEvents": [5]}', b"\x1f\x8b", b"\x1f\x8bgarbage-garbage-garbage",
         b'{"traceEvents": [], "x": ', b"[] x",
     ],
@@ -172,8 +179,10 @@ def test_bomb_inside_the_events(tmp_path: Path) -> None:
 
 def test_header_with_bad_values(tmp_path: Path) -> None:
     header = {
-        "baseTimeNanoseconds": "soon", "deviceProperties": [1, {"id": 0}, {"name": 3}], "host_name": "h",
-        "cuda_runtime_version": {"a": 1}, "distributedInfo": {"backend": "nccl", "rank": 1, "pg": ["x"]},
+        "baseTimeNanoseconds": "soon", "deviceProperties": [1, {"id": 0}, {"name": 3}],
+        "host_name": "h",
+        "cuda_runtime_version": {"a": 1},
+        "distributedInfo": {"backend": "nccl", "rank": 1, "pg": ["x"]},
     }  # fmt: skip
     path = tmp_path / "t.json"
     path.write_text(json.dumps({**header, "traceEvents": [json.loads(GOOD)]}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from view_rows import CONFIG, kernel
 
-from profharness.diff import Change, Diff, DiffRow, EnvChange
+from profharness.differ import Change, Diff, DiffRow, EnvChange
 from profharness.report.diff_view import diff_document
 from profharness.report.renderers import RENDERERS
 

@@ -201,7 +201,7 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_words(tmp_path: Path) -
 @pytest.mark.skipif(sys.platform != "linux", reason="signals a process group")
 def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     argv = [
-        *(sys.executable, "-m", "profharness", "capture", "--config", "4,8,{512:2048:+128},64"),
+        *(sys.executable, "-m", "profharness", "capture", "--config", "1,4,{512:1280:+64},64"),
         *("--backend", "math", "--device", "cpu", "--out", str(tmp_path), "--samples", "5"),
         *("--store", str(tmp_path / "store.db")),
     ]
@@ -244,7 +244,9 @@ def test_a_killed_parent_takes_its_worker_along(tmp_path: Path) -> None:
     process.wait()
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        workers = [p for p in Path("/proc").glob("[0-9]*") if str(tmp_path).encode() in _command_line(p)]
+        workers = [
+            p for p in Path("/proc").glob("[0-9]*") if str(tmp_path).encode() in _command_line(p)
+        ]
         if not workers:
             break
         time.sleep(0.1)

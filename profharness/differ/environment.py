@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from profharness.diff.model import EnvChange
+from profharness.differ.model import EnvChange
 
 # In order of weight; the sentences are about PyTorch's dispatch on CUDA (its priority order and
 # constraint checks).

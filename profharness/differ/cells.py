@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from profharness import stats
-from profharness.diff.model import Change, DiffRow, Side, Verdict
+from profharness.differ.model import Change, DiffRow, Side, Verdict
 from profharness.rows import CellRow
 
 MEASUREMENTS = ("graph", "event", "wall")

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from profharness import stats
-from profharness.diff.cells import call_row, incomparable, status_row
-from profharness.diff.environment import environment_changes
-from profharness.diff.kernels import Groups, aligned, call_ns, changes, common_profiler, grouped
-from profharness.diff.kernels import speed as launch_speed
-from profharness.diff.model import Diff, DiffRow, Side, Verdict
+from profharness.differ.cells import call_row, incomparable, status_row
+from profharness.differ.environment import environment_changes
+from profharness.differ.kernels import Groups, aligned, call_ns, changes, common_profiler, grouped
+from profharness.differ.kernels import speed as launch_speed
+from profharness.differ.model import Diff, DiffRow, Side, Verdict
 from profharness.roles import role_order
 from profharness.rows import CellRow, KernelRow
 

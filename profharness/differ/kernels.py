@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from profharness import stats
-from profharness.diff.model import Change, Verdict
+from profharness.differ.model import Change, Verdict
 from profharness.roles import ROLES, assign_roles, role_order
 from profharness.rows import KernelRow
 

@@ -1,0 +1,204 @@
+"""The Python interface: the commands as plain functions that return pandas DataFrames."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from profharness.config import Config, expand_configs
+from profharness.errors import NotFoundError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PathLike = str | os.PathLike[str]
+Configs = str | Config | Iterable[str | Config] | None
+
+STORE_VARIABLE = "PROFHARNESS_STORE"
+DEFAULT_STORE = "profharness.db"
+
+
+def capture(
+    configs: Configs,
+    backends: str | Sequence[str] = (),
+    *,
+    profilers: str | Sequence[str] = ("torch",),
+    store: PathLike | None = None,
+    out: PathLike = "traces/runs",
+    iterations: int = 5,
+    warmup: int = 3,
+    samples: int = 30,
+    timeout_s: float = 120.0,
+    seed: int = 0,
+    device: str = "auto",
+    note: str | None = None,
+) -> pd.DataFrame:
+    """Run configs on backends in a worker process, ingest the run, and return one row per cell.
+
+    configs are grammar texts ("2,8,512,64,bf16"), Config objects or a list of them; without
+    backends the usual ones of this machine's device run. Failed and refused cells are rows with
+    their status and message. Raises UsageError for what cannot be meant, CaptureError when no
+    worker starts.
+    """
+    from profharness.jobs import capture_into_store
+    from profharness.record import Protocol
+    from profharness.runner import CaptureOptions
+
+    protocol = Protocol(iterations, warmup, samples, float(timeout_s), seed, device)
+    options = CaptureOptions(_names(profilers), Path(out), protocol, note)
+    path = _store(store)
+    captured = capture_into_store(_configs(configs), _names(backends), path, options)
+    return cells(captured.run.run, store=path)
+
+
+def ingest(*sources: PathLike, store: PathLike | None = None) -> pd.DataFrame:
+    """Take traces and run folders into the store; one row per run, status new, unchanged or
+    replaced. Raises TraceFormatError; the file that raises leaves the store as it was.
+    """
+    from profharness.store import ingest_path, to_frame
+
+    path = _store(store)
+    return to_frame([result for source in sources for result in ingest_path(path, Path(source))])
+
+
+def runs(*, store: PathLike | None = None) -> pd.DataFrame:
+    """One row per stored run, the newest first."""
+    from profharness.store import open_store, to_frame
+
+    with open_store(_store(store)) as opened:
+        return to_frame(opened.runs())
+
+
+def cells(
+    run: str | None = None,
+    *,
+    configs: Configs = None,
+    backends: str | Sequence[str] = (),
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """One row per cell of a run (None: the latest; "all"): status, reasons, latency samples."""
+    from profharness.store import open_store, to_frame
+
+    with open_store(_store(store)) as opened:
+        rows = opened.cells(
+            run, configs=_configs(configs) or None, backends=_names(backends) or None
+        )
+        return to_frame(rows)
+
+
+def kernels(
+    configs: Configs = None,
+    *,
+    run: str | None = None,
+    backends: str | Sequence[str] = (),
+    profilers: str | Sequence[str] = (),
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """One row per kernel and launch configuration of each cell, from the store only.
+
+    run is an id, a unique prefix, latest, latest~1 or all; None means the latest run that has all
+    the configs. Raises NotFoundError if nothing answers; `capture` makes an answer.
+    """
+    from profharness.store import open_store, to_frame
+
+    wanted = _configs(configs)
+    with open_store(_store(store)) as opened:
+        if run is None and wanted:
+            run = opened.latest_run_with(wanted, _names(backends) or None)
+            if run is None:
+                labels = ", ".join(config.label for config in wanted)
+                raise NotFoundError(f"no stored run has {labels}; profharness.capture(…) makes one")
+        rows = opened.kernels(
+            run,
+            configs=wanted or None,
+            backends=_names(backends) or None,
+            profilers=_names(profilers) or None,
+        )
+        return to_frame(rows)
+
+
+def launches(
+    run: str | None = None,
+    *,
+    cell: str | None = None,
+    profiler: str | None = None,
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """Every single launch of a run, in order of its start."""
+    from profharness.store import open_store, to_frame
+
+    with open_store(_store(store)) as opened:
+        return to_frame(list(opened.launches(run, profiler=profiler, cell=cell)))
+
+
+def diff(
+    baseline: str,
+    candidate: str,
+    *,
+    configs: Configs = None,
+    threshold: float | None = None,
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """Paired rows of two sides (RUN, RUN:BACKEND, or a backend of the latest run) with verdicts.
+
+    What changed in the environment is in the frame's `attrs["environment"]`.
+    """
+    import pandas as pd
+
+    from profharness import stats
+    from profharness.differ import diff_cells
+    from profharness.sides import find_side
+    from profharness.store import open_store
+
+    wanted = _configs(configs)
+    with open_store(_store(store)) as opened:
+        sides = [find_side(opened, text, wanted) for text in (baseline, candidate)]
+    found = diff_cells(*sides, threshold=stats.THRESHOLD if threshold is None else threshold)
+    told = found.to_json()
+    frame = pd.DataFrame(told["rows"])
+    frame.attrs["environment"] = told["environment"]
+    return frame
+
+
+def export(run: str, path: PathLike, *, store: PathLike | None = None, force: bool = False) -> int:
+    """Write a run as a Chrome trace (gzip if the name ends in .gz); the number of launches in it."""
+    from profharness.exports import write_run_file
+    from profharness.store import open_store
+
+    with open_store(_store(store)) as opened:
+        return write_run_file(opened, opened.resolve(run), Path(path), force=force)
+
+
+def query(
+    sql: str,
+    params: Sequence[Any] | Mapping[str, Any] = (),
+    *,
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """Any SELECT on the store, for example on the views kernel_launches and kernel_summary."""
+    from profharness.store import open_store
+    from profharness.store import query as run_query
+
+    with open_store(_store(store)) as opened:
+        return run_query(opened, sql, params)
+
+
+def _store(store: PathLike | None) -> Path:
+    return Path(store if store is not None else os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    words = names.split(",") if isinstance(names, str) else names
+    return tuple(word.strip() for word in words if word.strip())
+
+
+def _configs(configs: Configs) -> list[Config]:
+    if configs is None:
+        return []
+    items = [configs] if isinstance(configs, str | Config) else list(configs)
+    found: list[Config] = []
+    for item in items:
+        found += [item] if isinstance(item, Config) else expand_configs(item)
+    return list(dict.fromkeys(found))

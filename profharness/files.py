@@ -1,0 +1,63 @@
+"""Output files that appear whole or not at all, and never over an existing one unless told so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from profharness.errors import UsageError
+
+
+def check_output(output: Path | None, *, force: bool) -> None:
+    """Refuse early, before any work is done, what `atomic_file` would refuse at the end."""
+    if output is None:
+        if force:
+            raise UsageError("--force means the file of -o; name one")
+        return
+    if output.exists() and not force:
+        raise UsageError(f"{output}: already exists; --force overwrites it")
+    if not output.parent.is_dir():
+        raise UsageError(f"{output}: its folder does not exist")
+
+
+@contextlib.contextmanager
+def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
+    """A binary file that appears under its name only when the block ends well; until then any old
+    one stays.
+
+    Raises UsageError when the file is there (even if it came to be meanwhile) and force is not
+    given, or cannot be written.
+    """
+    check_output(output, force=force)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
+    try:
+        file = temporary.open("xb")
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
+    try:
+        try:
+            with file:
+                yield file
+            _put(temporary, output, force=force)
+        except OSError as error:
+            raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _put(temporary: Path, output: Path, *, force: bool) -> None:
+    """Give the finished file its name; without force by a hard link, which never replaces an
+    existing one."""
+    if force:
+        temporary.replace(output)
+        return
+    try:
+        os.link(temporary, output)
+    except FileExistsError:
+        raise UsageError(f"{output}: already exists; --force overwrites it") from None
+    except OSError:
+        # A file system without hard links.
+        temporary.replace(output)
