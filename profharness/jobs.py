@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profharness.backends import CPU_BACKENDS, DEFAULT_BACKENDS
 from profharness.config import Config
+from profharness.errors import ProfharnessError
 from profharness.record import Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
 from profharness.runner.capture import Progress
@@ -36,18 +39,42 @@ def capture_into_store(
     """Capture and ingest; no backends means the default ones of this machine's device."""
     options = options or CaptureOptions()
     chosen = backends or default_backends(options.protocol.device)
-    return _take_in(capture(configs, chosen, options, progress), store)
+    with _opened_meanwhile(store):
+        folder = capture(configs, chosen, options, progress)
+    return _take_in(folder, store)
 
 
 def resume_into_store(folder: Path, store: Path, progress: Progress | None = None) -> Captured:
     """Finish an interrupted run and ingest it, in place of what the store had of it."""
-    return _take_in(resume(folder, progress), store)
+    with _opened_meanwhile(store):
+        resume(folder, progress)
+    return _take_in(folder, store)
 
 
 def default_backends(device: str = "auto") -> tuple[str, ...]:
     """auto flash efficient cudnn math where there is an NVIDIA GPU, else auto flash math."""
     wanted = device if device != "auto" else ("cuda" if _gpu_present() else "cpu")
     return DEFAULT_BACKENDS if wanted == "cuda" else CPU_BACKENDS
+
+
+@contextlib.contextmanager
+def _opened_meanwhile(store: Path) -> Iterator[None]:
+    """Makes the store while the worker starts: its schema and imports cost as long as a cell.
+
+    Whatever is wrong with the store shows when the run is taken in, with the run folder complete.
+    """
+
+    def prepare() -> None:
+        from profharness.store import ingest_path, open_store
+
+        _ = ingest_path
+        with contextlib.suppress(ProfharnessError):
+            open_store(store, write=True).close()
+
+    thread = threading.Thread(target=prepare, daemon=True)
+    thread.start()
+    yield
+    thread.join()
 
 
 def _take_in(folder: Path, store: Path) -> Captured:

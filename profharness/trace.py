@@ -95,7 +95,8 @@ class LaunchBatch:
     else one of the same process that was open at the time of the launch call (autograd launches
     from a thread of its own). range is the innermost user range of the launching thread, else equal
     to cell_range. launch_ns is when the launching call began; start_ns and duration_ns are the
-    device's. device is -1 for the CPU (launches that are innermost ATen ops of a CPU-only trace).
+    device's. device is -1 for the CPU (an op of a CPU-only trace
+    with the time that is its own, not its child ops').
     """
 
     kernel: Column

@@ -16,7 +16,8 @@ OPEN = b'"traceEvents": [\n'
 GAP_NS = 1_000_000
 STACK_DEPTH = 4
 NUMBER = re.compile(
-    rb'("ts": |"correlation": |"External id": |"Ev Idx": |"Python id": |"Python parent id": |"id": )'
+    rb'("ts": |"correlation": |"External id": |"Ev Idx": |"Python id": |"Python parent id": '
+    rb'|"id": )'
     rb"(-?\d+)(?:\.(\d{1,3}))?"
 )
 DEVICE_CATS = (b'"cat": "cuda', b'"cat": "kernel"', b'"cat": "gpu_', b'"cat": "ac2g"')
@@ -53,7 +54,8 @@ def stack_events(event: bytes, number: int) -> Iterator[bytes]:
         name = b"torch/nn/modules/module.py(%d): _wrapped_call_impl" % (1700 + depth)
         yield (
             b'    "ph": "X", "cat": "python_function", "name": "%s", "pid": %s, "tid": %s,\n'
-            b'    "ts": %s, "dur": %s,\n    "args": {\n      "Python id": %d,"Python parent id": %d, '
+            b'    "ts": %s, "dur": %s,\n    "args": {\n      "Python id": %d,'
+            b'"Python parent id": %d, '
             b'"Ev Idx": %d\n    }'
         ) % (name, pid, tid, ts, dur, me, me - 1 if depth else 0, 100_000 + me)
 

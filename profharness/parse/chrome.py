@@ -51,7 +51,7 @@ def parse_chrome(
 ) -> Trace:
     """Parse a Kineto trace; processes None: two for large files where there are two CPUs, else one.
 
-    Launches are kernels, memcpys and memsets; in a trace without any, the innermost ATen ops.
+    Launches are kernels, memcpys and memsets; in a trace without any, ATen ops with their own time.
     Unreadable single events are
     skipped and counted. The sizes steer memory, not results. Raises TraceFormatError when the file
     is truncated, damaged

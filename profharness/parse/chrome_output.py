@@ -57,7 +57,7 @@ class Output:
         self.apis: list[str] = []
 
     def write(self, chunk_rows: int, slice_rows: int) -> None:
-        """Join and write everything: device rows if there are any, else the innermost ops."""
+        """Join and write everything: device rows if there are any, else ops."""
         stacks = Stacks(self._source, rows=slice_rows)
         if self._source.tables.gpu:
             for chunk in linked_chunks(self._source, rows=chunk_rows):
@@ -87,27 +87,28 @@ class Output:
         )  # fmt: skip
 
     def _op_rows(self, stacks: Stacks) -> None:
-        """Ops without a child op, in order of their end; one that goes on into the next slice
-        waits for it.
+        """Ops with the time that is their own, in order of their end; one that goes on into the
+        next slice waits for it.
         """
-        waiting: dict[tuple[int, ...], bool] = {}
+        waiting: dict[tuple[int, ...], int] = {}
         for number in range(len(stacks.borders) + 1):
             ops = stacks.slice(number)
             last = number == len(stacks.borders)
-            done, waiting = _finished(ops, None if last else int(stacks.borders[number]), waiting)
+            done, own, waiting = _finished(
+                ops, None if last else int(stacks.borders[number]), waiting
+            )
             if not len(done):
                 continue
             intervals = ops.intervals
             keys = (intervals.thread[done], ops.names[done], intervals.start[done])
             order = np.lexsort((*self._stable(keys), intervals.stop[done]))
-            done = done[order]
-            start, stop = intervals.start[done], intervals.stop[done]
+            done, own = done[order], own[order]
+            start = intervals.start[done]
             path = stacks.stack_ids(ops, done, start)
             none = np.full(len(done), -1, np.int64)
-            dur = np.where(ops.durations[done] == 0, 0, stop - start)
             self._emit(
                 ops.names[done], np.zeros_like(none), path, none, none, none, none, none,
-                intervals.thread[done], start, start, dur, none,
+                intervals.thread[done], start, start, own, none,
             )  # fmt: skip
 
     def _stable(self, keys: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
@@ -137,24 +138,38 @@ class Output:
 
 
 def _finished(
-    ops: OpSlice, border: int | None, waiting: dict[tuple[int, ...], bool]
-) -> tuple[Ints, dict[tuple[int, ...], bool]]:
-    """Innermost ops that end in this slice, and for those that go on whether they have had a
-    child already.
+    ops: OpSlice, border: int | None, waiting: dict[tuple[int, ...], int]
+) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
+    """Ops that end in this slice and have time of their own, that time in ns (duration less what
+    their children cover), and for those that go on what their children have covered so far.
+
+    A child counts in the slice in which it starts; ops without a child always count.
     """
-    intervals = ops.intervals
-    parent = np.zeros(len(intervals.start), np.bool_)
-    parent[intervals.parent[intervals.parent >= 0]] = True
-    for index in np.flatnonzero(_carried(ops, waiting)).tolist():
-        parent[index] |= waiting.get(_key(ops, index), False)
+    intervals, carried = ops.intervals, _carried(ops, waiting)
+    covered = np.zeros(len(intervals.start), np.int64)
+    child = np.flatnonzero((intervals.parent >= 0) & ~carried)
+    parent = intervals.parent[child]
+    stop = np.minimum(_stop(ops)[child], intervals.stop[parent])
+    np.add.at(covered, parent, np.maximum(stop - intervals.start[child], 1))
+    for index in np.flatnonzero(carried).tolist():
+        covered[index] += waiting.get(_key(ops, index), 0)
+    own = np.maximum(_stop(ops) - intervals.start - covered, 0)
+    kept = (covered == 0) | (own > 0)
     if border is None:
-        return np.flatnonzero(~parent), {}
+        done = np.flatnonzero(kept)
+        return done, own[done], {}
     on = intervals.stop > border
-    goes_on = {_key(ops, i): bool(parent[i]) for i in np.flatnonzero(on).tolist()}
-    return np.flatnonzero(~parent & ~on), goes_on
+    goes_on = {_key(ops, i): int(covered[i]) for i in np.flatnonzero(on).tolist()}
+    done = np.flatnonzero(kept & ~on)
+    return done, own[done], goes_on
 
 
-def _carried(ops: OpSlice, waiting: dict[tuple[int, ...], bool]) -> NDArray[np.bool_]:
+def _stop(ops: OpSlice) -> Ints:
+    """Where each op ends; the intervals themselves give an op of no duration one nanosecond."""
+    return ops.intervals.stop - (ops.durations == 0)
+
+
+def _carried(ops: OpSlice, waiting: dict[tuple[int, ...], int]) -> NDArray[np.bool_]:
     if not waiting:
         return np.zeros(len(ops.names), np.bool_)
     latest = max(key[1] for key in waiting)

@@ -29,6 +29,7 @@ FIELDS = (
     *("cell", "kernel_kind", "min_ns", "max_ns", "first_ns", "op", "sdpa_op", "occupancy"),
     *("occupancy_limiter", "device"),
 )
+MINOR_SHARE = 0.005
 _RENAMED = {"op": "op_path"}
 
 # A heading's scope: run, and the config, or for a foreign trace the range.
@@ -80,7 +81,9 @@ def kernels_document(
         if own:
             order = _backend_order(beside, own)
             own.sort(key=lambda row: (order[row.backend], row.profiler, row.device, row.first_ns))
-            blocks.append(Table(columns, tuple(_table_row(columns, row) for row in own)))
+            shown = own if full else [row for row in own if not is_minor(row)]
+            blocks.append(Table(columns, tuple(_table_row(columns, row) for row in shown)))
+            blocks += _left_out(own) if not full else []
         for cell in beside:
             blocks += cell_notes(cell, [row for row in own if row.cell == cell.cell])
     return Document(
@@ -91,6 +94,26 @@ def kernels_document(
         records=tuple(kernel_record(row) for row in rows),
         extra={"cells": [cell_record(cell) for cell in cells]},
     )
+
+
+def is_minor(row: KernelRow) -> bool:
+    """Whether a row is an op on the CPU (a view, an allocation) that takes next to no time."""
+    return row.kernel_kind == "op" and row.share is not None and row.share < MINOR_SHARE
+
+
+def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
+    """One line per backend with minor ops: how many there are, and what they take together."""
+    minor: dict[str, list[KernelRow]] = {}
+    for row in filter(is_minor, rows):
+        minor.setdefault(row.backend or "", []).append(row)
+    return [
+        Note(
+            f"{len(mine)} more ops of under {MINOR_SHARE:.1%} each, {share:.1%} together (--full shows them)",
+            backend,
+        )
+        for backend, mine in minor.items()
+        for share in [sum(row.share or 0 for row in mine)]
+    ]
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:

@@ -11,7 +11,10 @@ from typing import Any
 
 import nvtx
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from isal import igzip
+
+# not torch.profiler.profile: the first one of a process imports torch._inductor, 1.4 s
+from torch.autograd.profiler import profile, record_function
 
 from profharness.trace import WARMUP_RANGE, cell_range
 
@@ -53,12 +56,13 @@ def with_torch_profiler(
     A warm-up call opens each session: Kineto can drop records from before its capture window, and
     those would be the first.
     """
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, record_shapes=True) as session:
+    device = "cuda" if torch.cuda.is_available() else None
+    with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
         with record_function(WARMUP_RANGE):
             call()
             sync()
         profiled_calls(call, cell, iterations, sync)
-    session.export_chrome_trace(str(path))
+    plain = path.with_suffix("")
+    session.export_chrome_trace(str(plain))
+    path.write_bytes(igzip.compress(plain.read_bytes(), 2))
+    plain.unlink()

@@ -60,10 +60,7 @@ def time_graph(call: Callable[[], Any], samples: int, expected_ns: int) -> list[
     raises.
     """
     calls = GRAPH_CALLS if expected_ns < GRAPH_CALLS_MAX_NS else 1
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
+    graph = _captured(call, calls)
     graph.replay()
     torch.cuda.synchronize()
     pairs = []
@@ -78,6 +75,24 @@ def time_graph(call: Callable[[], Any], samples: int, expected_ns: int) -> list[
         if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
             break
     return [round(milliseconds * 1e6 / calls) for milliseconds in pairs]
+
+
+def _captured(call: Callable[[], Any], calls: int) -> Any:
+    """A graph of that many calls. torch.cuda.graph would collect garbage and empty the allocator's
+    cache first, which costs more than the timing.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            for _ in range(calls):
+                call()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 def time_wall(call: Callable[[], Any], samples: int) -> list[int]:

@@ -72,12 +72,29 @@ def expected_rows(path: Path) -> list[Row]:
     ]
     if not device:
         rows = [
-            _op_row(e, mine, notes, base)
+            _op_row(e, own, mine, notes, base)
             for mine in ops.values()
-            for e in mine
-            if not any(_is_child(other, e) for other in mine)
+            for e, own in zip(mine, _own_times(mine), strict=True)
+            if own is not None
         ]
     return sorted(rows, key=repr)
+
+
+def _own_times(ops: list[dict[str, Any]]) -> list[int | None]:
+    """Each op's duration less what its direct children cover; None if they cover all of it."""
+    own: list[int | None] = []
+    for event in ops:
+        covered = 0
+        for child in ops:
+            above = [e for e in ops if e is not child and _is_child(child, e)]
+            if above and max(above, key=_order) is event:
+                stop = min(
+                    _ns(child["ts"]) + _ns(child["dur"]), _ns(event["ts"]) + _ns(event["dur"])
+                )
+                covered += max(stop - _ns(child["ts"]), 1)
+        left = max(_ns(event["dur"]) - covered, 0)
+        own.append(left if left or not covered else None)
+    return own
 
 
 def _is_child(other: dict[str, Any], event: dict[str, Any]) -> bool:
@@ -105,12 +122,12 @@ def _device_row(
     )  # fmt: skip
 
 
-def _op_row(e: dict[str, Any], mine: list[dict[str, Any]], notes: Any, base: int) -> Row:
+def _op_row(e: dict[str, Any], own: int, mine: list[dict[str, Any]], notes: Any, base: int) -> Row:
     t = _ns(e["ts"])
     return (
         e["name"], "op", None, None, None, None,
         _fold(mine, t), *_range(notes, e, t), None, e["pid"], e["tid"], base + t,
-        -1, -1, -1, -1, base + t, _ns(e["dur"]), -1,
+        -1, -1, -1, -1, base + t, own, -1,
     )  # fmt: skip
 
 

@@ -1,0 +1,204 @@
+"""What the documents show, held against the program: commands, options, links, SQL, Python, keys."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import profharness
+from profharness import config, kernel_names, record, stats
+from profharness.backends import find_backend
+from profharness.cli.main import COMMANDS, cli
+from profharness.differ import VERDICTS
+from profharness.differ.model import DiffRow
+from profharness.report.expect import check_expected_names
+from profharness.report.kernels_view import FIELDS
+from profharness.store import open_store
+from profharness.store.schema import VIEWS_1
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CHANGELOG.md", "docs/design.md", "docs/measuring.md")
+TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PLACEHOLDER = re.compile(r"\b(?:FILE_OR_FOLDER|BASELINE|CANDIDATE|RUN|FILE)\b")
+
+
+def fences(page: str, *kinds: str) -> list[str]:
+    """The bodies of the page's code blocks of these kinds."""
+    return [body for kind, body in FENCE.findall(TEXT[page]) if kind in kinds]
+
+
+def command_lines(page: str) -> Iterator[str]:
+    """Every command line of profharness that the page shows, in blocks and in running text."""
+    for body in fences(page, "sh"):
+        yield from (line for line in body.splitlines() if line.startswith("profharness"))
+    for body in fences(page, "console"):
+        lines = (line[2:] for line in body.splitlines() if line.startswith("$ "))
+        yield from (line for line in lines if line.startswith("profharness"))
+    prose = FENCE.sub("", TEXT[page])
+    yield from re.findall(r"`(profharness(?: [^`\n]+)?)`", prose)
+
+
+def shown() -> list[str]:
+    """Every command line once, without what is only the name of a command."""
+    found = dict.fromkeys(line for page in PAGES for line in command_lines(page))
+    bare = {f"profharness {name}" for name in COMMANDS}
+    return [line for line in found if line not in bare]
+
+
+def words(line: str) -> list[str]:
+    """The arguments that the shell would hand over, redirections apart."""
+    found = shlex.split(line, comments=True)
+    return found[1 : found.index(">")] if ">" in found else found[1:]
+
+
+def parse(arguments: list[str]) -> click.Context | None:
+    """Parse as the program would, running nothing; None for what ends early, as --help does."""
+    try:
+        if arguments and not arguments[0].startswith("-"):
+            command = cli.get_command(click.Context(cli), arguments[0])
+            if command is None:
+                raise click.UsageError(f"no command {arguments[0]!r}")
+            return command.make_context(arguments[0], arguments[1:])
+        return cli.make_context("profharness", arguments)
+    except click.exceptions.Exit as end:
+        assert end.exit_code == 0
+        return None
+
+
+@pytest.mark.parametrize("line", shown())
+def test_a_shown_command_parses(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("2,8,512,64\n")  # what --configs FILE wants to be there
+    context = parse(words(line))
+    if context is None:
+        return
+    given = context.params
+    for text in given.get("config", ()):
+        assert config.expand_configs(text)
+    for name in (each for text in given.get("backend", ()) for each in text.split(",")):
+        assert find_backend(name)
+    check_expected_names([e for text in given.get("expect", ()) for e in text.split(",")])
+    for name in (each for text in given.get("fail_on", ()) for each in text.split(",")):
+        assert name in VERDICTS
+
+
+def test_a_wrong_command_would_not_parse() -> None:
+    for line in ("profharness kernals", "profharness kernels --expected flash"):
+        with pytest.raises(click.UsageError):
+            parse(words(line))
+
+
+def test_enough_commands_are_shown() -> None:
+    lines = [line for line in command_lines("README.md") if not PLACEHOLDER.search(line)]
+    named = {words(line)[0] for line in lines if len(words(line)) > 1}
+    assert named == set(COMMANDS) - {"backends", "doctor"}
+
+
+def test_the_tables_list_every_command() -> None:
+    for page in ("README.md", "docs/design.md"):
+        listed = re.findall(r"^\| `profharness (\w+)[^`]*` \|", TEXT[page], re.MULTILINE)
+        assert listed == list(COMMANDS), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_internal_links_resolve(page: str) -> None:
+    for target in LINK.findall(TEXT[page]):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.is_file(), target
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), target
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+def test_files_named_in_the_readme_are_there() -> None:
+    for line in command_lines("README.md"):
+        for word in words(line):
+            if word.startswith(("tests/", "docs/", "scripts/")):
+                assert (ROOT / word).is_file(), word
+
+
+def test_the_sql_runs_on_a_new_store(tmp_path: Path) -> None:
+    blocks = fences("README.md", "sql")
+    calls = [call for call in python_calls() if call.func.attr == "query"]  # type: ignore[attr-defined]
+    statements = [*blocks, *(ast.literal_eval(call.args[0]) for call in calls)]
+    assert len(statements) > 1
+    with open_store(tmp_path / "store.db", write=True) as store:
+        for statement in statements:
+            assert store.connection.execute(statement).fetchall() == []
+        with pytest.raises(sqlite3.OperationalError):
+            store.connection.execute("SELECT nothing FROM cell_summary")
+
+
+def python_calls() -> list[ast.Call]:
+    """Every call of a profharness function in the README's Python blocks."""
+    trees = [ast.parse(body) for body in fences("README.md", "python")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node for node in nodes if isinstance(node.func, ast.Attribute)]
+
+
+def test_the_python_calls_fit_the_functions() -> None:
+    names = set()
+    for call in python_calls():
+        assert isinstance(call.func, ast.Attribute)
+        names.add(call.func.attr)
+        assert call.func.attr in profharness.__all__
+        keywords = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        values = [ast.literal_eval(value) for value in call.args]
+        inspect.signature(getattr(profharness, call.func.attr)).bind(*values, **keywords)
+    assert {"capture", "kernels", "diff", "query"} <= names
+
+
+def listing(page: str, before: str) -> list[str]:
+    """The words of the code span that follows a text, line breaks inside allowed."""
+    found = re.search(re.escape(before) + r"\s*`([^`]+)`", TEXT[page])
+    assert found, before
+    return found.group(1).split()
+
+
+def test_the_design_page_names_the_keys_as_they_are() -> None:
+    page = "docs/design.md"
+    assert listing(page, "Keys of a kernels row:") == list(FIELDS)
+    assert listing(page, "Keys of a diff row:") == list(DiffRow.__slots__)
+    assert listing(page, "`family` is one\nof") == list(kernel_names.FAMILIES)
+
+
+def test_the_design_page_names_the_words_as_they_are() -> None:
+    text = TEXT["docs/design.md"]
+    spans = set(re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
+    for verdict in VERDICTS:
+        assert verdict in spans
+    for status in record.STATUSES:
+        assert status in spans
+    assert f"layout={'|'.join(config.LAYOUTS)}" in spans
+    assert f"mask={'|'.join(config.MASKS)}" in spans
+    for key in config.KEYS:
+        assert any(span.startswith(f"{key}=") for span in spans), key
+    for view in VIEWS_1:
+        assert view in spans or view == "sample_summary"
+
+
+def test_the_threshold_is_the_one_that_is_told() -> None:
+    assert f"{stats.THRESHOLD * 100:g} % unless `--threshold`" in TEXT["docs/measuring.md"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXT["README.md"].splitlines()) < 250

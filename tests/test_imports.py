@@ -1,0 +1,186 @@
+"""The import rule of docs/design.md, read from its two tables and held against the code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "profharness"
+DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+TRACE = ROOT / "tests" / "data" / "kineto_h200.json.gz"
+
+HEAVY = ("torch", "triton", "pandas", "sqlite_utils")
+PROBE = """
+import json, sys
+{work}
+print("\\n" + json.dumps([name for name in {heavy!r} if name in sys.modules]))
+"""
+COMMAND = "from profharness.cli.main import cli\ncli.main({arguments!r}, standalone_mode=False)"
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading of the design page, without its two head rows;
+    each cell as the names in backticks."""
+    _, _, below = DESIGN.partition(f"### {heading}\n")
+    assert below, f"docs/design.md has no heading {heading!r}"
+    rows = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
+    assert rows, f"no table below {heading!r}"
+    cells = [line.strip("|").split("|") for line in rows.group().splitlines()[2:]]
+    return [[" ".join(re.findall(r"`([\w.]+)`", cell)) for cell in row] for row in cells]
+
+
+LAYERS = [set(cell.split()) for _, cell in table("Layers")]
+RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
+ONLY_IN = {library: set(units.split()) for library, units in table("Libraries with a home")}
+
+
+def unit_of(path: Path) -> str:
+    """`profharness/store/schema.py` -> `store`, `profharness/config.py` -> `config`."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def nodes(tree: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node, and whether it stands below `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(tree):
+        below = typing_only or (
+            isinstance(child, ast.If)
+            and isinstance(child.test, ast.Name)
+            and child.test.id == "TYPE_CHECKING"
+        )
+        yield child, below
+        yield from nodes(child, below)
+
+
+def imported(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """(dotted module, only for type checking, line) of every import in a file, also inside
+    functions; `from profharness import x` is `profharness.x`."""
+    for node, typing_only in nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            module = str(node.module)
+            bare = module == "profharness"
+            names = [f"{module}.{alias.name}" for alias in node.names] if bare else [module]
+        else:
+            continue
+        for name in names:
+            yield name, typing_only, getattr(node, "lineno", 0)
+
+
+def everything() -> Iterator[tuple[Path, str, bool, int]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name, typing_only, line in imported(path):
+            yield path, name, typing_only, line
+
+
+def test_the_page_names_every_module_and_nothing_else() -> None:
+    real = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"}
+    assert set(RANK) | {"worker"} == real
+
+
+def test_imports_go_to_lower_layers_only() -> None:
+    wrong = []
+    checked = 0
+    for path, name, typing_only, line in everything():
+        unit = unit_of(path)
+        parts = name.split(".")
+        if parts[0] != "profharness" or len(parts) < 2 or parts[1].startswith("__"):
+            continue
+        other = parts[1]
+        if typing_only or other == unit or unit in ("__init__", "__main__"):
+            continue
+        checked += 1
+        if unit == "worker":
+            continue  # has a rule of its own below
+        if RANK.get(other, len(LAYERS)) >= RANK[unit]:
+            wrong.append(f"{path.relative_to(ROOT)}:{line}: {unit} imports {other}")
+    assert checked > 50
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_worker_is_started_and_never_imported() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path, name, _, line in everything()
+        if name.startswith("profharness.worker") and unit_of(path) != "worker"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_worker_imports_from_the_lowest_three_layers() -> None:
+    below = {
+        name.split(".")[1]
+        for path, name, _, _ in everything()
+        if unit_of(path) == "worker" and name.startswith("profharness.")
+    } - {"worker"}
+    assert "record" in below
+    assert {unit: RANK[unit] for unit in below if RANK[unit] > RANK["record"]} == {}
+
+
+def test_libraries_stay_where_the_page_puts_them() -> None:
+    assert {"torch", "triton", "pandas", "click", "sqlite_utils"} <= set(ONLY_IN)
+    wrong = []
+    for path, name, typing_only, line in everything():
+        library = name.split(".")[0]
+        if typing_only or library not in ONLY_IN:
+            continue
+        if unit_of(path) not in ONLY_IN[library]:
+            wrong.append(f"{path.relative_to(ROOT)}:{line}: {library}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_is_imported_inside_functions_outside_of_the_worker() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if unit_of(path) == "worker":
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] in ("torch", "triton") for name in names):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, "\n".join(wrong)
+
+
+def loaded(work: str, folder: Path) -> list[str]:
+    """Which of HEAVY a fresh interpreter has loaded after doing the work."""
+    code = PROBE.format(work=work, heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    names: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return names
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "import profharness\nassert 'capture' in dir(profharness)",
+        "import profharness.api",
+        *(
+            COMMAND.format(arguments=arguments)
+            for arguments in (["--help"], ["capture", "--help"], ["kernels", "--help"])
+        ),
+    ],
+    ids=["import", "api", "help", "capture-help", "kernels-help"],
+)
+def test_a_start_loads_nothing_heavy(work: str, tmp_path: Path) -> None:
+    assert loaded(work, tmp_path) == []
+
+
+def test_reading_a_store_loads_nothing_heavy(tmp_path: Path) -> None:
+    store = ["--store", str(tmp_path / "store.db")]
+    ingest = loaded(COMMAND.format(arguments=["ingest", str(TRACE), *store]), tmp_path)
+    assert "torch" not in ingest
+    for command in ("kernels", "runs"):
+        assert loaded(COMMAND.format(arguments=[command, *store]), tmp_path) == []
