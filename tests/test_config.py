@@ -127,5 +127,5 @@ def test_no_dtype_matches_any_dtype() -> None:
 
 def test_files_have_comments_and_errors_have_lines() -> None:
     assert len(parse_config_lines(["# all", "", "2,8,512,64 # one", "2,8,512,64"], "f")) == 1
-    with pytest.raises(UsageError, match="f, line 2: .*'zz'"):
+    with pytest.raises(UsageError, match=r"f, line 2: .*'zz'"):
         parse_config_lines(["1,1,1,1", "1,1,1,zz"], "f")

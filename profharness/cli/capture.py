@@ -101,12 +101,12 @@ def command(
     the run goes into the store. A backend that refuses a config is a result, and so is a cell that
     fails or kills its worker.
 
-     Configs: batch,heads,seq_len,head_dim then, in any order, fp16 bf16 fp32  causal  bwd
+    \b Configs: batch,heads,seq_len,head_dim then, in any order, fp16 bf16 fp32  causal  bwd
     kv_heads= seq_q= seq_kv= mask=none|bool|float  dropout=0.1  scale=0.125
     layout=contiguous|bshd|strided_last|offset1|broadcast_batch A number may be a set {1,2,4} or a
     range 128:4096:*2.
 
-     Example: profharness capture --config 2,8,512,64 --backend auto,flash,math
+    \b Example: profharness capture --config 2,8,512,64 --backend auto,flash,math
     """
     from profharness.cli._progress import capture_progress
     from profharness.errors import UsageError

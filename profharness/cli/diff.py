@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--threshold",
     type=click.FloatRange(0, min_open=True),
-    help="The smallest relative change of a time that counts.  [default: 0.05]",
+    help="The smallest relative change of a time that counts.  [default: 0.03]",
 )
 @click.option("--full", is_flag=True, help="Whole kernel names.")
 @output_options

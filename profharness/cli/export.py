@@ -19,10 +19,9 @@ def command(run: str, output: Path | None, force: bool, store: Path) -> None:
     """Write a run as a Chrome trace, whatever profiler made it.
 
     The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis: a track per cell with
-    its kernels and all that is
-    known of each launch, the ranges and launch calls on the tracks of their threads. A name that
-    ends in .gz is compressed;
-    without -o the trace goes to stdout as plain JSON.
+    its kernels and all that is known of each launch, the ranges and launch calls on the tracks of
+    their threads. A name that ends in .gz is compressed; without -o the trace goes to stdout as
+    plain JSON.
 
     \b
     Example:

@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 def command(sources: tuple[Path, ...], store: Path) -> None:
     """Take traces and run folders into the store.
 
-    Kineto JSON (.json, .json.gz), nsys .sqlite, ncu .csv and run folders, whoever made them. A
-    source that is already there
-    changes nothing. One that cannot be read leaves the store as it was, the others are taken in,
-    and the exit code is 1.
+    PyTorch profiler traces (Kineto JSON, .json or .json.gz) and run folders, whoever made them. A
+    source that is already there changes nothing. One that cannot be read leaves the store as it
+    was, the others are taken in, and the exit code is 1.
 
     \b
     Example:

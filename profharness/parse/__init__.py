@@ -13,18 +13,9 @@ from profharness.trace import Trace
 
 PARSERS: dict[str, str] = {
     "chrome": "profharness.parse.chrome:parse_chrome",
-    "nsys": "profharness.parse.nsys:parse_nsys",
-    "ncu": "profharness.parse.ncu:parse_ncu",
 }
-SUFFIXES: dict[str, str] = {
-    ".json": "chrome",
-    ".json.gz": "chrome",
-    ".sqlite": "nsys",
-    ".nsys-rep": "nsys",
-    ".ncu-rep": "ncu",
-    ".csv": "ncu",
-}
-EXPECTED = "Kineto JSON (.json, .json.gz), nsys .sqlite or .nsys-rep, ncu .ncu-rep or .csv"
+SUFFIXES: dict[str, str] = {".json": "chrome", ".json.gz": "chrome"}
+EXPECTED = "a Kineto trace (.json, .json.gz) or a run folder"
 
 
 def load_parser(name: str) -> Callable[[Path], Trace]:
@@ -47,8 +38,6 @@ def sniff(path: Path) -> str | None:
             head = file.read(64)
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    if head.startswith(b"SQLite format 3\0"):
-        return "nsys"
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
             return name

@@ -166,7 +166,8 @@ def _finished(
 
 def _stop(ops: OpSlice) -> Ints:
     """Where each op ends; the intervals themselves give an op of no duration one nanosecond."""
-    return ops.intervals.stop - (ops.durations == 0)
+    stop: Ints = ops.intervals.stop - (ops.durations == 0)
+    return stop
 
 
 def _carried(ops: OpSlice, waiting: dict[tuple[int, ...], int]) -> NDArray[np.bool_]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from profharness.store import intern
-from profharness.store.groups import Groups, busiest, group, pack
+from profharness.store.groups import Grouped, Grouping, Groups, busiest
 from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, Range, Trace, range_cell
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     Column = NDArray[np.int64]
 
 BLOCK = 8192
+PIECE = 32768  # launches looked up and grouped at once
 ROWS_PER_STATEMENT = 64
 MAX_COUNTS_SHOWN = 20
 
@@ -102,26 +104,44 @@ def insert_trace(
     calls = _cell_calls(trace.ranges, cells or {})
     look = _lookups(connection, trace_id, trace, calls, cells or {})
     statement = _launch_statement(1), _launch_statement(ROWS_PER_STATEMENT)
-    parts: list[tuple[Column, ...]] = []
     result = Inserted()
-    for batch in batches:
-        rows, keys = _batch_columns(trace_id, batch, look, keep_all=cells is None)
-        result.dropped += len(batch.kernel) - len(rows)
-        result.launches += len(rows)
-        _insert_rows(connection, statement, rows)
-        parts.append(keys)
-        if progress:
-            progress(len(batch.kernel))
-    if parts:
-        columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
-        _insert_groups(connection, trace_id, columns, foreign=cells is None)
-    else:
-        columns = tuple(np.zeros(0, np.int64) for _ in range(9))
+    per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
+    grouped = None
+    with Grouping() as grouping:
+        for batch in chain.from_iterable(map(_pieces, batches)):
+            rows, keys = _batch_columns(trace_id, batch, look, keep_all=cells is None)
+            result.dropped += len(batch.kernel) - len(rows)
+            result.launches += len(rows)
+            _insert_rows(connection, statement, rows)
+            *columns, duration, start, iteration = keys
+            if len(rows):
+                grouping.add(columns, duration, start)
+            _count_calls(per_call, columns[0], iteration)
+            if progress:
+                progress(len(batch.kernel))
+        if result.launches:
+            grouped = grouping.finish()
+            _insert_groups(connection, trace_id, grouped, foreign=cells is None)
     if cells is not None:
         seen = {range_cell(item.name) for item in trace.ranges} - {None}
         result.unknown_cells = tuple(sorted(str(cell) for cell in seen if cell not in cells))
-        result.cells = _cell_traces(connection, trace_id, calls, cells, columns)
+        result.cells = _cell_traces(connection, trace_id, calls, cells, per_call, grouped)
     return result
+
+
+def _pieces(batch: LaunchBatch) -> Iterator[LaunchBatch]:
+    """The batch in views of at most PIECE launches."""
+    for begin in range(0, len(batch.kernel), PIECE):
+        rows = slice(begin, begin + PIECE)
+        yield LaunchBatch(*(getattr(batch, item.name)[rows] for item in fields(LaunchBatch)))
+
+
+def _count_calls(per_call: dict[int, Column], cell: Column, iteration: Column) -> None:
+    """Add a piece's launches to each cell's calls."""
+    if per_call:
+        for seen in np.unique(cell).tolist():
+            counts = per_call[seen]
+            counts += np.bincount(iteration[cell == seen], minlength=len(counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,40 +290,32 @@ def _insert_rows(connection: sqlite3.Connection, statements: tuple[str, str], ro
 
 
 def _insert_groups(
-    connection: sqlite3.Connection, trace_id: int, columns: tuple[Column, ...], *, foreign: bool
+    connection: sqlite3.Connection, trace_id: int, grouped: Grouped, *, foreign: bool
 ) -> None:
     """Insert groups twice: with op paths taken together (each showing its busiest one) and
-    apart.
+    apart. A foreign trace's first_ns counts from its first launch.
     """
-    *coarse_columns, op, duration, start, _ = columns
-    if not len(op):
-        return
-    if foreign:
-        start = start - start.min()
-    coarse_key = pack(coarse_columns)
-    coarse = group(coarse_key, duration, start)
-    fine_key = pack([coarse_key, op])
-    apart = len(np.unique(fine_key)) > len(coarse.index)
-    fine = group(fine_key, duration, start) if apart else coarse
-    shown = op[busiest(coarse_key, fine, coarse)]
-    for by_op, groups, paths in ((0, coarse, shown), (1, fine, op[fine.index])):
+    fine, coarse, op = grouped.fine, grouped.coarse, grouped.keys[:, -1]
+    origin = int(fine.first.min()) if foreign else 0
+    shown = op[busiest(grouped.coarse_of, fine, coarse)]
+    for by_op, groups, paths in ((0, coarse, shown), (1, fine, op)):
         connection.executemany(
             f"INSERT INTO launch_groups ({_GROUP_COLUMNS}) VALUES (?, ?, nullif(?, -1), "
             "nullif(?, -1), ?, ?, nullif(?, -1), ?, ?, ?, ?, ?, ?, ?)",
-            _group_rows(trace_id, by_op, groups, coarse_columns, paths),
+            _group_rows(trace_id, by_op, groups, grouped.keys[groups.index], paths, origin),
         )
 
 
 def _group_rows(
-    trace_id: int, by_op: int, groups: Groups, keys: Sequence[Column], paths: Column
+    trace_id: int, by_op: int, groups: Groups, keys: Column, paths: Column, origin: int
 ) -> list[list[int]]:
-    cell, range_name, kernel, launch_config, device = (key[groups.index] for key in keys)
+    cell, range_name, kernel, launch_config, device, _ = keys.T
     constant = np.ones(len(groups.index), np.int64)
     rows = np.stack(
         (
             constant * trace_id, constant * by_op, cell, range_name, kernel, launch_config, paths,
             device, groups.count, groups.total, groups.median, groups.minimum, groups.maximum,
-            groups.first,
+            groups.first - origin,
         ),
         axis=1,
     )  # fmt: skip
@@ -316,17 +328,23 @@ def _cell_traces(
     trace_id: int,
     calls: dict[str, _Calls],
     cells: dict[str, int],
-    columns: tuple[Column, ...],
+    launches: dict[int, Column],
+    grouped: Grouped | None,
 ) -> list[CellTrace]:
-    cell_column, op_column, iteration = columns[0], columns[5], columns[8]
+    found: dict[int, list[tuple[int, int]]] = {}
+    if grouped:
+        keys = grouped.keys
+        members = zip(
+            keys[:, 0].tolist(), keys[:, -1].tolist(), grouped.fine.count.tolist(), strict=True
+        )
+        for owner, op, count in members:
+            found.setdefault(owner, []).append((op, count))
     ops = dict(connection.execute("SELECT id, sdpa_op FROM op_paths WHERE sdpa_op IS NOT NULL"))
     answers = []
     for cell, call in calls.items():
-        mine = cell_column == cells[cell]
-        per_call = np.bincount(iteration[mine], minlength=call.count).tolist()
-        ids, counts = np.unique(op_column[mine], return_counts=True)
+        per_call = launches[cells[cell]].tolist()
         seen: Counter[str] = Counter()
-        for op, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        for op, count in found.get(cells[cell], ()):
             if op in ops:
                 seen[ops[op]] += count
         answers.append(CellTrace(cell, tuple(per_call), _main_op(seen)))

@@ -64,4 +64,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    # Everything is on disk: tearing torch and the CUDA context down would only take time.
+    os._exit(main(Path(sys.argv[1])))

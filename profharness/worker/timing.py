@@ -12,8 +12,8 @@ import torch
 
 BUDGET_S = 0.5  # per measurement; a slow call gets fewer samples, never under MIN_SAMPLES
 MIN_SAMPLES = 5
-GRAPH_CALLS = 10  # calls in one graph, so that a replay's own launch cost is spread out
-GRAPH_CALLS_MAX_NS = 200_000  # calls longer than this stand alone in their graph
+GRAPH_CALLS = 10  # at most; several calls in one graph spread out a replay's own launch cost
+GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
 GRAPH_WORTH_MAX_NS = (
     5_000_000  # beyond this the launch path is no part of the time, and a graph tells nothing new
 )
@@ -59,7 +59,7 @@ def time_graph(call: Callable[[], Any], samples: int, expected_ns: int) -> list[
     """Each sample is a graph replay's time over the calls in it, L2 warm. Raises what the capture
     raises.
     """
-    calls = GRAPH_CALLS if expected_ns < GRAPH_CALLS_MAX_NS else 1
+    calls = max(1, min(GRAPH_CALLS, GRAPH_NS // max(1, expected_ns)))
     graph = _captured(call, calls)
     graph.replay()
     torch.cuda.synchronize()

@@ -84,9 +84,9 @@ def test_a_finished_folder_is_tidy_and_resumes_to_itself(run: tuple[Path, Run]) 
 
 def test_unknown_names_are_usage_errors(tmp_path: Path) -> None:
     configs = expand_configs("1,1,1,1")
-    with pytest.raises(UsageError, match="flsh.*known are auto, flash"):
+    with pytest.raises(UsageError, match=r"flsh.*known are auto, flash"):
         capture(configs, ["flsh"], quick(tmp_path))
-    with pytest.raises(UsageError, match="perf.*known are torch"):
+    with pytest.raises(UsageError, match=r"perf.*known are torch"):
         capture(configs, ["flash"], CaptureOptions(("perf",), tmp_path))
     with pytest.raises(UsageError, match="no config"):
         capture([], ["flash"], quick(tmp_path))
@@ -187,7 +187,7 @@ def _command_line(path: Path) -> bytes:
 
 def test_a_worker_that_cannot_start_is_an_error_with_its_words(tmp_path: Path) -> None:
     cells = [Cell("c1", expand_configs("1,1,1,8")[0], "math")]
-    with pytest.raises(CaptureError, match="no torch here.*doctor"):
+    with pytest.raises(CaptureError, match=r"no torch here.*doctor"):
         run_cells(
             tmp_path,
             cells,
@@ -254,7 +254,7 @@ def test_a_killed_parent_takes_its_worker_along(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(TraceFormatError, match="no run.json"):
+    with pytest.raises(TraceFormatError, match=r"no run\.json"):
         read_run(tmp_path)
     (tmp_path / RUN_FILE).write_text('{"run": 1}')
     with pytest.raises(TraceFormatError, match="not a run record"):
