@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from profharness.errors import TraceFormatError
+from profharness.parse import open_trace
 from profharness.parse.chrome import parse_chrome
 
 DATA = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
