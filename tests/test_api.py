@@ -1,0 +1,119 @@
+"""The Python interface on a real capture, and the wheel outside the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import profharness
+from profharness.config import parse_config
+from profharness.errors import NotFoundError, UsageError
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = "1,2,64,32,fp32"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with one small CPU run in it."""
+    folder = tmp_path_factory.mktemp("api")
+    cells = profharness.capture(
+        CONFIG, "flash,math,cudnn", store=folder / "s.db", out=folder, device="cpu", samples=8
+    )
+    assert list(cells["status"]) == ["ok", "ok", "refused"]
+    assert list(cells["backend"]) == ["flash", "math", "cudnn"]
+    return folder / "s.db"
+
+
+def test_kernels_of_a_config(store: Path) -> None:
+    rows = profharness.kernels(CONFIG, store=store)
+    assert isinstance(rows, pd.DataFrame)
+    assert set(rows["backend"]) == {"flash", "math"}
+    assert "softmax" in set(rows["family"])
+    same = profharness.kernels([parse_config(CONFIG)], backends=["math"], store=store)
+    assert set(same["backend"]) == {"math"}
+
+
+def test_own_times_of_ops_add_up_to_the_call(store: Path) -> None:
+    launches = profharness.launches(cell="c0002", store=store)
+    ranges = profharness.query(
+        "SELECT duration_ns FROM ranges JOIN cells ON cells.id = cell_id WHERE cell = 'c0002'",
+        store=store,
+    )
+    assert len(ranges) == 5
+    assert 0.5 < launches["duration_ns"].sum() / ranges["duration_ns"].sum() <= 1
+
+
+def test_diff_has_a_verdict_per_row(store: Path) -> None:
+    rows = profharness.diff("flash", "math", configs=CONFIG, store=store)
+    assert {"role", "verdict", "ratio"} <= set(rows.columns)
+    assert "attention" in set(rows["role"])
+    assert rows.attrs["environment"] == []
+
+
+def test_ingest_again_changes_nothing(store: Path) -> None:
+    before = profharness.runs(store=store)
+    folder = next(store.parent.glob("*/run.json")).parent
+    assert list(profharness.ingest(folder, store=store)["status"]) == ["unchanged"]
+    pd.testing.assert_frame_equal(profharness.runs(store=store), before)
+
+
+def test_export_writes_a_trace_and_no_second_one(store: Path, tmp_path: Path) -> None:
+    target = tmp_path / "t.json.gz"
+    assert profharness.export("latest", target, store=store) > 0
+    assert target.read_bytes()[:2] == b"\x1f\x8b"
+    with pytest.raises(UsageError, match="already exists"):
+        profharness.export("latest", target, store=store)
+
+
+def test_errors_say_what_is_missing(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="b9-h9-s9-d9"):
+        profharness.kernels("9,9,9,9", store=store)
+    with pytest.raises(NotFoundError):
+        profharness.runs(store=tmp_path / "none.db")
+    with pytest.raises(UsageError, match="'x'"):
+        profharness.kernels("2,8,512,x", store=store)
+    with pytest.raises(AttributeError):
+        _ = profharness.nothing
+
+
+def test_a_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    built = [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(built, check=True, capture_output=True, cwd=tmp_path)
+    wheel = next(tmp_path.glob("profharness-*.whl"))
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "profharness/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests", "kernels", "scripts"))]
+    site = tmp_path / "site"
+    install = [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "profharness", "capture", "--config", "1,1,16,16"),
+            *("--backend", "math", "--device", "cpu", "--samples", "5"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 ok" in done.stdout
+    where = "import profharness; print(profharness.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", where],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.startswith(str(site))

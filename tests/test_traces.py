@@ -1,0 +1,99 @@
+"""What traces/ holds: the real H200 run, complete, rightly attributed, and free of anything private."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from profharness.config import parse_config
+from profharness.record import read_run
+from profharness.store import ingest_path, open_store
+from profharness.store.queries import Store
+
+TRACES = Path(__file__).resolve().parents[1] / "traces"
+H200 = TRACES / "h200-torch2.11"
+BACKWARD = parse_config("2,8,1024,64,fp16,causal,bwd")
+DECODE = parse_config("1,32,1,128,bf16,kv_heads=8,seq_kv=4096")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with everything that traces/ holds."""
+    path = tmp_path_factory.mktemp("traces") / "store.db"
+    ingest_path(path, TRACES)
+    return open_store(path)
+
+
+def test_checksums_are_those_of_the_readme() -> None:
+    listed = dict(
+        reversed(line.split("  "))
+        for line in (TRACES / "README.md").read_text().splitlines()
+        if re.fullmatch(r"[0-9a-f]{64}  \S+", line)
+    )
+    files = [path for path in TRACES.glob("*/*") if path.is_file()]
+    found = {
+        str(path.relative_to(TRACES)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+    assert listed == found
+
+
+def test_nothing_private_is_in_them() -> None:
+    private = re.compile(rb"host_name|traceName|/root/|/home/|/tmp/|HOSTNAME|\bPATH=|\.local\b")
+    for path in TRACES.glob("*/*"):
+        data = path.read_bytes()
+        text = gzip.decompress(data) if path.suffix == ".gz" else data
+        assert not private.search(text), path
+
+
+def test_every_cell_is_ok_or_refused_with_a_reason(store: Store) -> None:
+    cells = store.cells("latest")
+    assert len(cells) == len(read_run(H200).cells) == 24
+    for cell in cells:
+        assert cell.status in ("ok", "refused")
+        assert bool(cell.refusals) == (cell.status == "refused")
+        assert not cell.warnings
+        assert all(code != "unknown" for code, _, _ in cell.refusals)
+
+
+def test_op_choice_and_kernels_agree_on_the_backend(store: Store) -> None:
+    rows = store.kernels("latest")
+    for cell in store.cells("latest"):
+        if cell.status != "ok":
+            continue
+        assert cell.choice is not None
+        assert cell.choice in str(cell.sdpa_op)
+        families = {row.family for row in rows if row.cell == cell.cell}
+        if cell.choice != "math":
+            assert any(family.startswith(cell.choice) for family in families)
+        else:
+            assert {"softmax"} <= families
+            assert {"gemm", "gemv"} & families
+
+
+@pytest.mark.parametrize(
+    ("backend", "families"),
+    [
+        ("flash", {"flash", "flash_bwd"}),
+        ("efficient", {"efficient", "efficient_bwd"}),
+        ("cudnn", {"cudnn", "cudnn_bwd"}),
+    ],
+)
+def test_backward_kernels_are_in_their_cell(store: Store, backend: str, families: set[str]) -> None:
+    rows = store.kernels("latest", configs=[BACKWARD], backends=[backend])
+    assert families <= {row.family for row in rows}
+    assert all(row.launches == 5 * (row.launches_per_call or 0) for row in rows)
+
+
+def test_launches_of_the_decode_call(store: Store) -> None:
+    rows = store.kernels("latest", configs=[DECODE], backends=["flash"])
+    main = next(row for row in rows if row.family == "flash_splitkv")
+    assert (main.grid, main.block) == ((1, 32, 8), (128, 1, 1))
+    assert (main.registers_per_thread, main.shared_bytes) == (246, 81920)
+    assert main.occupancy == pytest.approx(0.125)
+    assert main.occupancy_limiter == "registers"
+    assert main.dynamic_shared_bytes is None
