@@ -43,7 +43,7 @@ def test_kernels_of_a_config(store: Path) -> None:
 def test_own_times_of_ops_add_up_to_the_call(store: Path) -> None:
     launches = profharness.launches(cell="c0002", store=store)
     ranges = profharness.query(
-        "SELECT duration_ns FROM ranges JOIN cells ON cells.id = cell_id WHERE cell = 'c0002'",
+        "SELECT ranges.duration_ns FROM ranges JOIN cells ON cells.id = cell_id WHERE cell = 'c0002'",
         store=store,
     )
     assert len(ranges) == 5
