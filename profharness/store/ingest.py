@@ -26,9 +26,7 @@ from profharness.trace import Device, LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
 
-TRACE_SUFFIXES = (
-    ".json", ".json.gz", ".sqlite", ".sqlite.gz", ".nsys-rep", ".ncu-rep", ".ncu-rep.gz", ".csv",
-)  # fmt: skip
+TRACE_SUFFIXES = (".json", ".json.gz")
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date

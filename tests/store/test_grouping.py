@@ -1,0 +1,48 @@
+"""Exact statistics in bounded memory: groups larger than a sort, and blocks of any size."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.store.groups import Grouping
+
+ROW = st.tuples(
+    st.integers(-1, 3), st.integers(-1, 2), st.integers(0, 10**9), st.integers(0, 10**12)
+)
+
+
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=60),
+    block=st.integers(1, 20),
+    sort_rows=st.integers(1, 8),
+)
+def test_groups_equal_the_plain_reckoning(
+    rows: list[tuple[int, int, int, int]], block: int, sort_rows: int
+) -> None:
+    with Grouping(sort_rows=sort_rows) as grouping:
+        for at in range(0, len(rows), block):
+            columns = [
+                np.array(column, np.int64) for column in zip(*rows[at : at + block], strict=True)
+            ]
+            grouping.add(columns[:2], columns[2], columns[3])
+        found = grouping.finish()
+    keys = [tuple(key) for key in found.keys.tolist()]
+    coarse_keys = [keys[index][:-1] for index in found.coarse.index.tolist()]
+    for names, statistic, width in ((keys, found.fine, 2), (coarse_keys, found.coarse, 1)):
+        expected: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for *key, duration, start in rows:
+            expected[tuple(key[:width])].append((duration, start))
+        assert sorted(names) == sorted(expected)
+        for index, name in enumerate(names):
+            durations = [duration for duration, _ in expected[name]]
+            assert statistic.count[index] == len(durations)
+            assert statistic.total[index] == sum(durations)
+            assert abs(statistic.median[index] - statistics.median(durations)) <= 0.5
+            assert statistic.minimum[index] == min(durations)
+            assert statistic.maximum[index] == max(durations)
+            assert statistic.first[index] == min(start for _, start in expected[name])
