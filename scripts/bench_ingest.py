@@ -30,9 +30,7 @@ SUBJECTS = {
                   "json.load(read(path))"),
     "parse": ("from profharness.parse.chrome import parse_chrome", PARSE),
     "ingest": ("from profharness.store import ingest_path", "ingest_path(Path(store), Path(path))"),
-    "hta": ("from hta.common.trace_parser import parse_trace_file\n"
-            "from hta.configs.parser_config import ParserConfig",
-            "parse_trace_file(path, ParserConfig.get_default())"),
+    "hta": ("from hta.common.trace import parse_trace_file", "parse_trace_file(path)"),
 }  # fmt: skip
 
 
