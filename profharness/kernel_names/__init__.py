@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from profharness.kernel_names.attention import parse_attention
-from profharness.kernel_names.library import parse_library
+from profharness.kernel_names.libraries import parse_library
 from profharness.kernel_names.native import parse_native
 from profharness.kernel_names.ops import op_family
 from profharness.kernel_names.text import (

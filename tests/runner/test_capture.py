@@ -14,6 +14,7 @@ import pytest
 
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, TraceFormatError, UsageError
+from profharness.jobs import capture_into_store
 from profharness.record import JOURNAL_FILE, RUN_FILE, Cell, Protocol, Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
 from profharness.runner.supervise import run_cells
@@ -259,3 +260,9 @@ def test_a_folder_that_is_no_run_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / RUN_FILE).write_text('{"run": 1}')
     with pytest.raises(TraceFormatError, match="not a run record"):
         read_run(tmp_path)
+
+
+def test_what_cannot_be_meant_makes_no_store(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nope"):
+        capture_into_store(expand_configs("1,1,1,1"), ["nope"], tmp_path / "s.db", quick(tmp_path))
+    assert not list(tmp_path.iterdir())
