@@ -97,16 +97,20 @@ def command(
 ) -> None:
     """Run attention configs on backends under a profiler.
 
-    Every config runs on every backend in a worker process. The raw traces stay in a run folder, and
-    the run goes into the store. A backend that refuses a config is a result, and so is a cell that
-    fails or kills its worker.
+    Every config runs on every backend in a worker process. The raw traces stay in a run folder,
+    and the run goes into the store. A backend that refuses a config is a result, and so is a cell
+    that fails or kills its worker.
 
-    \b Configs: batch,heads,seq_len,head_dim then, in any order, fp16 bf16 fp32  causal  bwd
-    kv_heads= seq_q= seq_kv= mask=none|bool|float  dropout=0.1  scale=0.125
-    layout=contiguous|bshd|strided_last|offset1|broadcast_batch A number may be a set {1,2,4} or a
-    range 128:4096:*2.
+    \b
+    Configs: batch,heads,seq_len,head_dim then, in any order,
+      fp16 bf16 fp32  causal  bwd  kv_heads= seq_q= seq_kv=
+      mask=none|bool|float  dropout=0.1  scale=0.125
+      layout=contiguous|bshd|strided_last|offset1|broadcast_batch
+    A number may be a set {1,2,4} or a range 128:4096:*2.
 
-    \b Example: profharness capture --config 2,8,512,64 --backend auto,flash,math
+    \b
+    Example:
+      profharness capture --config 2,8,512,64 --backend auto,flash,math
     """
     from profharness.cli._progress import capture_progress
     from profharness.errors import UsageError
