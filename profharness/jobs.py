@@ -76,8 +76,10 @@ def _opened_meanwhile(store: Path) -> Iterator[None]:
 
     thread = threading.Thread(target=prepare, daemon=True)
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def _take_in(folder: Path, store: Path) -> Captured:

@@ -17,7 +17,7 @@ import xxhash
 
 from profharness import record
 from profharness.errors import TraceFormatError
-from profharness.parse import open_trace
+from profharness.parse import SUFFIXES, open_trace
 from profharness.store import intern
 from profharness.store.connection import connect, transaction, waiting
 from profharness.store.insert import CellTrace, Inserted, insert_trace, to_json
@@ -26,7 +26,6 @@ from profharness.trace import Device, LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
 
-TRACE_SUFFIXES = (".json", ".json.gz")
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
@@ -107,15 +106,11 @@ def find_sources(path: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-    names = {entry.name for entry in entries}
-    for entry in entries:
+    for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
         if entry.is_dir() and not entry.is_symlink():
             yield from [entry] if (entry / record.RUN_FILE).is_file() else _walk(entry)
-        elif entry.is_file() and entry.name.lower().endswith(TRACE_SUFFIXES):
-            exported = entry.suffix == ".nsys-rep" and f"{entry.stem}.sqlite" in names
-            if not exported:
-                yield entry
+        elif entry.is_file() and entry.name.lower().endswith(tuple(SUFFIXES)):
+            yield entry
 
 
 def hash_file(path: Path) -> str:
