@@ -14,15 +14,23 @@ from typing import Any
 from profharness.errors import UsageError
 
 DTYPES = ("fp16", "bf16", "fp32")
-MASKS = ("none", "bool", "float")
+MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
 LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
-KEYS = ("kv_heads", "seq_q", "seq_kv", "mask", "dropout", "scale", "layout")
+WORDS = ("causal", "bwd", "deterministic")
+KEYS = ("kv_heads", "seq_q", "seq_kv", "head_dim_v", "mask", "dropout", "scale", "layout")
+NUMBERS = {
+    "kv_heads": "num_kv_heads",
+    "seq_q": "seq_len_q",
+    "seq_kv": "seq_len_kv",
+    "head_dim_v": "head_dim_v",
+}
 MAX_CONFIGS = 100_000
 
 EXAMPLE = "2,8,512,64,bf16,causal"
 GRAMMAR = (
-    "batch,heads,seq_len,head_dim then, in any order: a dtype (fp16 bf16 fp32), causal, bwd, and key=value of "
-    f"{' '.join(KEYS)}; any number may be a set {{1,2,4}} or a range 128:4096:*2, 64:256:+64"
+    "batch,heads,seq_len,head_dim then, in any order: a dtype (fp16 bf16 fp32), "
+    f"{', '.join(WORDS)}, and key=value of {' '.join(KEYS)}; "
+    "any number may be a set {1,2,4} or a range 128:4096:*2, 64:256:+64"
 )
 
 
@@ -31,9 +39,12 @@ class Config:
     """Shapes in SDPA's layout [batch, heads, seq_len, head_dim]. dtype None: the device's default,
     fp16 on CUDA, fp32 on the CPU.
 
-    mask float is additive. layout says how the three inputs lie in memory: `bshd` is a transposed
-    [batch, seq_len, heads, head_dim], `strided_last` has a last stride of 2, `offset1` a storage
-    offset of one element, `broadcast_batch` batch stride 0.
+    head_dim_v is the last dimension of value and output, None where it is head_dim. mask float is
+    additive; shapes are [1, 1, seq_len_q, seq_len_kv], but [seq_len_q, seq_len_kv] for bool_2d and
+    [batch, heads, seq_len_q, seq_len_kv] for float_bh; float_grad requires a gradient.
+    deterministic: under torch.use_deterministic_algorithms. layout says how the three inputs lie
+    in memory: `bshd` is a transposed [batch, seq_len, heads, head_dim], `strided_last` has a last
+    stride of 2, `offset1` a storage offset of one element, `broadcast_batch` batch stride 0.
     """
 
     batch: int
@@ -49,6 +60,13 @@ class Config:
     scale: float | None = None
     layout: str = "contiguous"
     bwd: bool = False
+    head_dim_v: int | None = None
+    deterministic: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        """The last dimension of value and output."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def label(self) -> str:
@@ -63,6 +81,7 @@ class Config:
         else:
             parts += [f"sq{self.seq_len_q}", f"skv{self.seq_len_kv}"]
         parts.append(f"d{self.head_dim}")
+        parts += [f"dv{self.head_dim_v}"] if self.head_dim_v is not None else []
         parts += [self.dtype] if self.dtype else []
         parts += ["causal"] if self.causal else []
         parts += [f"mask={self.mask}"] if self.mask != "none" else []
@@ -70,6 +89,7 @@ class Config:
         parts += [f"scale={_plain(self.scale)}"] if self.scale is not None else []
         parts += [f"layout={self.layout}"] if self.layout != "contiguous" else []
         parts += ["bwd"] if self.bwd else []
+        parts += ["deterministic"] if self.deterministic else []
         return "-".join(parts)
 
     def __str__(self) -> str:
@@ -159,6 +179,8 @@ def _checked(config: Config, text: str) -> Config:
     if config.num_heads % config.num_kv_heads:
         message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
         raise UsageError(f"config {text!r}: {message}; grouped queries need a divisor")
+    if config.head_dim_v == config.head_dim:
+        return replace(config, head_dim_v=None)
     return config
 
 
@@ -173,7 +195,7 @@ def _split(text: str) -> list[str]:
 def _option(token: str, text: str) -> tuple[str, list[object]]:
     if token in DTYPES:
         return "dtype", [token]
-    if token in ("causal", "bwd"):
+    if token in WORDS:
         return token, [True]
     if token.startswith("{"):
         words = [word.strip() for word in token.strip("{}").split(",")]
@@ -183,11 +205,10 @@ def _option(token: str, text: str) -> tuple[str, list[object]]:
     if not equals or key not in KEYS:
         raise UsageError(
             f"config {text!r}: cannot read {token!r}; allowed after the four numbers: "
-            f"{' '.join(DTYPES)} causal bwd {' '.join(f'{name}=' for name in KEYS)}"
+            f"{' '.join(DTYPES)} {' '.join(WORDS)} {' '.join(f'{name}=' for name in KEYS)}"
         )
-    if key in ("kv_heads", "seq_q", "seq_kv"):
-        name = {"kv_heads": "num_kv_heads", "seq_q": "seq_len_q", "seq_kv": "seq_len_kv"}[key]
-        return name, list(_numbers(value, text))
+    if key in NUMBERS:
+        return NUMBERS[key], list(_numbers(value, text))
     words = [word.strip() for word in value.strip("{}").split(",")]
     if key in ("dropout", "scale"):
         return key, [_real(key, word, text) for word in words]
@@ -251,11 +272,12 @@ def _parse_label(text: str) -> Config:
         "sq": "seq_q=",
         "skv": "seq_kv=",
         "d": "head_dim",
+        "dv": "head_dim_v=",
     }
     numbers: dict[str, str] = {}
     options: list[str] = []
     for part in re.split(r"-(?![\d.])", text):
-        match = re.fullmatch(r"(b|h|kv|sq|skv|s|d)(\d+)", part)
+        match = re.fullmatch(r"(b|h|kv|sq|skv|s|dv|d)(\d+)", part)
         if match and names[match[1]] not in numbers:
             numbers[names[match[1]]] = match[2]
         else:

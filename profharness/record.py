@@ -71,8 +71,26 @@ class TraceFile:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What a profiler of a run failed to do, and what helps.
+
+    code is one of `nsight.failures`; raw is the tool's own text; cells are those without its rows
+    (empty: all of them).
+    """
+
+    profiler: str
+    code: str
+    message: str
+    remedy: str
+    raw: str = ""
+    cells: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Protocol:
-    """How the cells were run: counts of calls, and the seconds a cell may take."""
+    """How the cells were run: counts of calls, the seconds a cell may take, and what ncu was asked
+    for besides its default metrics.
+    """
 
     iterations: int = 5
     warmup: int = 3
@@ -80,6 +98,8 @@ class Protocol:
     timeout_s: float = 120.0
     seed: int = 0
     device: str = "auto"
+    metrics: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +116,7 @@ class Run:
     note: str | None = None
     profharness: str = ""
     schema: str = SCHEMA
+    problems: tuple[Problem, ...] = ()
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -164,12 +185,19 @@ class JournalEntry:
     result: Cell | None = None
     environment: dict[str, Any] | None = None
     stage: str | None = None
+    pid: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one worker process is to do: cells still pending, and how."""
+    """What one worker process is to do: cells still pending, and how.
+
+    parent is the process that started it, whose end is the worker's too. wrapped: another program
+    watches the worker and has to see it end in order.
+    """
 
     cells: tuple[Cell, ...]
     protocol: Protocol
     profilers: tuple[str, ...]
+    parent: int
+    wrapped: bool = False

@@ -60,7 +60,8 @@ class KernelRow:
     foreign trace: the range's) total_ns. first_ns orders kernels within a call: earliest start
     relative to the start of its cell's first call. op_path is the folded op stack, sdpa_op its
     attention op if any. occupancy is theoretical, 0 to 1, with its limiter (`registers
-    shared_memory block warps`), None where the device or resources are unknown.
+    shared_memory block warps`), None where the device or resources are unknown. metrics are hardware
+    counters by ncu's name: the median over the launches, and the unit.
     """
 
     run: str
@@ -93,3 +94,4 @@ class KernelRow:
     occupancy: float | None
     occupancy_limiter: str | None
     device: int
+    metrics: dict[str, tuple[float, str]] = field(default_factory=dict)

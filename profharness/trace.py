@@ -118,6 +118,19 @@ class LaunchBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Metrics:
+    """Hardware counters of a trace's launches, under the profiler's own names and units.
+
+    values: [launches, names] float64, NaN where a launch has no such value; row i is the i-th
+    launch in the order of the batches.
+    """
+
+    names: list[str]
+    units: list[str]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One parsed file. Call `batches()` once, while the trace is open; `close()` gives its
     temporary files back.
@@ -143,3 +156,4 @@ class Trace:
     batches: Callable[[], Iterator[LaunchBatch]]
     close: Callable[[], None]
     warnings: tuple[str, ...] = field(default=())
+    metrics: Metrics | None = None

@@ -21,13 +21,15 @@ from profharness.errors import UsageError
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     kv_heads = draw(st.integers(1, 64))
+    head_dim = draw(st.integers(1, 8192))
+    head_dim_v = draw(st.one_of(st.none(), st.integers(1, 8192)))
     return Config(
         batch=draw(st.integers(1, 10**6)),
         num_heads=kv_heads * draw(st.integers(1, 8)),
         num_kv_heads=kv_heads,
         seq_len_q=draw(st.integers(1, 10**6)),
         seq_len_kv=draw(st.integers(1, 10**6)),
-        head_dim=draw(st.integers(1, 8192)),
+        head_dim=head_dim,
         dtype=draw(st.sampled_from([None, *DTYPES])),
         causal=draw(st.booleans()),
         mask=draw(st.sampled_from(MASKS)),
@@ -37,6 +39,8 @@ def configs(draw: st.DrawFn) -> Config:
         scale=draw(st.one_of(st.none(), st.floats(-1e6, 1e6, allow_nan=False))),
         layout=draw(st.sampled_from(LAYOUTS)),
         bwd=draw(st.booleans()),
+        head_dim_v=None if head_dim_v == head_dim else head_dim_v,
+        deterministic=draw(st.booleans()),
     )
 
 
@@ -64,6 +68,8 @@ def test_any_text_is_configs_or_a_usage_error(text: str) -> None:
         ),
         (" 2, 8 ,512,64 , mask=float", "b2-h8-s512-d64-mask=float"),
         ("2,8,512,64,scale=1e-5,dropout=0.1", "b2-h8-s512-d64-dropout=0.1-scale=0.00001"),
+        ("2,8,512,64,head_dim_v=32,deterministic", "b2-h8-s512-d64-dv32-deterministic"),
+        ("2,8,512,64,head_dim_v=64,mask=bool_2d", "b2-h8-s512-d64-mask=bool_2d"),
         ("2,8,512,64,scale=-2,layout=bshd", "b2-h8-s512-d64-scale=-2-layout=bshd"),
     ],
 )

@@ -60,7 +60,7 @@ def run_cells(
     pending = {cell.cell: cell for cell in cells}
     journal = _Journal(folder / JOURNAL_FILE)
     while pending:
-        plan = Plan(tuple(pending.values()), protocol, profilers)
+        plan = Plan(tuple(pending.values()), protocol, profilers, os.getpid())
         (folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
         watch = _Watch(since=time.monotonic())
         with _worker(wrap(worker_argv(folder)), folder) as process:
@@ -78,7 +78,7 @@ def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
     """
     heard: list[JournalEntry] = []
     journal = _Journal(folder / JOURNAL_FILE)
-    (folder / PLAN_FILE).write_bytes(msgspec.json.encode(Plan((), protocol, ())))
+    (folder / PLAN_FILE).write_bytes(msgspec.json.encode(Plan((), protocol, (), os.getpid())))
     watch = _Watch(since=time.monotonic())
     with _worker(worker_argv(folder), folder) as process:
         returncode = _follow(process, journal, watch, {}, protocol.timeout_s, heard.append)

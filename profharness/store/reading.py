@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from profharness.config import Config
+from profharness.config import WORDS, Config
 
 _FIELDS = tuple(field.name for field in fields(Config))
 
@@ -14,7 +14,7 @@ _FIELDS = tuple(field.name for field in fields(Config))
 def config_of(values: Sequence[object]) -> Config:
     """The Config of a `configs` row, columns in Config's field order."""
     row = dict(zip(_FIELDS, values, strict=True))
-    row |= {"causal": bool(row["causal"]), "bwd": bool(row["bwd"])}
+    row |= {name: bool(row[name]) for name in WORDS}
     return Config(**row)  # type: ignore[arg-type]
 
 

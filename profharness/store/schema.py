@@ -9,7 +9,7 @@ import sqlite3
 from typing import Any
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MIGRATION_SET = "profharness"
 
 TABLES_1 = (
@@ -121,6 +121,12 @@ TABLES_1 = (
         value REAL, text TEXT, unit TEXT, PRIMARY KEY (launch_id, name)) STRICT, WITHOUT ROWID""",
 )
 
+TABLES_2 = (
+    "ALTER TABLE configs ADD COLUMN head_dim_v INTEGER",
+    "ALTER TABLE configs ADD COLUMN deterministic INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE runs ADD COLUMN problems TEXT NOT NULL DEFAULT '[]'",
+)
+
 GEOMETRY = """lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y, lc.block_z,
     lc.registers_per_thread, lc.static_shared_bytes, lc.dynamic_shared_bytes, lc.shared_bytes"""
 
@@ -187,6 +193,7 @@ def migrate(connection: sqlite3.Connection) -> None:
 
     migrations = Migrations(MIGRATION_SET)
     migrations(name="001_initial")(_initial)
+    migrations(name="002_problems")(_problems)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -226,3 +233,8 @@ def _initial(db: Any) -> None:
         db.execute(statement)
     for name, select in VIEWS_1.items():
         db.create_view(name, select)
+
+
+def _problems(db: Any) -> None:
+    for statement in TABLES_2:
+        db.execute(statement)

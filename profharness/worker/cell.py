@@ -55,6 +55,7 @@ def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
     cell = replace(cell, config=cell.config.resolve(bench.device))
     begin = time.perf_counter_ns()
     heard: list[str] = []
+    torch.use_deterministic_algorithms(cell.config.deterministic)
     try:
         result = _measure(cell, bench, stage, heard)
     except Exception as error:

@@ -16,8 +16,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Inputs:
-    """query [B, Hq, Sq, D]; key, value [B, Hkv, Skv, D]; mask [1, 1, Sq, Skv] or None; grad like
-    the output, or None.
+    """query [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv]; mask as the config says,
+    or None; grad like the output [B, Hq, Sq, Dv], or None.
     """
 
     query: Any
@@ -31,23 +31,23 @@ def make_inputs(config: Config, device: str, seed: int) -> Inputs:
     """Normally distributed inputs in the config's dtype and layout, the same for the same seed."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def tensor(heads: int, rows: int) -> Any:
-        shape = (config.batch, heads, rows, config.head_dim)
+    def tensor(heads: int, rows: int, head_dim: int = config.head_dim) -> Any:
+        shape = (config.batch, heads, rows, head_dim)
         made = _laid_out(config, shape, device, generator)
         return made.requires_grad_() if config.bwd else made
 
     query = tensor(config.num_heads, config.seq_len_q)
     key = tensor(config.num_kv_heads, config.seq_len_kv)
-    value = tensor(config.num_kv_heads, config.seq_len_kv)
+    value = tensor(config.num_kv_heads, config.seq_len_kv, config.value_dim)
     grad = None
     if config.bwd:
-        shape = (config.batch, config.num_heads, config.seq_len_q, config.head_dim)
+        shape = (config.batch, config.num_heads, config.seq_len_q, config.value_dim)
         grad = torch.randn(shape, device=device, dtype=query.dtype, generator=generator)
     return Inputs(query, key, value, _mask(config, device, query.dtype, generator), grad)
 
 
 def make_call(config: Config, inputs: Inputs) -> Callable[[], Any]:
-    """The call that is profiled and timed: forward, and with `bwd` the three gradients too."""
+    """The call that is profiled and timed: forward, and with `bwd` the gradients too."""
     arguments: dict[str, Any] = {
         "attn_mask": inputs.mask,
         "dropout_p": config.dropout,
@@ -57,13 +57,14 @@ def make_call(config: Config, inputs: Inputs) -> Callable[[], Any]:
     if config.num_kv_heads != config.num_heads:
         arguments["enable_gqa"] = True
     tensors = (inputs.query, inputs.key, inputs.value)
+    leaves = (*tensors, inputs.mask) if config.mask == "float_grad" else tensors
 
     def forward() -> Any:
         return F.scaled_dot_product_attention(*tensors, **arguments)
 
     def forward_and_backward() -> Any:
         # autograd.grad, not backward(): accumulating into .grad would add kernels that are not attention's
-        return torch.autograd.grad(forward(), tensors, inputs.grad)
+        return torch.autograd.grad(forward(), leaves, inputs.grad)
 
     return forward_and_backward if config.bwd else forward
 
@@ -106,9 +107,12 @@ def _laid_out(config: Config, shape: tuple[int, int, int, int], device: str, gen
 def _mask(config: Config, device: str, dtype: Any, generator: Any) -> Any:
     if config.mask == "none":
         return None
-    shape = (1, 1, config.seq_len_q, config.seq_len_kv)
-    if config.mask == "float":
-        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+    rows = (config.seq_len_q, config.seq_len_kv)
+    lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}.get(config.mask, (1, 1))
+    shape = (*lead, *rows)
+    if config.mask.startswith("float"):
+        made = torch.randn(shape, device=device, dtype=dtype, generator=generator)
+        return made.requires_grad_() if config.mask == "float_grad" else made
     mask = torch.rand(shape, device=device, generator=generator) < 0.75
     mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
     return mask
