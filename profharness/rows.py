@@ -94,4 +94,4 @@ class KernelRow:
     occupancy: float | None
     occupancy_limiter: str | None
     device: int
-    metrics: dict[str, tuple[float, str]] = field(default_factory=dict)
+    metrics: dict[str, tuple[float, str]] = field(default_factory=dict, hash=False)
