@@ -10,6 +10,7 @@ _API = {
     "capture": "profharness.api",
     "cells": "profharness.api",
     "diff": "profharness.api",
+    "explain": "profharness.api",
     "export": "profharness.api",
     "ingest": "profharness.api",
     "kernels": "profharness.api",

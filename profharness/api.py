@@ -162,6 +162,39 @@ def diff(
     return frame
 
 
+def explain(
+    configs: Configs,
+    *,
+    torch: str | None = None,
+    gpu: str | None = None,
+    cudnn: str | None = None,
+    cuda: str | None = None,
+    device: str = "auto",
+    timeout_s: float = 120.0,
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """Why PyTorch takes the backend that it takes: one row per config and release.
+
+    Without torch and gpu, PyTorch on this machine is asked. torch ("2.8", "2.5..2.15") and gpu
+    ("RTX A6000") name another machine, for which the rules answer. `<backend>_eligible` is missing
+    where it is not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The
+    whole answers are in the frame's `attrs["answers"]`.
+    """
+    import pandas as pd
+
+    from profharness.explaining.jobs import explain_all
+    from profharness.explaining.places import named_places
+    from profharness.report.explain_view import flat_record
+
+    places = named_places(torch, gpu, cudnn, cuda)
+    answers = explain_all(
+        _configs(configs), places, device=device, timeout_s=timeout_s, store=_store(store)
+    )
+    frame = pd.DataFrame([flat_record(answer) for answer in answers])
+    frame.attrs["answers"] = answers
+    return frame
+
+
 def export(run: str, path: PathLike, *, store: PathLike | None = None, force: bool = False) -> int:
     """Write a run as a Chrome trace (gzip if the name ends in .gz); the number of launches in it."""
     from profharness.exports import write_run_file

@@ -14,8 +14,9 @@ from profharness.config import Config
 from profharness.errors import ProfharnessError
 from profharness.record import Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
-from profharness.runner.capture import Progress, plan_cells
-from profharness.runner.profilers import find_profilers
+from profharness.runner.book import Progress
+from profharness.runner.capture import plan_cells
+from profharness.runner.profilers import find_profilers, require_tools
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -41,7 +42,7 @@ def capture_into_store(
     options = options or CaptureOptions()
     chosen = backends or default_backends(options.protocol.device)
     plan_cells(configs, chosen)  # what cannot be meant is told before anything is made
-    find_profilers(options.profilers)
+    require_tools(find_profilers(options.profilers))
     with _opened_meanwhile(store):
         folder = capture(configs, chosen, options, progress)
     return _take_in(folder, store)

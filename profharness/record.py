@@ -43,7 +43,8 @@ class Cell:
 
     samples: measurement name (`event`, `graph`, `wall`) to raw nanoseconds, one number a call.
     choice is what PyTorch itself said it would choose (`_fused_sdp_choice`) for the inputs in the
-    backend's own context. iterations counts the profiled calls.
+    backend's own context. iterations counts the profiled calls. compile_ns is what loading and the
+    first call took, for backends besides PyTorch's own.
     """
 
     cell: str
@@ -59,6 +60,7 @@ class Cell:
     duration_ns: int | None = None
     clocks: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    compile_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def read_run(folder: Path) -> Run:
 
 
 def journal_results(folder: Path) -> dict[str, Cell]:
-    """The finished cells of a journal by id; a line cut short by a crash is passed over."""
+    """The first result of each cell in a journal, by id; a line cut short by a crash is passed over."""
     results: dict[str, Cell] = {}
     try:
         lines = (folder / JOURNAL_FILE).read_bytes().splitlines()
@@ -163,7 +165,7 @@ def journal_results(folder: Path) -> dict[str, Cell]:
         except msgspec.MsgspecError:
             continue
         if entry.result is not None:
-            results[entry.result.cell] = entry.result
+            results.setdefault(entry.result.cell, entry.result)
     return results
 
 
@@ -185,7 +187,6 @@ class JournalEntry:
     result: Cell | None = None
     environment: dict[str, Any] | None = None
     stage: str | None = None
-    pid: int | None = None
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
     for wanted, backward in (("attention", False), ("attention_bwd", True)):
         side = [n for n in own if _backward_name(rows[n]) is backward]
         if side:
-            roles[max(side, key=lambda n: rows[n].total_ns)] = wanted
+            roles[max(side, key=lambda n: rows[n].total_ns or 0)] = wanted
 
 
 def _aten(row: KernelRow) -> bool:

@@ -31,7 +31,9 @@ class CellRow:
 
     sdpa_op is the op that the trace shows to have run
     (`aten::_scaled_dot_product_flash_attention`), a witness of the backend that is independent of
-    the kernels' names; choice is what PyTorch said beforehand.
+    the kernels' names; choice is what PyTorch said beforehand; predicted what the dispatch rules
+    say: a backend or `none` for `auto`, `eligible` or `refused` for a forced backend, None where
+    the rules of its machine are not known.
     """
 
     run: str
@@ -48,6 +50,7 @@ class CellRow:
     samples: dict[str, tuple[int, ...]] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     clocks: dict[str, Any] = field(default_factory=dict)
+    predicted: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,12 @@ class KernelRow:
     config, backend, cell are None for a foreign trace's launches. kernel_kind is `kernel memcpy
     memset op`. duration_ns is the median of one launch, total_ns the sum over all launches of all
     profiled calls, launches_per_call launches over calls, share the part of the cell's (for a
-    foreign trace: the range's) total_ns. first_ns orders kernels within a call: earliest start
-    relative to the start of its cell's first call. op_path is the folded op stack, sdpa_op its
-    attention op if any. occupancy is theoretical, 0 to 1, with its limiter (`registers
-    shared_memory block warps`), None where the device or resources are unknown. metrics are hardware
-    counters by ncu's name: the median over the launches, and the unit.
+    foreign trace: the range's) total_ns; a time that was not measured is None. first_ns orders
+    kernels within a call: earliest start relative to the start of its cell's first call. op_path
+    is the folded op stack, sdpa_op its attention op if any. occupancy is theoretical, 0 to 1, with
+    its limiter (`registers shared_memory block warps`), None where the device or resources are
+    unknown. metrics are hardware counters by ncu's name: the median over the launches, and the
+    unit.
     """
 
     run: str
@@ -83,10 +87,10 @@ class KernelRow:
     shared_bytes: int | None
     launches: int
     launches_per_call: float | None
-    duration_ns: int
-    total_ns: int
-    min_ns: int
-    max_ns: int
+    duration_ns: int | None
+    total_ns: int | None
+    min_ns: int | None
+    max_ns: int | None
     share: float | None
     first_ns: int
     op_path: str | None

@@ -1,16 +1,18 @@
 """The same attention calls that a capture makes, without any profiler: the floor that `bench_capture.py` compares with.
 
-python scripts/bare_calls.py CONFIGS_FILE BACKEND…
+python scripts/bare_calls.py [--calls N] [--range] CONFIGS_FILE BACKEND…
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nvtx
 import torch
 
 from profharness.backends import find_backend
@@ -23,20 +25,43 @@ WARMUP_CALL = 1  # the one that opens a profiler session
 
 
 def main() -> None:
-    """Call each config on each backend as often as a capture with the default protocol does."""
+    """Call each config on each backend as often as a capture with the default protocol does, or
+    --calls times; --range opens an NVTX range around the last of those.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=0)
+    parser.add_argument("--range", action="store_true")
+    parser.add_argument("configs", type=Path)
+    parser.add_argument("backends", nargs="+")
+    asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = Path(sys.argv[1])
     refused = 0
-    for config in parse_config_lines(path.read_text().splitlines(), str(path)):
+    for config in parse_config_lines(asked.configs.read_text().splitlines(), str(asked.configs)):
         call = make_call(config, make_inputs(config.resolve(device), device, 0))
-        for name in sys.argv[2:]:
+        for name in asked.backends:
             with find_backend(name).context():
                 try:
                     call()
-                    calls(call, device)
+                    if asked.calls:
+                        few_calls(call, asked.calls - 1, in_range=asked.range)
+                    else:
+                        calls(call, device)
                 except RuntimeError:
                     refused += 1
     print(f"{refused} cells refused")
+
+
+def few_calls(call: Callable[[], Any], count: int, *, in_range: bool) -> None:
+    """That many calls, the last one in a range of the whole process if asked."""
+    for _ in range(count - 1):
+        call()
+    with contextlib.ExitStack() as stack:
+        if in_range:
+            opened = nvtx.start_range("bare", domain="profharness")
+            stack.callback(nvtx.end_range, opened)
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def calls(call: Callable[[], Any], device: str) -> None:

@@ -1,21 +1,20 @@
-"""Makes the run folder that traces/ holds: four configs on every backend, scrubbed of host, paths and variables.
+"""Makes a run folder for traces/: four configs on every backend, scrubbed by `profharness.scrub`.
 
-env -i PATH="$PATH" HOME=/tmp python scripts/sample_capture.py traces/NAME
+python scripts/sample_capture.py traces/NAME --profiler torch,nsys,ncu
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import shutil
+import argparse
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from profharness.config import expand_configs
-from profharness.record import read_run, write_run
+from profharness.errors import ProfharnessError
+from profharness.record import read_run
 from profharness.runner import CaptureOptions, capture
+from profharness.scrub import scrub
 
 CONFIGS = (
     "2,8,512,64,fp16",
@@ -24,36 +23,46 @@ CONFIGS = (
     "2,8,512,100,fp16",
 )
 BACKENDS = ("auto", "flash", "efficient", "cudnn", "math", "all-disabled")
-PRIVATE_KEYS = ("host_name", "traceName", "trace_id", "distributedInfo")
 
 
-def scrub_trace(source: Path, target: Path) -> None:
-    """A Kineto trace without the keys that name a host, a path or a job."""
-    trace = json.loads(gzip.decompress(source.read_bytes()))
-    for key in PRIVATE_KEYS:
-        trace.pop(key, None)
-    target.write_bytes(gzip.compress(json.dumps(trace).encode(), 9, mtime=0))
+def arguments() -> argparse.Namespace:
+    """The command line: the folder to make, and what may differ from the usual sample."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path, help="the folder to make, such as traces/h200-nsys")
+    parser.add_argument("--profiler", default="torch", help="names, separated by commas")
+    parser.add_argument("--config", action="append", help="instead of the four; repeatable")
+    parser.add_argument("--backend", default=",".join(BACKENDS), help="names, separated by commas")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Capture into a temporary folder, then write the scrubbed copy."""
-    target = Path(sys.argv[1])
-    target.mkdir(parents=True)
-    configs = [config for text in CONFIGS for config in expand_configs(text)]
+    """Capture into a temporary folder, then write the scrubbed copy. A cell that failed or a
+    profiler that had a problem ends it with exit code 1, and nothing is written.
+    """
+    given = arguments()
+    configs = [config for text in given.config or CONFIGS for config in expand_configs(text)]
+    profilers = tuple(given.profiler.split(","))
+    given.target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as out:
-        folder = capture(configs, BACKENDS, CaptureOptions(out=Path(out), note="sample_capture.py"))
+        options = CaptureOptions(profilers=profilers, out=Path(out), note="sample_capture.py")
+        folder = capture(configs, given.backend.split(","), options)
         run = read_run(folder)
-        for trace in run.traces:
-            scrub_trace(folder / trace.path, target / trace.path)
-    write_run(target, replace(run, environment={**run.environment, "env": {}}))
-    failed = [cell for cell in run.cells if cell.status not in ("ok", "refused")]
-    print(f"{len(run.cells)} cells, {len(failed)} failed, in {target}")
-    if failed:
-        shutil.rmtree(target)
-        raise SystemExit(
-            "\n".join(f"{cell.config} {cell.backend}: {cell.message}" for cell in failed)
-        )
+        failed = [
+            f"{cell.config} {cell.backend}: {cell.status}: {cell.message}"
+            for cell in run.cells
+            if cell.status not in ("ok", "refused")
+        ]
+        failed += [f"{each.profiler}: {each.message}; {each.remedy}" for each in run.problems]
+        if failed:
+            sys.exit("\n".join(failed))
+        done = scrub(folder, given.target)
+    print(f"{len(run.cells)} cells, {len(done.files)} files, in {given.target}")
+    for name in done.left_out:
+        print(f"left out: {name}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ProfharnessError as error:
+        sys.exit(f"error: {error}")

@@ -4,18 +4,99 @@ functions only.
 
 from __future__ import annotations
 
-from profharness.backends.sdpa import SDPA_BACKENDS, Backend
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
+from profharness.backends.libraries import LIBRARY_BACKENDS
+from profharness.backends.sdpa import SDPA_BACKENDS
+from profharness.backends.sources import (
+    find_implementation,
+    fingerprint,
+    from_source,
+    implementation_names,
+)
+from profharness.backends.torch_impls import TORCH_BACKENDS
 from profharness.errors import UsageError
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in SDPA_BACKENDS}
+__all__ = [
+    "BACKENDS",
+    "CPU_BACKENDS",
+    "DEFAULT_BACKENDS",
+    "SOURCES_FILE",
+    "Attention",
+    "Backend",
+    "ImplementationError",
+    "RefusedError",
+    "find_backend",
+    "find_backends",
+    "fingerprints",
+    "implementation_names",
+    "read_sources",
+    "write_sources",
+]
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (*SDPA_BACKENDS, *TORCH_BACKENDS, *LIBRARY_BACKENDS)
+}
 
 DEFAULT_BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
 CPU_BACKENDS = ("auto", "flash", "math")
 
+SOURCES_FILE = "sources.json"
 
-def find_backend(name: str) -> Backend:
-    """The backend of that name. Raises UsageError listing the known ones."""
+
+def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend:
+    """The backend of that name: a known source, the registry, `kernels/NAME.py`, an entry point; or
+    of `file.py:function` or `package.module:function`. Raises UsageError listing the known ones.
+    """
+    if sources and text in sources:
+        return from_source(text, sources[text])
+    if text in BACKENDS:
+        return BACKENDS[text]
+    found = find_implementation(text)
+    if found is None:
+        known = ", ".join([*BACKENDS, *(n for n in implementation_names() if n not in BACKENDS)])
+        raise UsageError(
+            f"no backend {text!r}; known are {known}; one of your own is kernels/{text}.py, "
+            "or given as file.py:function or package.module:function"
+        )
+    return found
+
+
+def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
+    """The backends by name, in that order. Raises UsageError if two of them would have one name."""
+    found: dict[str, Backend] = {}
+    for backend in map(find_backend, texts):
+        other = found.setdefault(backend.name, backend)
+        if other.source != backend.source:
+            raise UsageError(
+                f"two backends would be called {backend.name!r} ({other.source} and "
+                f"{backend.source}); rename one, or give their paths below the working directory"
+            )
+    return found
+
+
+def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
+    """Name to code version of each backend that has one: `sha256:…` of a file, or a package's."""
+    told = {backend.name: fingerprint(backend) for backend in backends}
+    return {name: text for name, text in told.items() if text is not None}
+
+
+def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
+    """Leave in a run folder where its worker finds implementations. Not in run.json: these are
+    paths of this machine.
+    """
+    sources = {backend.name: backend.source for backend in backends if backend.source}
+    if sources:
+        (folder / SOURCES_FILE).write_bytes(msgspec.json.encode(sources))
+
+
+def read_sources(folder: Path) -> dict[str, str]:
+    """What `write_sources` left, or nothing."""
     try:
-        return BACKENDS[name]
-    except KeyError:
-        raise UsageError(f"no backend {name!r}; known are {', '.join(BACKENDS)}") from None
+        return msgspec.json.decode((folder / SOURCES_FILE).read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}

@@ -8,19 +8,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Backend:
-    """A way to compute attention. context opens the state in which the call runs; devices are where
-    it can exist.
-    """
-
-    name: str
-    summary: str
-    devices: tuple[str, ...]
-    context: Callable[[], AbstractContextManager[None]]
+from profharness.backends.base import Backend
 
 
 def _only(name: str) -> Callable[[], AbstractContextManager[None]]:

@@ -11,7 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from profharness.record import Cell
-    from profharness.runner.capture import Progress
+    from profharness.runner.book import Progress
 
 
 @contextlib.contextmanager

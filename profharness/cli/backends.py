@@ -17,7 +17,8 @@ def command(format_: str | None, output: Path | None, force: bool) -> None:
     """List what can run here, and why not the others.
 
     Every backend is tried on one small config in a worker process, so the answer is what happens,
-    not what should.
+    not what should. Implementations of your own count if they are in kernels/ or offered by an
+    installed package (entry points of the group profharness.backends).
 
     \b
     Example:

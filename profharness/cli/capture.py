@@ -29,7 +29,7 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     "--profiler",
     multiple=True,
     metavar="NAME",
-    help="torch (default) or events (timing only). Repeatable.",
+    help="torch (default), events (timing only), nsys, ncu. Repeatable, or separated by commas.",
 )
 @click.option(
     "--out",
@@ -68,6 +68,19 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     show_default=True,
     help="Seconds that one cell may take.",
 )
+@click.option(
+    "--metrics",
+    multiple=True,
+    metavar="NAME",
+    help="Metrics that ncu takes besides the default ones. Repeatable, or separated by commas.",
+)
+@click.option(
+    "--section",
+    "sections",
+    multiple=True,
+    metavar="NAME",
+    help="Sections that ncu takes, as in `ncu --list-sections`; each costs more passes. Repeatable.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
 @click.option(
     "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
@@ -90,6 +103,8 @@ def command(
     warmup: int,
     samples: int,
     timeout_s: float,
+    metrics: tuple[str, ...],
+    sections: tuple[str, ...],
     seed: int,
     device: str,
     note: str | None,
@@ -101,6 +116,11 @@ def command(
     and the run goes into the store. A backend that refuses a config is a result, and so is a cell
     that fails or kills its worker.
 
+    torch and events share one pass over the cells and give the timing samples; nsys and ncu wrap
+    the worker and take a pass of their own each, over the cells that ran. ncu replays one call a
+    cell, kernel by kernel and with cold caches; a cell may take ten times --timeout under it, and
+    twice --timeout under nsys.
+
     \b
     Configs: batch,heads,seq_len,head_dim then, in any order,
       fp16 bf16 fp32  causal  bwd  deterministic
@@ -110,8 +130,9 @@ def command(
     A number may be a set {1,2,4} or a range 128:4096:*2.
 
     \b
-    Example:
+    Examples:
       profharness capture --config 2,8,512,64 --backend auto,flash,math
+      profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
     """
     from profharness.cli._progress import capture_progress
     from profharness.errors import UsageError
@@ -128,8 +149,12 @@ def command(
         with capture_progress() as progress:
             captured = resume_into_store(_find_folder(resume_folder, out), store, progress)
     else:
-        protocol = Protocol(iterations, warmup, samples, timeout_s, seed, device)
-        options = CaptureOptions(split_names(profiler) or ("torch",), out, protocol, note)
+        more = split_names(metrics), split_names(sections)
+        protocol = Protocol(iterations, warmup, samples, timeout_s, seed, device, *more)
+        profilers = split_names(profiler) or ("torch",)
+        if any(more) and "ncu" not in profilers:
+            raise UsageError("--metrics and --section are ncu's; add --profiler ncu")
+        options = CaptureOptions(profilers, out, protocol, note)
         with capture_progress() as progress:
             captured = capture_into_store(configs, split_names(backend), store, options, progress)
     _report(captured)
@@ -153,7 +178,12 @@ def _find_folder(text: str, out: Path) -> Path:
 
 
 def _report(captured: Captured) -> None:
-    """The run's id and what came of its cells on stdout; what failed, with its message, on stderr."""
+    """The run's id and what came of its cells on stdout; what failed, with its message, on stderr.
+
+    Raises CaptureError if a profiler did not do its work.
+    """
+    from profharness.errors import CaptureError
+
     run = captured.run
     counts = Counter(cell.status for cell in run.cells)
     summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
@@ -165,3 +195,15 @@ def _report(captured: Captured) -> None:
         for warning in result.warnings:
             click.echo(f"warning: {warning}", err=True)
     click.echo("see it with: profharness kernels", err=True)
+    if run.problems:
+        raise CaptureError(_problems(captured))
+
+
+def _problems(captured: Captured) -> str:
+    """What profilers failed at, each with its remedy; the rest of the run is kept."""
+    lines = [
+        f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
+        for problem in captured.run.problems
+    ]
+    kept = f"what the others saw is kept in {captured.folder}"
+    return "\n".join(["not every profiler did its work; " + kept, *lines])

@@ -13,9 +13,14 @@ from profharness.files import check_output
 
 @click.command()
 @click.argument("run")
+@click.option(
+    "--profiler",
+    metavar="NAME",
+    help="Whose part of the run: torch, nsys, ncu, or all.  [default: the first of these there is]",
+)
 @file_options
 @store_option
-def command(run: str, output: Path | None, force: bool, store: Path) -> None:
+def command(run: str, profiler: str | None, output: Path | None, force: bool, store: Path) -> None:
     """Write a run as a Chrome trace, whatever profiler made it.
 
     The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis: a track per cell with
@@ -23,19 +28,28 @@ def command(run: str, output: Path | None, force: bool, store: Path) -> None:
     their threads. A name that ends in .gz is compressed; without -o the trace goes to stdout as
     plain JSON.
 
+    Each profiler of a run has a clock of its own; with `--profiler all` each has processes of its
+    own in the file, and all begin at 0.
+
     \b
     Example:
       profharness export latest -o trace.json.gz
     """
-    from profharness.exports import write_run, write_run_file
+    from profharness.exports import choose_profilers, write_run, write_run_file
     from profharness.store import open_store
 
     check_output(output, force=force)
     with open_store(store) as opened:
         name = opened.resolve(run)
+        chosen = choose_profilers(opened, name, profiler)
+        others = set(choose_profilers(opened, name, "all")) - set(chosen)
+        if others and profiler is None:
+            hint(
+                f"this is what {chosen[0]} saw; --profiler {'|'.join(sorted(others))}|all for more"
+            )
         if output is None:
             with quiet_stdout() as stream:
-                write_run(opened, name, stream)
+                write_run(opened, name, stream, chosen)
             return
-        launches = write_run_file(opened, name, output, force=force)
+        launches = write_run_file(opened, name, output, force=force, profiler=profiler)
     hint(f"wrote {output}: {launches:,} launches of run {name}")

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 @click.option(
     "--profiler",
     multiple=True,
-    type=click.Choice(PROFILERS),
-    help="Only what this profiler saw. Repeatable.",
+    type=click.Choice([*PROFILERS, "all"]),
+    help="Only what this profiler saw; all: every profiler side by side. Repeatable.  [default: the "
+    "first of torch, nsys and ncu that the run has]",
 )
 @click.option(
     "--run",
@@ -73,24 +74,49 @@ def command(
     the cell's time on the device, occ% the theoretical occupancy. A value that the profiler cannot
     know shows as -.
 
+    --profiler all puts the witnesses side by side: the same kernel's time under torch, nsys and
+    ncu, its counters, and every point on which they disagree; with --run all each profiler's
+    newest run that has the config counts.
+
     \b
-    Example:
+    Examples:
       profharness kernels --config 2,8,512,64 --backend auto,math --format csv
+      profharness kernels --config 2,8,512,64 --profiler all
     """
     from profharness.report.expect import check_expected_names
     from profharness.report.kernels_view import kernels_document
+    from profharness.report.witness_view import witness_document
 
+    side_by_side = "all" in profiler
+    wanted = PROFILERS if side_by_side else profiler
     expected = split_names(expect)
     check_expected_names(expected)
     check_output(output, force=force)
     configs = read_configs(config, configs_file)
-    rows, cells = _answer(store, run, configs, split_names(backend), profiler)
-    document = kernels_document(rows, cells, full=full)
+    rows, cells = _answer(store, run, configs, split_names(backend), wanted)
+    if not profiler:
+        rows = _first_profiler(rows)
+    document = (witness_document if side_by_side else kernels_document)(rows, cells, full=full)
     emit(document, format_, output, force=force)
     if format_ == "csv" or (format_ is None and output and output.suffix == ".csv"):
         _tell_without_kernels(cells)
     if expected:
         _gate(expected, rows, cells)
+
+
+def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
+    """Of each run the rows of one profiler; what the others saw is said on stderr."""
+    seen: dict[str, set[str]] = {}
+    for row in rows:
+        seen.setdefault(row.run, set()).add(row.profiler)
+    chosen = {
+        run: next((name for name in PROFILERS if name in names), min(names))
+        for run, names in seen.items()
+    }
+    if any(len(names) > 1 for names in seen.values()):
+        more = sorted(set().union(*seen.values()) - set(chosen.values()))
+        hint(f"{', '.join(more)} saw these kernels too; --profiler all shows all side by side")
+    return [row for row in rows if row.profiler == chosen[row.run]]
 
 
 def _answer(

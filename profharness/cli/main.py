@@ -17,12 +17,15 @@ from profharness.errors import ProfharnessError
 COMMANDS: dict[str, tuple[str, str]] = {
     "capture": ("profharness.cli.capture", "Run attention configs on backends under a profiler."),
     "kernels": ("profharness.cli.kernels", "Show which kernels each backend launched."),
+    "explain": ("profharness.cli.explain", "Say why PyTorch takes the backend that it takes."),
     "diff": ("profharness.cli.diff", "Compare two backends of a run, or two runs."),
     "ingest": ("profharness.cli.ingest", "Take traces and run folders into the store."),
     "export": ("profharness.cli.export", "Write a run as a Chrome trace."),
+    "scrub": ("profharness.cli.scrub", "Make a copy of a run that is fit to publish."),
     "runs": ("profharness.cli.runs", "List what is stored."),
     "backends": ("profharness.cli.backends", "List what can run here, and why not the others."),
     "doctor": ("profharness.cli.doctor", "Check what is installed and works."),
+    "new-kernel": ("profharness.cli.new_kernel", "Start an attention implementation of your own."),
 }
 EXIT_INTERRUPTED = 130
 

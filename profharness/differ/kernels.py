@@ -112,11 +112,12 @@ def tile(kernel: str) -> str | None:
 
 
 def call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
-    """Median time of a launch times launches per call, summed over rows; None of no rows.
+    """Median time of a launch times launches per call, summed over rows; None of no rows, or where
+    one of them has no time.
 
     calls stands in where a row does not know its launches per call.
     """
-    return sum(row.duration_ns * _per_call(row, calls) for row in rows) if rows else None
+    return _summed(rows, [row.duration_ns for row in rows], calls) if rows else None
 
 
 def speed(
@@ -162,9 +163,17 @@ def _per_call(row: KernelRow, calls: int) -> float:
 
 
 def _range(rows: Sequence[KernelRow], calls: int) -> tuple[float, float]:
-    per_call = [_per_call(row, calls) for row in rows]
-    low = sum(row.min_ns * n for row, n in zip(rows, per_call, strict=True))
-    return low, sum(row.max_ns * n for row, n in zip(rows, per_call, strict=True))
+    low = _summed(rows, [row.min_ns for row in rows], calls)
+    high = _summed(rows, [row.max_ns for row in rows], calls)
+    return low or 0.0, high or 0.0
+
+
+def _summed(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> float | None:
+    """A time of each row, times its launches per call, summed; None if one is not known."""
+    known = [time for time in times if time is not None]
+    if len(known) < len(rows):
+        return None
+    return sum(time * _per_call(row, calls) for time, row in zip(known, rows, strict=True))
 
 
 def _value(row: KernelRow, field: str) -> Any:

@@ -1,1 +1,48 @@
-"""Why a backend was or was not taken: reasons that PyTorch gives, as codes."""
+"""Why a backend is or is not taken: PyTorch's dispatch rules as data, and its own reasons as codes."""
+
+from __future__ import annotations
+
+from profharness.dispatch.hazards import hazards
+from profharness.dispatch.machine import (
+    Gpu,
+    Machine,
+    find_gpu,
+    machine_for,
+    parse_cudnn,
+    parse_release,
+    parse_releases,
+    release_text,
+)
+from profharness.dispatch.params import BACKENDS, AttentionParams, Mask, from_config
+from profharness.dispatch.predict import (
+    Prediction,
+    Reason,
+    Verdict,
+    check,
+    judge,
+    predict,
+    priority_order,
+)
+
+__all__ = [
+    "BACKENDS",
+    "AttentionParams",
+    "Gpu",
+    "Machine",
+    "Mask",
+    "Prediction",
+    "Reason",
+    "Verdict",
+    "check",
+    "find_gpu",
+    "from_config",
+    "hazards",
+    "judge",
+    "machine_for",
+    "parse_cudnn",
+    "parse_release",
+    "parse_releases",
+    "predict",
+    "priority_order",
+    "release_text",
+]

@@ -13,9 +13,21 @@ from profharness.trace import Trace
 
 PARSERS: dict[str, str] = {
     "chrome": "profharness.parse.chrome:parse_chrome",
+    "nsys": "profharness.parse.nsys:parse_nsys",
+    "ncu": "profharness.parse.ncu:parse_ncu",
 }
-SUFFIXES: dict[str, str] = {".json": "chrome", ".json.gz": "chrome"}
-EXPECTED = "a Kineto trace (.json, .json.gz) or a run folder"
+SUFFIXES: dict[str, str] = {
+    ".json": "chrome",
+    ".json.gz": "chrome",
+    ".ncu-rep": "ncu",
+    ".csv": "ncu",
+    ".sqlite": "nsys",
+    ".nsys-rep": "nsys",
+}
+EXPECTED = (
+    "a Kineto trace (.json, .json.gz), an Nsight Systems export or report (.sqlite, .nsys-rep), "
+    "an Nsight Compute report (.ncu-rep, .csv) or a run folder"
+)
 
 
 def load_parser(name: str) -> Callable[[Path], Trace]:
@@ -40,11 +52,23 @@ def sniff(path: Path) -> str | None:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
-            return name
+            return name if suffix != ".csv" or _is_ncu_csv(path) else None
+    if head.startswith(b"SQLite format 3\0"):
+        return "nsys"  # which says what else an SQLite file is
     stripped = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if stripped[:1] in (b"{", b"[") or (head.startswith(b"\x1f\x8b") and lower.endswith(".gz")):
         return "chrome"
     return None
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file that nobody named, found in a folder, is to be taken in: by suffix, a CSV only
+    if it is ncu's, an nsys report only if its export is not beside it.
+    """
+    lower = path.name.lower()
+    if lower.endswith(".nsys-rep"):
+        return not path.with_suffix(".sqlite").is_file()
+    return lower.endswith(tuple(SUFFIXES)) and sniff(path) is not None
 
 
 def open_trace(path: Path) -> Trace:
@@ -55,3 +79,9 @@ def open_trace(path: Path) -> Trace:
     if name is None:
         raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
     return load_parser(name)(path)
+
+
+def _is_ncu_csv(path: Path) -> bool:
+    from profharness.parse.ncu_csv import is_ncu_csv
+
+    return is_ncu_csv(path)

@@ -26,6 +26,8 @@ _Timed = tuple[int, int, int, Event]
 
 # Above every Linux thread id, because ops of the CPU share a process with real threads.
 FIRST_TRACK = (1 << 22) + 1
+# Sections with a name keep apart by it: above every process, thread and track number.
+SECTION_STEP = 1 << 24
 WINDOW = 1 << 14  # events held back to bring them into order
 RECENT_CALLS = 1 << 12  # launch calls remembered, since one graph launch starts many kernels
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
@@ -70,10 +72,15 @@ _DEVICE_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one profiler saw, on one clock: launches in stored order, and ranges."""
+    """What one profiler saw, on one clock: launches in stored order, and ranges.
+
+    With a name, the section gets processes of its own that bear it, so that two sections never
+    share a track.
+    """
 
     launches: Iterable[LaunchRow]
     ranges: Iterable[RangeRow] = ()
+    name: str | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +91,7 @@ class _Tracks:
     numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     announced: set[tuple[int, int]] = field(default_factory=set)
+    open_ends: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def lane(self, pid: int, name: str, start_ns: int, end_ns: int) -> tuple[int, str | None]:
         """The track that is free at start_ns, and its title if it is new."""
@@ -96,6 +104,17 @@ class _Tracks:
         lanes.append(number)
         self.ends[number] = end_ns
         return number, name if len(lanes) == 1 else f"{name} #{len(lanes)}"
+
+    def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
+        """Whether a range lies within the innermost one open on its thread, as a track demands;
+        ranges come by start, the longer first. If so, it is the innermost now."""
+        ends = self.open_ends.setdefault((pid, tid), [])
+        while ends and ends[-1] <= start_ns:
+            ends.pop()
+        if ends and ends[-1] < end_ns:
+            return False
+        ends.append(end_ns)
+        return True
 
 
 def write_chrome_trace(
@@ -124,7 +143,7 @@ def write_chrome_trace(
     out.write(encode(header)[:-1] + b',"traceEvents":[')
     separator = b"\n"
     launches = 0
-    for event in itertools.chain(_process_names(devices), _events(sections)):
+    for event in _events(sections, devices):
         launches += event["ph"] == "X" and event["cat"] in CATEGORIES.values()
         out.write(separator + encode(event))
         separator = b",\n"
@@ -137,19 +156,39 @@ def _device(device: Device) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _process_names(devices: Iterable[Device]) -> Iterator[Event]:
-    for device in devices:
-        yield _metadata("process_name", device.index, 0, f"GPU {device.index} {device.name}")
-
-
 def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
-def _events(sections: Iterable[Section]) -> Iterator[Event]:
+def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterator[Event]:
+    """The events of all sections; those of the n-th named one in processes from n * SECTION_STEP."""
     tracks = _Tracks()
+    titles = {device.index: f"GPU {device.index} {device.name}" for device in devices}
+    named = itertools.count(1)
     for section in sections:
-        yield from _section_events(section, tracks)
+        if section.name is None:
+            for index, title in titles.items():
+                yield _metadata("process_name", index, 0, title)
+            yield from _section_events(section, tracks)
+        else:
+            events = _section_events(section, _Tracks())
+            yield from _apart(events, section.name, next(named) * SECTION_STEP, titles)
+
+
+def _apart(
+    events: Iterator[Event], name: str, shift: int, titles: Mapping[int, str]
+) -> Iterator[Event]:
+    """The events in processes and tracks of their own. Tracks are shifted too: for Perfetto a
+    thread has one number, whatever its process.
+    """
+    known: set[int] = set()
+    for event in events:
+        pid = event["pid"]
+        if pid not in known:
+            known.add(pid)
+            title = titles.get(pid, f"process {pid}")
+            yield _metadata("process_name", pid + shift, 0, f"{name}: {title}")
+        yield {**event, "pid": pid + shift, "tid": event["tid"] + shift}
 
 
 def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
@@ -164,11 +203,14 @@ def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
     for start_ns, _, _, event in heapq.merge(*streams):
         if base is None:
             base = start_ns
-        if event["cat"] in CATEGORIES.values():
-            duration_ns = event["dur"]
-            track, title = tracks.lane(
-                event["pid"], event["tid"], start_ns - base, start_ns - base + duration_ns
-            )
+        end_ns = start_ns - base + event["dur"]
+        loose = event["cat"] == "user_annotation" and not tracks.nests(
+            event["pid"], event["tid"], start_ns - base, end_ns
+        )
+        if loose or event["cat"] in CATEGORIES.values():
+            # NVTX start/end ranges may overlap, which one track cannot show
+            name = f"ranges of thread {event['tid']}" if loose else event["tid"]
+            track, title = tracks.lane(event["pid"], name, start_ns - base, end_ns)
             event["tid"] = track
             if title is not None:
                 yield _metadata("thread_name", event["pid"], track, title)

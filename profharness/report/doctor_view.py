@@ -49,12 +49,14 @@ def backends_document(states: Sequence[BackendState]) -> Document:
         (each.backend, "yes" if each.runs else "no", each.device, each.summary) for each in states
     )
     notes = tuple(
-        Note(each.reason or "no reason given", each.backend) for each in states if not each.runs
+        Note((each.reason or "no reason given").splitlines()[0], each.backend)
+        for each in states
+        if not each.runs
     )
     return Document(
         schema="profharness.backends/1",
         title="Backends",
         blocks=(Table(columns, rows), *notes),
-        fields=("backend", "runs", "reason", "device", "summary"),
+        fields=("backend", "runs", "reason", "device", "summary", "status", "code"),
         records=tuple(asdict(each) for each in states),
     )

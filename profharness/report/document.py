@@ -58,7 +58,14 @@ class Note:
     level: str = "note"
 
 
-Block = Heading | Table | Note
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines of Python to copy, which no renderer wraps or cuts."""
+
+    text: str
+
+
+Block = Heading | Table | Note | Code
 
 
 @dataclass(frozen=True, slots=True)

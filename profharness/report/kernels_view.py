@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from profharness.report.agreement import disagreements
 from profharness.report.document import Block, Column, Document, Heading, Note, Table
-from profharness.report.expect import backend_of_op, ran_backends
 from profharness.rows import CellRow, KernelRow
 
 SCHEMA = "profharness.kernels/1"
@@ -27,7 +27,7 @@ FIELDS = (
     *("grid", "block", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
     *("shared_bytes", "launches", "launches_per_call", "duration_ns", "total_ns", "share"),
     *("cell", "kernel_kind", "min_ns", "max_ns", "first_ns", "op", "sdpa_op", "occupancy"),
-    *("occupancy_limiter", "device"),
+    *("occupancy_limiter", "device", "metrics"),
 )
 MINOR_SHARE = 0.005
 _RENAMED = {"op": "op_path"}
@@ -39,7 +39,11 @@ _Scope = tuple[str, str | None, str | None]
 def kernel_record(row: KernelRow) -> dict[str, Any]:
     """The JSON record of one kernel; keys as in FIELDS, durations in ns, sizes in bytes, grid and
     block as [x, y, z]."""
-    return {key: getattr(row, _RENAMED.get(key, key)) for key in FIELDS}
+    record = {key: getattr(row, _RENAMED.get(key, key)) for key in FIELDS}
+    record["metrics"] = {
+        name: {"value": value, "unit": unit} for name, (value, unit) in row.metrics.items()
+    }
+    return record
 
 
 def cell_record(cell: CellRow) -> dict[str, Any]:
@@ -51,6 +55,7 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
         "backend": cell.backend,
         "status": cell.status,
         "message": cell.message,
+        "predicted": cell.predicted,
         "choice": cell.choice,
         "sdpa_op": cell.sdpa_op,
         "refusals": [
@@ -169,8 +174,8 @@ def _backend_order(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> dict[
 
 
 def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
-    """What is to be said below the table: why a backend has no kernels, a contradiction among
-    witnesses, warnings."""
+    """What is to be said below the table: why a backend has no kernels, each disagreement
+    of the four witnesses, warnings."""
     notes: list[Note] = []
     if cell.status != "ok":
         level = "note" if cell.status == "refused" else "error"
@@ -179,9 +184,7 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
         notes.append(
             Note("no kernels recorded by the profilers asked for", cell.backend, "warning")
         )
-    contradiction = mismatch(cell, rows)
-    if contradiction:
-        notes.append(Note(contradiction, cell.backend, "warning"))
+    notes += [Note(text, cell.backend, "warning") for text in disagreements(cell, rows)]
     notes += [Note(text, cell.backend, "warning") for text in cell.warnings]
     return notes
 
@@ -191,17 +194,3 @@ def _reason(cell: CellRow) -> str:
     if cell.message and (cell.status != "refused" or not texts):
         texts.insert(0, cell.message)
     return "; ".join(dict.fromkeys(texts)) or "no reason recorded"
-
-
-def mismatch(cell: CellRow, rows: Sequence[KernelRow]) -> str | None:
-    """A sentence when the attention op in the trace and the kernels' families name different
-    backends, else None."""
-    witness = backend_of_op(cell.sdpa_op)
-    by_kernels = ran_backends(rows)
-    if witness is None or not by_kernels or by_kernels == {witness}:
-        return None
-    families = sorted({row.family for row in rows if ran_backends([row])})
-    return (
-        f"mismatch: the op that ran is {cell.sdpa_op} ({witness}), "
-        f"but the kernels are of family {', '.join(families)}"
-    )

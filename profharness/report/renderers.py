@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from profharness.report.document import (
+    Block,
+    Code,
     Column,
     Document,
     Heading,
@@ -116,7 +118,7 @@ def render_markdown(document: Document, *, width: int = 100, color: bool = False
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_block(block: Heading | Table | Note) -> str:
+def _markdown_block(block: Block) -> str:
     match block:
         case Heading(text, detail):
             return f"## {escape_markdown(text)}" + (
@@ -126,6 +128,8 @@ def _markdown_block(block: Heading | Table | Note) -> str:
             return (
                 "- " + (f"**{escape_markdown(label)}**: " if label else "") + escape_markdown(text)
             )
+        case Code(text):
+            return f"```python\n{text}\n```"
         case Table():
             return _markdown_table(block)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from profharness.report.document import (
+    Block,
+    Code,
     Column,
     Document,
     Heading,
@@ -43,12 +45,16 @@ def render_table(document: Document, *, width: int = 100, color: bool = False) -
         _environ={},
     )
     label_width = max((len(b.label) for b in document.blocks if isinstance(b, Note)), default=0)
-    previous: Heading | Table | Note | None = None
+    previous: Block | None = None
     for block in document.blocks:
         if isinstance(block, Heading):
             if previous is not None:
                 console.print()
             _print_heading(console, block)
+        elif isinstance(block, Code):
+            for line in block.text.splitlines():
+                text = f"    {line}" if line else ""
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif isinstance(block, Table):
             if isinstance(previous, Note):
                 console.print()

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from profharness import __version__
-from profharness.backends import find_backend
+from profharness.backends import (
+    SOURCES_FILE,
+    find_backend,
+    find_backends,
+    fingerprints,
+    read_sources,
+    write_sources,
+)
 from profharness.config import Config
 from profharness.errors import CaptureError, UsageError
+from profharness.nsight.tools import Tool
 from profharness.record import (
     JOURNAL_FILE,
     PLAN_FILE,
     Cell,
     JournalEntry,
+    Problem,
     Protocol,
     Run,
-    TraceFile,
     read_run,
-    write_run,
 )
-from profharness.runner.profilers import PROFILERS, find_profilers
+from profharness.runner.book import Book, Progress
+from profharness.runner.profilers import Profiler, find_profilers, open_session, require_tools
+from profharness.runner.sessions import Outcome
 from profharness.runner.supervise import LOG_FILE, run_cells
 
-SAVE_EVERY_S = 1.0
-
-Progress = Callable[[int, int, Cell, str], None]
-"""Hears (cells done, cells in all, the cell, its stage or final status)."""
+START_REMEDY = (
+    "`profharness doctor` shows what is missing; the worker's own words are in worker.log"
+)
 
 
 @dataclass(frozen=True)
@@ -54,16 +61,18 @@ def capture(
 ) -> Path:
     """Run every config on every backend and return the run folder.
 
-    Failed cells are results, not errors. Raises UsageError for unknown names, CaptureError if no
-    worker starts. After KeyboardInterrupt the folder is valid and `resume` goes on with it; the
+    Failed cells are results, not errors, and what a wrapping profiler fails at stands in the run's
+    problems. Raises UsageError for unknown names, NsightError for a tool that is not there,
+    CaptureError if no worker starts. After KeyboardInterrupt the folder is valid and `resume` goes on with it; the
     exception's `folder` attribute names it.
     """
     options = options or CaptureOptions()
-    names = tuple(profiler.name for profiler in find_profilers(options.profilers))
+    profilers = find_profilers(options.profilers)
+    tools = require_tools(profilers)
     run = Run(
         run=_new_id(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        profilers=names,
+        profilers=tuple(profiler.name for profiler in profilers),
         protocol=options.protocol,
         cells=plan_cells(configs, backends),
         note=options.note,
@@ -76,12 +85,15 @@ def capture(
         raise CaptureError(
             f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
         ) from None
-    return _carry_out(folder, run, progress)
+    write_sources(folder, find_backends(backends).values())
+    return _carry_out(folder, run, tools, progress)
 
 
 def resume(folder: Path, progress: Progress | None = None) -> Path:
     """Run the cells of a folder that have no result yet, with the protocol that it was begun with."""
-    return _carry_out(folder, read_run(folder), progress)
+    run = read_run(folder)
+    tools = require_tools(find_profilers(run.profilers))
+    return _carry_out(folder, run, tools, progress)
 
 
 def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell, ...]:
@@ -90,7 +102,7 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
     """
     if not configs:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
-    unique = dict.fromkeys(find_backend(name).name for name in backends)
+    unique = find_backends(backends)
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
     return tuple(
         Cell(f"c{index:04d}", config, backend)
@@ -98,55 +110,18 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
     )
 
 
-class _Book:
-    """The run as it grows: takes journal entries, saves run.json now and then."""
-
-    def __init__(self, folder: Path, run: Run, progress: Progress | None) -> None:
-        self.folder = folder
-        self.run = run
-        self._cells = {cell.cell: cell for cell in run.cells}
-        self._progress = progress or (lambda *_: None)
-        self._saved = 0.0
-
-    def hear(self, entry: JournalEntry) -> None:
-        if entry.environment is not None:
-            self._environment(entry.environment)
-            return
-        cell = self._cells[str(entry.cell)]
-        if entry.result is not None:
-            cell = self._cells[cell.cell] = entry.result
-        done = sum(known.status != "pending" for known in self._cells.values())
-        self._progress(
-            done, len(self._cells), cell, entry.stage or (cell.status if entry.result else "start")
-        )
-        if entry.result is not None and time.monotonic() - self._saved > SAVE_EVERY_S:
-            self.save()
-
-    def _environment(self, environment: dict[str, Any]) -> None:
-        device = str(environment.get("device_type", "cpu"))
-        self._cells = {
-            name: replace(cell, config=cell.config.resolve(device))
-            for name, cell in self._cells.items()
-        }
-        if not self.run.environment:
-            self.run = replace(self.run, environment=environment)
-
-    def save(self) -> None:
-        """Write run.json with the traces that exist."""
-        cells = tuple(self._cells.values())
-        self.run = replace(
-            self.run, cells=cells, traces=tuple(_traces(self.folder, self.run.profilers, cells))
-        )
-        write_run(self.folder, self.run)
-        self._saved = time.monotonic()
-
-
-def _carry_out(folder: Path, run: Run, progress: Progress | None) -> Path:
-    book = _Book(folder, run, progress)
+def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progress | None) -> Path:
+    book = Book(folder, run, progress)
     book.save()
-    pending = [cell for cell in run.cells if cell.status == "pending"]
+    hear = _with_code(book, _code(folder, run))
+    profilers = find_profilers(run.profilers)
     try:
-        run_cells(folder, pending, run.protocol, run.profilers, book.hear)
+        if any(profiler.session is None for profiler in profilers):
+            inside = tuple(item.name for item in profilers if item.session is None)
+            run_cells(folder, book.begin_pass(None), run.protocol, inside, hear)
+        for profiler in profilers:
+            if profiler.session is not None:
+                _wrapped_pass(book, profiler, tools, hear)
     except KeyboardInterrupt as stop:
         stop.folder = folder  # type: ignore[attr-defined]
         raise
@@ -156,18 +131,51 @@ def _carry_out(folder: Path, run: Run, progress: Progress | None) -> Path:
     return folder
 
 
-def _traces(folder: Path, profilers: tuple[str, ...], cells: tuple[Cell, ...]) -> list[TraceFile]:
-    """The traces of finished cells; what a dead worker left half-written belongs to no result and
-    is not named.
-    """
+def _code(folder: Path, run: Run) -> dict[str, str]:
+    """What tells one version of the backends' code from another; what is not found says nothing."""
+    sources = read_sources(folder)
     found = []
-    for name in profilers:
-        suffix = PROFILERS[name].suffix
-        for cell in cells:
-            path = f"{cell.cell}.{suffix}"
-            if suffix and cell.status == "ok" and (folder / path).exists():
-                found.append(TraceFile(name, path, (cell.cell,)))
-    return found
+    for name in dict.fromkeys(cell.backend for cell in run.cells):
+        with contextlib.suppress(UsageError):
+            found.append(find_backend(name, sources))
+    return fingerprints(found)
+
+
+def _with_code(book: Book, code: dict[str, str]) -> Callable[[JournalEntry], None]:
+    """The book's ear, with `backend_code` added to the environment that a worker tells."""
+
+    def hear(entry: JournalEntry) -> None:
+        if entry.environment is not None and code:
+            entry = replace(entry, environment=entry.environment | {"backend_code": code})
+        book.hear(entry)
+
+    return hear
+
+
+def _wrapped_pass(
+    book: Book, profiler: Profiler, tools: dict[str, Tool], hear: Callable[[JournalEntry], None]
+) -> None:
+    """All cells under a profiler that wraps the worker. What goes wrong is a problem of the run."""
+    protocol = replace(
+        book.run.protocol,
+        timeout_s=book.run.protocol.timeout_s * profiler.patience,
+        iterations=profiler.iterations or book.run.protocol.iterations,
+    )
+    before = len(book.problems)
+    try:
+        run_cells(
+            book.folder,
+            book.begin_pass(profiler),
+            protocol,
+            (profiler.name,),
+            hear,
+            lambda: open_session(profiler, tools, book.folder, protocol),
+            book.take,
+        )
+    except CaptureError as error:
+        if len(book.problems) == before:
+            problem = Problem(profiler.name, "worker_not_started", str(error), START_REMEDY)
+            book.take(Outcome(problem=problem))
 
 
 def _tidy(folder: Path, run: Run) -> None:
@@ -176,7 +184,8 @@ def _tidy(folder: Path, run: Run) -> None:
     """
     (folder / JOURNAL_FILE).unlink(missing_ok=True)
     (folder / PLAN_FILE).unlink(missing_ok=True)
-    if all(cell.status in ("ok", "refused") for cell in run.cells):
+    (folder / SOURCES_FILE).unlink(missing_ok=True)
+    if all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems:
         (folder / LOG_FILE).unlink(missing_ok=True)
 
 

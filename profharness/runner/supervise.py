@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ import msgspec
 
 from profharness.errors import CaptureError
 from profharness.record import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan, Protocol
+from profharness.runner.journal import Journal
+from profharness.runner.sessions import Ended, Outcome, Session
 
 POLL_S = 0.01
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
 LOG_FILE = "worker.log"
 LOG_TAIL_BYTES = 4000
+MAX_LOG_BYTES = 1 << 20
 
 
 def worker_argv(folder: Path) -> list[str]:
@@ -41,6 +44,7 @@ class _Watch:
     stage: str = "start"
     since: float = 0.0
     told_environment: bool = False
+    ended: list[str] = field(default_factory=list)
 
 
 def run_cells(
@@ -49,23 +53,34 @@ def run_cells(
     protocol: Protocol,
     profilers: tuple[str, ...],
     on_entry: Callable[[JournalEntry], None],
-    wrap: Callable[[list[str]], list[str]] = lambda argv: argv,
+    make_session: Callable[[], Session] = Session,
+    on_outcome: Callable[[Outcome], None] = lambda _: None,
+    command: Callable[[Path], list[str]] = worker_argv,
 ) -> None:
     """Run cells until each has an `end` entry in the journal; on_entry hears every entry, also
-    those written here.
+    those written here, on_outcome what each start of the worker left.
 
     Raises CaptureError when a worker cannot even start; on any exception (KeyboardInterrupt too)
     the worker is ended first.
     """
     pending = {cell.cell: cell for cell in cells}
-    journal = _Journal(folder / JOURNAL_FILE)
+    journal = Journal(folder / JOURNAL_FILE)
     while pending:
-        plan = Plan(tuple(pending.values()), protocol, profilers, os.getpid())
+        session = make_session()
+        plan = Plan(
+            tuple(pending.values()), protocol, profilers, os.getpid(), wrapped=session.wrapped
+        )
         (folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
         watch = _Watch(since=time.monotonic())
-        with _worker(wrap(worker_argv(folder)), folder) as process:
-            returncode = _follow(process, journal, watch, pending, protocol.timeout_s, on_entry)
-        _take(journal.entries(), watch, pending, on_entry)
+        offset = _log_size(folder)
+        returncode: int | None = None
+        try:
+            with _started(session, command(folder), folder) as process:
+                returncode = _follow(process, journal, watch, pending, protocol.timeout_s, on_entry)
+        finally:
+            _take(journal.entries(), watch, pending, on_entry)
+            text = _log_since(folder, offset)
+            on_outcome(session.close(Ended(returncode, text, tuple(watch.ended))))
         if watch.cell is not None:
             _bury(folder, watch, returncode, pending, journal, on_entry)
         elif pending and not watch.told_environment:
@@ -77,10 +92,10 @@ def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
     start.
     """
     heard: list[JournalEntry] = []
-    journal = _Journal(folder / JOURNAL_FILE)
+    journal = Journal(folder / JOURNAL_FILE)
     (folder / PLAN_FILE).write_bytes(msgspec.json.encode(Plan((), protocol, (), os.getpid())))
     watch = _Watch(since=time.monotonic())
-    with _worker(worker_argv(folder), folder) as process:
+    with _started(Session(), worker_argv(folder), folder) as process:
         returncode = _follow(process, journal, watch, {}, protocol.timeout_s, heard.append)
     _take(journal.entries(), watch, {}, heard.append)
     if not heard or heard[0].environment is None:
@@ -90,13 +105,13 @@ def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
 
 def _follow(
     process: subprocess.Popen[bytes],
-    journal: _Journal,
+    journal: Journal,
     watch: _Watch,
     pending: dict[str, Cell],
     timeout_s: float,
     on_entry: Callable[[JournalEntry], None],
 ) -> int | None:
-    """Until the worker ends: its return code, or None if it had to be killed for taking too long."""
+    """Until the process ends: its return code, or None if it takes too long."""
     while process.poll() is None:
         _take(journal.entries(), watch, pending, on_entry)
         limit = timeout_s if watch.cell is not None else max(START_TIMEOUT_S, timeout_s)
@@ -121,6 +136,7 @@ def _take(
             watch.stage = entry.stage or ""
         elif entry.event == "end":
             pending.pop(str(entry.cell), None)
+            watch.ended.append(str(entry.cell))
             watch.cell, watch.since = None, time.monotonic()
         on_entry(entry)
 
@@ -130,7 +146,7 @@ def _bury(
     watch: _Watch,
     returncode: int | None,
     pending: dict[str, Cell],
-    journal: _Journal,
+    journal: Journal,
     on_entry: Callable[[JournalEntry], None],
 ) -> None:
     """Write the result of the cell that its worker died of."""
@@ -151,12 +167,11 @@ def _bury(
 
 
 def _how(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exit code {returncode}"
+    number = -returncode if returncode < 0 else returncode - 128  # 128 + n: so shells and nsys say
     try:
-        return signal.Signals(-returncode).name
+        return signal.Signals(number).name
     except ValueError:
-        return f"signal {-returncode}"
+        return f"exit code {returncode}" if returncode >= 0 else f"signal {number}"
 
 
 def _log_tail(folder: Path) -> str:
@@ -177,25 +192,26 @@ def _start_failure(folder: Path, returncode: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _worker(argv: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker in a process group of its own; at the end of the block nothing of the group is left."""
+def _started(
+    session: Session, command: list[str], folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker in a process group of its own; at the end of the block nothing of it is left."""
     with (folder / LOG_FILE).open("ab") as log:
         process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
+            session.argv(command),
+            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_child_environment(),
+            env=session.environment(_child_environment()),
             start_new_session=True,
         )
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            session.end(process)
+        session.clear(process)
         process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
 
 
 def _child_environment() -> dict[str, str]:
@@ -207,34 +223,13 @@ def _child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
 
 
-class _Journal:
-    """The journal as the parent reads it: whole lines as they come."""
+def _log_size(folder: Path) -> int:
+    path = folder / LOG_FILE
+    return path.stat().st_size if path.exists() else 0
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
-        self._rest = b""
 
-    def entries(self) -> Iterator[JournalEntry]:
-        """Entries written since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            with contextlib.suppress(msgspec.MsgspecError):
-                yield msgspec.json.decode(line, type=JournalEntry)
-
-    def append(self, entry: JournalEntry) -> None:
-        """Write an entry of the parent's own, on a line of its own even after a line that a crash
-        cut short.
-        """
-        data = (b"\n" if self._rest else b"") + msgspec.json.encode(entry) + b"\n"
-        with self._path.open("ab") as file:
-            file.write(data)
-        self._offset += len(data)
-        self._rest = b""
+def _log_since(folder: Path, offset: int) -> str:
+    """What the last start wrote, at most MAX_LOG_BYTES of its end."""
+    with (folder / LOG_FILE).open("rb") as log:
+        log.seek(max(offset, _log_size(folder) - MAX_LOG_BYTES))
+        return log.read().decode(errors="replace")

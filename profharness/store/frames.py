@@ -19,7 +19,8 @@ def to_frame(rows: Sequence[Any]) -> pd.DataFrame:
 
     A grid or block becomes three columns (`grid_x`, …), a tuple of texts one text joined by "; ",
     raw samples a count and a median
-    (`event_samples`, `event_median_ns`), other dicts one column a key. Unknown values are missing,
+    (`event_samples`, `event_median_ns`), metrics one column each under the profiler's own name,
+    without the unit, other dicts one column a key. Unknown values are missing,
     never 0.
     """
     return pd.DataFrame([_flat(row) for row in rows])
@@ -55,6 +56,8 @@ def _columns(name: str, value: Any) -> dict[str, Any]:
                 (f"{kind}_median_ns", median(numbers) if numbers else None),
             )
         }
+    if name == "metrics":
+        return {key: number for key, (number, _) in value.items()}
     if isinstance(value, dict):
         return {f"{name}_{key}": inner for key, inner in value.items()}
     if isinstance(value, tuple):

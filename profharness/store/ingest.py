@@ -17,11 +17,13 @@ import xxhash
 
 from profharness import record
 from profharness.errors import TraceFormatError
-from profharness.parse import SUFFIXES, open_trace
+from profharness.parse import is_trace, open_trace, sniff
 from profharness.store import intern
 from profharness.store.connection import connect, transaction, waiting
-from profharness.store.insert import CellTrace, Inserted, insert_trace, to_json
+from profharness.store.insert import Inserted, insert_trace, to_json
+from profharness.store.metrics import insert_metrics
 from profharness.store.schema import forget_run
+from profharness.store.telling import tell_cells, unmeasured
 from profharness.trace import Device, LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
@@ -109,7 +111,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
         if entry.is_dir() and not entry.is_symlink():
             yield from [entry] if (entry / record.RUN_FILE).is_file() else _walk(entry)
-        elif entry.is_file() and entry.name.lower().endswith(tuple(SUFFIXES)):
+        elif entry.is_file() and is_trace(entry) and sniff(entry):
             yield entry
 
 
@@ -204,8 +206,9 @@ def _write(
     for item, result in zip(parsed, results, strict=True):
         warnings += [f"{item.raw.name}: range of unknown cell {c}" for c in result.unknown_cells]
     if run:
+        warnings += [text for item in parsed for text in unmeasured(run.protocol, item.trace)]
         told = [(item.trace.profiler, result) for item, result in zip(parsed, results, strict=True)]
-        warnings += _tell_cells(connection, run, cells or {}, told)
+        warnings += tell_cells(connection, run, cells or {}, told)
     return IngestResult(
         name,
         "replaced" if replaced else "new",
@@ -245,6 +248,7 @@ def _insert_run(
         "protocol": to_json(msgspec.to_builtins(run.protocol)) if run else None,
         "note": run.note if run else None,
         "profharness": run.profharness if run else None,
+        "problems": to_json(msgspec.to_builtins(run.problems if run else ())),
     }
     cursor = connection.execute(
         f"INSERT INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
@@ -349,36 +353,11 @@ def _insert_raw(
 
     before = connection.execute("SELECT coalesce(max(id), 0) FROM launches").fetchone()[0]
     result = insert_trace(connection, trace_id, trace, parsed.batches, cells, advance)
+    if trace.metrics is not None:
+        insert_metrics(connection, before + 1, trace.metrics, result.kept)
     connection.execute(
         "UPDATE traces SET launches = ?, dropped = ?, first_launch_id = ?, last_launch_id = ? "
         "WHERE id = ?",
         (result.launches, result.dropped, before + 1, before + result.launches, trace_id),
     )
     return result
-
-
-def _tell_cells(
-    connection: sqlite3.Connection,
-    run: record.Run,
-    ids: dict[str, int],
-    results: list[tuple[str, Inserted]],
-) -> list[str]:
-    """Write what the traces say about the cells; the new warnings, each with its cell."""
-    seen: dict[str, list[tuple[str, CellTrace]]] = {}
-    for profiler, result in results:
-        for trace in result.cells:
-            seen.setdefault(trace.cell, []).append((profiler, trace))
-    told = []
-    for cell in run.cells:
-        traces = seen.get(cell.cell, [])
-        fresh = list(dict.fromkeys(text for _, trace in traces if (text := trace.warning())))
-        torch = [sum(item.launches_per_call) for name, item in traces if name == "torch"]
-        if cell.status == "ok" and "torch" in run.profilers and not sum(torch):
-            fresh.append("the torch trace holds no launch of this cell")
-        ops = [trace.sdpa_op for _, trace in traces if trace.sdpa_op]
-        connection.execute(
-            "UPDATE cells SET sdpa_op = ?, warnings = ? WHERE id = ?",
-            (ops[0] if ops else None, to_json([*cell.warnings, *fresh]), ids[cell.cell]),
-        )
-        told += [f"{cell.cell}: {text}" for text in fresh]
-    return told

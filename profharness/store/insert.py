@@ -62,10 +62,15 @@ class CellTrace:
 
 @dataclass(slots=True)
 class Inserted:
-    """What came of one trace: launches stored and dropped, and what it says about each cell."""
+    """What came of one trace: launches stored and dropped, and what it says about each cell.
+
+    kept has, block by block, the places in the trace of the launches stored; only for a trace with
+    metrics.
+    """
 
     launches: int = 0
     dropped: int = 0
+    kept: list[Column] = field(default_factory=list)
     cells: list[CellTrace] = field(default_factory=list)
     unknown_cells: tuple[str, ...] = ()
 
@@ -109,7 +114,11 @@ def insert_trace(
     grouped = None
     with Grouping() as grouping:
         for batch in chain.from_iterable(map(_pieces, batches)):
-            rows, keys = _batch_columns(trace_id, batch, look, keep_all=cells is None)
+            keep = slice(None) if cells is None else _in_cells(batch, look)
+            if trace.metrics is not None:
+                places = np.arange(len(batch.kernel)) + result.launches + result.dropped
+                result.kept.append(places[keep])
+            rows, keys = _batch_columns(trace_id, batch, look, keep)
             result.dropped += len(batch.kernel) - len(rows)
             result.launches += len(rows)
             _insert_rows(connection, statement, rows)
@@ -240,11 +249,15 @@ def _insert_ranges(
     return range(base, base + len(trace.ranges))
 
 
+def _in_cells(batch: LaunchBatch, look: _Lookups) -> NDArray[np.bool_]:
+    inside: NDArray[np.bool_] = look.cell[batch.cell_range] != NONE
+    return inside
+
+
 def _batch_columns(
-    trace_id: int, batch: LaunchBatch, look: _Lookups, *, keep_all: bool
+    trace_id: int, batch: LaunchBatch, look: _Lookups, keep: NDArray[np.bool_] | slice
 ) -> tuple[Column, tuple[Column, ...]]:
-    """One batch as a matrix of launches rows, and the columns that grouping needs."""
-    keep = slice(None) if keep_all else look.cell[batch.cell_range] != NONE
+    """The kept launches of a batch as a matrix of rows, and the columns that grouping needs."""
     cell_range = batch.cell_range[keep]
     inner = batch.range[keep]
     inner = np.where(inner == NONE, cell_range, inner)
@@ -311,10 +324,15 @@ def _group_rows(
 ) -> list[list[int]]:
     cell, range_name, kernel, launch_config, device, _ = keys.T
     constant = np.ones(len(groups.index), np.int64)
+    # One launch without a time (NONE) leaves its whole group without one.
+    total, median, maximum = (
+        np.where(groups.minimum == NONE, NONE, values)
+        for values in (groups.total, groups.median, groups.maximum)
+    )
     rows = np.stack(
         (
             constant * trace_id, constant * by_op, cell, range_name, kernel, launch_config, paths,
-            device, groups.count, groups.total, groups.median, groups.minimum, groups.maximum,
+            device, groups.count, total, median, groups.minimum, maximum,
             groups.first - origin,
         ),
         axis=1,

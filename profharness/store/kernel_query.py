@@ -12,6 +12,7 @@ from typing import Any
 from profharness.config import Config
 from profharness.occupancy import Occupancy, occupancy
 from profharness.rows import KernelRow, Triple
+from profharness.store.metrics import Values, group_metrics
 from profharness.store.reading import config_ids, in_list
 from profharness.trace import Device
 
@@ -21,8 +22,10 @@ _SELECT = """
         lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y, lc.block_z,
         lc.registers_per_thread, lc.static_shared_bytes, lc.dynamic_shared_bytes, lc.shared_bytes,
         g.launches, CAST(g.launches AS REAL) / tc.calls AS launches_per_call,
-        g.median_ns AS duration_ns, g.total_ns, g.min_ns, g.max_ns, g.first_ns, o.path AS op_path,
-        o.sdpa_op, g.device, r.id AS run_id, g.trace_id, g.cell_id, g.range_name_id
+        nullif(g.median_ns, -1) AS duration_ns, nullif(g.total_ns, -1) AS total_ns,
+        nullif(g.min_ns, -1) AS min_ns, nullif(g.max_ns, -1) AS max_ns, g.first_ns,
+        o.path AS op_path, o.sdpa_op, g.device, r.id AS run_id, g.trace_id, g.cell_id,
+        g.range_name_id, g.kernel_id, g.launch_config_id, g.op_path_id
     FROM launch_groups g JOIN traces t ON t.id = g.trace_id JOIN runs r ON r.id = t.run_id
     JOIN kernels k ON k.id = g.kernel_id JOIN launch_configs lc ON lc.id = g.launch_config_id
     LEFT JOIN cells c ON c.id = g.cell_id LEFT JOIN configs cf ON cf.id = c.config_id
@@ -30,6 +33,10 @@ _SELECT = """
     LEFT JOIN range_names rn ON rn.id = g.range_name_id
     LEFT JOIN op_paths o ON o.id = g.op_path_id
 """
+_IDS = (
+    "trace_id", "cell_id", "range_name_id", "kernel_id", "launch_config_id", "op_path_id"
+)  # fmt: skip
+UNKNOWN = float("nan")  # a sum with one part unknown is unknown, and so are all shares of it
 _ORDER = "ORDER BY r.created DESC, r.id DESC, c.id, g.trace_id, g.first_ns, g.id"
 
 
@@ -60,11 +67,16 @@ def kernel_rows(
     cursor = connection.execute(f"{_SELECT} WHERE {' AND '.join(where)} {_ORDER}", values)
     names = [column[0] for column in cursor.description]
     rows = [dict(zip(names, row, strict=True)) for row in cursor]
-    totals: dict[tuple[object, ...], int] = {}
+    totals: dict[tuple[object, ...], float] = {}
     for row in rows:
-        totals[_whole(row)] = totals.get(_whole(row), 0) + row["total_ns"]
+        part = UNKNOWN if row["total_ns"] is None else row["total_ns"]
+        totals[_whole(row)] = totals.get(_whole(row), 0) + part
     occupied = _occupancies(connection)
-    return [_kernel_row(row, totals[_whole(row)], occupied) for row in rows]
+    metrics = group_metrics(connection, rows, by_op=by_op)
+    return [
+        _kernel_row(row, totals[_whole(row)], occupied, values)
+        for row, values in zip(rows, metrics, strict=True)
+    ]
 
 
 def _whole(row: dict[str, Any]) -> tuple[object, ...]:
@@ -76,12 +88,15 @@ def _whole(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _kernel_row(
-    row: dict[str, Any], whole_ns: int, occupied: Callable[..., Occupancy | None]
+    row: dict[str, Any],
+    whole_ns: float,
+    occupied: Callable[..., Occupancy | None],
+    metrics: Values,
 ) -> KernelRow:
     grid = _triple(row.pop("grid_x"), row.pop("grid_y"), row.pop("grid_z"))
     block = _triple(row.pop("block_x"), row.pop("block_y"), row.pop("block_z"))
     run_id = row.pop("run_id")
-    for name in ("trace_id", "cell_id", "range_name_id"):
+    for name in _IDS:
         del row[name]
     shared = row["shared_bytes"]
     if shared is None and None not in (row["static_shared_bytes"], row["dynamic_shared_bytes"]):
@@ -91,9 +106,10 @@ def _kernel_row(
         **row,
         grid=grid,
         block=block,
-        share=row["total_ns"] / whole_ns if whole_ns else None,
+        share=row["total_ns"] / whole_ns if whole_ns > 0 else None,
         occupancy=found.fraction if found else None,
         occupancy_limiter=found.limiter if found else None,
+        metrics=metrics,
     )
 
 

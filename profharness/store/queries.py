@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from profharness.config import Config
 from profharness.errors import NotFoundError
+from profharness.record import Problem
 from profharness.rows import CellRow, KernelRow, RunRow
 from profharness.store.connection import connect, transaction
 from profharness.store.kernel_query import kernel_rows
+from profharness.store.prediction import Predictions
 from profharness.store.reading import config_ids, in_list
 from profharness.store.schema import forget_run
 from profharness.trace import Device
@@ -204,14 +206,15 @@ class Store:
             values += backends
         rows = self.connection.execute(
             "SELECT c.id, r.run, c.cell, cf.label, c.backend, c.status, c.message, c.choice, "
-            "c.sdpa_op, c.iterations, c.warnings, c.peak_memory_bytes, c.clocks FROM cells c "
-            "JOIN runs r ON r.id = c.run_id JOIN configs cf ON cf.id = c.config_id "
+            "c.sdpa_op, c.iterations, c.warnings, c.peak_memory_bytes, c.clocks, r.environment_id "
+            "FROM cells c JOIN runs r ON r.id = c.run_id JOIN configs cf ON cf.id = c.config_id "
             f"WHERE {' AND '.join(where)} ORDER BY r.created DESC, r.id DESC, c.id",
             values,
         )
-        return [self._cell(row) for row in rows.fetchall()]
+        predictions = Predictions()
+        return [self._cell(row, predictions) for row in rows.fetchall()]
 
-    def _cell(self, row: tuple[Any, ...]) -> CellRow:
+    def _cell(self, row: tuple[Any, ...], predictions: Predictions) -> CellRow:
         samples: dict[str, list[int]] = {}
         for name, value in self.connection.execute(
             "SELECT measurement, duration_ns FROM samples WHERE cell_id = ? "
@@ -224,8 +227,18 @@ class Store:
         )
         samples_ns = {name: tuple(values) for name, values in samples.items()}
         warnings, clocks = tuple(json.loads(row[10])), json.loads(row[12])
-        values = (*row[1:10], tuple(refusals), warnings, samples_ns, row[11], clocks)
+        if not predictions.has(row[13]):
+            predictions.add(row[13], self._environment(row[13]))
+        predicted = predictions.of(row[3], row[4], row[13])
+        values = (*row[1:10], tuple(refusals), warnings, samples_ns, row[11], clocks, predicted)
         return CellRow(*values)
+
+    def _environment(self, environment_id: int) -> dict[str, Any]:
+        row = self.connection.execute(
+            "SELECT data FROM environments WHERE id = ?", (environment_id,)
+        ).fetchone()
+        data: dict[str, Any] = json.loads(row[0])
+        return data
 
     def environment(self, run: str | None = None) -> dict[str, Any]:
         """The environment that a run was made in: flat keys to JSON values."""
@@ -236,6 +249,16 @@ class Store:
         ).fetchone()
         data: dict[str, Any] = json.loads(row[0])
         return data
+
+    def problems(self, run: str | None = None) -> tuple[Problem, ...]:
+        """What the profilers of a run failed to do, and what helps; empty for a foreign trace."""
+        row = self.connection.execute(
+            "SELECT problems FROM runs WHERE run = ?", (self.resolve(run or LATEST),)
+        ).fetchone()
+        return tuple(
+            Problem(**{**problem, "cells": tuple(problem["cells"])})
+            for problem in json.loads(row[0])
+        )
 
     def devices(self, run: str | None = None) -> list[Device]:
         """The GPUs that the traces of a run describe, by index."""

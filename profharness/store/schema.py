@@ -9,7 +9,7 @@ import sqlite3
 from typing import Any
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MIGRATION_SET = "profharness"
 
 TABLES_1 = (
@@ -183,6 +183,30 @@ VIEWS_1 = {
         LEFT JOIN sample_summary w ON w.cell_id = c.id AND w.measurement = 'wall'""",
 }
 
+# A launch whose time was not measured has the duration -1 in its table, for the column is NOT NULL;
+# the same holds for the four times of a group with such a launch. Views and queries tell NULL.
+VIEWS_3 = {
+    "kernel_launches": VIEWS_1["kernel_launches"].replace(
+        "l.duration_ns,", "nullif(l.duration_ns, -1) AS duration_ns,"
+    ),
+    "kernel_summary": VIEWS_1["kernel_summary"]
+    .replace("g.median_ns AS duration_ns", "nullif(g.median_ns, -1) AS duration_ns")
+    .replace(
+        "g.total_ns, g.min_ns, g.max_ns,",
+        "nullif(g.total_ns, -1) AS total_ns, nullif(g.min_ns, -1) AS min_ns, "
+        "nullif(g.max_ns, -1) AS max_ns,",
+    ),
+    "kernel_metrics": """
+        SELECT r.run, cf.label AS config, c.backend, c.cell, k.name AS kernel,
+            k.short AS kernel_short, lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y,
+            lc.block_z, m.name AS metric, m.value, m.unit, l.id AS launch_id
+        FROM traces t JOIN runs r ON r.id = t.run_id
+        JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
+        JOIN metrics m ON m.launch_id = l.id
+        JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
+        LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id""",
+}
+
 
 def migrate(connection: sqlite3.Connection) -> None:
     """Bring the schema up to date inside the caller's open write transaction.
@@ -194,6 +218,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     migrations = Migrations(MIGRATION_SET)
     migrations(name="001_initial")(_initial)
     migrations(name="002_problems")(_problems)
+    migrations(name="003_metrics")(_metrics)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -238,3 +263,8 @@ def _initial(db: Any) -> None:
 def _problems(db: Any) -> None:
     for statement in TABLES_2:
         db.execute(statement)
+
+
+def _metrics(db: Any) -> None:
+    for name, select in VIEWS_3.items():
+        db.create_view(name, select, replace=True)

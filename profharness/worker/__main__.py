@@ -5,9 +5,13 @@ to the journal.
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -15,14 +19,15 @@ from profharness.record import JOURNAL_FILE, PLAN_FILE, JournalEntry, Plan
 
 EXIT_DEAD_CONTEXT = 70
 EXIT_PARENT_GONE = 71
+PARENT_POLL_S = 0.5
 
 
-def main(folder: Path) -> int:
-    """Run the plan; 0 when all its cells have a result, EXIT_DEAD_CONTEXT when a new process has to
-    go on.
+def main(folder: Path) -> NoReturn:
+    """Run the plan and leave: 0 when all its cells have a result, EXIT_DEAD_CONTEXT when a new
+    process has to go on.
     """
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     plan = msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
+    threading.Thread(target=_end_with, args=(plan.parent,), daemon=True).start()
     journal = os.open(folder / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(entry: JournalEntry) -> None:
@@ -36,7 +41,7 @@ def main(folder: Path) -> int:
     wanted = plan.protocol.device
     device = environment.default_device(torch) if wanted == "auto" else wanted
     write(JournalEntry("environment", environment=environment.collect(device)))
-    bench = open_bench(folder, plan.profilers, plan.protocol, device)
+    bench = open_bench(folder, plan, device)
     for cell in plan.cells:
         write(JournalEntry("begin", cell=cell.cell))
 
@@ -47,22 +52,43 @@ def main(folder: Path) -> int:
             result = run_cell(cell, bench, stage)
         except DeadContextError as dead:
             write(JournalEntry("end", cell=cell.cell, result=dead.args[0]))
-            os._exit(EXIT_DEAD_CONTEXT)
+            _leave(EXIT_DEAD_CONTEXT, wrapped=plan.wrapped)
         write(JournalEntry("end", cell=cell.cell, result=result))
-    return 0
+    _leave(0, wrapped=plan.wrapped)
 
 
-def _end_with_parent() -> None:
-    """End this process when its standard input closes: whoever started it is gone, however it went."""
-    while True:
-        try:
-            if not os.read(0, 1 << 12):
-                break
-        except OSError:
-            break
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, however that went."""
+    try:
+        waiting = os.pidfd_open(parent)
+    except (AttributeError, OSError):
+        while _alive(parent):
+            time.sleep(PARENT_POLL_S)
+    else:
+        select.select([waiting], [], [])
     os._exit(EXIT_PARENT_GONE)
 
 
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _leave(code: int, *, wrapped: bool) -> NoReturn:
+    """Everything is on disk: tearing torch and the CUDA context down would only take time. A
+    program around this one needs it: what it injected writes its last records at exit.
+    """
+    if wrapped:
+        sys.exit(code)
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    # Everything is on disk: tearing torch and the CUDA context down would only take time.
-    os._exit(main(Path(sys.argv[1])))
+    # without Python's handler an interrupt ends also a worker that waits inside of CUDA
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main(Path(sys.argv[1]))

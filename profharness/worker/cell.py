@@ -10,15 +10,31 @@ from typing import Any
 
 import torch
 
-from profharness.backends import find_backend
+from profharness.backends import (
+    Attention,
+    Backend,
+    ImplementationError,
+    RefusedError,
+    find_backend,
+    read_sources,
+)
+from profharness.backends.sources import where
 from profharness.environment import backend_name
-from profharness.record import Cell, Protocol, Refusal
+from profharness.record import Cell, Plan, Refusal
 from profharness.worker import timing
 from profharness.worker.clocks import ClockReader
-from profharness.worker.inputs import Inputs, fused_choice, make_call, make_inputs
+from profharness.worker.inputs import (
+    Inputs,
+    broken_output,
+    fused_choice,
+    make_call,
+    make_forward,
+    make_inputs,
+)
 from profharness.worker.profile import profiled_calls, with_torch_profiler
 from profharness.worker.refusal import heard_warnings, is_refusal, refusals
 
+MAX_MESSAGE = 4000  # a compiler's output can be megabytes
 OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
 
 
@@ -32,20 +48,20 @@ class Bench:
 
     device: str
     folder: Path
-    profilers: tuple[str, ...]
-    protocol: Protocol
+    plan: Plan
     read_clocks: Callable[[], dict[str, Any]]
     flush: timing.L2Flush
+    sources: dict[str, str]
 
     def sync(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
-def open_bench(folder: Path, profilers: tuple[str, ...], protocol: Protocol, device: str) -> Bench:
+def open_bench(folder: Path, plan: Plan, device: str) -> Bench:
     """The bench of one worker process on one device."""
-    reader = ClockReader() if device == "cuda" else dict
-    return Bench(device, folder, profilers, protocol, reader, timing.L2Flush())
+    reader = ClockReader() if device == "cuda" and not plan.wrapped else dict
+    return Bench(device, folder, plan, reader, timing.L2Flush(), read_sources(folder))
 
 
 def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
@@ -55,11 +71,12 @@ def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
     cell = replace(cell, config=cell.config.resolve(bench.device))
     begin = time.perf_counter_ns()
     heard: list[str] = []
+    known: dict[str, Any] = {}
     torch.use_deterministic_algorithms(cell.config.deterministic)
     try:
-        result = _measure(cell, bench, stage, heard)
+        result = _measure(cell, bench, stage, heard, known)
     except Exception as error:
-        result = _failure(cell, bench, heard, error)
+        result = _failure(replace(cell, **known), bench, heard, error)
         if _context_is_dead(error):
             raise DeadContextError(
                 replace(result, duration_ns=time.perf_counter_ns() - begin)
@@ -67,31 +84,92 @@ def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
     return replace(result, duration_ns=time.perf_counter_ns() - begin)
 
 
-def _measure(cell: Cell, bench: Bench, stage: Callable[[str], None], heard: list[str]) -> Cell:
-    backend = find_backend(cell.backend)
-    if bench.device not in backend.devices:
-        reason = Refusal(
-            "no_device", f"{cell.backend} attention does not exist on {bench.device}", "inferred"
-        )
-        return replace(cell, status="refused", message=reason.message, refusals=(reason,))
+def _measure(
+    cell: Cell,
+    bench: Bench,
+    stage: Callable[[str], None],
+    heard: list[str],
+    known: dict[str, Any],
+) -> Cell:
+    """The cell as it ran. known gets fields that hold also if it then fails."""
+    backend = find_backend(cell.backend, bench.sources)
+    if backend.load is not None:
+        stage("compile")  # importing an implementation may compile it
+    begin = time.perf_counter_ns()
+    reasons = _reasons_beforehand(cell, bench, backend)
+    if reasons:
+        message = "; ".join(reason.message for reason in reasons)
+        return replace(cell, status="refused", message=message, refusals=reasons)
+    attention = backend.load() if backend.load is not None else None
+    loaded_ns = time.perf_counter_ns() - begin
     stage("inputs")
-    inputs = make_inputs(cell.config, bench.device, bench.protocol.seed)
-    call = make_call(cell.config, inputs)
+    inputs = make_inputs(cell.config, bench.device, bench.plan.protocol.seed)
+    call = make_call(cell.config, inputs, attention)
     with backend.context():
-        cell = replace(cell, choice=_choice(cell, inputs))
+        if attention is None:
+            known["choice"] = _choice(cell, inputs)
+        else:
+            stage("compile")
+            begin = time.perf_counter_ns()
+            with heard_warnings(heard):
+                _try_out(cell, bench, backend, attention, inputs)
+            known["compile_ns"] = loaded_ns + time.perf_counter_ns() - begin
         stage("warm-up")
-        cell = _first_call(cell, bench, call, heard)
-        for _ in range(bench.protocol.warmup):
+        cell = _first_call(replace(cell, **known), bench, call, heard)
+        for _ in range(bench.plan.protocol.warmup):
             call()
         bench.sync()
         stage("profile")
-        if "torch" in bench.profilers:
+        if "torch" in bench.plan.profilers:
             path = bench.folder / f"{cell.cell}.torch.json.gz"
-            with_torch_profiler(call, cell.cell, bench.protocol.iterations, bench.sync, path)
+            with_torch_profiler(call, cell.cell, bench.plan.protocol.iterations, bench.sync, path)
         else:
-            profiled_calls(call, cell.cell, bench.protocol.iterations, bench.sync)
+            profiled_calls(call, cell.cell, bench.plan.protocol.iterations, bench.sync)
         stage("timing")
-        return replace(_timed(cell, bench, call), status="ok", iterations=bench.protocol.iterations)
+        return replace(
+            _timed(cell, bench, call), status="ok", iterations=bench.plan.protocol.iterations
+        )
+
+
+def _reasons_beforehand(cell: Cell, bench: Bench, backend: Backend) -> tuple[Refusal, ...]:
+    """Every reason against the cell that shows without a call."""
+    device = None
+    if bench.device not in backend.devices:
+        device = f"{cell.backend} attention does not exist on {bench.device}"
+    told = (
+        ("absent", backend.absent()),
+        ("no_device", device),
+        ("unsupported", backend.supports(cell.config)),
+    )
+    return tuple(Refusal(code, reason, "inferred") for code, reason in told if reason)
+
+
+def _try_out(
+    cell: Cell, bench: Bench, backend: Backend, attention: Attention, inputs: Inputs
+) -> None:
+    """The first call of an implementation: it compiles, and what it returns is held to the contract.
+
+    Raises RefusedError for what the backend says it cannot do, ImplementationError for a broken
+    contract.
+    """
+    try:
+        output = make_forward(cell.config, inputs, attention)()
+        broken = broken_output(cell.config, inputs, output)
+        if broken:
+            raise ImplementationError(f"{cell.backend} {broken}")
+        if cell.config.bwd and not output.requires_grad:
+            raise RefusedError("unsupported", "its output carries no gradient; leave bwd out")
+        if cell.config.bwd:
+            make_call(cell.config, inputs, attention)()
+        bench.sync()
+    except backend.refuses as error:
+        known = isinstance(error, (RefusedError, ImplementationError))
+        if known or is_refusal(error) or _is_oom(error) or _context_is_dead(error):
+            raise
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        raise RefusedError("unsupported", _shortened(text)) from error
+    except SystemExit as error:
+        raise ImplementationError(f"{cell.backend} called exit({error.code})") from error
 
 
 def _first_call(cell: Cell, bench: Bench, call: Callable[[], Any], heard: list[str]) -> Cell:
@@ -108,8 +186,8 @@ def _first_call(cell: Cell, bench: Bench, call: Callable[[], Any], heard: list[s
 
 
 def _timed(cell: Cell, bench: Bench, call: Callable[[], Any]) -> Cell:
-    samples = bench.protocol.samples
-    if samples == 0:
+    samples = bench.plan.protocol.samples
+    if samples == 0 or bench.plan.wrapped:  # times under another program are not the call's own
         return cell
     if bench.device == "cpu":
         return replace(cell, samples={"wall": timing.time_wall(call, samples)})
@@ -140,7 +218,10 @@ def _choice(cell: Cell, inputs: Inputs) -> str | None:
 
 
 def _failure(cell: Cell, bench: Bench, heard: list[str], error: Exception) -> Cell:
-    message = f"{type(error).__name__}: {str(error).strip()}"
+    message = _message(cell, bench, error)
+    if isinstance(error, RefusedError):
+        reason = Refusal(error.code, str(error))
+        return replace(cell, status="refused", message=reason.message, refusals=(reason,))
     if is_refusal(error):
         reasons = refusals(cell.backend, heard, error)
         return replace(cell, status="refused", message=reasons[0].message, refusals=reasons)
@@ -151,6 +232,27 @@ def _failure(cell: Cell, bench: Bench, heard: list[str], error: Exception) -> Ce
     if _context_is_dead(error):
         return replace(cell, status="crashed", message=message)
     return replace(cell, status="error", message=message)
+
+
+def _message(cell: Cell, bench: Bench, error: Exception) -> str:
+    """The error's own words, with the line of the user's file and without the file's folder."""
+    text = str(error).strip()
+    file = None
+    if cell.backend in bench.sources:
+        file = find_backend(cell.backend, bench.sources).file
+        text = text.replace(f"{file.parent}/", "") if file else text
+    known = isinstance(error, ImplementationError)
+    return _shortened(text if known else f"{type(error).__name__}: {text}{where(error, file)}")
+
+
+def _shortened(text: str) -> str:
+    """Head and tail of a long text: a compiler says first what it was, last what went wrong."""
+    left_out = len(text) - MAX_MESSAGE
+    if left_out <= 0:
+        return text
+    head = MAX_MESSAGE // 4
+    tail = text[head + left_out :]
+    return f"{text[:head]}\n[{left_out} characters left out]\n{tail}"
 
 
 def _is_oom(error: Exception) -> bool:

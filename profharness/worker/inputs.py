@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from profharness.backends import Attention
 from profharness.config import Config
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -46,27 +47,52 @@ def make_inputs(config: Config, device: str, seed: int) -> Inputs:
     return Inputs(query, key, value, _mask(config, device, query.dtype, generator), grad)
 
 
-def make_call(config: Config, inputs: Inputs) -> Callable[[], Any]:
-    """The call that is profiled and timed: forward, and with `bwd` the gradients too."""
-    arguments: dict[str, Any] = {
-        "attn_mask": inputs.mask,
-        "dropout_p": config.dropout,
-        "is_causal": config.causal,
-        "scale": config.scale,
-    }
-    if config.num_kv_heads != config.num_heads:
-        arguments["enable_gqa"] = True
+def make_forward(
+    config: Config, inputs: Inputs, attention: Attention | None = None
+) -> Callable[[], Any]:
+    """The forward call, of `scaled_dot_product_attention` or of an `Attention`."""
     tensors = (inputs.query, inputs.key, inputs.value)
-    leaves = (*tensors, inputs.mask) if config.mask == "float_grad" else tensors
+    grouped = config.num_kv_heads != config.num_heads
+    arguments: dict[str, Any] = {"is_causal": config.causal, "scale": config.scale}
+    if attention is None:
+        arguments |= {"attn_mask": inputs.mask, "dropout_p": config.dropout}
+    if attention is not None or grouped:
+        arguments["enable_gqa"] = grouped
+    function = attention or F.scaled_dot_product_attention
 
     def forward() -> Any:
-        return F.scaled_dot_product_attention(*tensors, **arguments)
+        return function(*tensors, **arguments)
+
+    return forward
+
+
+def make_call(
+    config: Config, inputs: Inputs, attention: Attention | None = None
+) -> Callable[[], Any]:
+    """The call that is profiled and timed: forward, and with `bwd` the gradients too."""
+    tensors = (inputs.query, inputs.key, inputs.value)
+    leaves = (*tensors, inputs.mask) if config.mask == "float_grad" else tensors
+    forward = make_forward(config, inputs, attention)
 
     def forward_and_backward() -> Any:
         # autograd.grad, not backward(): accumulating into .grad would add kernels that are not attention's
         return torch.autograd.grad(forward(), leaves, inputs.grad)
 
     return forward_and_backward if config.bwd else forward
+
+
+def broken_output(config: Config, inputs: Inputs, output: Any) -> str | None:
+    """What is wrong with an implementation's output, or None: it must be a tensor like SDPA's."""
+    if not isinstance(output, torch.Tensor):
+        return f"returned {type(output).__name__}, not a tensor"
+    shape = (config.batch, config.num_heads, config.seq_len_q, config.value_dim)
+    if tuple(output.shape) != shape:
+        return f"returned shape {list(output.shape)}; it must be {list(shape)}, [B, H, Sq, Dv]"
+    query = inputs.query
+    if (output.dtype, output.device) != (query.dtype, query.device):
+        got, wanted = (f"{each.dtype} on {each.device}" for each in (output, query))
+        return f"returned {got}; the inputs are {wanted}"
+    return None
 
 
 def fused_choice(config: Config, inputs: Inputs) -> int:

@@ -195,7 +195,7 @@ def test_header_with_bad_values(tmp_path: Path) -> None:
 
 
 def test_other_tools_files_are_refused_by_name(tmp_path: Path) -> None:
-    report = tmp_path / "report.sqlite"
-    report.write_bytes(b"SQLite format 3\0" + bytes(100))
+    report = tmp_path / "report.qdstrm"
+    report.write_bytes(bytes(100))
     with pytest.raises(TraceFormatError, match="expected a Kineto trace"):
         open_trace(report)

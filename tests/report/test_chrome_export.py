@@ -112,6 +112,45 @@ def test_each_profiler_starts_at_zero() -> None:
     assert [event["ts"] for event in complete(trace, "cuda_runtime")] == [0.0, 0.0]
 
 
+def test_named_sections_share_no_process_and_no_track() -> None:
+    sections = [
+        Section([launch(n, 1000 * n, profiler=name)], [outer(0, 9000)], name)
+        for n, name in enumerate(("torch", "nsys"), start=1)
+    ]
+    events = written(*sections)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(names.values()) == [
+        "nsys: GPU 0 NVIDIA H200",
+        "nsys: process 440",
+        "torch: GPU 0 NVIDIA H200",
+        "torch: process 440",
+    ]
+    owner: dict[int, str] = {}
+    for event in events:
+        profiler = names[event["pid"]].partition(":")[0]
+        if event["name"] != "process_name":
+            assert owner.setdefault(event["tid"], profiler) == profiler
+    starts = [e["ts"] for e in events if e.get("cat") == "user_annotation"]
+    assert starts == [0.0, 0.0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))
+def test_ranges_of_a_track_nest(times: list[tuple[int, int]]) -> None:
+    ordered = sorted(times, key=lambda each: (each[0], -each[1]))
+    read = complete(written(Section([], [outer(*each) for each in ordered])), "user_annotation")
+    assert len(read) == len(times)
+    for one in read:
+        for other in read:
+            starts, ends = zip(*(_span(each) for each in (one, other)), strict=True)
+            if one["tid"] == other["tid"] and starts[0] < starts[1] < ends[0]:
+                assert ends[1] <= ends[0]
+
+
+def _span(event: dict[str, Any]) -> tuple[int, int]:
+    start = round(event["ts"] * 1000)
+    return start, start + round(event["dur"] * 1000)
+
+
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), max_size=40))
 def test_tracks_are_sorted_and_never_overlap(times: list[tuple[int, int]]) -> None:
     rows = [launch(n, start, duration) for n, (start, duration) in enumerate(times)]

@@ -128,8 +128,8 @@ runpy.run_module("profharness.worker", run_name="__main__")
 """
 
 
-def sabotage(argv: list[str]) -> list[str]:
-    return [argv[0], "-c", SABOTAGE, argv[-1]]
+def sabotage(folder: Path) -> list[str]:
+    return [sys.executable, "-c", SABOTAGE, str(folder)]
 
 
 def alive(pid: int) -> bool:
@@ -154,7 +154,7 @@ def test_a_cell_that_kills_its_process_costs_only_itself(tmp_path: Path) -> None
         protocol,
         ("events",),
         lambda entry: ends.update({entry.result.cell: entry.result}) if entry.result else None,
-        sabotage,
+        command=sabotage,
     )
     assert {name: cell.status for name, cell in sorted(ends.items())} == {
         "c1": "ok",
@@ -195,7 +195,7 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_words(tmp_path: Path) -
             QUICK,
             ("events",),
             lambda _: None,
-            lambda argv: [argv[0], "-c", "raise SystemExit('no torch here')"],
+            command=lambda _: [sys.executable, "-c", "raise SystemExit('no torch here')"],
         )
 
 
@@ -266,3 +266,28 @@ def test_what_cannot_be_meant_makes_no_store(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nope"):
         capture_into_store(expand_configs("1,1,1,1"), ["nope"], tmp_path / "s.db", quick(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_call_that_fails_after_the_choice_keeps_it(tmp_path: Path) -> None:
+    ends: list[Cell] = []
+    run_cells(
+        tmp_path,
+        [Cell("c1", expand_configs("1,2,16,16")[0], "math")],
+        QUICK,
+        ("events",),
+        lambda entry: ends.append(entry.result) if entry.result else None,
+        command=lambda folder: [sys.executable, "-c", FAILING_CALL, str(folder)],
+    )
+    assert (ends[0].status, ends[0].choice) == ("error", "math")
+    assert "no luck" in str(ends[0].message)
+
+
+FAILING_CALL = """
+import runpy, sys
+import profharness.worker.cell as cell
+def fail(*_):
+    raise RuntimeError("no luck")
+cell._first_call = fail
+sys.argv = ["worker", sys.argv[1]]
+runpy.run_module("profharness.worker", run_name="__main__")
+"""

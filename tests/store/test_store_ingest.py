@@ -17,6 +17,7 @@ from profharness.errors import TraceFormatError
 from profharness.parse import open_trace
 from profharness.record import read_run, write_run
 from profharness.store import ingest_path, open_store
+from profharness.store.ingest import find_sources
 
 Folder = Callable[..., Path]
 
@@ -246,3 +247,12 @@ def test_journal_result_changes_the_content(tmp_path: Path, run_folder: Folder) 
     (folder / "journal.jsonl").unlink()
     write_run(folder, run)
     assert ingest_path(tmp_path / "p.db", folder)[0].status == "unchanged"
+
+
+def test_a_folder_gives_an_nsys_report_once_and_no_table_of_somebody_else(tmp_path: Path) -> None:
+    for name in ("a.nsys-rep", "a.sqlite", "b.nsys-rep", "notes.txt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "table.csv").write_text("config,time\n1,2\n")
+    (tmp_path / "ncu.csv").write_text('"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n')
+    found = [path.name for path in find_sources(tmp_path)]
+    assert found == ["a.sqlite", "b.nsys-rep", "ncu.csv"]

@@ -1,0 +1,128 @@
+"""Attention of other packages. Each adapter turns SDPA's layout into the package's as a view and
+turns the output back as a view; nothing is copied unless it says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from profharness.backends.base import Attention, Backend, loaded, needs_module, wants
+
+HALF = ("fp16", "bf16")
+
+
+def _load_flash_attn() -> Attention:
+    """flash_attn_func(q, k, v, dropout_p, softmax_scale, causal) on [B, S, H, D]; it takes fewer
+    key heads by itself.
+    """
+    from flash_attn import flash_attn_func
+
+    def attention(
+        q: Any, k: Any, v: Any, *, is_causal: bool, scale: float | None, enable_gqa: bool
+    ) -> Any:
+        del enable_gqa
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal).transpose(1, 2)
+
+    return attention
+
+
+def _load_xformers() -> Attention:
+    """memory_efficient_attention(query, key, value, attn_bias, p, scale) on [B, S, H, D], and for
+    grouped queries on [B, S, Hkv, Hq / Hkv, D] with key and value expanded. Its lower triangle is
+    top left, as SDPA's.
+    """
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+    def attention(
+        q: Any, k: Any, v: Any, *, is_causal: bool, scale: float | None, enable_gqa: bool
+    ) -> Any:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        if enable_gqa:
+            groups, size = k.shape[2], q.shape[2] // k.shape[2]
+            q = q.unflatten(2, (groups, size))
+            k, v = (each.unsqueeze(3).expand(-1, -1, -1, size, -1) for each in (k, v))
+        bias = LowerTriangularMask() if is_causal else None
+        out = memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale)
+        return (out.flatten(2, 3) if enable_gqa else out).transpose(1, 2)
+
+    return attention
+
+
+def _load_sage() -> Attention:
+    """sageattn(q, k, v, tensor_layout, is_causal, sm_scale); its HND is SDPA's layout, and it takes
+    fewer key heads by itself.
+    """
+    from sageattention import sageattn
+
+    def attention(
+        q: Any, k: Any, v: Any, *, is_causal: bool, scale: float | None, enable_gqa: bool
+    ) -> Any:
+        del enable_gqa
+        return sageattn(q, k, v, tensor_layout="HND", is_causal=is_causal, sm_scale=scale)
+
+    return attention
+
+
+def _load_flashinfer() -> Attention:
+    """single_prefill_with_kv_cache(q [S, H, D], k and v [H, S, D] as HND, causal, sm_scale): one
+    sequence; it takes fewer key heads by itself.
+    """
+    from flashinfer import single_prefill_with_kv_cache
+
+    def attention(
+        q: Any, k: Any, v: Any, *, is_causal: bool, scale: float | None, enable_gqa: bool
+    ) -> Any:
+        del enable_gqa
+        out = single_prefill_with_kv_cache(
+            q[0].transpose(0, 1), k[0], v[0], causal=is_causal, kv_layout="HND", sm_scale=scale
+        )
+        return out.transpose(0, 1)[None]
+
+    return attention
+
+
+LIBRARY_BACKENDS = (
+    Backend(
+        "flash-attn",
+        "flash_attn_func of the package flash-attn (FA2)",
+        ("cuda",),
+        load=loaded("flash_attn", _load_flash_attn),
+        supports=wants(dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256),
+        absent=needs_module("flash_attn.flash_attn_interface", "pip install flash-attn"),
+        refuses=(Exception,),
+        packages=("flash-attn",),
+    ),
+    Backend(
+        "xformers",
+        "memory_efficient_attention of the package xformers",
+        ("cuda",),
+        load=loaded("xformers", _load_xformers),
+        supports=wants(),
+        absent=needs_module("xformers.ops", "pip install xformers"),
+        refuses=(Exception,),
+        packages=("xformers",),
+    ),
+    Backend(
+        "sage",
+        "sageattn of the package sageattention (8-bit Q·K)",
+        ("cuda",),
+        load=loaded("sageattention", _load_sage),
+        supports=wants(
+            dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=128, forward_only=True
+        ),
+        absent=needs_module("sageattention", "pip install sageattention"),
+        refuses=(Exception,),
+        packages=("sageattention",),
+    ),
+    Backend(
+        "flashinfer",
+        "single_prefill_with_kv_cache of the package flashinfer-python",
+        ("cuda",),
+        load=loaded("flashinfer", _load_flashinfer),
+        supports=wants(dtypes=HALF, square_causal=True, forward_only=True, one_batch=True),
+        absent=needs_module("flashinfer", "pip install flashinfer-python"),
+        refuses=(Exception,),
+        packages=("flashinfer-python",),
+    ),
+)

@@ -1,0 +1,231 @@
+"""Implementations of attention that users bring: where they are, and how the worker loads them.
+
+The parent only looks for files and names; nothing of them is imported outside of the worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from profharness.backends.base import Attention, Backend, ImplementationError, outside_contract
+from profharness.config import Config
+from profharness.errors import UsageError
+
+GROUP = "profharness.backends"
+FOLDER = "kernels"
+FUNCTION = "attention"
+DEVICES = ("cuda", "cpu")
+
+_NAME = re.compile(r"[A-Za-z][\w.-]*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def find_implementation(text: str) -> Backend | None:
+    """The implementation that a name, `file.py`, `file.py:function` or `package.module:function`
+    stands for; None if there is none of that name. Raises UsageError for a file that is not there.
+    """
+    path, colon, function = text.rpartition(":") if ".py:" in text else (text, "", FUNCTION)
+    if path.endswith(".py"):
+        if colon and not function.isidentifier():
+            raise UsageError(f"backend {text!r}: {function!r} is not the name of a function")
+        return _of_file(Path(path).expanduser(), function, text)
+    if _MODULE.fullmatch(text):
+        return from_source(text, text, "function of a package")
+    return _by_name(text) if _NAME.fullmatch(text) else None
+
+
+def implementation_names() -> Iterator[str]:
+    """The names that `kernels/` folders and entry points offer, each once."""
+    from importlib import metadata  # 25 ms, which no start without a name of its own should pay
+
+    names: dict[str, None] = {}
+    for folder in _folders():
+        for path in sorted(folder.glob("*.py")):
+            if _NAME.fullmatch(path.stem):
+                names.setdefault(path.stem)
+    for point in metadata.entry_points(group=GROUP):
+        names.setdefault(point.name)
+    yield from names
+
+
+def from_source(name: str, source: str, summary: str = "") -> Backend:
+    """The backend of a source as `Backend.source` gives it."""
+    path, _, _ = source.rpartition(":")
+    is_file = path.endswith(".py")
+    found = Path(path) if is_file else _file_of(path)
+    return Backend(
+        name,
+        summary,
+        DEVICES,
+        load=lambda: _implementation(source).attention,
+        supports=lambda config: _supports(source, config),
+        refuses=(NotImplementedError,),
+        source=source,
+        file=found,
+    )
+
+
+def fingerprint(backend: Backend) -> str | None:
+    """What tells one version of a backend's code from another: the hash of its file, or the
+    versions of its packages; None where there is neither.
+    """
+    if backend.file is not None and backend.file.is_file():
+        return f"sha256:{hashlib.sha256(backend.file.read_bytes()).hexdigest()[:16]}"
+    from importlib import metadata
+
+    versions = []
+    for package in backend.packages:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(versions) or None
+
+
+def where(error: BaseException, file: Path | None) -> str:
+    """` (file.py, line 12)`: the innermost line of the file that an exception came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if file and frame.filename == str(file)]
+    return f" ({file.name}, line {lines[-1]})" if file and lines else ""
+
+
+@dataclass(frozen=True)
+class _Implementation:
+    """What a source holds; error is why it cannot be used."""
+
+    attention: Attention
+    supports: Callable[[Config], Any] | None
+
+
+def _of_file(path: Path, function: str, text: str) -> Backend:
+    """Its name is the text as given, without the folder if that leads outside the working one."""
+    if not path.is_file():
+        raise UsageError(f"backend {text!r}: there is no file {path}")
+    outside = path.is_absolute() or ".." in path.parts
+    shown = path.name if outside else path.as_posix()
+    name = f"{shown}:{function}" if text.endswith(f".py:{function}") else shown
+    return from_source(name, f"{path.resolve()}:{function}", "implementation in a file")
+
+
+def _by_name(name: str) -> Backend | None:
+    for folder in _folders():
+        path = folder / f"{name}.py"
+        if path.is_file():
+            source = f"{path.resolve()}:{FUNCTION}"
+            return from_source(name, source, f"implementation in {FOLDER}/{name}.py")
+    from importlib import metadata
+
+    points = metadata.entry_points(group=GROUP, name=name)
+    values = {point.value: point for point in points}
+    if len(values) > 1:
+        raise UsageError(
+            f"backend {name!r}: several packages offer it ({', '.join(sorted(values))}); "
+            "give one of these, package.module:function, as the backend"
+        )
+    for value, point in values.items():
+        source = value if ":" in value else f"{value}:{FUNCTION}"
+        package = point.dist.name if point.dist is not None else "a package"
+        return from_source(name, source, f"implementation of {package}")
+    return None
+
+
+def _folders() -> list[Path]:
+    """`kernels/` of the working directory, then that of the checkout."""
+    places = (Path.cwd(), Path(__file__).resolve().parents[2])
+    folders = dict.fromkeys((place / FOLDER).resolve() for place in places)
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _file_of(dotted: str) -> Path | None:
+    """The file of a module, found without importing its packages; None for what is not there."""
+    locations: Any = None
+    parts = dotted.split(".")
+    spec = None
+    for count in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:count]), locations)
+        if spec is None:
+            return None
+        locations = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _supports(source: str, config: Config) -> str | None:
+    reason = outside_contract(config)
+    asked = _implementation(source).supports
+    if reason or asked is None:
+        return reason
+    answer = asked(config)
+    if answer is not None and not isinstance(answer, str):
+        raise ImplementationError(
+            f"supports() returned {answer!r}; it must return a reason, or None for a config it takes"
+        )
+    return answer
+
+
+def _implementation(source: str) -> _Implementation:
+    found = _load(source)
+    if isinstance(found, ImplementationError):
+        raise found
+    return found
+
+
+@functools.cache
+def _load(source: str) -> _Implementation | ImplementationError:
+    """Load once per process, failures too: a file that takes long to compile fails once."""
+    place, _, function = source.rpartition(":")
+    file = Path(place) if place.endswith(".py") else None
+    shown = file.name if file else place
+    try:
+        module = _module_of_file(file) if file else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        line = where(error, file)
+        return ImplementationError(
+            f"{shown} cannot be imported: {type(error).__name__}: {error}{line}"
+        )
+    attention = getattr(module, function, None)
+    if not callable(attention):
+        return ImplementationError(
+            f"{shown} has no function {function!r}; the contract is "
+            f"{function}(q, k, v, *, is_causal=False, scale=None, enable_gqa=False)"
+        )
+    supports = getattr(module, "supports", None)
+    return _Implementation(attention, supports if callable(supports) else None)
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """The module of a file under a name of its own, so that it can hide no installed package. Its
+    folder is importable while it is imported, behind everything else.
+    """
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = "_".join(("_profharness", re.sub(r"\W", "_", path.stem), digest))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path.name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.parent)
+    sys.path.append(folder)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        # the last one: a file may have added the same folder by itself
+        for index in range(len(sys.path) - 1, -1, -1):
+            if sys.path[index] == folder:
+                del sys.path[index]
+                break
+    return module

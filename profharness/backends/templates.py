@@ -1,0 +1,309 @@
+"""Starting points for implementations of one's own: each is right as it stands, and has a test."""
+
+from __future__ import annotations
+
+KINDS = ("torch", "triton", "cuda")
+
+_SIGNATURE = '''def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, D]; returns [B, Hq, Sq, D] like q."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+'''
+
+_TORCH = (
+    '''"""{name}: attention block by block over the keys, with a running softmax, in plain torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+
+BLOCK = 128
+
+
+'''
+    + _SIGNATURE
+    + '''    group = q.shape[1] // k.shape[1]
+    if enable_gqa and group > 1:
+        k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    rows, columns = q.shape[2], k.shape[2]
+    row = torch.arange(rows, device=q.device)[:, None]
+    best = q.new_full((*q.shape[:3], 1), -math.inf)
+    total = torch.zeros_like(best)
+    out = q.new_zeros((*q.shape[:3], v.shape[-1]))
+    for start in range(0, columns, BLOCK):
+        keys, values = k[:, :, start : start + BLOCK], v[:, :, start : start + BLOCK]
+        scores = q @ keys.transpose(-2, -1) * scale
+        if is_causal:
+            column = torch.arange(start, start + keys.shape[2], device=q.device)
+            scores = scores.masked_fill(column > row, -math.inf)
+        new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - new_best)
+        shrink = torch.exp(best - new_best)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + weights @ values
+        best = new_best
+    return out / total
+
+
+def supports(config: Config) -> str | None:
+    """A reason against a config, or None. Masks and dropout never get here."""
+    return None
+'''
+)
+
+_TRITON = (
+    '''"""{name}: forward attention as a Triton kernel; one program per block of query rows."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+
+BLOCK_ROWS = 64
+BLOCK_COLUMNS = 64
+
+
+@triton.jit
+def attention_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, scale, heads, group, rows, columns,
+    q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, o_b, o_h, o_s, o_d,
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STOP: tl.constexpr,
+):
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D_PADDED)
+    q_at = q_ptr + batch * q_b + head * q_h + row[:, None] * q_s + d[None, :] * q_d
+    inside = (row[:, None] < rows) & (d[None, :] < D)
+    q = tl.load(q_at, mask=inside, other=0.0)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, D_PADDED], tl.float32)
+    # STOP is constant: with a tensor as its end the interpreter fails on newer NumPy
+    for start in range(0, STOP, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        there = (column[:, None] < columns) & (d[None, :] < D)
+        k_at = k_ptr + batch * k_b + (head // group) * k_h + column[:, None] * k_s + d[None, :] * k_d
+        v_at = v_ptr + batch * v_b + (head // group) * v_h + column[:, None] * v_s + d[None, :] * v_d
+        k = tl.load(k_at, mask=there, other=0.0)
+        v = tl.load(v_at, mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = column[None, :] < columns
+        if CAUSAL:
+            seen = seen & (column[None, :] <= row[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp(scores - new_best[:, None])
+        shrink = tl.exp(best - new_best)
+        total = total * shrink + tl.sum(weights, 1)
+        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+    out = out / total[:, None]
+    o_at = out_ptr + batch * o_b + head * o_h + row[:, None] * o_s + d[None, :] * o_d
+    tl.store(o_at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+'''
+    + _SIGNATURE
+    + '''    batch, heads, rows, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    grid = (triton.cdiv(rows, BLOCK_ROWS), batch * heads)
+    attention_forward[grid](
+        q, k, v, out, scale, heads, heads // k.shape[1], rows, k.shape[2],
+        *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+        CAUSAL=is_causal, D=head_dim, D_PADDED=max(16, triton.next_power_of_2(head_dim)),
+        ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS,
+        STOP=triton.cdiv(k.shape[2], BLOCK_COLUMNS) * BLOCK_COLUMNS,
+    )
+    return out
+
+
+def supports(config: Config) -> str | None:
+    """A reason against a config, or None. Masks and dropout never get here."""
+    if config.bwd:
+        return "has no backward kernel yet"
+    if config.value_dim != config.head_dim or config.head_dim > 128:
+        return "takes one head_dim up to 128"
+    return None
+'''
+)
+
+_CUDA = (
+    '''"""{name}: forward attention as a CUDA kernel that is compiled at the first call; one warp per
+query row, sums in fp32."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+
+CUDA = r"""
+#include <torch/extension.h>
+#include <ATen/Dispatch.h>
+#include <ATen/cuda/CUDAContext.h>
+
+constexpr int WARP = 32, MAX_HEAD_DIM = 256;
+
+template <typename T>
+__global__ void attention_forward(const T* q, const T* k, const T* v, T* out, float scale,
+                                  int batches, int heads, int kv_heads, int rows, int columns, int d, bool causal) {
+  long at = blockIdx.x * (long)blockDim.y + threadIdx.y;
+  int row = at % rows, head = at / rows % heads;
+  long batch = at / rows / heads;
+  if (at >= (long)batches * heads * rows) return;
+  const T* q_row = q + at * d;
+  long kv = (batch * kv_heads + head / (heads / kv_heads)) * columns * d;
+  float sums[MAX_HEAD_DIM / WARP] = {}, best = -INFINITY, total = 0;
+  int last = causal ? min(row + 1, columns) : columns;
+  for (int column = 0; column < last; ++column) {
+    float score = 0;
+    for (int i = threadIdx.x; i < d; i += WARP)
+      score += float(q_row[i]) * float(k[kv + (long)column * d + i]);
+    for (int lane = WARP / 2; lane > 0; lane /= 2) score += __shfl_xor_sync(~0u, score, lane);
+    score *= scale;
+    float new_best = fmaxf(best, score), shrink = expf(best - new_best), weight = expf(score - new_best);
+    total = total * shrink + weight;
+    for (int i = threadIdx.x, n = 0; i < d; i += WARP, ++n)
+      sums[n] = sums[n] * shrink + weight * float(v[kv + (long)column * d + i]);
+    best = new_best;
+  }
+  for (int i = threadIdx.x, n = 0; i < d; i += WARP, ++n) out[at * d + i] = T(sums[n] / total);
+}
+
+torch::Tensor forward(torch::Tensor q, torch::Tensor k, torch::Tensor v, double scale, bool causal) {
+  q = q.contiguous(); k = k.contiguous(); v = v.contiguous();
+  auto out = torch::empty_like(q);
+  constexpr int WARPS = 4;
+  long blocks = (q.size(0) * q.size(1) * q.size(2) + WARPS - 1) / WARPS;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
+    attention_forward<scalar_t><<<blocks, dim3(WARP, WARPS), 0, at::cuda::getCurrentCUDAStream()>>>(
+        q.data_ptr<scalar_t>(), k.data_ptr<scalar_t>(), v.data_ptr<scalar_t>(), out.data_ptr<scalar_t>(),
+        scale, q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), causal);
+  });
+  C10_CUDA_CHECK(cudaGetLastError());
+  return out;
+}
+"""
+CPP = """
+#include <torch/extension.h>
+torch::Tensor forward(torch::Tensor q, torch::Tensor k, torch::Tensor v, double scale, bool causal);
+"""
+
+
+@functools.cache
+def extension():
+    from torch.utils.cpp_extension import load_inline
+
+    return load_inline("{name}", cpp_sources=CPP, cuda_sources=CUDA, functions=["forward"])
+
+
+'''
+    + _SIGNATURE
+    + '''    return extension().forward(q, k, v, scale, is_causal)
+
+
+def supports(config: Config) -> str | None:
+    """A reason against a config, or None. Masks and dropout never get here."""
+    if config.bwd:
+        return "has no backward kernel yet"
+    if config.value_dim != config.head_dim or config.head_dim > 256:
+        return "takes one head_dim up to 256"
+    return None
+'''
+)
+
+_TEST = '''"""{name} against the plain attention in fp64."""
+
+from __future__ import annotations
+
+{imports}from pathlib import Path
+
+import pytest
+import torch
+
+from profharness.backends import find_backend
+from profharness.errors import UsageError
+
+{device}
+KERNEL = str(Path(__file__).resolve().parent / "{file}")
+
+
+def reference(q, k, v, **arguments):
+    """`naive` in fp64; where there is none, PyTorch's own math in fp64."""
+    try:
+        attention = find_backend("naive").load()
+    except UsageError:
+        attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(q.double(), k.double(), v.double(), **arguments)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "columns", "head_dim", "scale"),
+    [(2, 2, 64, 64, 32, None), (4, 2, 65, 130, 16, 0.5), (2, 1, 1, 7, 8, None), (1, 1, 130, 3, 64, None)],
+)
+def test_it_agrees_with_naive(heads, kv_heads, rows, columns, head_dim, scale, is_causal):
+    torch.manual_seed(0)
+    q = torch.randn(2, heads, rows, head_dim, device=DEVICE)
+    k = torch.randn(2, kv_heads, columns, head_dim, device=DEVICE)
+    v = torch.randn(2, kv_heads, columns, head_dim, device=DEVICE)
+    arguments = {{"is_causal": is_causal, "scale": scale, "enable_gqa": heads != kv_heads}}
+    out = find_backend(KERNEL).load()(q, k, v, **arguments)
+    assert out.dtype == q.dtype
+    torch.testing.assert_close(out.double(), reference(q, k, v, **arguments), atol=1e-5, rtol=1e-4)
+'''
+
+_TRITON_IMPORTS = """import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its interpreter runs on the CPU
+"""
+_CUDA_DEVICE = """DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and nvcc")
+"""
+_DEVICES = {
+    "torch": ("", 'DEVICE = "cpu"\n'),
+    "triton": (
+        _TRITON_IMPORTS,
+        'pytest.importorskip("triton", reason="needs Triton: pip install triton")\nDEVICE = "cpu"\n',
+    ),
+    "cuda": ("", _CUDA_DEVICE),
+}
+_KERNELS = {"torch": _TORCH, "triton": _TRITON, "cuda": _CUDA}
+
+
+def kernel_text(name: str, kind: str) -> str:
+    """The file `NAME.py` of one of KINDS."""
+    return _KERNELS[kind].replace("{name}", name)
+
+
+def check_text(name: str, kind: str, file: str) -> str:
+    """The file `test_NAME.py`; file is where the implementation lies, seen
+    from the folder of the test."""
+    imports, device = _DEVICES[kind]
+    return _TEST.format(name=name, imports=imports, device=device, file=file)

@@ -1,0 +1,64 @@
+"""`profharness new-kernel`: a working start for an implementation of one's own, with its test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("name")
+@click.option("--triton", "kind", flag_value="triton", help="A Triton kernel.")
+@click.option(
+    "--cuda", "kind", flag_value="cuda", help="A CUDA kernel, compiled at the first call."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="kernels",
+    show_default=True,
+    help="Where NAME.py goes; its test goes to the folder tests beside it.",
+)
+def command(name: str, kind: str | None, out: Path) -> None:
+    """Start an attention implementation of your own.
+
+    Writes NAME.py, which is right as it stands (plain torch unless told otherwise), and
+    test_NAME.py, which holds it against the plain attention in fp64. Nothing is overwritten.
+
+    \b
+    Examples:
+      profharness new-kernel mine
+      profharness new-kernel mine --triton
+    """
+    from profharness.backends import BACKENDS
+    from profharness.backends.templates import check_text, kernel_text
+    from profharness.errors import CaptureError, UsageError
+
+    if not name.isidentifier() or name.startswith("_"):
+        raise UsageError(
+            f"{name!r} cannot be the name of a Python file; take letters, digits and _"
+        )
+    if name in BACKENDS:
+        raise UsageError(f"{name!r} is a backend already; take another name")
+    kernel = out / f"{name}.py"
+    test = out.parent / "tests" / f"test_{name}.py"
+    for path in (kernel, test):
+        if path.exists():
+            raise UsageError(f"{path} is there already; take another name or another --out")
+    texts = {kernel: kernel_text(name, kind or "torch")}
+    texts[test] = check_text(name, kind or "torch", f"../{out.resolve().name}/{name}.py")
+    for path, text in texts.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise CaptureError(
+                f"cannot write {path}: {error.strerror}; choose another --out"
+            ) from None
+    backend = name if out == Path("kernels") else kernel.as_posix()
+    click.echo(f"wrote {kernel} and {test}; next:")
+    click.echo(f"  pytest {test}")
+    click.echo(f"  profharness capture --config 2,8,512,64 --backend {backend},math")
+    click.echo("  profharness diff math " + backend)

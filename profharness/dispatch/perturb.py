@@ -1,0 +1,257 @@
+"""Every property of a config that stands in a backend's way. PyTorch stops at its first failing
+check, so each property is tried alone on a config that is otherwise easy, then pairs and more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from profharness.dispatch.machine import Machine
+from profharness.dispatch.params import AttentionParams, from_config
+from profharness.dispatch.predict import judge, predict
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+
+EASY_DIM = 64
+EASY_LENGTH = 32  # a multiple of 8, more than one, and not 64 modulo 128
+EASY_HEADS = 8
+EASY_GROUP = 4
+LARGEST_SET = 3
+
+
+@dataclass(frozen=True)
+class Told:
+    """One reason, as whoever was asked gave it. source: `live`, `rule` or `inferred`."""
+
+    code: str
+    message: str
+    source: str = "rule"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether a backend takes a config (None: not known), and why not, the first reason first."""
+
+    eligible: bool | None
+    reasons: tuple[Told, ...] = ()
+
+
+Oracle = Callable[["Config", str], Answer]
+"""Answers for (config, backend): PyTorch itself, or the rules."""
+
+Choose = Callable[["Config"], str]
+"""The backend that `auto` takes for a config, `none` or `unknown`."""
+
+
+@dataclass(frozen=True)
+class Property:
+    """One thing about a config. ease gives the config with that thing set to what every backend
+    takes, the others as they are.
+    """
+
+    name: str
+    ease: Callable[[Config], Config]
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """Properties that stand in the way, only together if there are several; none where even the
+    easy config is refused, so that nothing about the config can help.
+    """
+
+    properties: tuple[str, ...]
+    reason: Told
+
+
+def rounded_up(number: int, multiple: int = 8) -> int:
+    """The next multiple of `multiple`, 100 as 104."""
+    return -(-number // multiple) * multiple
+
+
+def with_dims(config: Config, head_dim: int, value_dim: int) -> Config:
+    """The config with these two, equal ones written as the grammar does."""
+    return replace(
+        config, head_dim=head_dim, head_dim_v=None if value_dim == head_dim else value_dim
+    )
+
+
+def _easy_remainder(config: Config) -> Config:
+    head_dim = rounded_up(config.head_dim)
+    return with_dims(config, head_dim, head_dim if config.head_dim_v is None else config.value_dim)
+
+
+def _easy_size(config: Config) -> Config:
+    """64, or 128 where that tells it from an unlike head_dim_v of 64; the remainder modulo 8 stays."""
+    easy = EASY_DIM * (2 if config.head_dim_v == EASY_DIM else 1)
+    head_dim = easy - (-config.head_dim % 8)
+    return with_dims(config, head_dim, config.head_dim_v or head_dim)
+
+
+def _easy_heads(config: Config) -> Config:
+    """At most 8, grouped if they were."""
+    if config.num_heads <= EASY_HEADS:
+        return config
+    kv_heads = min(config.num_kv_heads, 2)
+    group = min(config.num_heads // config.num_kv_heads, EASY_GROUP)
+    return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
+
+
+# In the order in which a config is made easy: the remainder is read before the size is changed.
+PROPERTIES = (
+    Property("dtype", lambda c: replace(c, dtype="fp16")),
+    Property("mask", lambda c: replace(c, mask="none")),
+    Property("dropout", lambda c: replace(c, dropout=0.0)),
+    Property("causal", lambda c: replace(c, causal=False)),
+    Property("deterministic", lambda c: replace(c, deterministic=False)),
+    Property("bwd", lambda c: replace(c, bwd=False)),
+    Property("layout", lambda c: replace(c, layout="contiguous")),
+    Property("kv_heads", lambda c: replace(c, num_kv_heads=c.num_heads)),
+    Property("heads", _easy_heads),
+    Property("head_dim_v", lambda c: replace(c, head_dim_v=None)),
+    Property("head_dim remainder", _easy_remainder),
+    Property("head_dim", _easy_size),
+    Property("lengths", lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH)),
+    Property("batch", lambda c: replace(c, batch=min(c.batch, 2))),
+)
+
+
+def eased(config: Config, names: Collection[str]) -> Config:
+    """The config with these properties made easy."""
+    for item in PROPERTIES:
+        if item.name in names:
+            config = item.ease(config)
+    return config
+
+
+def only(config: Config, names: Collection[str]) -> Config:
+    """An easy config that has these properties from the asked one."""
+    return eased(config, [item.name for item in PROPERTIES if item.name not in names])
+
+
+def uneasy(config: Config) -> tuple[str, ...]:
+    """The properties in which a config differs from an easy one."""
+    return tuple(item.name for item in PROPERTIES if item.ease(config) != config)
+
+
+def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...]:
+    """All that stands in the way of `backend`, what PyTorch meets first first; empty where it is
+    eligible or where that is not known. With all named properties eased it is refused no more.
+
+    Each reason's text speaks of the asked config with the other blockers out of the way.
+    """
+    asked = oracle(config, backend)
+    if asked.eligible is not False:
+        return ()
+    easy = oracle(only(config, ()), backend)
+    if easy.eligible is not True:
+        return (Blocker((), _first(easy if easy.eligible is False else asked)),)
+    search = _Search(config, backend, oracle)
+    found = list(_relevant(search, _alone(search)))
+    found += _left_over(search, [set(names) for names, _ in found])
+    return _in_order([Blocker(names, told) for names, told in found], _first(asked))
+
+
+@dataclass(frozen=True)
+class _Search:
+    config: Config
+    backend: str
+    oracle: Oracle
+
+    def refusal(self, config: Config) -> Told | None:
+        """Why the backend refuses; None where it does not, or where that is not known."""
+        answer = self.oracle(config, self.backend)
+        return _first(answer) if answer.eligible is False else None
+
+
+_Found = tuple[tuple[str, ...], Told]
+
+
+def _alone(search: _Search) -> list[tuple[str, ...]]:
+    """Minimal sets of properties that an easy config is refused with, none inside another."""
+    names = uneasy(search.config)
+    found: list[tuple[str, ...]] = [
+        (name,) for name in names if search.refusal(only(search.config, (name,)))
+    ]
+    rest = [name for name in names if (name,) not in found]
+    for size in range(2, LARGEST_SET + 1):
+        if not search.refusal(only(search.config, rest)):
+            break
+        for group in itertools.combinations(rest, size):
+            if any(set(smaller) <= set(group) for smaller in found):
+                continue
+            if search.refusal(only(search.config, group)):
+                found.append(group)
+    return found
+
+
+def _relevant(search: _Search, sets: list[tuple[str, ...]]) -> Iterator[_Found]:
+    """Those that the asked config is refused for too, once the other sets are out of the way: what
+    an fp16 config is refused for may be fine in fp32.
+    """
+    for names in sets:
+        others = {name for other in sets for name in other} - set(names)
+        told = search.refusal(eased(search.config, others))
+        if told is not None:
+            yield names, told
+
+
+def _left_over(search: _Search, sets: list[set[str]]) -> Iterator[_Found]:
+    """What still refuses when all sets found are out of the way: properties are eased one after
+    another as long as it does.
+    """
+    gone = set().union(*sets)
+    while (told := search.refusal(eased(search.config, gone))) is not None:
+        needed = [name for name in uneasy(search.config) if name not in gone]
+        without = set(gone)
+        for name in list(needed):
+            if search.refusal(eased(search.config, without | {name})):
+                without.add(name)
+                needed.remove(name)
+        if not needed:
+            return
+        yield tuple(needed), search.refusal(eased(search.config, without)) or told
+        gone |= set(needed)
+
+
+def _in_order(found: list[Blocker], first: Told) -> tuple[Blocker, ...]:
+    """The one that PyTorch stops at first, with the text that it then gives."""
+    for index, blocker in enumerate(found):
+        if blocker.reason.code == first.code:
+            rest = found[:index] + found[index + 1 :]
+            return (replace(blocker, reason=first), *rest)
+    return tuple(found)
+
+
+def _first(answer: Answer) -> Told:
+    if answer.reasons:
+        return answer.reasons[0]
+    return Told("no_text", "PyTorch gave no reason.", "inferred")
+
+
+def rule_oracle(
+    machine: Machine,
+    device: str = "cuda",
+    adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
+) -> Oracle:
+    """The rules as an oracle; adjust may set what a config cannot say, such as flags."""
+
+    def ask(config: Config, backend: str) -> Answer:
+        verdict = judge(backend, adjust(from_config(config, device)), machine)
+        certain = [item for item in verdict.reasons if item.certain]
+        told = tuple(Told(item.code, item.message) for item in certain or verdict.reasons)
+        return Answer(verdict.eligible, told)
+
+    return ask
+
+
+def rule_choice(
+    machine: Machine,
+    device: str = "cuda",
+    adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
+) -> Choose:
+    """What `auto` takes by the rules."""
+    return lambda config: predict(adjust(from_config(config, device)), machine).choice

@@ -1,0 +1,171 @@
+"""Which backend PyTorch takes for a call on a machine, and why not the others: the rules applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from profharness.dispatch.hazards import hazards
+from profharness.dispatch.machine import Machine, Release, release_text
+from profharness.dispatch.params import BACKENDS, AttentionParams
+from profharness.dispatch.rules import Rule, active_rules
+
+# cuDNN versions that stand for every interval between the versions which the rules name.
+CUDNN_POINTS = (
+    *(90000, 90501, 91000, 91100, 91101, 91400, 91501, 91900, 92201, 92400, 92401, 92402, 92501),
+    92600,
+)
+
+DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
+CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
+CPU_ORDER = ("flash", "math")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a backend cannot take a call. first: the one that PyTorch meets first, and so the only
+    one that it tells. certain False: a rule that might refuse, but cannot be decided.
+    """
+
+    code: str
+    message: str
+    first: bool = False
+    certain: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """eligible is None where it cannot be known; no reasons if and only if it is True."""
+
+    eligible: bool | None
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """choice is a backend, `none` where PyTorch raises, `unknown` where it cannot be known.
+    priority_order is empty where it is unknown. hazards: known failures of the choice.
+    """
+
+    choice: str
+    priority_order: tuple[str, ...]
+    backends: Mapping[str, Verdict]
+    hazards: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Priority:
+    """The order of a span of releases: `preferred` where `prefers` holds, else `otherwise`."""
+
+    since: Release
+    until: Release
+    prefers: Callable[[Machine], bool]
+    preferred: tuple[str, ...] = CUDNN_FIRST
+    otherwise: tuple[str, ...] = DEFAULT_ORDER
+
+
+def _newer_cudnn(machine: Machine) -> bool:
+    return (machine.cudnn or 0) > 91500 and machine.major in (9, 10)
+
+
+# The overrideable backend that 2.9 appended is left out: on CUDA, PyTorch raises when it gets there.
+PRIORITIES = (
+    Priority((2, 5, 0), (2, 5, 1), lambda m: m.major >= 9,
+             otherwise=("flash", "cudnn", "efficient", "math")),
+    Priority((2, 5, 1), (2, 9), lambda _: False),
+    Priority((2, 9), (2, 10),
+             lambda m: (m.cudnn_compiled or 0) >= 90900 and m.capability in ((9, 0), (10, 0))),
+    Priority((2, 10), (2, 13), lambda m: _newer_cudnn(m) and m.capability[1] in (0, 3)),
+    Priority((2, 13), (99,),
+             lambda m: _newer_cudnn(m) and (m.capability[1] in (0, 3) or (m.cuda_major or 0) >= 13)),
+)  # fmt: skip
+
+
+def check(backend: str, params: AttentionParams, machine: Machine) -> tuple[Reason, ...]:
+    """All reasons against a backend (`flash efficient cudnn math`), in the order in which PyTorch
+    asks; empty if it can take the call.
+    """
+    return judge(backend, params, machine).reasons
+
+
+def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
+    """Whether a backend can take the call, with all reasons against it."""
+    if not machine.known:
+        release = release_text(machine.torch)
+        text = f"The dispatch rules of PyTorch {release} were not read."
+        return Verdict(None, (Reason("unknown", text, certain=False),))
+    reasons: list[Reason] = []
+    certain = False
+    for rule in active_rules(params.device, backend, machine.torch, params.nested):
+        answer = _ask(rule, params, machine)
+        if answer is False:
+            continue
+        text = rule.text(params, machine)
+        if answer is None:
+            text = f"Cannot be known from what was given; PyTorch might say: {text}"
+        reasons.append(Reason(rule.code, text, bool(answer) and not certain, bool(answer)))
+        certain = certain or bool(answer)
+    return Verdict(False if certain else None if reasons else True, tuple(reasons))
+
+
+def priority_order(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
+    """Backends in the order in which PyTorch tries them; empty where it cannot be known."""
+    orders = _orders(machine, device)
+    return orders[0] if len(orders) == 1 else ()
+
+
+def predict(params: AttentionParams, machine: Machine) -> Prediction:
+    """What torch._fused_sdp_choice answers, without torch and without a GPU."""
+    verdicts = {backend: judge(backend, params, machine) for backend in BACKENDS}
+    orders = _orders(machine, params.device)
+    choices = {choice for order in orders for choice in _choices(order, verdicts)}
+    choice = choices.pop() if len(choices) == 1 else "unknown"
+    order = orders[0] if len(orders) == 1 else ()
+    return Prediction(choice, order, verdicts, hazards(choice, params, machine))
+
+
+def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str]:
+    """Every backend that might be the first eligible one."""
+    found: set[str] = set()
+    for backend in order:
+        eligible = verdicts[backend].eligible
+        if eligible is not False:
+            found.add(backend)
+        if eligible:
+            return found
+    return found | {"none"}
+
+
+def _orders(machine: Machine, device: str) -> tuple[tuple[str, ...], ...]:
+    """The orders that are possible; more than one where a fact is missing, none for an unknown
+    release.
+    """
+    if not machine.known:
+        return ()
+    if device == "cpu":
+        return (CPU_ORDER,)
+    row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
+    if machine.cudnn_preferred is False and machine.torch >= (2, 9):
+        return (row.otherwise,)
+    worlds = [machine]
+    if machine.cudnn is None:
+        worlds = [*_every_cudnn(machine)]
+    if machine.cuda is None:
+        worlds = [replace(world, cuda=version) for world in worlds for version in ("12.9", "13.0")]
+    if machine.cudnn_compiled is None:
+        worlds = [replace(w, cudnn_compiled=version) for w in worlds for version in (90800, 90900)]
+    return tuple({row.preferred if row.prefers(world) else row.otherwise for world in worlds})
+
+
+def _ask(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
+    """A rule's answer; without a cuDNN version, the one that all versions share, else None."""
+    if machine.cudnn is not None:
+        return rule.refuses(params, machine)
+    answers = {rule.refuses(params, world) for world in _every_cudnn(machine)}
+    return answers.pop() if len(answers) == 1 else None
+
+
+@lru_cache(maxsize=64)
+def _every_cudnn(machine: Machine) -> tuple[Machine, ...]:
+    return tuple(replace(machine, cudnn=version) for version in CUDNN_POINTS)

@@ -1,0 +1,363 @@
+"""The rules themselves: one table per backend, in the order in which PyTorch asks.
+
+Sources: the dispatch functions in the binaries of the releases in machine.RELEASES, PyTorch's
+public source of sdp_utils, measurements on an H200 (2.11) and on a CPU (2.13). To add a release,
+give it a row in machine.RELEASES and edit the tables here and in checks.py where it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from profharness.dispatch import checks as c
+from profharness.dispatch.machine import Machine, Release
+from profharness.dispatch.params import DTYPES, AttentionParams
+
+Message = str | Callable[[AttentionParams, Machine], str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """code: the reason's word. check: PyTorch's function that asks. refuses: True, False, or None
+    for unknown. message: PyTorch's words, a format string over `p` and `m` or a function. until:
+    the first release without the rule. scope: `any` input, `dense` or `nested` ones.
+    """
+
+    code: str
+    check: str
+    refuses: c.Check
+    message: Message
+    since: Release = (2, 5)
+    until: Release = c.NEVER
+    scope: str = "any"
+
+    def text(self, params: AttentionParams, machine: Machine) -> str:
+        """The message with its figures filled in."""
+        if callable(self.message):
+            return self.message(params, machine)
+        return self.message.format(p=params, m=machine)
+
+
+# Where earlier releases asked in another order: until which release, PyTorch's functions in turn.
+EARLIER_ORDER: dict[str, tuple[tuple[Release, tuple[str, ...]], ...]] = {
+    "cudnn": (
+        ((2, 7), ("runtime_disabled", "nested", "nonzero_lengths", "last_stride", "on_device",
+                  "tensor_shapes", "cudnn_shapes", "deterministic", "dtypes", "mask_shape",
+                  "hardware")),
+        ((2, 9), ("runtime_disabled", "nested", "nonzero_lengths", "on_device", "tensor_shapes",
+                  "cudnn_shapes", "deterministic", "dtypes", "mask_shape", "hardware",
+                  "last_stride", "num_heads")),
+    ),
+}  # fmt: skip
+
+_SIZES = "Query.sizes(): {p.query_sizes}, Key.sizes(): {p.key_sizes}, Value.sizes(): {p.value_sizes} instead."
+_EXPAND = " To broadcast dense inputs, try using unsqueeze and expand_to before passing them into the kernel."
+_DIMS = "Got Query.size(-1): {p.head_dim}, Key.size(-1): {p.head_dim}, Value.size(-1): {p.value_dim} instead."
+_GROUPS = "Got input Key sizes(): {p.kv_heads}, Value sizes(): {p.value_heads}, Query sizes(): {p.heads} instead."
+_MASK_SHAPES = (
+    "Please use the following attn mask shapes: 2d - ({{Q_seq_len, 1}}  x {{KV_seq_len, 1}}); "
+    "4d - ({{Batch, 1}} x {{Num_heads, 1}} x {{Q_seq_len, 1}}  x {{KV_seq_len, 1}})"
+)
+
+
+def _range(kernel: str, oldest: str) -> Message:
+    def text(_: AttentionParams, machine: Machine) -> str:
+        major, minor = c.newest_sm(machine)
+        return (
+            f"{kernel} only supports gpu architectures in the range [{oldest}, sm{major}{minor}]. "
+            f"Attempting to run on a sm {machine.sm} gpu."
+        )
+
+    return text
+
+
+def _dtypes(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -> Message:
+    def text(params: AttentionParams, machine: Machine) -> str:
+        names = ", ".join(DTYPES[name][0] for name in allowed(params, machine))
+        got = params.dtype_text
+        return (
+            f"Expected query, key and value to all be of dtype: {{{names}}}. "
+            f"Got Query dtype: {got}, Key dtype: {got}, and Value dtype: {got} instead."
+        )
+
+    return text
+
+
+def _low_precision(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    return c.low_precision(machine)
+
+
+def _efficient(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    return c.efficient_dtypes(machine)
+
+
+# Rows that more than one table has.
+ON_DEVICE = Rule(
+    "not_on_cuda", "on_device", c.not_on_cuda,
+    "All tensors need to be on cuda device. Got query on device: {p.device}, key on device: {p.device}, "
+    "value on device: {p.device}",
+)  # fmt: skip
+FOUR_D = Rule(
+    "not_4d", "tensor_shapes", c.not_4d,
+    "All fused kernels requires query, key and value to be 4 dimensional, but got Query dim: {p.ndim}, "
+    "Key dim: {p.ndim}, Value dim: {p.ndim} instead.",
+)  # fmt: skip
+ZERO_LENGTH = Rule(
+    "seq_len_zero", "nonzero_lengths", c.zero_length,
+    "All fused kernels do not support zero seq_len_q or seq_len_kv.",
+    scope="dense",
+)  # fmt: skip
+NESTED_ZERO_LENGTH = Rule(
+    "seq_len_zero", "seq_len_0_nested", c.zero_length,
+    "Fused kernels do not support seq_len == 0, a nested input has a seq len of 0.",
+    scope="nested",
+)  # fmt: skip
+NESTED_TRAINING = Rule(
+    "nested", "batch_size_nested", c.nested_broadcast_grad,
+    "Both fused kernels do not support training with broadcasted NT inputs.",
+    scope="nested",
+)  # fmt: skip
+NESTED_BROADCAST = Rule(
+    "nested", "batch_size_nested", c.nested_not_broadcastable,
+    "Both fused kernels require query, key and value to have broadcastable num heads and batch size for "
+    f"nested tensor inputs. {_SIZES}",
+    scope="nested",
+)  # fmt: skip
+
+
+def _mask_rules(check: str) -> tuple[Rule, ...]:
+    """The three answers of check_attn_mask_shape; PyTorch gives no text for the first two."""
+    return (
+        Rule("mask_grad", check, c.mask_grad, "attn_mask requires a gradient."),
+        Rule("mask_shape", check, c.mask_rows,
+             "The last two dimensions of attn_mask do not fit. " + _MASK_SHAPES),
+        Rule("mask_shape", check, c.mask_shape, _MASK_SHAPES),
+    )  # fmt: skip
+
+
+def _stride(singleton_ok: bool, mask_matters: bool = True, scope: str = "dense") -> Rule:
+    def text(params: AttentionParams, _: Machine) -> str:
+        step = params.last_stride
+        mask = f", Attn_mask.stride(-1): {params.mask.last_stride}" if params.mask else ""
+        return (
+            "All fused kernels require the last dimension of the input to have stride 1. "
+            f"Got Query.stride(-1): {step}, Key.stride(-1): {step}, Value.stride(-1): {step}{mask} instead."
+        )
+
+    refuses = c.strided(singleton_ok, mask_matters)
+    return Rule("last_dim_stride", "last_stride", refuses, text, scope=scope)
+
+
+def _heads(
+    gqa: Release, since: Release = (2, 5), same_kv: bool = True, scope: str = "dense"
+) -> tuple[Rule, ...]:
+    """check_batch_size_and_num_heads_dense. gqa: the release from which the backend looks at
+    enable_gqa; same_kv: whether key and value must then have the same number of heads.
+    """
+    differ = f"For dense inputs, both fused kernels require query, key and value to have the same num_heads. {_SIZES}"
+    uneven = "The number of heads in key/value must divide number of heads in query."
+    only_v2 = (
+        "FlashAttentionV2 only supports grouped query attention, where the number of heads in "
+        "key/value must divide number of heads in query."
+    )
+    same = "Both fused kernels require key and value to have the same num_heads"
+    start = max(since, gqa)
+    grouped = (
+        Rule("num_heads", "num_heads", c.heads_not_divisible, only_v2 + _GROUPS, start, (2, 8), scope),
+        Rule("num_heads", "num_heads", c.heads_not_divisible, uneven + _GROUPS, max(start, (2, 8)), scope=scope),
+    )  # fmt: skip
+    unequal = (
+        Rule("num_heads", "num_heads", c.kv_heads_differ,
+             same + " and batch_size but got: Key sizes: {p.key_sizes}, Value sizes: {p.value_sizes}, "
+             "Query sizes: {p.query_sizes} instead.", start, (2, 15), scope),
+        Rule("num_heads", "num_heads", c.kv_heads_differ,
+             same + ". Got Key num_heads: {p.kv_heads}, Value num_heads: {p.value_heads} instead.",
+             max(start, (2, 15)), scope=scope),
+    )  # fmt: skip
+    return (
+        Rule("batch_size", "num_heads", c.other_batch,
+             "For dense inputs, both fused kernels require query, key and value to have the same batch_size. "
+             + _SIZES + _EXPAND, since, scope=scope),
+        Rule("num_heads", "num_heads", c.heads_differ(False), differ + _EXPAND, since, gqa, scope),
+        Rule("num_heads", "num_heads", c.heads_differ(True), differ + _EXPAND, start, scope=scope),
+        *(unequal if same_kv else ()),
+        *grouped,
+    )  # fmt: skip
+
+
+FLASH = (
+    Rule("runtime_disabled", "runtime_disabled", c.disabled("flash"),
+         "Flash attention has been runtime disabled."),
+    ON_DEVICE,
+    FOUR_D,
+    Rule("mask", "for_attn_mask", lambda p, _: p.mask is not None,
+         "Flash Attention does not support non-null attn_mask."),
+    Rule("capability", "fa4_constraints", c.fa4_capability,
+         "FA4 requires compute capability 9.0 or 10.0.", (2, 15)),
+    Rule("dropout", "fa4_constraints", lambda p, _: p.flash_impl == "FA4" and p.dropout > 0,
+         "FA4 does not support dropout.", (2, 15)),
+    Rule("head_dim", "fa4_constraints", c.fa4_head_dim,
+         "FA4 does not support the provided head dimensions.", (2, 15)),
+    Rule("head_dim", "head_dim_size", lambda p, _: c.unequal_dims(p, 256),
+         "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. "
+         + _DIMS),
+    Rule("capability", "hardware", c.outside((8, 0)), _range("Flash attention", "sm80")),
+    Rule("head_dim_training", "head_dim_gt192", c.training_large_heads,
+         "Flash attention currently doesn't support training with head_dim ∈ (192, 224] or (head_dim ∈ (224, 256] "
+         "and dropout > 0.0) on gpu architectures in the range[sm86, sm89]. Attempting to run with dropout set to: "
+         "{p.dropout} and head_dim: {p.head_dim} on a sm {m.sm} gpu."),
+    Rule("causal_non_square", "causal_non_square",
+         lambda p, _: p.is_causal and not p.nested and p.seq_q != p.seq_kv,
+         "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {p.seq_q} "
+         "seqlen_k: {p.seq_kv}. If you would like to use causal attention with non-square masks, please see "
+         "CausalAttnMask."),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.flash_dtypes(p, m), _dtypes(c.flash_dtypes)),
+    NESTED_TRAINING,
+    NESTED_BROADCAST,
+    Rule("head_dim_multiple", "head_dim_size_nested", lambda p, _: p.head_dim % 8 != 0,
+         "For NestedTensor inputs, Flash attention requires q,k,v to have the same last dimension and to be a "
+         "multiple of 8 and less than or equal to 256. " + _DIMS, scope="nested"),
+    NESTED_ZERO_LENGTH,
+    *_heads(gqa=(2, 5)),
+    Rule("grid_size", "grid_size", c.over_grid,
+         "Flash attention does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
+         "num_heads: {p.heads}", (2, 15), scope="dense"),
+    ZERO_LENGTH,
+    _stride(singleton_ok=True),
+)  # fmt: skip
+
+EFFICIENT = (
+    Rule("runtime_disabled", "runtime_disabled", c.disabled("efficient"),
+         "Memory Efficient attention has been runtime disabled."),
+    ON_DEVICE,
+    Rule("capability", "hardware", c.outside((5, 0)), _range("Mem Efficient Attention", "sm50")),
+    FOUR_D,
+    Rule("head_dim_multiple", "head_dim_size", lambda p, m: c.dims_not_multiple(p, c.gemm_alignment(p, m)),
+         lambda p, m: "Mem efficient attention requires last dimension of inputs to be divisible by "
+         f"{c.gemm_alignment(p, m)}. " + _DIMS.format(p=p)),
+    Rule("alignment", "data_ptr_alignment", c.misaligned,
+         lambda p, m: "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size "
+         f"to be aligned to {c.alignment_bytes(p, m)} bytes. Got {p.storage_offset_bytes} bytes.",
+         (2, 13), scope="dense"),
+    ZERO_LENGTH,
+    _stride(singleton_ok=False),
+    *_heads(gqa=(2, 14)),
+    Rule("nested", "requires_grad_and_nested", lambda p, _: p.requires_grad,
+         "Memory efficient attention currently doesn't support training with NT inputs.",
+         until=(2, 13), scope="nested"),
+    Rule("nested", "requires_grad_and_nested", lambda p, _: p.requires_grad,
+         "Memory efficient attention currently doesn't support training with NT inputs.",
+         (2, 14), scope="nested"),
+    NESTED_TRAINING,
+    NESTED_BROADCAST,
+    NESTED_ZERO_LENGTH,
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(m), _dtypes(_efficient)),
+)  # fmt: skip
+
+CUDNN = (
+    Rule("dropout", "version_dropout", lambda p, m: p.dropout > 0 and 91100 < (m.cudnn or 0) < 91400,
+         "{m.cudnn} cuDNN version does not support dropout in SDPA (9.11 - 9.13).", (2, 9)),
+    Rule("runtime_disabled", "runtime_disabled", c.disabled("cudnn"),
+         "CuDNN attention has been runtime disabled.", until=(2, 9)),
+    Rule("runtime_disabled", "runtime_disabled", c.disabled("cudnn"),
+         "cuDNN attention has been runtime disabled.", (2, 9)),
+    Rule("nested", "nested", lambda *_: True,
+         "CuDNN currently does not support nested inputs.", until=(2, 7), scope="nested"),
+    Rule("nested", "nested", lambda _, m: not m.cudnn_nested,
+         "Experimental cuDNN SDPA nested tensor support is not enabled.", (2, 7), scope="nested"),
+    Rule("nested", "nested", lambda _, m: m.major != 9,
+         "cuDNN SDPA supports nested tensors on SM 9.0.", (2, 7), (2, 9), "nested"),
+    Rule("nested", "nested", lambda _, m: m.major not in (9, 10),
+         "cuDNN SDPA supports nested tensors on SM 9.0, SM 10.0.", (2, 9), scope="nested"),
+    ON_DEVICE,
+    FOUR_D,
+    Rule("deterministic", "deterministic", lambda p, _: p.deterministic == "error",
+         "cuDNN SDPA is not deterministic."),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.low_precision(m), _dtypes(_low_precision)),
+    *_mask_rules("mask_shape"),
+    Rule("capability", "hardware", c.outside((8, 0)), _range("cuDNN MHA", "sm80")),
+    Rule("dropout", "cudnn_dropout", lambda p, _: (p.dropout * 16) % 1 != 0,
+         "cuDNN dropout probability resolution is limited to 1/16.Use a dropout probability that is a multiple of "
+         "1/16 to select the cuDNN backend", (2, 12)),
+    ZERO_LENGTH,
+    _stride(singleton_ok=True),
+    *_heads(gqa=(2, 8), since=(2, 8), same_kv=False),
+    Rule("grid_size", "cudnn_shapes", c.over_grid,
+         "cuDNN SDPA does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
+         "num_heads: {p.heads}", (2, 13), scope="dense"),
+    Rule("head_dim", "cudnn_shapes", lambda p, m: max(p.head_dim, p.value_dim) > c.cudnn_head_dim_limit(p, m),
+         lambda p, m: f"head_dim should be no more than {c.cudnn_head_dim_limit(p, m)}", scope="dense"),
+    Rule("head_dim_multiple", "cudnn_shapes", lambda p, _: p.head_dim % 8 != 0 or p.value_dim % 8 != 0,
+         "head_dim should be a multiple of 8", scope="dense"),
+    Rule("seq_len_one", "cudnn_shapes", lambda p, _: None if p.seq_kv == 1 else False,
+         "cudnn SDPA does not support key/value sequence length 1.", until=(2, 6), scope="dense"),
+    Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_q == 1 or p.seq_kv == 1,
+         "cudnn SDPA does not support sequence length 1.", (2, 6), (2, 9), "dense"),
+    Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_kv == 1,
+         "cudnn SDPA does not support key/value sequence length 1.", (2, 9), scope="dense"),
+    Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_q == 1 and p.dropout > 0,
+         "cudnn SDPA does not support query sequence length 1 with dropout.", (2, 9), scope="dense"),
+    Rule("decode_disabled", "cudnn_shapes", c.decode_disabled,
+         "cuDNN SDPA decode is disabled for cuDNN versions 9.19-9.25.0 (except 9.24.1) on SM 10.x and 11.x.",
+         (2, 14), scope="dense"),
+    Rule("head_dim_training", "d256_bprop_head_dim", c.cudnn_backward_dims,
+         "cuDNN SDPA on SM 9.0/10.x does not support backward with these head dimensions. Got d_qk: {p.head_dim}, "
+         "d_v: {p.value_dim}", (2, 14), scope="dense"),
+    Rule("known_bug", "sm90_gradients", c.non_finite_gradients,
+         "cuDNN SDPA before version 9.26 can produce non-finite query gradients on SM90 for non-causal attention "
+         "when the key/value sequence length is 64 modulo 128.", (2, 15), scope="dense"),
+    Rule("nested", "query_seq_len_nested", lambda p, _: p.seq_q <= 128,
+         "cuDNN attention does not support nested tensor query sequence length <= 128.", (2, 14), scope="nested"),
+)  # fmt: skip
+
+MATH = (Rule("runtime_disabled", "runtime_disabled", c.disabled("math"),
+             "Math attention has been runtime disabled."),)  # fmt: skip
+
+CPU_FLASH = (
+    Rule("runtime_disabled", "runtime_disabled", c.disabled("flash"),
+         "Flash attention has been runtime disabled."),
+    Rule("nested", "nested", lambda p, _: p.nested,
+         "Both fused kernels of cpp version currently do not support Nested Tensor inputs."),
+    Rule("dropout", "dropout", lambda p, _: p.dropout > 0,
+         "Both fused kernels do not support non-zero dropout."),
+    FOUR_D,
+    *_heads(gqa=(2, 5), scope="any"),
+    Rule("num_heads", "num_heads", lambda p, _: None if p.enable_gqa and not p.same_heads else False,
+         "For dense inputs, both fused kernels require query, key and value to have the same num_heads. " + _SIZES,
+         until=(2, 13)),
+    *_mask_rules("mask_shape"),
+    Rule("head_dim", "head_dim_size", lambda p, _: c.unequal_dims(p),
+         "Flash attention requires q,k,v to have the same last dimension. " + _DIMS),
+    ZERO_LENGTH,
+    _stride(singleton_ok=False, mask_matters=False, scope="any"),
+    Rule("dtype", "dtypes", lambda p, _: p.dtype not in c.CPU_DTYPES,
+         _dtypes(lambda *_: c.CPU_DTYPES)),
+)  # fmt: skip
+
+TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
+    ("cuda", "flash"): FLASH,
+    ("cuda", "efficient"): EFFICIENT,
+    ("cuda", "cudnn"): CUDNN,
+    ("cuda", "math"): MATH,
+    ("cpu", "flash"): CPU_FLASH,
+    ("cpu", "efficient"): (ON_DEVICE,),
+    ("cpu", "cudnn"): (ON_DEVICE,),
+    ("cpu", "math"): MATH,
+}
+
+
+@lru_cache(maxsize=1024)
+def active_rules(device: str, backend: str, release: Release, nested: bool) -> tuple[Rule, ...]:
+    """The rules that a release asks for such inputs, in its order."""
+    scopes = ("any", "nested" if nested else "dense")
+    rules = [
+        rule
+        for rule in TABLES[device, backend]
+        if rule.since <= release < rule.until and rule.scope in scopes
+    ]
+    for until, names in EARLIER_ORDER.get(backend, ()) if device == "cuda" else ():
+        if release < until:
+            return tuple(sorted(rules, key=lambda rule: names.index(rule.check)))
+    return tuple(rules)

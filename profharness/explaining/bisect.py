@@ -1,0 +1,187 @@
+"""Where the choice flips along one numeric property: a coarse sweep, then every stretch whose ends
+differ is cut until its edge is exact.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from profharness.config import Config
+from profharness.errors import UsageError
+from profharness.explaining.properties import number, numeric, put
+
+DEFAULT_ENDS = (1, 65_536)
+ALL_OF = 256  # a range with no more values is asked whole
+NEAR_8 = 1024  # multiples of 8 with their neighbours are asked up to here
+RESTLESS = 128  # still turning within so many values before that end: asked to the end of the range
+NEAR_64 = 65_536  # multiples of 64 too: some rules ask for a length modulo 128
+WAYS = 16  # parts that a stretch is cut into each round: few rounds, as each may start a worker
+
+Choose = Callable[[Sequence[Config]], list[str]]
+"""What `auto` takes, one answer a config."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring values with one choice, both ends included and asked."""
+
+    first: int
+    last: int
+    choice: str
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What was found along property `name` of one config (its label has the first value).
+
+    stretches cover all possible values, and the edges between them are exact: both sides were
+    asked. asked are the values that were; possible counts all that make a config.
+    """
+
+    config: str
+    name: str
+    stretches: tuple[Stretch, ...]
+    asked: tuple[int, ...]
+    possible: int
+
+    @property
+    def flips(self) -> tuple[tuple[int, int], ...]:
+        """The values before and after each flip."""
+        return tuple((one.last, other.first) for one, other in pairwise(self.stretches))
+
+
+def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bisection]:
+    """One bisection for each config that is left when the property is put aside.
+
+    The ends are the smallest and the largest value that the configs have, or 1 and 65,536 where
+    they have only one. Raises UsageError for a property that is no number, and for `seq` of
+    configs with unlike lengths.
+    """
+    numeric(name)
+    groups: dict[Config, list[Config]] = {}
+    for config in configs:
+        if name == "seq" and config.seq_len_q != config.seq_len_kv:
+            message = f"--bisect seq: {config.label} has unlike lengths; bisect seq_q or seq_kv"
+            raise UsageError(message)
+        groups.setdefault(_put_aside(config, name, configs), []).append(config)
+    found = []
+    for group in groups.values():
+        values = sorted({number(config, name) for config in group})
+        ends = (values[0], values[-1]) if len(values) > 1 else DEFAULT_ENDS
+        # One that does not just follow, as kv_heads follows heads, keeps what is fixed.
+        base = max(group, key=lambda c: (c.num_kv_heads != c.num_heads, c.head_dim_v is not None))
+        found.append(bisect_one(base, name, ends, choose))
+    return found
+
+
+def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -> Bisection:
+    """All flips of `choose` along a property between two ends, as far as the sweep shows them."""
+    domain = _domain(base, name, ends)
+    if not domain:
+        raise UsageError(f"--bisect {name}: no value from {ends[0]} to {ends[1]} fits {base.label}")
+    known: dict[int, str] = {}
+
+    def ask(indices: Sequence[int]) -> None:
+        new = sorted(set(indices) - known.keys())
+        asked = [_set(base, name, domain[index]) for index in new]
+        known.update(zip(new, choose(asked) if asked else (), strict=True))
+
+    ask(sweep(domain))
+    if _restless(domain, known):
+        ask(near_multiples(domain, 8))
+    while open_ones := [
+        (one, other)
+        for one, other in pairwise(sorted(known))
+        if other - one > 1 and known[one] != known[other]
+    ]:
+        ask([cut for one, other in open_ones for cut in _cuts(one, other)])
+    order = sorted(known)
+    asked = tuple(domain[index] for index in order)
+    stretches = _stretches(asked, [known[index] for index in order])
+    return Bisection(_set(base, name, domain[0]).label, name, stretches, asked, len(domain))
+
+
+def sweep(domain: Sequence[int]) -> list[int]:
+    """The indices that are asked first: all of a short range; else both ends, and the multiples of
+    8, of 64 and the powers of two with their neighbours, because the choice is not monotonic.
+    """
+    if len(domain) <= ALL_OF:
+        return list(range(len(domain)))
+    low, high = domain[0], domain[-1]
+    marks = {low, high, *range(0, NEAR_8 + 1, 8), *range(0, NEAR_64 + 1, 64)}
+    marks |= {scale << bit for bit in range(high.bit_length()) for scale in (1, 3)}
+    return _near(domain, marks)
+
+
+def near_multiples(domain: Sequence[int], of: int) -> list[int]:
+    """The indices of all multiples of a number and of their neighbours."""
+    return _near(domain, set(range(0, domain[-1] + 1, of)))
+
+
+def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
+    low, high = domain[0], domain[-1]
+    wanted = {mark + step for mark in marks for step in (-1, 0, 1)}
+    inside = (value for value in wanted if low <= value <= high)
+    return sorted({min(bisect_left(domain, value), len(domain) - 1) for value in inside})
+
+
+def _restless(domain: Sequence[int], known: dict[int, str]) -> bool:
+    """Whether the choice still turns with the multiples of 8 where they stop being asked."""
+    if domain[-1] <= NEAR_8:
+        return False
+    last = [known[i] for i in sorted(known) if NEAR_8 - RESTLESS < domain[i] <= NEAR_8]
+    return sum(one != other for one, other in pairwise(last)) > 2
+
+
+def _cuts(one: int, other: int) -> list[int]:
+    """Up to WAYS - 1 indices strictly between two."""
+    width = other - one
+    return sorted({one + width * part // WAYS for part in range(1, WAYS)} - {one, other}) or [
+        one + width // 2
+    ]
+
+
+def _stretches(asked: Sequence[int], choices: Sequence[str]) -> tuple[Stretch, ...]:
+    found: list[Stretch] = []
+    for value, choice in zip(asked, choices, strict=True):
+        if found and found[-1].choice == choice:
+            found[-1] = replace(found[-1], last=value)
+        else:
+            found.append(Stretch(value, value, choice))
+    return tuple(found)
+
+
+def _domain(base: Config, name: str, ends: tuple[int, int]) -> Sequence[int]:
+    """The values that make a config: divisors of heads for kv_heads, multiples of a fixed kv_heads
+    for heads, else all.
+    """
+    low, high = ends
+    if name == "kv_heads":
+        heads = base.num_heads
+        divisors = [value for value in range(1, heads + 1) if heads % value == 0]
+        return divisors[bisect_left(divisors, low) : bisect_right(divisors, high)]
+    if name == "heads" and base.num_kv_heads != base.num_heads:
+        step = base.num_kv_heads
+        return range(-(-low // step) * step, high + 1, step)
+    return range(low, high + 1)
+
+
+def _set(base: Config, name: str, value: int) -> Config:
+    config = put(base, name, value)
+    if config is None:
+        raise UsageError(f"--bisect {name}: {value} does not fit {base.label}")
+    return config
+
+
+def _put_aside(config: Config, name: str, configs: Sequence[Config]) -> Config:
+    """The same for configs that differ in this property only."""
+    if name == "kv_heads":
+        return replace(config, num_kv_heads=0)
+    if name == "heads" and any(each.num_kv_heads != each.num_heads for each in configs):
+        return replace(config, num_heads=0)
+    if name == "head_dim" and any(each.head_dim_v is not None for each in configs):
+        return replace(config, head_dim=0, head_dim_v=config.value_dim)
+    return put(config, name, 0) or config

@@ -1,0 +1,157 @@
+"""Answers by rule, without torch and without a GPU: a config on a place, or over releases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from profharness.config import Config
+from profharness.dispatch import BACKENDS, Prediction, Verdict, from_config, predict
+from profharness.dispatch.machine import RELEASES, release_text
+from profharness.explaining.places import Place
+from profharness.explanation import Advice, BackendAnswer, Explanation
+from profharness.record import Refusal
+
+CPU_BACKENDS = ("flash", "math")
+COMPARED = ("flash", "efficient", "cudnn")
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """One release: its answer, whether the choice differs from the release before, and what else
+    does, as sentences.
+    """
+
+    release: str
+    explanation: Explanation
+    flips: bool
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One config over releases, oldest first. gpu None: the CPU."""
+
+    config: str
+    gpu: str | None
+    rows: tuple[MatrixRow, ...]
+
+
+def explain_by_rule(
+    config: Config, place: Place, *, backends: Sequence[str] = (), advice: bool = True
+) -> Explanation:
+    """What the rules say of a config on a place: choice is None (PyTorch was not asked), each
+    backend has all reasons against it, the one that PyTorch stops at first. backends limits the
+    advice.
+    """
+    config = config.resolve(place.device)
+    prediction = predict(from_config(config, place.device), place.machine)
+    order = prediction.priority_order or (BACKENDS if place.device == "cuda" else CPU_BACKENDS)
+    answers = []
+    for name in order:
+        verdict = prediction.backends[name]
+        wanted = advice and (name in backends if backends else name != "math")
+        found = _advice(config, name, place) if wanted else ()
+        answers.append(BackendAnswer(name, verdict.eligible, _reasons(verdict), found))
+    return Explanation(
+        config=config.label,
+        environment=place.environment,
+        source="rules",
+        priority_order=prediction.priority_order,
+        predicted=prediction.choice,
+        choice=None,
+        observed=None,
+        agree=None,
+        backends=tuple(answers),
+        caveats=(*prediction.hazards, *_doubts(place, prediction)),
+    )
+
+
+def choices_by_rule(configs: Sequence[Config], place: Place) -> list[str]:
+    """Only what `auto` takes, one answer a config."""
+    return [predict(from_config(each, place.device), place.machine).choice for each in configs]
+
+
+def matrix(config: Config, places: Sequence[Place]) -> Matrix:
+    """One config over several releases."""
+    told = [explain_by_rule(config, place, advice=False) for place in places]
+    changes = [(), *(_changes(before, after) for before, after in pairwise(told))]
+    rows = []
+    for index, (place, answer) in enumerate(zip(places, told, strict=True)):
+        flips = index > 0 and answer.predicted != told[index - 1].predicted
+        release = release_text(place.machine.torch)
+        rows.append(MatrixRow(release, answer, flips, tuple(changes[index])))
+    return Matrix(told[0].config, places[0].gpu, tuple(rows))
+
+
+def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
+    """What is different, the likely cause of another choice first."""
+    found = []
+    if before.predicted != after.predicted:
+        found.append(f"choice {before.predicted} → {after.predicted}")
+    if before.priority_order != after.priority_order:
+        order = " > ".join(after.priority_order) or "unknown"
+        found.append(f"order {order}")
+    for name in COMPARED:
+        one, other = _side(before, name), _side(after, name)
+        if one is None or other is None or one.eligible == other.eligible:
+            continue
+        cause = (other if other.eligible is not True else one).reasons
+        state = {True: "takes it", False: "refuses it", None: "unknown"}[other.eligible]
+        lead = "no longer: " if other.eligible else ""
+        found.append(f"{name} {state}" + (f" ({lead}{cause[0].code})" if cause else ""))
+    one, other = (side.environment.get("cudnn") for side in (before, after))
+    if found and one != other:
+        found.append(f"cuDNN {one} → {other}")
+    return tuple(found)
+
+
+def _side(answer: Explanation, backend: str) -> BackendAnswer | None:
+    return next((each for each in answer.backends if each.backend == backend), None)
+
+
+def _reasons(verdict: Verdict) -> tuple[Refusal, ...]:
+    ordered = sorted(verdict.reasons, key=lambda reason: not reason.first)
+    return tuple(Refusal(reason.code, reason.message, "rule") for reason in ordered)
+
+
+def _advice(config: Config, backend: str, place: Place) -> tuple[Advice, ...]:
+    """Changes that the rules confirm; empty where nothing about the config helps."""
+    from profharness.dispatch.advice import advise
+    from profharness.dispatch.perturb import rule_choice, rule_oracle
+
+    oracle = rule_oracle(place.machine, place.device)
+    choose = rule_choice(place.machine, place.device)
+    return tuple(advice_of(each) for each in advise(config, backend, oracle, choose))
+
+
+def advice_of(found: object) -> Advice:
+    """The engine's advice as the answer's: the engine may not know the classes above its layer."""
+    names = ("change", "code", "config", "verified", "choice")
+    return Advice(**{name: getattr(found, name) for name in names if hasattr(found, name)})
+
+
+def _doubts(place: Place, prediction: Prediction) -> list[str]:
+    """What the rules rest on where that is not certain, and what holds wherever PyTorch chooses."""
+    from profharness.runner.ask import ALLOW_SET, COMPILED, LEGACY
+
+    machine, doubts = place.machine, []
+    if not machine.known:
+        near = [release_text(each) for each in RELEASES if each[:2] == machine.torch[:2]]
+        doubts.append(
+            f"The rules of PyTorch {release_text(machine.torch)} were not read; "
+            f"{', '.join(near)} is known."
+        )
+    wheel = RELEASES.get(machine.torch)
+    if place.device == "cuda" and place.pinned and wheel is not None:
+        doubts.append(
+            f"cuDNN {machine.cudnn} is what the PyPI wheel for CUDA {wheel.cuda} brings; "
+            "another build or a cuDNN found earlier on the library path may choose otherwise "
+            "(--cudnn VERSION)."
+        )
+    if prediction.choice == "unknown" and machine.known:
+        doubts.append(
+            "The rules cannot decide this call; the reasons marked so say what is missing."
+        )
+    return [*doubts, COMPILED, *((ALLOW_SET, LEGACY) if place.device == "cuda" else ())]

@@ -1,0 +1,3 @@
+"""Nsight Systems and Nsight Compute as command-line tools: where they are, how they are called, and
+how they fail.
+"""

@@ -1,0 +1,295 @@
+"""Nsight Compute's reports (.ncu-rep) and its CSV tables to a Trace with hardware counters.
+
+ncu runs kernels one at a time and keeps no start times: launches are laid end to end in profiled
+order from 0, and ranges around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+
+from profharness.kernel_names import canonical
+from profharness.parse.ncu_csv import read_csv_file
+from profharness.parse.ncu_file import check_file
+from profharness.parse.ncu_readers import read_report
+from profharness.parse.ncu_rows import (
+    CONSTANTS,
+    DEFAULT_DOMAIN,
+    DEVICE_PREFIX,
+    DURATION,
+    NcuLaunch,
+    NcuReport,
+    NvtxRange,
+    Triple,
+)
+from profharness.trace import (
+    NONE,
+    Device,
+    LaunchBatch,
+    LaunchConfig,
+    Metrics,
+    Range,
+    Trace,
+    range_cell,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+PROFILER = "ncu"
+OWN_DOMAIN = "profharness"
+UNKNOWN_STEP_NS = 1  # what a kernel without a time takes in the order of launches
+
+# Units of time as ncu writes them: <= 2024 the long words, from 2025 the short ones.
+NANOSECONDS = {
+    "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6,
+    "s": 1e9, "second": 1e9,
+}  # fmt: skip
+EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
+
+_DEVICE_FIELDS = {
+    "compute_major": "compute_capability_major",
+    "compute_minor": "compute_capability_minor",
+    "num_sms": "multiprocessor_count",
+    "total_memory_bytes": "total_memory",
+    "max_threads_per_block": "max_threads_per_block",
+    "max_threads_per_sm": "max_threads_per_multiprocessor",
+    "registers_per_block": "max_registers_per_block",
+    "registers_per_sm": "max_registers_per_multiprocessor",
+    "shared_bytes_per_block": "max_shared_memory_per_block",
+    "shared_bytes_per_block_optin": "max_shared_memory_per_block_optin",
+    "shared_bytes_per_sm": "max_shared_memory_per_multiprocessor",
+}
+
+
+def parse_ncu(path: Path) -> Trace:
+    """Parse an .ncu-rep, or a .csv of `ncu --csv --page raw` (or its long form with metric names).
+
+    Kernels have their mangled names demangled as Kineto prints them; where a CSV has only ncu's
+    own demangled text, that. A kernel whose time was not measured has an unknown duration. The
+    process, thread and moment of a launch are unknown. Consecutive launches in the same range are
+    one call of it. Ranges of the domain `profharness` and of the default domain have plain names,
+    others `domain:name`. Metrics are all numeric ones but `device__attribute_*` and `nvlink__*`.
+
+    Raises TraceFormatError for a file that is neither, is cut off or cannot be read, and
+    MissingReaderError where nothing can read a report.
+    """
+    path = Path(path)
+    environment: dict[str, object] = {}
+    if path.name.lower().endswith(".csv"):
+        report = read_csv_file(path)
+    else:
+        known = check_file(path)
+        report = read_report(path, known=known)
+        environment |= {"ncu_version": known.version} if known.version else {}
+    return _trace(report, environment)
+
+
+def nanoseconds(value: float, unit: str) -> int:
+    """A time of ncu's in ns, rounded. Raises KeyError for a unit that is none of time."""
+    return round(value * NANOSECONDS[unit])
+
+
+def _trace(report: NcuReport, environment: dict[str, object]) -> Trace:
+    launches, units = report.launches, report.units
+    durations = [_duration(launch, units) for launch in launches]
+    configs = _Interned[LaunchConfig]()
+    kernels = _Interned[str]()
+    steps = [UNKNOWN_STEP_NS if one == NONE else one for one in durations]
+    ends = np.cumsum(np.array(steps, np.int64), dtype=np.int64)
+    starts = ends - np.array(steps, np.int64)
+    ranges, inner, cells = _ranges(launches, starts.tolist(), ends.tolist())
+    unknown = np.full(len(launches), NONE, np.int64)
+    columns = dict.fromkeys((item.name for item in fields(LaunchBatch)), unknown) | {
+        "kernel": _column(kernels.add(canonical(one.name)) for one in launches),
+        "launch_config": _column(configs.add(_launch_config(one, units)) for one in launches),
+        "range": _column(inner),
+        "cell_range": _column(cells),
+        "device": _column(one.device for one in launches),
+        "stream": _column(NONE if one.stream is None else one.stream for one in launches),
+        "start_ns": starts,
+        "duration_ns": _column(durations),
+    }
+
+    def batches() -> Iterator[LaunchBatch]:
+        if launches:
+            yield LaunchBatch(**columns)
+
+    return Trace(
+        profiler=PROFILER,
+        devices=_devices(launches),
+        environment=environment,
+        kernels=kernels.items,
+        kernel_kinds=["kernel"] * len(kernels.items),
+        launch_configs=configs.items,
+        op_paths=[],
+        apis=[],
+        ranges=ranges,
+        num_launches=len(launches),
+        skipped=report.skipped,
+        batches=batches,
+        close=lambda: None,
+        warnings=_warnings(report, durations),
+        metrics=_metrics(report),
+    )
+
+
+class _Interned(Generic[T]):
+    """A list without repeats, and the place of each item."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self._places: dict[T, int] = {}
+
+    def add(self, item: T) -> int:
+        place = self._places.setdefault(item, len(self.items))
+        if place == len(self.items):
+            self.items.append(item)
+        return place
+
+
+def _column(values: Iterator[int] | list[int]) -> NDArray[np.int64]:
+    return np.fromiter(values, np.int64)
+
+
+def _duration(launch: NcuLaunch, units: dict[str, str]) -> int:
+    value, unit = launch.values.get(DURATION), units.get(DURATION, "")
+    return NONE if value is None or unit not in NANOSECONDS else nanoseconds(value, unit)
+
+
+def _launch_config(launch: NcuLaunch, units: dict[str, str]) -> LaunchConfig:
+    static = _bytes(launch, units, "launch__shared_mem_per_block_static")
+    dynamic = _bytes(launch, units, "launch__shared_mem_per_block_dynamic")
+    return LaunchConfig(
+        grid=launch.grid or _dims(launch, "grid"),
+        block=launch.block or _dims(launch, "block"),
+        registers_per_thread=_whole(launch.values.get("launch__registers_per_thread")),
+        static_shared_bytes=static,
+        dynamic_shared_bytes=dynamic,
+        shared_bytes=None if static is None or dynamic is None else static + dynamic,
+    )
+
+
+def _dims(launch: NcuLaunch, what: str) -> Triple | None:
+    """By dimension; the product alone tells only where it is 1."""
+    x, y, z = (_whole(launch.values.get(f"launch__{what}_dim_{axis}")) for axis in "xyz")
+    if x is not None and y is not None and z is not None:
+        return x, y, z
+    return (1, 1, 1) if launch.values.get(f"launch__{what}_size") == 1 else None
+
+
+def _bytes(launch: NcuLaunch, units: dict[str, str], name: str) -> int | None:
+    return _whole(launch.values.get(name)) if units.get(name, "") in EXACT_BYTES else None
+
+
+def _whole(value: float | None) -> int | None:
+    """Old reports write integers as doubles."""
+    return None if value is None else round(value)
+
+
+def _range_name(item: NvtxRange) -> str:
+    plain = item.domain in (OWN_DOMAIN, DEFAULT_DOMAIN)
+    return item.name if plain else f"{item.domain}:{item.name}"
+
+
+def _open_ranges(launch: NcuLaunch) -> list[str]:
+    """Names of the ranges open at a launch, outermost first. How domains nest is unknown; a cell's
+    range goes outside, so that no other one cuts its call in two.
+    """
+    names = list(dict.fromkeys(map(_range_name, (*launch.start_end, *launch.push_pop))))
+    return sorted(names, key=lambda name: range_cell(name) is None)
+
+
+def _ranges(
+    launches: list[NcuLaunch], starts: list[int], ends: list[int]
+) -> tuple[list[Range], list[int], list[int]]:
+    """All ranges, and for each launch the index of its innermost range and of its cell's."""
+    found: list[tuple[str, int, int | None]] = []  # name, start, parent
+    stops: list[int] = []
+    stack: list[int] = []
+    inner, cells = [], []
+    for launch, start, end in zip(launches, starts, ends, strict=True):
+        names = _open_ranges(launch)
+        kept = 0
+        while kept < min(len(stack), len(names)) and found[stack[kept]][0] == names[kept]:
+            kept += 1
+        del stack[kept:]
+        for name in names[kept:]:
+            found.append((name, start, stack[-1] if stack else None))
+            stops.append(end)
+            stack.append(len(found) - 1)
+        for index in stack:
+            stops[index] = end
+        inner.append(stack[-1] if stack else NONE)
+        owners = [index for index in stack if range_cell(found[index][0]) is not None]
+        cells.append(owners[-1] if owners else NONE)
+    ranges = [
+        Range(name, start, stop - start, NONE, NONE, parent)
+        for (name, start, parent), stop in zip(found, stops, strict=True)
+    ]
+    return ranges, inner, cells
+
+
+def _devices(launches: list[NcuLaunch]) -> tuple[Device, ...]:
+    """The devices that a report describes; one without a name or a core figure is left out."""
+    devices: dict[int, Device] = {}
+    for launch in launches:
+        if launch.device in devices:
+            continue
+        name = launch.texts.get(f"{DEVICE_PREFIX}display_name")
+        told = {
+            field: _whole(launch.values.get(DEVICE_PREFIX + attribute))
+            for field, attribute in _DEVICE_FIELDS.items()
+        }
+        major, minor, sms = (
+            told.pop("compute_major"), told.pop("compute_minor"), told.pop("num_sms")
+        )  # fmt: skip
+        if name and major is not None and minor is not None and sms is not None:
+            warp = _whole(launch.values.get(f"{DEVICE_PREFIX}warp_size")) or 32
+            devices[launch.device] = Device(
+                launch.device, name, major, minor, sms, **told, warp_size=warp
+            )
+    return tuple(devices[index] for index in sorted(devices))
+
+
+def _metrics(report: NcuReport) -> Metrics | None:
+    """All numeric metrics but the machine's constants, in the order of their names."""
+    seen = {name for launch in report.launches for name in launch.values}
+    names = sorted(name for name in seen if not name.startswith(CONSTANTS))
+    if not names:
+        return None
+    place = {name: index for index, name in enumerate(names)}
+    values = np.full((len(report.launches), len(names)), np.nan)
+    for row, launch in zip(values, report.launches, strict=True):
+        pairs = [(place[name], one) for name, one in launch.values.items() if name in place]
+        row[[index for index, _ in pairs]] = [one for _, one in pairs]
+    return Metrics(names, [report.units.get(name, "") for name in names], values)
+
+
+def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:
+    texts = []
+    if not report.launches:
+        texts.append("the report holds no kernel; a filter of ncu's may have matched none")
+    if unknown := durations.count(NONE):
+        texts.append(
+            f"{unknown} of {len(durations)} kernels have no time; ask ncu for {DURATION} as well"
+        )
+    if report.skipped:
+        texts.append(f"{report.skipped} results of whole ranges or graphs are left out")
+    rounded = [
+        unit
+        for name, unit in report.units.items()
+        if name.startswith("launch__shared_mem_per_block") and unit not in EXACT_BYTES
+    ]
+    if rounded:
+        texts.append(
+            f"shared memory is rounded to {rounded[0]} and left out; export with --print-units base"
+        )
+    return tuple(texts)

@@ -1,0 +1,272 @@
+"""ncu's CSV: the table of `--csv --page raw`, and the long form with one line a metric.
+
+Lines are read one by one, because a program's own output may stand between them. Numbers are
+taken in whatever locale the file was written in.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from profharness.errors import TraceFormatError
+from profharness.parse.ncu_rows import (
+    CONSTANTS,
+    DEFAULT_DOMAIN,
+    NcuLaunch,
+    NcuReport,
+    NvtxRange,
+    Triple,
+)
+
+PUSH_POP = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+START_END = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+OWN_COLUMNS = (
+    "ID", "Process ID", "Process Name", "Host Name", PUSH_POP, START_END, "Kernel Name",
+    "Kernel Time", "Context", "Stream", "Block Size", "Grid Size", "Device", "CC",
+)  # fmt: skip
+LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
+EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
+SNIFFED = 1 << 20  # a program may print this much before ncu prints its table
+
+WITNESSES = 1000  # numbers that have to tell their decimal mark
+
+_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
+_MARKS = " \u00a0\u202f'\u2019\ufffd"  # what locales put between thousands besides , and .
+_NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
+_TRIPLE = re.compile(r"\(\s*(\d+),\s*(\d+),\s*(\d+)\s*\)")
+_ITEM_TAIL = r":[^:]*:[^:]*:[^:]*:[^:]*:[^:]*"  # payload type and value, colour type and value, …
+_ITEM = re.compile(rf"(?P<domain>.*?):(?P<name>.+){_ITEM_TAIL}:(?P=name)", re.DOTALL)
+_ITEM_PLAIN = re.compile(rf"(?P<domain>.*?):(?P<name>.+?){_ITEM_TAIL}:[^:]*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The cells of a raw table by kernel, without the lines around it."""
+
+    columns: list[str]
+    units: list[str]
+    rows: list[list[str]]
+
+
+def is_ncu_csv(path: Path) -> bool:
+    """Whether a file has ncu's header line within its first MiB. Raises OSError if it cannot be
+    read.
+    """
+    with path.open("rb") as file:
+        return any(map(_HEADER.match, _decode(file.read(SNIFFED)).splitlines()))
+
+
+def read_csv_file(path: Path) -> NcuReport:
+    """The kernels of a CSV file. Raises TraceFormatError as `read_csv_text` does."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    return read_csv_text(_decode(data), path)
+
+
+def read_csv_text(text: str, path: Path) -> NcuReport:
+    """The kernels of ncu's CSV output; errors name `path`.
+
+    Raises TraceFormatError where there is no table, a row is cut off, or metrics stand under labels
+    instead of their names.
+    """
+    lines = iter(text.splitlines())
+    header = next((line for line in lines if _HEADER.match(line)), None)
+    if header is None:
+        raise TraceFormatError(path, "no header line of ncu's CSV", expected=EXPECTED)
+    columns = _cells(header.strip())
+    records = list(_records(lines, columns, path))
+    if set(LONG_COLUMNS) <= set(columns):
+        return _report(_widen(columns, records, path))
+    units = [""] * len(columns)
+    if records and not records[0][0]:
+        units = records[0]
+    return _report(_Table(columns, units, [row for row in records if row[0]]))
+
+
+def decimal_mark(cells: Iterable[str]) -> str:
+    """The decimal mark, `.` or `,`, that a file's numbers agree with; `.` where nothing tells.
+
+    `1.234,5` and `0,25` tell; `84,480` alone could be either.
+    """
+    seen = {".": 0, ",": 0}
+    for mark in islice(filter(None, map(_told, cells)), WITNESSES):
+        seen[mark] += 1
+    return "," if seen[","] > seen["."] else "."
+
+
+def number(text: str, mark: str = ".") -> float | None:
+    """A number as printed with that decimal mark; None for anything else, infinities included."""
+    if mark == "." and _PLAIN.fullmatch(text):  # nearly all; the rest of this costs five times more
+        return _finite(text)
+    bare = text.strip().translate(_NO_MARKS)
+    if not _NUMBER.fullmatch(bare):
+        return None
+    other = "," if mark == "." else "."
+    return _finite(bare.replace(other, "").replace(mark, "."))
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
+    """The ranges of an NVTX cell, in its order; numbered: each begins with its id (start/end).
+
+    A name may hold colons: the message at the end repeats it.
+    """
+    body = re.sub(r'^\s*\d+\s+(?=")', "", cell).strip()
+    if not body:
+        return ()
+    items = body[1:-1].split('"  "') if body.startswith('"') else [body]
+    found = (_item(item, numbered) for item in items)
+    return tuple(item for item in found if item is not None)
+
+
+_NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
+
+
+def _decode(data: bytes) -> str:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # PowerShell's `>` writes UTF-16
+        return data.decode("utf-16", errors="replace")
+    return data.decode("utf-8-sig", errors="replace")
+
+
+def _cells(line: str) -> list[str]:
+    return next(csv.reader([line]), [])
+
+
+def _records(lines: Iterable[str], columns: list[str], path: Path) -> Iterator[list[str]]:
+    """The unit row (its ID is empty) and the kernels' rows; other lines are not ncu's table."""
+    for count, line in enumerate(lines, start=1):
+        if not line.startswith(('"', ",")) and not line[:1].isdigit():
+            continue
+        try:
+            cells = _cells(line)
+        except csv.Error:
+            continue
+        if cells == columns or (cells[0] and not cells[0].isdecimal()):
+            continue
+        if len(cells) == len(columns):
+            yield cells
+        elif line.startswith('"') and len(cells) > 1:
+            raise TraceFormatError(
+                path,
+                f"line {count} after the header has {len(cells)} of {len(columns)} columns",
+                expected=EXPECTED,
+            )
+
+
+def _widen(columns: list[str], records: list[list[str]], path: Path) -> _Table:
+    """The long form as a table. Rows without a metric are advice and are left out."""
+    place = {name: index for index, name in enumerate(columns)}
+    name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
+    own = [name for name in columns if name in OWN_COLUMNS]
+    units: dict[str, str] = {}
+    kernels: dict[str, tuple[list[str], dict[str, str]]] = {}
+    for row in records:
+        name = row[name_at]
+        head = kernels.setdefault(row[0], ([row[place[one]] for one in own], {}))
+        if "__" not in name:
+            if name:
+                raise TraceFormatError(
+                    path,
+                    f"metrics under labels such as {name!r}; export the report with --page raw",
+                    expected=EXPECTED,
+                )
+            continue
+        if units.setdefault(name, row[unit_at]) != row[unit_at]:
+            message = f"{name} in {units[name]} and in {row[unit_at]}; export with --page raw"
+            raise TraceFormatError(path, message, expected=EXPECTED)
+        head[1][name] = row[value_at]
+    rows = [[*head, *(cells.get(name, "") for name in units)] for head, cells in kernels.values()]
+    return _Table([*own, *units], ["" for _ in own] + list(units.values()), rows)
+
+
+def _report(table: _Table) -> NcuReport:
+    place = {name: index for index, name in enumerate(table.columns)}
+    metrics = [(name, index) for name, index in place.items() if name not in OWN_COLUMNS]
+    fixed = [pair for pair in metrics if pair[0].startswith(CONSTANTS)]
+    moving = [pair for pair in metrics if not pair[0].startswith(CONSTANTS)]
+    mark = decimal_mark(row[index] for row in table.rows for _, index in metrics)
+    devices: set[int] = set()
+    launches = []
+    for row in table.rows:
+        device = _whole(row, place, "Device") or 0
+        wanted = moving if device in devices else [*fixed, *moving]
+        devices.add(device)
+        launches.append(_launch(row, place, wanted, mark, device))
+    return NcuReport(launches, {name: table.units[index] for name, index in metrics})
+
+
+def _launch(
+    row: list[str], place: dict[str, int], metrics: list[tuple[str, int]], mark: str, device: int
+) -> NcuLaunch:
+    values: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for name, index in metrics:
+        cell = row[index]
+        value = number(cell, mark)
+        if value is not None:
+            values[name] = value
+        elif cell:
+            texts[name] = cell
+
+    def own(column: str) -> str:
+        return row[place[column]] if column in place else ""
+
+    return NcuLaunch(
+        name=own("Kernel Name"),
+        values=values,
+        texts=texts,
+        device=device,
+        stream=_whole(row, place, "Stream"),
+        start_end=nvtx_ranges(own(START_END), numbered=True),
+        push_pop=nvtx_ranges(own(PUSH_POP)),
+        grid=_triple(own("Grid Size")),
+        block=_triple(own("Block Size")),
+    )
+
+
+def _whole(row: list[str], place: dict[str, int], column: str) -> int | None:
+    text = row[place[column]] if column in place else ""
+    return int(text) if text.isdecimal() else None
+
+
+def _triple(text: str) -> Triple | None:
+    match = _TRIPLE.fullmatch(text.strip())
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def _item(text: str, numbered: bool) -> NvtxRange | None:
+    bare = re.sub(r"^\d+:", "", text) if numbered else text
+    match = _ITEM.fullmatch(bare) or _ITEM_PLAIN.fullmatch(bare)
+    return NvtxRange(match["domain"] or DEFAULT_DOMAIN, match["name"]) if match else None
+
+
+def _told(text: str) -> str | None:
+    """The decimal mark that one number gives away."""
+    bare = text.strip().translate(_NO_MARKS)
+    if ("." not in bare and "," not in bare) or not _NUMBER.fullmatch(bare):
+        return None
+    digits = re.split("[eE]", bare.lstrip("+-"))[0]
+    last = "." if digits.rfind(".") > digits.rfind(",") else ","
+    other = "," if last == "." else "."
+    head, _, tail = digits.rpartition(last)
+    if other in head:
+        return last if last not in head else None
+    if last in head:
+        return other  # two of the same mark stand between thousands
+    return last if len(tail) != 3 or len(head) > 3 or head.startswith("0") else None

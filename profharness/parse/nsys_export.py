@@ -1,0 +1,221 @@
+"""Opening an nsys SQLite export: read-only, with every table and column found by name."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from profharness.errors import TraceFormatError
+
+MAGIC = b"SQLite format 3\0"
+EXPECTED = "an SQLite export of nsys"
+AGAIN = (
+    "make it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
+)
+META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # the second until 2022.4
+STORE_TABLES = {"kernel_launches", "kernel_summary", "cell_summary"}
+MAX_TEXT = 65536  # characters of one string that are ever read
+MAX_IDS = 1000
+FETCH_ROWS = 8192
+
+_MARK = re.compile(r"(?:META_DATA_EXPORT|EXPORT_META_DATA|CUPTI_ACTIVITY_.*|NVTX_EVENTS.*)")
+_VERSIONED = re.compile(r"(?P<base>.+?)_V(?P<number>\d{1,4})")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table of an export: its name in the file, and its columns."""
+
+    name: str
+    columns: frozenset[str]
+
+
+class Export:
+    """An open export. Rows come as tuples in the order asked for; a column that the file lacks
+    reads as NULL.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+        self._tables = _tables(connection)
+        self._processes: dict[str, list[int]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tables, without version suffix."""
+        return set(self._tables)
+
+    def table(self, name: str) -> Table | None:
+        """The table of that name, or of that name with a suffix such as _V2; None if absent."""
+        return self._tables.get(name)
+
+    def rows(self, name: str, columns: Sequence[str], where: str = "") -> Iterator[tuple[Any, ...]]:
+        """Rows in file order; none where the table is absent. `where` is SQL of this package."""
+        for batch in self.batches(name, columns, where):
+            yield from batch
+
+    def batches(
+        self, name: str, columns: Sequence[str], where: str = "", *, filled: int = 0
+    ) -> Iterator[list[tuple[Any, ...]]]:
+        """The same in lists of up to FETCH_ROWS; in the first `filled` columns NULL reads as -1."""
+        table = self.table(name)
+        if table is None:
+            return
+        known = [f'"{c}"' if c in table.columns else "NULL" for c in columns]
+        numbers = [f"ifnull({column}, -1)" for column in known[:filled]]
+        wanted = ", ".join(numbers + known[filled:])
+        clause = f" WHERE {where}" if where else ""
+        cursor = self._connection.execute(f'SELECT {wanted} FROM "{_quoted(table.name)}"{clause}')
+        cursor.arraysize = FETCH_ROWS
+        while batch := cursor.fetchmany():
+            yield batch
+
+    def has(self, name: str, *columns: str) -> bool:
+        """Whether the table is there with all these columns."""
+        table = self.table(name)
+        return table is not None and table.columns.issuperset(columns)
+
+    def text(self, string: int) -> str | None:
+        """StringIds' text for an id, at most MAX_TEXT characters; None for an unknown id."""
+        if not self.has("StringIds", "id", "value"):
+            return None
+        table = self._tables["StringIds"]
+        row = self._connection.execute(
+            f'SELECT substr(value, 1, {MAX_TEXT}) FROM "{table.name}" WHERE id = ?', (string,)
+        ).fetchone()
+        return row[0] if row and isinstance(row[0], str) else None
+
+    def strings_like(self, patterns: Sequence[str]) -> list[int]:
+        """Ids of the strings that match one of SQL's LIKE patterns, at most MAX_IDS; [] if more."""
+        if not self.has("StringIds", "id", "value"):
+            return []
+        sql = (
+            f"SELECT id FROM \"{self._tables['StringIds'].name}\" WHERE typeof(id) = 'integer' "
+            f"AND length(value) < 200 AND ({' OR '.join(['value LIKE ?'] * len(patterns))})"
+        )
+        found = self._connection.execute(sql, patterns).fetchmany(MAX_IDS + 1)
+        return [number for (number,) in found] if len(found) <= MAX_IDS else []
+
+    def distinct_processes(self, name: str) -> list[int]:
+        """The process parts (globalTid >> 24) of a table's rows, two at most."""
+        if name not in self._processes:
+            table = self._tables.get(name)
+            found = []
+            if table is not None and "globalTid" in table.columns:
+                sql = f'SELECT DISTINCT globalTid >> 24 FROM "{_quoted(table.name)}" LIMIT 2'
+                found = [process for (process,) in self._connection.execute(sql)]
+            self._processes[name] = [process for process in found if isinstance(process, int)]
+        return self._processes[name]
+
+    def largest(self, name: str, column: str) -> int | None:
+        """The largest integer in a column; None where there is none."""
+        table = self.table(name)
+        if table is None or column not in table.columns:
+            return None
+        sql = f'SELECT max("{column}") FROM "{_quoted(table.name)}"'
+        (found,) = self._connection.execute(sql).fetchone()
+        return found if isinstance(found, int) else None
+
+
+@contextmanager
+def opened(path: Path, shown: Path) -> Iterator[Export]:
+    """The export at `path`, called `shown` in messages. Raises TraceFormatError for a file that is
+    none, or not whole; so does any SQLite error within the context.
+    """
+    _check_file(path, shown)
+    try:
+        uri = path.resolve().as_uri() + "?mode=ro&immutable=1"  # immutable: no -shm, no locks
+        with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as connection:
+            connection.text_factory = _text
+            connection.execute("PRAGMA trusted_schema = OFF")
+            export = Export(shown, connection)
+            _check_tables(export)
+            yield export
+    except (sqlite3.Error, OverflowError) as error:
+        raise TraceFormatError(shown, f"damaged: {error}; {AGAIN}", expected=EXPECTED) from None
+
+
+def _check_file(path: Path, shown: Path) -> None:
+    """Refuse what can be refused by the first 100 bytes, the size and the files beside it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(100)
+    except OSError as error:
+        raise TraceFormatError(shown, f"cannot be read: {error.strerror}") from None
+    if not size:
+        message = "empty; nsys leaves such a file behind when its export fails"
+        raise TraceFormatError(shown, f"{message}; {AGAIN}", expected=EXPECTED)
+    if not head.startswith(MAGIC) or len(head) < 100:
+        raise TraceFormatError(shown, "not an SQLite file", offset=0, expected=EXPECTED)
+    page = int.from_bytes(head[16:18], "big")
+    page = 65536 if page == 1 else page
+    pages = int.from_bytes(head[28:32], "big")
+    counted = head[24:28] == head[92:96]  # else the number of pages is not to be relied on
+    if counted and size < page * pages:
+        message = f"cut off: {size} of {page * pages} bytes; {AGAIN}"
+        raise TraceFormatError(shown, message, offset=size, expected=EXPECTED)
+    for suffix in ("-journal", "-wal"):
+        beside = path.with_name(path.name + suffix)
+        if beside.exists() and beside.stat().st_size:
+            message = (
+                f"half-written: {beside.name} stands beside it; wait for its writer, or {AGAIN}"
+            )
+            raise TraceFormatError(shown, message, expected=EXPECTED)
+
+
+def _check_tables(export: Export) -> None:
+    names = export.names
+    if any(_MARK.fullmatch(name) for name in names):
+        return
+    if STORE_TABLES & _views(export) or STORE_TABLES & names:
+        message = "a store of profharness, not a trace; read it with --store"
+    elif not names:
+        message = f"an SQLite file without tables; {AGAIN}"
+    else:
+        message = "an SQLite file, but not by nsys: no table of CUDA activities or NVTX ranges"
+    raise TraceFormatError(export.path, message, expected=EXPECTED)
+
+
+def _views(export: Export) -> set[str]:
+    sql = "SELECT name FROM sqlite_master WHERE type = 'view'"
+    return {str(name) for (name,) in export._connection.execute(sql)}
+
+
+def _tables(connection: sqlite3.Connection) -> dict[str, Table]:
+    """Tables by name without version suffix; of several versions the plain name where it has
+    rows, else the highest number that has.
+    """
+    sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
+    found: dict[str, list[tuple[int, str]]] = {}
+    for (name,) in connection.execute(sql).fetchall():
+        match = _VERSIONED.fullmatch(str(name))
+        base, number = (match["base"], int(match["number"])) if match else (str(name), 0)
+        found.setdefault(base, []).append((number, str(name)))
+    return {base: _best(connection, names) for base, names in found.items()}
+
+
+def _best(connection: sqlite3.Connection, names: list[tuple[int, str]]) -> Table:
+    ordered = [name for _, name in sorted(names, key=lambda pair: (pair[0] > 0, -pair[0]))]
+    filled = [name for name in ordered if len(names) == 1 or _filled(connection, name)]
+    name = (filled or ordered)[0]
+    columns = connection.execute(f'PRAGMA table_info("{_quoted(name)}")').fetchall()
+    return Table(name, frozenset(str(column[1]) for column in columns))
+
+
+def _filled(connection: sqlite3.Connection, name: str) -> bool:
+    return connection.execute(f'SELECT 1 FROM "{_quoted(name)}" LIMIT 1').fetchone() is not None
+
+
+def _quoted(name: str) -> str:
+    return name.replace('"', '""')
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")

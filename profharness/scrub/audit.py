@@ -1,0 +1,203 @@
+"""A pure reader that finds what is private in published files."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from profharness.errors import ProfharnessError, TraceFormatError
+from profharness.parse.nsys_export import MAGIC
+from profharness.scrub.ncu import private_columns
+from profharness.scrub.nsys_tables import (
+    FILTERED,
+    PRIVATE_COLUMNS,
+    STRINGS,
+    columns_of,
+    row_allowed,
+)
+from profharness.scrub.text import PRIVATE_KEYS, Cleaner, machine_names
+
+WINDOW = 1 << 18  # bytes searched at once
+OVERLAP = 1 << 12  # no private thing is taken to be longer
+EXCERPT = 80
+RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
+_KEY = re.compile(
+    rf'"(?P<key>{"|".join(sorted(PRIVATE_KEYS))})"\s*+:\s*+'
+    r'(?!null|""|\{\s*\}|\[\s*\]|"profharness run )'
+)
+# A page of SQLite keeps deleted texts; what no table shows is looked for in the bytes.
+DELETED = re.compile(
+    rb"/(?:home|root|Users)/\w|(?<![A-Z_])(?:PATH|HOME|PWD|USER|LOGNAME|HOSTNAME)=[^\s\0]"
+)
+_ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|(["\\/bfnrt]))')
+_PLAIN = {"b": " ", "f": " ", "n": "\n", "r": "\n", "t": "\t"}
+
+
+class PrivateDataError(ProfharnessError):
+    """A copy still held something private; it was thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something private: the file, where in it (a byte of the uncompressed content, or table and
+    column), what kind of thing, and the words, at most EXCERPT characters.
+    """
+
+    path: Path
+    where: str
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.where}: {self.kind}: {self.text}"
+
+
+def audit(path: Path, *, names: Iterable[str] | None = None) -> list[Finding]:
+    """Everything private in a file, or in all files below a folder, their names included.
+
+    names: host and user names to look for, by default those of this machine. Raises
+    TraceFormatError for what cannot be read.
+    """
+    cleaner = Cleaner(machine_names() if names is None else frozenset(names))
+    if path.is_dir():
+        files = [each for each in sorted(path.rglob("*")) if each.is_file()]
+        return [found for each in files for found in _file(each, path, cleaner)]
+    return list(_file(path, path.parent, cleaner))
+
+
+def _file(path: Path, root: Path, cleaner: Cleaner) -> Iterator[Finding]:
+    for match in cleaner.find(str(path.relative_to(root))):
+        yield Finding(path, "its name", match.kind, match.text[:EXCERPT])
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC))
+        packed = head.startswith(b"\x1f\x8b")
+        name = path.name.lower().removesuffix(".gz")
+        if name.endswith(RAW_SUFFIXES):
+            yield Finding(path, "the file", "raw report", "holds the environment of its process")
+        elif head == MAGIC:
+            yield from _sqlite(path, path, cleaner)
+        elif packed:
+            yield from _gzip(path, cleaner)
+        else:
+            with path.open("rb") as file:
+                yield from _stream(path, file, cleaner)
+            if name.endswith(".csv"):
+                for column in private_columns(path):
+                    yield Finding(path, column, "private column", "names a host or a process")
+    except (OSError, EOFError, sqlite3.Error) as error:
+        raise TraceFormatError(path, f"cannot be read: {error}") from None
+
+
+def _gzip(path: Path, cleaner: Cleaner) -> Iterator[Finding]:
+    import gzip
+
+    with gzip.open(path, "rb") as file:
+        stream = cast("IO[bytes]", file)
+        if stream.read(len(MAGIC)) != MAGIC:
+            stream.seek(0)
+            yield from _stream(path, stream, cleaner)
+            return
+        stream.seek(0)
+        with tempfile.NamedTemporaryFile(suffix=".sqlite") as unpacked:
+            while data := stream.read(WINDOW):
+                unpacked.write(data)
+            unpacked.flush()
+            yield from _sqlite(path, Path(unpacked.name), cleaner)
+
+
+def _stream(path: Path, file: IO[bytes], cleaner: Cleaner) -> Iterator[Finding]:
+    """Search a text window by window; each finding once."""
+    offset = 0
+    seen: set[tuple[str, str]] = set()
+    carried = b""
+    while data := file.read(WINDOW):
+        window = carried + data
+        for kind, text in _text(_unescaped(window), cleaner):
+            if (kind, text) not in seen:
+                seen.add((kind, text))
+                yield Finding(path, f"about byte {offset - len(carried)}", kind, text[:EXCERPT])
+        offset += len(data)
+        carried = window[-OVERLAP:]
+
+
+def _text(text: str, cleaner: Cleaner) -> Iterator[tuple[str, str]]:
+    for match in cleaner.find(text):
+        yield match.kind, match.text
+    for key in _KEY.finditer(text):
+        yield "private key", key["key"]
+
+
+def _unescaped(data: bytes) -> str:
+    """The text with JSON's escapes undone, so that `\\/home` and `\\n/home` are found."""
+    text = data.decode("utf-8", "replace")
+    if "\\" not in text:
+        return text
+    return _ESCAPE.sub(
+        lambda m: chr(int(m[1], 16)) if m[1] else _PLAIN.get(m[2], m[2]),
+        text,
+    )
+
+
+def _sqlite(path: Path, real: Path, cleaner: Cleaner) -> Iterator[Finding]:
+    uri = real.resolve().as_uri() + "?mode=ro&immutable=1"
+    with closing(sqlite3.connect(uri, uri=True)) as connection:
+        connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        tables = [
+            str(row[0])
+            for row in connection.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+            )
+        ]
+        nsys = any(name in tables for name in ("META_DATA_EXPORT", "EXPORT_META_DATA"))
+        shown = False
+        for table in tables:
+            for finding in _table(connection, path, table, nsys, cleaner):
+                shown = True
+                yield finding
+        if not shown:
+            yield from _deleted(path, real)
+
+
+def _table(
+    connection: sqlite3.Connection, path: Path, table: str, nsys: bool, cleaner: Cleaner
+) -> Iterator[Finding]:
+    columns = [str(row[1]) for row in connection.execute(f'PRAGMA table_info("{table}")')]
+    allowed = columns_of(table) if nsys and table != STRINGS else dict.fromkeys(columns, "")
+    seen: set[tuple[str, str]] = set()
+    for row in connection.execute(f'SELECT * FROM "{table}"'):
+        values = dict(zip(columns, row, strict=True))
+        if allowed is None:
+            yield Finding(path, table, "rows of a table that nsys fills with private data", table)
+            return
+        if nsys and table in FILTERED and not row_allowed(table, values):
+            text = str(values[FILTERED[table]])[:EXCERPT]
+            yield Finding(path, table, "a row that is not known to be harmless", text)
+        for column, value in values.items():
+            if nsys and column in PRIVATE_COLUMNS and value not in (None, ""):
+                yield Finding(path, f"{table}.{column}", "private column", str(value)[:EXCERPT])
+            text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+            if not isinstance(text, str):
+                continue
+            for kind, words in _text(text, cleaner):
+                if (kind, words) not in seen:
+                    seen.add((kind, words))
+                    yield Finding(path, f"{table}.{column}", kind, words[:EXCERPT])
+
+
+def _deleted(path: Path, real: Path) -> Iterator[Finding]:
+    carried = b""
+    with real.open("rb") as file:
+        while data := file.read(WINDOW):
+            match = DELETED.search(carried + data)
+            if match:
+                text = match[0].decode("utf-8", "replace")
+                yield Finding(path, "deleted rows", "left in the file; VACUUM removes it", text)
+                return
+            carried = data[-OVERLAP:]

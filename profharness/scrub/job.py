@@ -1,0 +1,284 @@
+"""The copy of a run folder or of one trace that is fit to publish: whole, audited, or not at
+all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgspec
+
+from profharness.errors import TraceFormatError, UsageError
+from profharness.parse.nsys_export import MAGIC
+from profharness.record import RUN_FILE, Run, read_run, write_run
+from profharness.scrub import kineto, ncu, nsys
+from profharness.scrub.audit import PrivateDataError, audit
+from profharness.scrub.text import Cleaner, machine_names, private_names
+
+NSYS_REPORT = ".nsys-rep"
+NCU_REPORT = ".ncu-rep"
+SHOWN = 5
+# Suffixes of traces, longest first, and what the copy's name ends in.
+SUFFIXES = {
+    ".json.gz": ".json.gz",
+    ".sqlite.gz": ".sqlite.gz",
+    ".csv.gz": ".csv.gz",
+    NSYS_REPORT: ".sqlite",
+    NCU_REPORT: ".csv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """What became of a source: the copy, its files, the source's files that it leaves out, and raw
+    reports with what stands in their place. All names are relative.
+    """
+
+    output: Path
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
+    replaced: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One trace: the file to read (an export in place of a raw report), and its name in the
+    copy.
+    """
+
+    original: str
+    source: Path
+    name: str
+
+
+def default_output(source: Path) -> Path:
+    """`<name>-scrubbed` beside the source; a file keeps its suffix, a raw report gets that of its
+    export.
+    """
+    source = source.resolve()
+    if source.is_dir():
+        return source.with_name(f"{source.name}-scrubbed")
+    stem, suffix = _split(source.name)
+    return source.with_name(f"{stem}-scrubbed{SUFFIXES.get(suffix, suffix)}")
+
+
+def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> Scrubbed:
+    """Copy a run folder or a trace without what is private; the source is never changed.
+
+    force replaces an output that is there (a folder only if it is a run folder). Raises UsageError
+    for an output that cannot be, TraceFormatError for a source that cannot be read, and
+    PrivateDataError when the audit still finds something; the output then is as it was.
+    """
+    if not source.exists():
+        raise TraceFormatError(source, "no such file or folder", expected="a run folder or a trace")
+    output = default_output(source) if output is None else output
+    _check_output(source, output, force=force)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as made:
+            work = Path(made)
+            copy = work / output.name
+            done = (_folder if source.is_dir() else _file)(source, copy, work)
+            _put(copy, output, work)
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
+    return replace(done, output=output)
+
+
+def _folder(source: Path, copy: Path, work: Path) -> Scrubbed:
+    run = read_run(source)
+    jobs = {trace.path: _job(source, trace.path, work) for trace in run.traces}
+    cleaner = _cleaner(list(jobs.values()))
+    copy.mkdir()
+    for job in jobs.values():
+        _scrub_one(job, copy / job.name, cleaner)
+    traces = tuple(replace(trace, path=jobs[trace.path].name) for trace in run.traces)
+    write_run(copy, scrub_run(replace(run, traces=traces), cleaner))
+    _check(copy, source, cleaner)
+    used = {RUN_FILE, *jobs}
+    there = [str(each.relative_to(source)) for each in source.rglob("*") if each.is_file()]
+    return Scrubbed(
+        copy,
+        (RUN_FILE, *dict.fromkeys(job.name for job in jobs.values())),
+        tuple(sorted(set(there) - used - {job.name for job in jobs.values()})),
+        tuple((job.original, job.name) for job in jobs.values() if job.original != job.name),
+    )
+
+
+def _file(source: Path, copy: Path, work: Path) -> Scrubbed:
+    job = _job(source.parent, source.name, work)
+    cleaner = _cleaner([job])
+    _scrub_one(job, copy, cleaner)
+    _check(copy, source, cleaner)
+    replaced = ((source.name, copy.name),) if job.name != job.original else ()
+    return Scrubbed(copy, (copy.name,), (), replaced)
+
+
+def scrub_run(run: Run, cleaner: Cleaner) -> Run:
+    """The record with every text cleaned and without environment variables; what profharness
+    asks for by name (ids, statuses, codes, configs) keeps its value.
+    """
+    plain: dict[str, Any] = msgspec.to_builtins(run)
+    kept = {key: plain[key] for key in ("run", "created", "profilers", "protocol", "schema")}
+    cleaned = {**cleaner.clean_json(plain), **kept}
+    if "env" in plain["environment"]:
+        cleaned["environment"]["env"] = {}
+    for before, after in zip(plain["cells"], cleaned["cells"], strict=True):
+        after |= {key: before[key] for key in ("cell", "config", "backend", "status", "choice")}
+    for key in ("traces", "problems"):
+        for before, after in zip(plain[key], cleaned[key], strict=True):
+            after["cells"] = before["cells"]
+    return msgspec.convert(cleaned, Run)
+
+
+def _split(name: str) -> tuple[str, str]:
+    lower = name.lower()
+    for suffix in SUFFIXES:
+        if lower.endswith(suffix):
+            return name[: -len(suffix)], suffix
+    path = Path(name)
+    return path.stem, path.suffix
+
+
+def _job(folder: Path, name: str, work: Path) -> _Job:
+    """What to read for a trace of the folder; raw reports are exported first."""
+    source = folder / name
+    if not source.resolve().is_relative_to(folder.resolve()):
+        raise TraceFormatError(
+            folder / RUN_FILE,
+            f"names a trace outside of its folder: {name!r}",
+            expected="a path inside the run folder",
+        )
+    if not source.is_file():
+        raise TraceFormatError(source, "named in run.json but missing", expected="a raw trace")
+    stem, suffix = _split(name)
+    if suffix not in (NSYS_REPORT, NCU_REPORT):
+        return _Job(name, source, name)
+    target = f"{stem}{SUFFIXES[suffix]}"
+    if (folder / target).is_file():
+        return _Job(name, folder / target, target)
+    exported = work / "raw" / target
+    exported.parent.mkdir(parents=True, exist_ok=True)
+    if suffix == NSYS_REPORT:
+        from profharness.nsight.nsys import export_report
+
+        export_report(source, exported)
+    else:
+        from profharness.parse.ncu_write import report_to_csv
+
+        report_to_csv(source, exported)
+    return _Job(name, exported, target)
+
+
+def _cleaner(jobs: list[_Job]) -> Cleaner:
+    """The rules with the names of this machine and of those that the traces tell of."""
+    names: list[str] = []
+    for job in jobs:
+        with _unpacked(job.source) as path:
+            names += _KINDS[_kind(path)].host_names(path)
+    return Cleaner(machine_names() | private_names(names))
+
+
+def _scrub_one(job: _Job, target: Path, cleaner: Cleaner) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _unpacked(job.source) as path:
+        kind = _kind(path)
+        if kind == "nsys":
+            plain = target.with_name(f"{target.name}.plain")
+            nsys.scrub_nsys(path, plain, cleaner)
+            if target.suffix == ".gz":
+                with plain.open("rb") as file, _writer(target) as out:
+                    shutil.copyfileobj(file, out)
+                plain.unlink()
+            else:
+                plain.rename(target)
+            return
+        with _writer(target) as out:
+            write: Callable[[Path, IO[bytes], Cleaner], None] = (
+                ncu.scrub_ncu if kind == "ncu" else kineto.scrub_kineto
+            )
+            write(path, out, cleaner)
+
+
+_KINDS: dict[str, Any] = {"kineto": kineto, "nsys": nsys, "ncu": ncu}
+
+
+def _kind(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(len(MAGIC))
+    if head == MAGIC:
+        return "nsys"
+    return "ncu" if path.name.lower().endswith(".csv") else "kineto"
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[Path]:
+    """The file itself, or a compressed export or CSV uncompressed; Kineto's is read packed."""
+    name = path.name.lower()
+    if not name.endswith((".sqlite.gz", ".csv.gz")):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / path.name[:-3]
+        try:
+            with gzip.open(path, "rb") as packed, plain.open("wb") as out:
+                shutil.copyfileobj(packed, out)
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise TraceFormatError(path, f"cannot be decompressed: {error}") from None
+        yield plain
+
+
+@contextmanager
+def _writer(target: Path) -> Iterator[IO[bytes]]:
+    """Plain, or compressed without name and time, so that the same source gives the same bytes."""
+    with target.open("xb") as file:
+        if target.suffix != ".gz":
+            yield file
+            return
+        with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6) as out:
+            yield cast("IO[bytes]", out)
+
+
+def _check(copy: Path, source: Path, cleaner: Cleaner) -> None:
+    findings = audit(copy, names=cleaner.names)
+    if findings:
+        shown = "\n".join(f"  {each.where}: {each.kind}: {each.text}" for each in findings[:SHOWN])
+        raise PrivateDataError(
+            f"{source}: the copy still holds {len(findings)} private thing(s), so it was thrown "
+            f"away; please report this with its kinds, not its texts:\n{shown}"
+        )
+
+
+def _check_output(source: Path, output: Path, *, force: bool) -> None:
+    real, target = source.resolve(), output.resolve()
+    if (
+        target == real
+        or real.is_relative_to(target)
+        or (real.is_dir() and target.is_relative_to(real))
+    ):
+        raise UsageError(f"{output}: is or holds the source, or lies in it; choose another with -o")
+    if not output.parent.is_dir():
+        raise UsageError(f"{output}: its folder does not exist")
+    if not output.exists():
+        return
+    if not force:
+        raise UsageError(f"{output}: already exists; --force overwrites it")
+    if source.is_dir() != output.is_dir() or (
+        output.is_dir() and not (output / RUN_FILE).is_file()
+    ):
+        raise UsageError(
+            f"{output}: is no earlier copy, so --force leaves it alone; delete it first"
+        )
+
+
+def _put(copy: Path, output: Path, work: Path) -> None:
+    """Give the copy its name; an earlier one goes into the folder that is about to vanish."""
+    if output.is_dir():
+        output.rename(work / "earlier")
+    copy.replace(output)

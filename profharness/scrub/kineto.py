@@ -1,0 +1,206 @@
+"""A Kineto trace without what names its machine: event by event, in bounded memory; numbers keep
+their digits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from profharness.parse.chrome_read import (
+    MAX_PIECE,
+    Layout,
+    Window,
+    decode_lenient,
+    object_end,
+    probe,
+    skip_space,
+)
+from profharness.scrub.text import PRIVATE_KEYS, Cleaner, words
+
+HEADER_KEYS = words(
+    "schemaVersion deviceProperties record_shapes profile_memory with_flops with_modules with_stack "
+    "cuda_driver_version cuda_runtime_version cupti_version hip_driver_version hip_runtime_version "
+    "displayTimeUnit baseTimeNanoseconds"
+)
+DEVICE_KEYS = words(
+    "id name totalGlobalMem computeMajor computeMinor maxThreadsPerBlock numSms regsPerBlock "
+    "maxThreadsPerMultiprocessor regsPerMultiprocessor warpSize sharedMemPerBlock "
+    "sharedMemPerBlockOptin sharedMemPerMultiprocessor"
+)
+LABELS = re.compile(r"(?:CPU|GPU \d+)$")
+TRACK = re.compile(r"(?:stream|thread) \d+")
+
+_LINE = re.compile(rb"\n\s*")  # JSON has no line break inside a string
+_KEYS = re.compile(rf'"(?:{"|".join(sorted(PRIVATE_KEYS))})"'.encode())
+_RawEvent = dict[str, msgspec.Raw]
+_decode = msgspec.json.Decoder(_RawEvent).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def host_names(path: Path) -> list[str]:
+    """The host names that the trace tells of before its events."""
+    window = Window(path)
+    try:
+        name = probe(window).header.get("host_name")
+    finally:
+        window.close()
+    return [name] if isinstance(name, str) else []
+
+
+def scrub_kineto(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
+    """Write the copy as plain JSON, one event a line.
+
+    Kept are the known keys of the header, all events with their times, ids and shapes; texts are
+    cleaned. Raises TraceFormatError when the file is no Kineto trace or is cut short.
+    """
+    window = Window(path)
+    try:
+        layout = probe(window)
+        out.write(b"[" if layout.bare else _head(layout.header, cleaner))
+        separator = b"\n"
+        value = partial(_value, cleaner, {})
+        gates = [_KEYS, *cleaner.byte_gates]
+        for event in _events(window, layout):
+            done = _LINE.sub(b" ", event) if _plain(event, gates) else _event(event, value, cleaner)
+            out.write(separator + done)
+            separator = b",\n"
+        out.write(b"\n]" if layout.bare else b"\n]" + _tail(window, cleaner) + b"}")
+        out.write(b"\n")
+    finally:
+        window.close()
+
+
+def _head(header: dict[str, Any], cleaner: Cleaner) -> bytes:
+    kept = _known(header, cleaner)
+    return bytes(_encode(kept)[:-1]) + (b"," if kept else b"") + b'"traceEvents":['
+
+
+def _tail(window: Window, cleaner: Cleaner) -> bytes:
+    """The known keys behind the events; the window stands at the closing bracket."""
+    data = window.rest()[1:]
+    at = skip_space(data, 0)
+    mark, tail = data[at : at + 1], data[at + 1 :]
+    try:
+        trailer = decode_lenient(b"{" + (tail if mark == b"," else data[at:]))
+    except ValueError:
+        raise window.error(
+            "the file does not close behind its events", offset=window.base, expected="}"
+        ) from None
+    kept = _known(trailer, cleaner) if isinstance(trailer, dict) else {}
+    return b"," + bytes(_encode(kept)[1:-1]) if kept else b""
+
+
+def _known(header: dict[str, Any], cleaner: Cleaner) -> dict[str, Any]:
+    kept = {key: value for key, value in header.items() if key in HEADER_KEYS}
+    devices = kept.get("deviceProperties")
+    if isinstance(devices, list):
+        kept["deviceProperties"] = [
+            {key: value for key, value in device.items() if key in DEVICE_KEYS}
+            for device in devices
+            if isinstance(device, dict)
+        ]
+    cleaned: dict[str, Any] = cleaner.clean_json(kept)
+    return cleaned
+
+
+def _events(window: Window, layout: Layout) -> Iterator[bytes]:
+    """The events as bytes; leaves the window at the closing bracket."""
+    window.seek(layout.first)
+    at = 0
+    while True:
+        at = skip_space(window.buffer, at)
+        mark = window.buffer[at : at + 1]
+        if mark == b",":
+            at += 1
+            continue
+        if mark == b"]":
+            window.seek(window.base + at)
+            return
+        end = _end(window.buffer, at, layout) if mark == b"{" else None
+        if end is not None:
+            yield window.buffer[at:end]
+            at = end
+            continue
+        if mark not in (b"", b"{"):
+            raise window.error("not an event", offset=window.base + at, expected="{")
+        window.seek(window.base + at)
+        at = 0
+        size = min(max(1 << 17, len(window.buffer)), MAX_PIECE // 4)
+        if len(window.buffer) > MAX_PIECE or not window.fill(size):
+            raise window.error("the file ends inside traceEvents", expected="a whole event")
+
+
+def _end(data: bytes, at: int, layout: Layout) -> int | None:
+    """Index behind the event that begins at `at`, None if it goes on behind the data."""
+    found = data.find(layout.separator, at) if layout.certain else -1
+    return found + 1 if found >= 0 else object_end(data, at)
+
+
+def _plain(event: bytes, gates: list[re.Pattern[bytes]]) -> bool:
+    """Whether an event can be copied unread: no escapes, no names of processes, nothing to clean."""
+    if b"\\" in event or b'"M"' in event or not event.isascii():
+        return False
+    return not any(gate.search(event) for gate in gates)
+
+
+def _event(data: bytes, clean: Any, cleaner: Cleaner) -> bytes:
+    try:
+        event = _decode(data)
+        if bytes(event.get("ph", b"")) == b'"M"' and "args" in event:
+            args = _metadata(event.get("name"), msgspec.json.decode(event["args"]), cleaner)
+            event["args"] = msgspec.Raw(_encode(args))
+        if "args" in event and bytes(event["args"])[:1] == b"{":
+            event["args"] = msgspec.Raw(_encode(_cleaned(_decode(event["args"]), clean)))
+        return bytes(_encode(_cleaned(event, clean)))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # NaN, a control character: readable for the parser, so kept, at the price of digits
+        return bytes(_encode(cleaner.clean_json(decode_lenient(data))))
+
+
+def _cleaned(values: _RawEvent, clean: Any) -> dict[str, Any]:
+    return {clean(k): clean(v) for k, v in values.items() if k not in PRIVATE_KEYS}
+
+
+def _metadata(name: msgspec.Raw | None, args: Any, cleaner: Cleaner) -> Any:
+    """The args of a metadata event: names of processes and threads are the user's; those that
+    Kineto makes up are kept.
+    """
+    kind = bytes(name or b"").strip(b'"')
+    if not isinstance(args, dict):
+        return {}
+    if kind == b"process_name":
+        return {"name": "process"}
+    if kind == b"process_labels":
+        return {"labels": _only(LABELS, args.get("labels"))}
+    if kind == b"thread_name":
+        return {"name": _only(TRACK, args.get("name")) or "thread"}
+    return cleaner.clean_json(args)
+
+
+def _only(pattern: re.Pattern[str], text: object) -> str:
+    match = pattern.match(text) if isinstance(text, str) else None
+    return match[0] if match else ""
+
+
+def _value(cleaner: Cleaner, texts: dict[bytes, bytes], value: msgspec.Raw | str) -> Any:
+    """A raw JSON value with its texts cleaned; numbers and lists of numbers stay as they stand."""
+    if isinstance(value, str):
+        return cleaner.clean(value)
+    data = bytes(value)
+    if b'"' not in data:
+        return value
+    found = texts.get(data)
+    if found is None:
+        decoded = msgspec.json.decode(data)
+        cleaned = cleaner.clean_json(decoded)
+        found = data if cleaned == decoded else bytes(_encode(cleaned))
+        if len(texts) >= 1 << 15:
+            texts.clear()
+        texts[data] = found
+    return msgspec.Raw(found)

@@ -1,0 +1,161 @@
+"""An nsys SQLite export as a fresh file that holds the allowed tables and columns alone."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from profharness.errors import TraceFormatError
+from profharness.scrub.nsys_tables import STRINGS, columns_of, row_allowed
+from profharness.scrub.text import Cleaner
+
+PID_SHIFT = 24
+PID_MASK = (1 << PID_SHIFT) - 1
+BATCH = 10_000
+
+Convert = Callable[[Any], Any]
+_Kept = dict[str, dict[str, str]]  # table to column to mark
+_USER = re.compile(r"(?:HOSTNAME|HOST|USER|LOGNAME|USERNAME)=(?P<name>\S+)")
+
+
+def host_names(path: Path) -> list[str]:
+    """Host and user names that the export tells of: in its system table and its environment."""
+    found: list[str] = []
+    with _opened(path) as source:
+        for table in ("TARGET_INFO_SYSTEM_ENV", "META_DATA_CAPTURE"):
+            if not {"name", "value"} <= set(_columns(source, table)):
+                continue
+            for name, value in source.execute(f"SELECT name, value FROM {table}"):
+                if re.search(r"host_?name|user_?name", str(name), re.IGNORECASE):
+                    found.append(str(value))
+                found += [match["name"] for match in _USER.finditer(str(value))]
+    return found
+
+
+def scrub_nsys(path: Path, output: Path, cleaner: Cleaner) -> None:
+    """Write the copy. Process and thread ids become small numbers, the same in every table; texts
+    are cleaned, and only texts that a copied row refers to are copied.
+
+    Raises TraceFormatError for a file that is no export of nsys.
+    """
+    with _opened(path) as source:
+        kept = _kept(source)
+        if not kept:
+            raise TraceFormatError(path, "not by nsys", expected="an SQLite export of nsys")
+        try:
+            with closing(sqlite3.connect(output)) as target:
+                target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
+                _copy(source, target, kept, cleaner)
+                target.commit()
+        except (sqlite3.Error, OverflowError) as error:
+            raise TraceFormatError(
+                path, f"cannot be copied: {error}", expected="an SQLite export of nsys"
+            ) from None
+
+
+def _opened(path: Path) -> closing[sqlite3.Connection]:
+    from profharness.parse.nsys_export import opened
+
+    with opened(path, path):  # refuses what is foreign, cut off or being written
+        pass
+    connection = sqlite3.connect(path.resolve().as_uri() + "?mode=ro&immutable=1", uri=True)
+    connection.text_factory = lambda data: data.decode("utf-8", "replace")
+    return closing(connection)
+
+
+def _columns(source: sqlite3.Connection, table: str) -> list[str]:
+    return [str(row[1]) for row in source.execute(f'PRAGMA table_info("{table}")')]
+
+
+def _kept(source: sqlite3.Connection) -> _Kept:
+    names = source.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY rowid")
+    kept: _Kept = {}
+    for name in [str(row[0]) for row in names]:
+        allowed = columns_of(name)
+        if allowed:
+            there = [column for column in _columns(source, name) if column in allowed]
+            kept[name] = {column: allowed[column] for column in there}
+    return {name: columns for name, columns in kept.items() if columns}
+
+
+def _copy(
+    source: sqlite3.Connection, target: sqlite3.Connection, kept: _Kept, cleaner: Cleaner
+) -> None:
+    numbers = _numbers(source, kept)
+    converts: dict[str, Convert] = {
+        "": lambda value: value if isinstance(value, int | float) else None,
+        "@": lambda value: value if isinstance(value, int) else None,
+        "#": lambda value: _global(value, numbers),
+        "%": lambda value: numbers.get(value),
+        "$": lambda value: cleaner.clean(value) if isinstance(value, str) else None,
+    }
+    used: set[int] = set()
+    for table, columns in kept.items():
+        kinds = ["TEXT" if mark == "$" else "NUMERIC" for mark in columns.values()]
+        declared = ", ".join(f'"{c}" {kind}' for c, kind in zip(columns, kinds, strict=True))
+        target.execute(f'CREATE TABLE "{table}" ({declared})')
+        marks = list(columns.values())
+        chosen = [converts[mark] for mark in marks]
+        strings = [index for index, mark in enumerate(marks) if mark == "@"]
+        holes = ", ".join("?" * len(columns))
+        for rows in _batches(source, table, columns):
+            done = [tuple(c(v) for c, v in zip(chosen, row, strict=True)) for row in rows]
+            used.update(row[index] for row in done for index in strings if row[index] is not None)
+            target.executemany(f'INSERT INTO "{table}" VALUES ({holes})', done)
+    _copy_strings(source, target, used, cleaner)
+
+
+def _batches(
+    source: sqlite3.Connection, table: str, columns: dict[str, str]
+) -> Iterator[list[tuple[Any, ...]]]:
+    names = ", ".join(f'"{column}"' for column in columns)
+    cursor = source.execute(f'SELECT {names} FROM "{table}" ORDER BY rowid')
+    while rows := cursor.fetchmany(BATCH):
+        yield [row for row in rows if row_allowed(table, dict(zip(columns, row, strict=True)))]
+
+
+def _copy_strings(
+    source: sqlite3.Connection, target: sqlite3.Connection, used: set[int], cleaner: Cleaner
+) -> None:
+    target.execute(f"CREATE TABLE {STRINGS} (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL)")
+    if not {"id", "value"} <= set(_columns(source, STRINGS)):
+        return
+    rows = source.execute(f"SELECT id, value FROM {STRINGS} ORDER BY id")
+    target.executemany(
+        f"INSERT INTO {STRINGS} VALUES (?, ?)",
+        ((key, cleaner.clean(str(value))) for key, value in rows if key in used),
+    )
+
+
+def _numbers(source: sqlite3.Connection, kept: _Kept) -> dict[int, int]:
+    """Process and thread ids to 1, 2, …: one numbering for both, because the first thread of a
+    process has its id.
+    """
+    found: set[int] = set()
+    for table, columns in kept.items():
+        for column, mark in columns.items():
+            if mark not in ("#", "%") or not mark:
+                continue
+            sql = (
+                f'SELECT DISTINCT "{column}" FROM "{table}" WHERE typeof("{column}") = \'integer\''
+            )
+            for (value,) in source.execute(sql):
+                found |= {value} if mark == "%" else {_pid(value), value & PID_MASK}
+    return {value: number for number, value in enumerate(sorted(found - {0}), start=1)} | {0: 0}
+
+
+def _pid(value: int) -> int:
+    return (value >> PID_SHIFT) & PID_MASK
+
+
+def _global(value: object, numbers: dict[int, int]) -> int | None:
+    """A serialized id with its process and thread renumbered; the 16 bits of the machine stay."""
+    if not isinstance(value, int):
+        return None
+    machine = value >> (2 * PID_SHIFT)
+    pid, tid = numbers[_pid(value)], numbers[value & PID_MASK]
+    return (machine << (2 * PID_SHIFT)) | (pid << PID_SHIFT) | tid

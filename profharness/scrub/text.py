@@ -1,0 +1,306 @@
+"""What is private in a text: one registry of rules that the scrubber replaces by and the audit
+searches by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from profharness.environment import RELEVANT_VARIABLES
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+# Variables that PyTorch's own messages advise; they say nothing of a machine.
+HARMLESS_VARIABLES = frozenset(
+    (
+        *RELEVANT_VARIABLES,
+        "TORCH_LOGS",
+        "TORCHDYNAMO_VERBOSE",
+        "TORCH_SHOW_CPP_STACKTRACES",
+        "TORCH_USE_CUDA_DSA",
+    )
+)
+PUBLIC_HOSTS = ("pytorch.org", "github.com", "nvidia.com", "python.org", "ui.perfetto.dev")
+# Host and user names that half the world has, or that are words of traces.
+COMMON_NAMES = words(
+    "admin app build container cuda debian default device docker fedora flash gpu graph host jovyan "
+    "kernel local localhost math nobody none notebook nvidia process python python3 range root "
+    "runner server stream test thread torch triton ubuntu user users worker"
+)
+MIN_NAME = 3
+# JSON keys whose value names a machine, a person or a job, whatever the value looks like.
+PRIVATE_KEYS = words(
+    "host_name hostname HOSTNAME traceName trace_id distributedInfo argv cmdline command_line env "
+    "user username USER LOGNAME HOME PWD PATH LD_LIBRARY_PATH"
+)
+PUBLIC_ROOTS = re.compile(
+    r"/(?:site-packages|dist-packages|lib/python3\.\d+|pytorch(?=/\w+/))(?=/)"
+)
+REMOVED = "<removed>"
+MAX_PASSES = 4
+
+_PART = r"[\w.+@%~,$#{}-]"
+# behind the slash of a path: what may stand before it
+_START = r"(?:(?<![\w.)\]}>~*/\\-]/)|(?<=-[ILBD]/)|(?<=[\s\"'=(]//)|(?<=\\[nrt]/))"
+_ROOTS = (
+    "bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|private|proc|root|run|scratch|snap|srv"
+    "|sys|tmp|Users|usr|var|workspace"
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """kind names what is found; replace gives what stands in its place, None to let it be; gate is
+    found, at little cost, in every text that the pattern matches in.
+    """
+
+    kind: str
+    gate: re.Pattern[str]
+    pattern: re.Pattern[str]
+    replace: Callable[[re.Match[str]], str | None]
+
+
+def _constant(text: str) -> Callable[[re.Match[str]], str | None]:
+    return lambda _: text
+
+
+def _path(match: re.Match[str]) -> str:
+    """What follows a root that many machines have (a package of Python's) is kept, without it."""
+    path = match[0]
+    quote = path[0] if path[0] in "\"'" else ""
+    inner = path.strip(quote) if quote else path
+    roots = list(PUBLIC_ROOTS.finditer(inner))
+    kept = inner[roots[-1].end() :].lstrip("/") if roots else "<path>"
+    return f"{quote}{kept}{quote}" if quote else kept
+
+
+def _url(match: re.Match[str]) -> str | None:
+    host = match["host"].lower()
+    public = any(host == name or host.endswith(f".{name}") for name in PUBLIC_HOSTS)
+    return None if public else "<url>"
+
+
+def _variable(match: re.Match[str]) -> str | None:
+    return None if match["name"] in HARMLESS_VARIABLES else "<variable>"
+
+
+def _ipv4(match: re.Match[str]) -> str | None:
+    octets = [int(part) for part in match[0].split(".")]
+    harmless = max(octets) > 255 or octets[0] in (0, 127)
+    return None if harmless else "<address>"
+
+
+def _ipv6(match: re.Match[str]) -> str | None:
+    groups = [group for group in match[0].split(":") if group]
+    if len(groups) < 3 and not match[0].lower().startswith(("fe80", "fc", "fd")):
+        return None  # `c10::a` is C++
+    try:
+        ipaddress.IPv6Address(match[0])
+    except ValueError:
+        return None
+    return "<address>"
+
+
+_HEX = "[0-9a-fA-F]"
+
+
+def _rule(
+    kind: str, gate: str, pattern: str, replace: Callable[[re.Match[str]], str | None]
+) -> Rule:
+    return Rule(kind, re.compile(gate), re.compile(pattern), replace)
+
+
+RULES: tuple[Rule, ...] = (
+    _rule(
+        "command line",
+        r"\.(?:py|sh|ipynb)\b|-m |-c |torchrun|srun|mpirun",
+        r"(?<![\w.-])(?:[\w./-]*/)?(?:(?:torchrun|srun|mpirun) +-[^\n\"]*"
+        r"|(?:python[\d.]*|torchrun|srun|mpirun|bash|sh)"
+        r"(?: +-[^\s\"]*)*? +(?:[^\s\"]+\.(?:py|sh|ipynb)\b|-m +[\w.]+|-c +\S)[^\n\"]*)",
+        _constant("<command>"),
+    ),
+    _rule(
+        "address",
+        "://",
+        r"\b[a-z][a-z0-9+.]*://(?:[^\s/@\"'<>]*@)?(?P<host>[\w.-]+)[^\s\"'<>)]*",
+        _url,
+    ),
+    _rule(
+        "environment variable",
+        r"=(?<=[A-Z0-9_]=)",
+        r"(?<![A-Za-z0-9_])(?P<name>[A-Z_][A-Z0-9_]+)=(?!=)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s,;\"')]+)",
+        _variable,
+    ),
+    _rule(
+        "mail address",
+        "@",
+        r"[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b",
+        _constant("<mail>"),
+    ),
+    _rule(
+        "path",
+        r"/(?<=[\"']/)",
+        r"\"/(?:[^\"'\n/:]+/)+[^\"'\n:]*\"|'/(?:[^\"'\n/:]+/)+[^\"'\n:]*'",
+        _path,
+    ),
+    _rule(
+        "path",
+        rf"/{_START}",
+        rf"(?:\bfile:/+|/{_START})(?:(?={_PART}*/?{_PART}*[A-Za-z_])(?:{_PART}+/)+{_PART}*"
+        rf"|(?:{_ROOTS})(?![\w.-]){_PART}*)",
+        _path,
+    ),
+    _rule("path", "~", rf"(?<![\w~])~[\w-]*/{_PART}[\w./+-]*", _constant("<path>")),
+    _rule(
+        "path",
+        r"\\",
+        r"(?<![A-Za-z0-9])[A-Za-z]:\\[^\s\"'<>|:]+|\\\\[\w.-]+\\[\w.$\\-]+",
+        _constant("<path>"),
+    ),
+    _rule(
+        "uuid",
+        rf"-{_HEX}{{4}}-{_HEX}{{4}}-",
+        rf"(?:\b(?:GPU|MIG)-)?(?<!{_HEX}){_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}",
+        _constant("<uuid>"),
+    ),
+    _rule(
+        "bus address",
+        rf":{_HEX}{{2}}(?::{_HEX}{{2}})?\.[0-7]",
+        rf"(?<![\w:]){_HEX}{{4,8}}(?::{_HEX}{{2}}){{1,2}}\.[0-7](?!\w)",
+        _constant("<bus>"),
+    ),
+    _rule(
+        "MAC address",
+        rf"([:-]){_HEX}{{2}}\1{_HEX}{{2}}\1",
+        rf"(?<![\w:-]){_HEX}{{2}}([:-])(?:{_HEX}{{2}}\1){{4}}{_HEX}{{2}}(?![\w:-])",
+        _constant("<address>"),
+    ),
+    _rule(
+        "IP address",
+        rf":{_HEX}{{0,4}}:{_HEX}{{0,4}}(?!\w)",
+        rf"(?<![\w:.])(?:{_HEX}{{1,4}})?(?::{_HEX}{{0,4}}){{2,7}}(?![\w:])",
+        _ipv6,
+    ),
+    _rule(
+        "IP address",
+        r"\.\d{1,3}\.\d{1,3}\.\d",
+        r"(?<![\w.])(?<!==)(?<![vV]ersion )(?<![vV]ersion\": \")\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)",
+        _ipv4,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """One private thing in a text: its kind, its place and its words."""
+
+    kind: str
+    start: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Cleaner:
+    """The rules, and the host and user names that are private besides."""
+
+    names: frozenset[str] = frozenset()
+    _rules: tuple[Rule, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rules = RULES
+        if self.names:
+            either = "|".join(re.escape(name) for name in sorted(self.names, key=len, reverse=True))
+            pattern = re.compile(rf"(?<![\w-])(?:{either})(?![\w-])")
+            rules = (
+                *RULES,
+                Rule("host or user name", re.compile(either), pattern, _constant("<name>")),
+            )
+        object.__setattr__(self, "_rules", rules)
+
+    @property
+    def byte_gates(self) -> list[re.Pattern[bytes]]:
+        """The gates for ASCII bytes: where none opens, nothing is to be cleaned."""
+        return [re.compile(rule.gate.pattern.encode()) for rule in self._rules]
+
+    def find(self, text: str) -> Iterator[Match]:
+        """Everything private in the text, rule by rule; no part of it under one kind twice."""
+        covered: dict[str, list[tuple[int, int]]] = {}
+        for rule in self._rules:
+            if not rule.gate.search(text):
+                continue
+            spans = covered.setdefault(rule.kind, [])
+            for match in rule.pattern.finditer(text):
+                start, end = match.span()
+                if rule.replace(match) is None or any(a <= start and end <= b for a, b in spans):
+                    continue
+                spans.append((start, end))
+                yield Match(rule.kind, start, match[0])
+
+    def clean(self, text: str) -> str:
+        """The text with a placeholder for everything that `find` finds; what resists is removed
+        whole."""
+        return _clean(self, text)
+
+    def clean_json(self, value: Any) -> Any:
+        """A JSON value with all its texts cleaned, keys too, and without PRIVATE_KEYS."""
+        if isinstance(value, str):
+            return self.clean(value)
+        if isinstance(value, dict):
+            kept = ((key, each) for key, each in value.items() if key not in PRIVATE_KEYS)
+            return {self.clean(str(key)): self.clean_json(each) for key, each in kept}
+        if isinstance(value, list | tuple):
+            return [self.clean_json(each) for each in value]
+        return value
+
+    def _once(self, text: str) -> str:
+        for rule in self._rules:
+            if not rule.gate.search(text):
+                continue
+            text = rule.pattern.sub(lambda match, rule=rule: _put(rule, match), text)  # type: ignore[misc]
+        return text
+
+
+@lru_cache(maxsize=1 << 14)
+def _clean(cleaner: Cleaner, text: str) -> str:
+    for _ in range(MAX_PASSES):
+        before, text = text, cleaner._once(text)
+        if text == before:
+            return text
+    return text if next(cleaner.find(text), None) is None else REMOVED
+
+
+def _put(rule: Rule, match: re.Match[str]) -> str:
+    found = rule.replace(match)
+    return match[0] if found is None else found
+
+
+def private_names(found: Iterable[str]) -> frozenset[str]:
+    """Host and user names that are worth looking for: with and without domain, no common words."""
+    names: set[str] = set()
+    for name in found:
+        names |= {name.strip(), name.strip().partition(".")[0]}
+    return frozenset(
+        name
+        for name in names
+        if len(name) >= MIN_NAME and name.lower() not in COMMON_NAMES and not name.isdecimal()
+    )
+
+
+def machine_names() -> frozenset[str]:
+    """This machine's host name and this user's name, as far as they are worth looking for."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        found.append(getpass.getuser())
+    return private_names(found)

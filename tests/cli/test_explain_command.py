@@ -1,0 +1,265 @@
+"""`profharness explain`: by rule, over releases, as a map, live on the CPU, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import profharness
+from profharness.cli.explain import command
+from profharness.errors import UsageError
+from profharness.record import read_run
+from profharness.store import ingest_path
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = ROOT / "traces" / "h200-torch2.11"
+A6000 = ("--torch", "2.8", "--gpu", "RTX A6000")
+ON_H200 = ("--torch", "2.11", "--gpu", "H200")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "store.db"
+    ingest_path(path, H200)
+    return path
+
+
+def explain(*args: object) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=True)
+
+
+def told(*args: object) -> str:
+    result = explain(*args)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def rows(*args: object) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(told(*args, "--format", "json"))["rows"]
+    return found
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_verdict_comes_first_then_the_table() -> None:
+    lines = told("--config", "2,8,512,64,bf16,causal", *A6000).splitlines()
+    assert lines[0].startswith("b2-h8-s512-d64-bf16-causal  torch 2.8.0, RTX A6000")
+    assert lines[1].startswith("auto runs flash, because it comes first in the priority order")
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split()[:2] == ["backend", "eligible"]
+    assert [line.split()[0] for line in table[1:5]] == ["flash", "efficient", "math", "cudnn"]
+
+
+def test_all_reasons_are_told_and_the_first_is_marked() -> None:
+    (row,) = rows("--config", "2,8,512,100,fp32,mask=bool,dropout=0.1", *ON_H200)
+    assert row["choice"] is None
+    sides = {side["backend"]: side for side in row["backends"]}  # type: ignore[attr-defined]
+    assert [reason["code"] for reason in sides["flash"]["reasons"]][:2] == ["mask", "dtype"]
+    assert {reason["source"] for reason in sides["flash"]["reasons"]} == {"rule"}
+    text = told("--config", "2,8,512,100,fp32,mask=bool", *ON_H200)
+    (marked,) = [line for line in text.splitlines() if re.match(r"flash .*first", line)]
+    assert "mask" in marked
+    assert plain(text).count("flash would be refused: Flash Attention does not support") == 1
+
+
+def test_advice_has_code_that_is_python_and_was_asked_again() -> None:
+    args = ("--config", "2,8,512,100,bf16", "--backend", "cudnn", *ON_H200)
+    (row,) = rows(*args)
+    sides = {side["backend"]: side["advice"] for side in row["backends"]}  # type: ignore[attr-defined]
+    assert sides["flash"] == sides["efficient"] == []
+    best = sides["cudnn"][0]
+    assert (best["config"], best["verified"], best["choice"]) == (
+        "b2-h8-s512-d104-bf16-scale=0.1",
+        True,
+        "cudnn",
+    )
+    compile(best["code"], "advice", "exec")
+    assert f"```python\n{best['code']}\n```" in told(*args, "--format", "md")
+    assert "auto then runs cudnn" in plain(told(*args))
+
+
+@pytest.mark.parametrize("format_", ["csv", "md", "json", "table"])
+def test_every_format_names_the_config(format_: str) -> None:
+    out = told("--config", "2,8,512,64,bf16", *A6000, "--format", format_)
+    assert "b2-h8-s512-d64-bf16" in out
+    if format_ == "csv":
+        assert out.splitlines()[0].startswith("config,source,environment,priority_order,predicted")
+    if format_ == "json":
+        assert json.loads(out)["schema"] == "profharness.explain/1"
+
+
+def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
+    args = ("--config", "2,8,512,64,bf16", "--torch", "2.5..2.15", "--gpu", "H100")
+    out = told(*args)
+    flips = [line.split()[1] for line in out.splitlines() if re.match(r"►\s+2\.\d+\.\d+\s", line)]
+    assert flips == ["2.5.1", "2.11.0"]
+    found = rows(*args)
+    assert [row["predicted"] for row in found].count("cudnn") == 6
+    assert [row["flips"] for row in found].index(True) == 1
+    eleventh = next(row for row in found if row["environment"]["torch"] == "2.11.0")  # type: ignore[index]
+    assert "choice flash → cudnn" in eleventh["changes"]  # type: ignore[operator]
+    assert "cuDNN 91002 → 91900" in eleventh["changes"]  # type: ignore[operator]
+
+
+def test_several_configs_have_a_matrix_each_and_one_that_never_changes_says_so() -> None:
+    out = told("--config", "2,8,512,{64,80},bf16", "--torch", "2.8,2.10", "--gpu", "A100")
+    assert out.count("what changed") == 2
+    assert out.count("the choice is flash in all of them") == 2
+
+
+def test_several_configs_make_a_map_with_a_legend_and_edges() -> None:
+    args = ("--config", "2,8,{64:8192:*2},{64,80,96,100,128},fp16", *ON_H200)
+    out = told(*args)
+    assert re.search(r"^8192 +C +C +C +F +C$", out, re.MULTILINE)
+    assert "legend  C cudnn, F flash" in out
+    assert "head_dim 96 → 100: cudnn → flash at every seq" in out
+    answer = json.loads(told(*args, "--format", "json"))
+    assert len(answer["rows"]) == 40
+    assert answer["maps"][0]["choices"][0] == ["cudnn", "cudnn", "cudnn", "flash", "cudnn"]
+    assert told(*args, "--full").count("auto runs ") == 40
+
+
+def test_bisect_finds_the_exact_values() -> None:
+    args = ("--config", "2,8,512,{120,136},fp16", "--bisect", "head_dim", *ON_H200)
+    found = rows(*args)
+    assert [(row["first"], row["last"], row["choice"]) for row in found] == [
+        (120, 120, "cudnn"),
+        (121, 127, "flash"),
+        (128, 128, "cudnn"),
+        (129, 135, "flash"),
+        (136, 136, "cudnn"),
+    ]
+    assert "all 17 values were asked" in plain(told(*args))
+
+
+def test_a_patch_release_that_was_not_read_is_unknown() -> None:
+    (row,) = rows("--config", "2,8,512,64,bf16", "--torch", "2.7.0", "--gpu", "H100")
+    assert row["predicted"] == "unknown"
+    assert row["priority_order"] == []
+    assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
+    assert "not known" in told("--config", "2,8,512,64,bf16", "--torch", "2.7.0", "--gpu", "H100")
+
+
+def test_the_cpu_is_a_place_too() -> None:
+    (row,) = rows("--config", "2,8,512,64,dropout=0.1", "--torch", "2.13", "--gpu", "cpu")
+    assert (row["predicted"], row["priority_order"]) == ("math", ["flash", "math"])
+
+
+def test_a_stored_run_is_a_witness_and_tells_the_gain(store: Path) -> None:
+    args = ("--config", "2,8,512,64,fp16", *ON_H200, "--store", store)
+    (row,) = rows(*args)
+    assert (row["predicted"], row["observed"], row["agree"]) == ("cudnn", "cudnn", True)
+    cells = {cell.backend: cell for cell in read_run(H200).cells[:6]}
+    sides = {side["backend"]: side["advice"] for side in row["backends"]}  # type: ignore[attr-defined]
+    medians = [statistics.median(cells[name].samples["graph"]) for name in ("auto", "flash")]
+    assert sides["flash"][0]["gain"] == pytest.approx(medians[0] / medians[1])
+    assert "x slower" in plain(told(*args))
+
+
+def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
+    config = ("--config", "2,8,512,64,fp16", "--store", store)
+    for place in (("--torch", "2.13", "--gpu", "H200"), ("--torch", "2.11", "--gpu", "A100")):
+        (row,) = rows(*config, *place)
+        assert row["observed"] is None
+        assert row["agree"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--torch", "2.8", "--gpu", "H2000"), "near matches: H200"),
+        (("--torch", "2.8", "--gpu", "warp"), "known are|near matches"),
+        (("--torch", "2.4", "--gpu", "H100"), "known are 2.5 2.6"),
+        (("--torch", "2.99", "--gpu", "H100"), "known are 2.5 2.6"),
+        (("--torch", "new", "--gpu", "H100"), "not a version"),
+        (("--torch", "2.8..2.99", "--gpu", "H100"), "not inside 2.5.0"),
+        (("--cudnn", "9.10.2"), "add --torch or --gpu"),
+        (("--cuda", "12.8"), "add --torch or --gpu"),
+        (("--torch", "2.8", "--gpu", "H100", "--cudnn", "nine"), "not a version"),
+        (("--torch", "2.8", "--gpu", "H100", "--cuda", "x"), "not a version"),
+        (("--torch", "2.8", "--gpu", "cpu", "--cudnn", "9.1"), "say nothing about a CPU"),
+        (("--bisect", "dtype"), "is a word"),
+        (("--bisect", "sequence"), "is no property"),
+        (("--bisect", "seq", "--torch", "2.8..2.10", "--gpu", "H100"), "one release"),
+        (("--bisect", "seq", "--full"), "leave --measure and --full out"),
+        (("--measure", "--torch", "2.8", "--gpu", "H100"), "choose one"),
+        (("--device", "cpu", "--gpu", "H100"), "write --gpu cpu"),
+        (("--backend", "warp"), "PyTorch's own backends"),
+        (("--backend", "auto"), "PyTorch's own backends"),
+    ],
+)
+def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:
+    result = explain("--config", "2,8,512,64", *args)
+    assert isinstance(result.exception, UsageError), result.output
+    assert re.search(text, str(result.exception))
+    assert result.stdout == ""
+
+
+def test_without_a_config_or_a_gpu_it_says_what_is_missing() -> None:
+    assert "needs a config" in str(explain().exception)
+    from profharness.explaining.places import local_gpu
+
+    if local_gpu() is None:
+        assert "--gpu NAME; known are V100" in str(
+            explain("--config", "2,8,512,64", "--torch", "2.8").exception
+        )
+
+
+def test_an_answer_by_rule_imports_no_torch(tmp_path: Path) -> None:
+    arguments = ["explain", "--config", "2,8,512,100,bf16", *ON_H200]
+    code = (
+        "import sys\nfrom profharness.cli.main import cli\n"
+        f"cli.main({arguments!r}, standalone_mode=False)\n"
+        "print([n for n in ('torch', 'pandas', 'sqlite_utils', 'numpy') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_has_examples() -> None:
+    assert told("--help").count("profharness explain --config") == 5
+
+
+def test_live_on_the_cpu_with_the_gain_measured(tmp_path: Path) -> None:
+    """Real processes: PyTorch is asked, the config and the advised one are captured."""
+    args = ("--config", "1,2,128,64,dropout=0.1", "--device", "cpu", "--measure")
+    (row,) = rows(*args, "--store", tmp_path / "store.db")
+    assert (row["source"], row["choice"], row["predicted"]) == ("live", "math", "math")
+    assert (row["observed"], row["agree"]) == ("math", True)
+    sides = {side["backend"]: side for side in row["backends"]}  # type: ignore[attr-defined]
+    assert sides["flash"]["reasons"][0]["source"] == "live"
+    best = sides["flash"]["advice"][0]
+    assert best["verified"]
+    assert best["gain"] > 0
+
+
+def test_live_edges_on_the_cpu() -> None:
+    args = ("--config", "1,2,64,64,fp32", "--bisect", "seq_kv", "--device", "cpu")
+    found = json.loads(told(*args, "--format", "json"))
+    assert [row["choice"] for row in found["rows"]] == ["flash"]
+    assert found["asked"][0]["possible"] == 65_536
+
+
+def test_the_python_interface_gives_one_row_per_config_and_release() -> None:
+    frame = profharness.explain("2,8,512,{64,100},bf16", torch="2.10..2.11", gpu="H100")
+    assert list(frame["predicted"]) == ["flash", "cudnn", "flash", "flash"]
+    assert list(frame["cudnn_reasons"]) == ["", "", "head_dim_multiple", "head_dim_multiple"]
+    assert len(frame.attrs["answers"]) == 4
+    with pytest.raises(UsageError, match="add --torch or --gpu"):
+        profharness.explain("2,8,512,64", cudnn="9.1")

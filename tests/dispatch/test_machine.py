@@ -1,0 +1,97 @@
+"""Names of GPUs, releases and cuDNN versions as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from profharness.dispatch import (
+    Machine,
+    find_gpu,
+    machine_for,
+    parse_cudnn,
+    parse_release,
+    parse_releases,
+)
+from profharness.dispatch.machine import GPUS, RELEASES
+from profharness.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "capability", "sm_count"),
+    [
+        ("rtx a6000", (8, 6), 84),
+        ("NVIDIA RTX A6000", (8, 6), 84),
+        ("H100 SXM", (9, 0), 132),
+        ("h100-pcie", (9, 0), 114),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 108),
+        ("NVIDIA GeForce RTX 4090", (8, 9), 128),
+        ("NVIDIA A100-PCIE-40GB", (8, 0), 108),
+        ("NVIDIA H100 PCIe", (9, 0), 114),
+        ("NVIDIA B300 SXM6 AC", (10, 3), None),
+        ("Tesla T4", (7, 5), 40),
+        ("l40 s", (8, 9), 142),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 188),
+        ("sm90", (9, 0), None),
+        ("SM_120", (12, 0), None),
+        ("9.0", (9, 0), None),
+        ("12.1", (12, 1), None),
+        ("sm_90a", (9, 0), None),
+    ],
+)
+def test_a_gpu_is_found(text: str, capability: tuple[int, int], sm_count: int | None) -> None:
+    gpu = find_gpu(text)
+    assert (gpu.capability, gpu.sm_count) == (capability, sm_count)
+
+
+def test_every_gpu_of_the_table_is_found_by_its_name() -> None:
+    for gpu in GPUS:
+        for text in (gpu.name, gpu.name.lower(), gpu.name.replace(" ", ""), f"NVIDIA {gpu.name}"):
+            assert find_gpu(text) is gpu
+
+
+@pytest.mark.parametrize(
+    ("text", "near"), [("H1000", "H100"), ("A6001", "RTX A6000"), ("MI300X", "")]
+)
+def test_an_unknown_gpu_names_what_is_near(text: str, near: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find_gpu(text)
+    assert str(raised.value).startswith(f"GPU {text!r} is not known; ")
+    assert near in str(raised.value)
+    assert "sm90" in str(raised.value)
+
+
+def test_releases() -> None:
+    assert parse_release("2.9") == (2, 9, 1)
+    assert parse_release("2.5") == (2, 5, 1)
+    assert parse_release("2.5.0") == (2, 5, 0)
+    assert parse_release("2.11.0+cu130") == (2, 11, 0)
+    assert parse_releases("2.5..2.15") == sorted(RELEASES)
+    assert parse_releases("2.5.1 .. 2.7") == [(2, 5, 1), (2, 6, 0), (2, 7, 1)]
+    assert parse_releases("2.13,2.8") == [(2, 8, 0), (2, 13, 0)]
+    for text in ("2.9..2.16", "2.4..2.8", "2.9..2.8"):
+        with pytest.raises(UsageError, match=r"is not inside 2\.5\.0 \.\. 2\.15\.0"):
+            parse_releases(text)
+    for text in ("", "two", "2", "2.x"):
+        with pytest.raises(UsageError, match="is not a version"):
+            parse_release(text)
+
+
+def test_a_release_outside_the_table_is_not_known() -> None:
+    assert not machine_for("H100", "2.7.0").known
+    assert not machine_for("H100", "2.16").known
+    assert machine_for("H100", "2.16").cudnn is None
+    assert machine_for("H100", "2.15").known
+
+
+def test_the_wheel_fills_the_machine() -> None:
+    assert machine_for("H200", "2.11") == Machine((2, 11, 0), (9, 0), 91900, "13.0", 91900)
+    assert machine_for("H200", "2.11", "9.20.0.48").cudnn == 92000
+
+
+def test_cudnn_versions() -> None:
+    assert [parse_cudnn(text) for text in ("9.19.0", "9.1.0.70", 91900, "91900", "9.26")] == [
+        91900, 90100, 91900, 91900, 92600
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"write 9\.19\.0 or 91900"):
+        parse_cudnn("nine")

@@ -1,0 +1,216 @@
+"""The whole command lines and environments, as nsys and ncu get them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_tools import Scenario, environments, install, invocations
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.nsight import ncu, nsys
+
+DEFAULTS = ",".join(ncu.DEFAULT_METRICS)
+COMMAND = ["python", "-P", "-m", "profharness.worker", "run folder"]
+
+
+def test_nsys_profile() -> None:
+    assert nsys.profile_argv(Path("/n/nsys"), Path("runs/r1/c0001.nsys-rep"), COMMAND) == [
+        "/n/nsys",
+        "profile",
+        "--trace=cuda,nvtx",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--cuda-graph-trace=node",
+        "--wait=primary",
+        "--force-overwrite=true",
+        "--output=runs/r1/c0001.nsys-rep",
+        "python",
+        "-P",
+        "-m",
+        "profharness.worker",
+        "run folder",
+    ]
+
+
+def test_nsys_export() -> None:
+    argv = nsys.export_argv(Path("/n/nsys"), Path("a.nsys-rep"), Path("a.sqlite"))
+    assert argv == [
+        "/n/nsys",
+        "export",
+        "--type=sqlite",
+        "--force-overwrite=true",
+        "--output=a.sqlite",
+        "a.nsys-rep",
+    ]
+
+
+def ncu_argv(*middle: str) -> list[str]:
+    return [
+        "/n/ncu",
+        "--config-file",
+        "off",
+        "--target-processes",
+        "all",
+        "--replay-mode",
+        "kernel",
+        "--clock-control",
+        "none",
+        "--import-sass",
+        "no",
+        "--nvtx",
+        "--nvtx-include",
+        "regex:profharness@profharness:c[0-9]+",
+        *middle,
+        "--disable-extra-suffixes",
+        "--log-file",
+        "runs/ncu.log",
+        "-f",
+        "-o",
+        "runs/c0001.ncu-rep",
+        *COMMAND,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "middle"),
+    [
+        ({}, ["--metrics", DEFAULTS]),
+        ({"metrics": ["a.sum", "b.avg"]}, ["--metrics", f"{DEFAULTS},a.sum,b.avg"]),
+        (
+            {"sections": ["SpeedOfLight", "Occupancy"]},
+            ["--metrics", DEFAULTS, "--section", "SpeedOfLight", "--section", "Occupancy"],
+        ),
+        (
+            {"metrics": ["a.sum"], "sections": ["Occupancy"]},
+            ["--metrics", f"{DEFAULTS},a.sum", "--section", "Occupancy"],
+        ),
+    ],
+    ids=["default", "metrics", "sections", "both"],
+)
+def test_ncu_profile(options: dict[str, list[str]], middle: list[str]) -> None:
+    report, log = Path("runs/c0001.ncu-rep"), Path("runs/ncu.log")
+    argv = ncu.profile_argv(Path("/n/ncu"), report, COMMAND, log=log, **options)
+    assert argv == ncu_argv(*middle)
+
+
+@pytest.mark.parametrize(
+    ("version", "knows"),
+    [("2024.2.0.0", False), ("2025.3.1.0", True), ("2025.10.0", True), (None, True)],
+)
+def test_ncu_of_old_gets_no_option_that_it_does_not_know(version: str | None, knows: bool) -> None:
+    report, log = Path("runs/c0001.ncu-rep"), Path("runs/ncu.log")
+    argv = ncu.profile_argv(Path("/n/ncu"), report, COMMAND, log=log, version=version)
+    expected = ncu_argv("--metrics", DEFAULTS)
+    if not knows:
+        expected.remove("--import-sass")
+        expected.remove("no")
+    assert argv == expected
+
+
+def test_ncu_csv() -> None:
+    assert ncu.csv_argv(Path("/n/ncu"), Path("a.ncu-rep")) == [
+        "/n/ncu",
+        "--config-file",
+        "off",
+        "--import",
+        "a.ncu-rep",
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+    ]
+
+
+def test_default_metrics_are_named_once_and_need_no_second_pass_by_breakdown() -> None:
+    assert len(set(ncu.DEFAULT_METRICS)) == len(ncu.DEFAULT_METRICS)
+    # Throughputs are breakdowns of dozens of counters and cost passes of their own.
+    assert not [name for name in ncu.DEFAULT_METRICS if "throughput" in name]
+
+
+@pytest.mark.parametrize("name", ["c0001", "c0001.qdrep", "c0001.sqlite"])
+def test_reports_need_their_suffix(name: str) -> None:
+    with pytest.raises(ValueError, match=r"must end in \.nsys-rep"):
+        nsys.profile_argv(Path("nsys"), Path(name), COMMAND)
+    with pytest.raises(ValueError, match=r"must end in \.ncu-rep"):
+        ncu.profile_argv(Path("ncu"), Path(name), COMMAND, log=Path("log"))
+
+
+def test_reports_appear_under_names_that_look_like_macros(tmp_path: Path) -> None:
+    """%p would be a process id, %q{HOME} the home folder."""
+    log = install(tmp_path / "bin", Scenario())
+    folder = tmp_path / "100%q{HOME}%p"
+    folder.mkdir()
+    for argv in (
+        nsys.profile_argv(tmp_path / "bin/nsys", folder / "a.nsys-rep", ["true"]),
+        ncu.profile_argv(
+            tmp_path / "bin/ncu", folder / "a.ncu-rep", ["true"], log=tmp_path / "log"
+        ),
+    ):
+        subprocess.run(argv, check=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["a.ncu-rep", "a.nsys-rep"]
+    written = [word for argv in invocations(log) for word in argv if "100" in word]
+    assert len(written) == 2
+    assert all("100%%q{HOME}%%p" in word for word in written)
+
+
+def test_environments_reach_the_tools(tmp_path: Path) -> None:
+    log = install(tmp_path / "bin", Scenario())
+    base = {
+        **os.environ,
+        "LC_ALL": "en_US.UTF-8",
+        "TMPDIR": "/no/such",
+        "CUDA_INJECTION64_PATH": "/x/lib.so",
+        "GREETING": "hello",
+    }
+    before = dict(base)
+    own = tmp_path / "tmp"
+    subprocess.run(
+        nsys.profile_argv(tmp_path / "bin/nsys", tmp_path / "a.nsys-rep", ["true"]),
+        env=nsys.child_environment(base, own),
+        check=True,
+    )
+    subprocess.run(
+        ncu.profile_argv(tmp_path / "bin/ncu", tmp_path / "a.ncu-rep", ["true"], log=own),
+        env=ncu.child_environment(base, own),
+        check=False,
+    )
+    of_nsys, of_ncu = environments(log)
+    for environ in (of_nsys, of_ncu):
+        assert environ["TMPDIR"] == str(own)
+        assert environ["LC_ALL"] == "C"
+        assert environ["GREETING"] == "hello"
+    assert of_nsys["NSYS_NVTX_PROFILER_REGISTER_ONLY"] == "0"
+    assert of_ncu["NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT"] == "1"
+    assert "CUDA_INJECTION64_PATH" not in of_ncu
+    assert base == before
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("profharness:c0001", {}, "profharness@profharness:c0001"),
+        ("b2/auto", {"push_pop": True}, "profharness@b2\\/auto/"),
+        ("a[0],b+c*d@e", {"domain": None}, "a\\[0\\]\\,b\\+c\\*d\\@e"),
+        ("r", {"domain": "my@domain"}, "my\\@domain@r"),
+    ],
+)
+def test_nvtx_filter(name: str, options: dict[str, object], expected: str) -> None:
+    assert ncu.nvtx_filter(name, **options) == expected  # type: ignore[arg-type]
+
+
+@given(st.text())
+def test_escaped_names_read_back_and_hold_no_operator(name: str) -> None:
+    escaped = ncu.escape_nvtx(name)
+    read, bare, characters = "", "", iter(escaped)
+    for character in characters:
+        if character == "\\":
+            read += next(characters)
+        else:
+            read, bare = read + character, bare + character
+    assert read == name
+    assert not set(bare) & set("@,[]/*+")

@@ -1,0 +1,164 @@
+"""Exports through a real child process: whole or not at all, and nothing left running."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_tools import Behaviour, Scenario, environments, install, invocations
+
+from profharness.nsight.failures import NsightError
+from profharness.nsight.nsys import export_report
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    path = tmp_path / "prepared.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT)")
+    connection.commit()
+    connection.close()
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def tool(folder: Path, behaviour: Behaviour) -> Path:
+    install(folder / "bin", Scenario(export=behaviour))
+    return folder / "bin" / "nsys"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_export_appears_under_its_name(tmp_path: Path, prepared: Path, out: Path) -> None:
+    nsys = tool(tmp_path, Behaviour(report_file=str(prepared)))
+    (out / "a.sqlite").write_bytes(b"an old one")
+    export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", nsys)
+    assert (out / "a.sqlite").read_bytes() == prepared.read_bytes()
+    assert names(out) == ["a.sqlite"]
+    log = tmp_path / "bin" / "invocations.jsonl"
+    (argv,) = invocations(log)
+    assert argv[1:4] == ["export", "--type=sqlite", "--force-overwrite=true"]
+    assert argv[4].startswith(f"--output={out}/.a.sqlite.")
+    assert argv[5:] == [str(tmp_path / "a.nsys-rep")]
+    assert environments(log)[0]["LC_ALL"] == "C"
+
+
+FAILURES = {
+    "file exists": (1, "Exportation error: File already exists: 'f1.sqlite'.", "output_exists"),
+    "not found": (1, "Exportation error: File not found: 'f1.nsys-rep'.", "report_missing"),
+    "garbage": (1, "Version tag is not found in the stream.", "report_damaged"),
+    "empty": (1, "Exportation error: Cannot read from stream.", "report_damaged"),
+    "truncated": (1, "Section Table Reference magic number mismatch.", "report_damaged"),
+    "newer": (1, "Exportation error: ProtobufParseException", "version_mismatch"),
+    "newer, old nsys": (
+        1,
+        "Exportation error: Version not supported: 36398880",
+        "version_mismatch",
+    ),
+    "newer, old nsys, by name": (
+        1,
+        "Version number is invalid: 2023@4@4@54-234433681190v0",
+        "version_mismatch",
+    ),
+    "loader": (
+        127,
+        "nsys: error while loading shared libraries: libelf.so.1: cannot open shared object file",
+        "tool_library_missing",
+    ),
+    "unknown words": (1, "Exportation error: no idea", "export_failed"),
+    "no words": (1, "", "export_failed"),
+    "a signal": (-1, "", "export_failed"),
+    "well, it says": (0, "", "export_empty"),
+}
+
+
+@pytest.mark.parametrize("left", ["new", "empty", "none"])
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failed_export_leaves_nothing(case: str, left: str, tmp_path: Path, out: Path) -> None:
+    returncode, text, code = FAILURES[case]
+    behaviour = Behaviour(stderr=text + "\n", returncode=returncode, report=left)
+    with pytest.raises(NsightError) as caught:
+        export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", tool(tmp_path, behaviour))
+    assert caught.value.failure.code == code
+    assert text in caught.value.raw
+    assert names(out) == []
+
+
+def test_a_failed_export_leaves_the_old_file(tmp_path: Path, out: Path) -> None:
+    (out / "a.sqlite").write_bytes(b"an old one")
+    with pytest.raises(NsightError, match=r"\[export_failed\]"):
+        export_report(
+            tmp_path / "a.nsys-rep", out / "a.sqlite", tool(tmp_path, Behaviour(returncode=1))
+        )
+    assert (out / "a.sqlite").read_bytes() == b"an old one"
+    assert names(out) == ["a.sqlite"]
+
+
+@pytest.mark.parametrize("ignore_signals", [False, True])
+def test_an_export_that_hangs_is_ended(ignore_signals: bool, tmp_path: Path, out: Path) -> None:
+    nsys = hanging(tmp_path, ignore_signals)
+    started = time.monotonic()
+    with pytest.raises(NsightError, match=r"took too long.*\[timeout\]"):
+        export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", nsys, timeout_s=1.0)
+    assert time.monotonic() - started < 20
+    assert names(out) == []
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_an_interrupted_export_leaves_no_process_and_no_file(tmp_path: Path, out: Path) -> None:
+    nsys = hanging(tmp_path, ignore_signals=False)
+    code = (
+        "from pathlib import Path; from profharness.nsight.nsys import export_report;"
+        f"export_report(Path('a.nsys-rep'), Path({str(out / 'a.sqlite')!r}), Path({str(nsys)!r}))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert b"KeyboardInterrupt" in stderr
+    assert names(out) == []
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_missing_folder_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NsightError, match=r"\[output_unwritable\]"):
+        export_report(
+            tmp_path / "a.nsys-rep", tmp_path / "no" / "a.sqlite", tool(tmp_path, Behaviour())
+        )
+
+
+def test_a_tool_that_is_not_there_is_said(tmp_path: Path, out: Path) -> None:
+    with pytest.raises(NsightError, match=r"\[tool_missing\]"):
+        export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", tmp_path / "no" / "nsys")
+    assert names(out) == []
+
+
+def hanging(folder: Path, ignore_signals: bool) -> Path:
+    """An nsys that notes its pid (which exec keeps) and hangs in its export."""
+    real = tool(folder, Behaviour(hang=True, ignore_signals=ignore_signals))
+    wrapper = folder / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\necho $$ > {folder}/pid\nexec {real} "$@"\n')
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()

@@ -1,0 +1,310 @@
+"""Every failure of the tools that is known, through real child processes, to its code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from failure_cases import NSYS, TARGET
+from failure_cases_ncu import NCU
+from fake_tools import Behaviour, Scenario, install
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.nsight import failure_rules as rules
+from profharness.nsight import ncu, nsys
+from profharness.nsight.failures import (
+    Failure,
+    NsightError,
+    diagnose_ncu,
+    diagnose_ncu_import,
+    diagnose_nsys,
+    diagnose_nsys_export,
+    no_cuda_events,
+    report_state,
+)
+
+
+def run(argv: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code, and what tool and target wrote."""
+    done = subprocess.run(
+        argv, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_nsys(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Failure | None]:
+    install(folder / "bin", Scenario(nsys=behaviour))
+    report = folder / "c0001.nsys-rep"
+    argv = nsys.profile_argv(folder / "bin" / "nsys", report, target)
+    started = time.time()
+    returncode, text = run(argv, nsys.child_environment(os.environ, folder))
+    return returncode, diagnose_nsys(returncode, text, report, started)
+
+
+def run_ncu(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Failure | None]:
+    install(folder / "bin", Scenario(ncu=behaviour))
+    report, log = folder / "c0001.ncu-rep", folder / "ncu.log"
+    argv = ncu.profile_argv(folder / "bin" / "ncu", report, target, log=log)
+    started = time.time()
+    returncode, text = run(argv, ncu.child_environment(os.environ, folder))
+    text += log.read_text() if log.exists() else ""
+    return returncode, diagnose_ncu(returncode, text, report, started)
+
+
+@pytest.mark.parametrize("case", NSYS)
+def test_nsys(case: str, tmp_path: Path) -> None:
+    behaviour, target, expected_returncode, expected = NSYS[case]
+    returncode, failure = run_nsys(tmp_path, behaviour, target)
+    assert returncode == expected_returncode
+    assert (failure.code if failure else None) == expected, failure
+
+
+@pytest.mark.parametrize("case", NCU)
+def test_ncu(case: str, tmp_path: Path) -> None:
+    behaviour, target, expected_returncode, expected = NCU[case]
+    returncode, failure = run_ncu(tmp_path, behaviour, target)
+    assert returncode == expected_returncode
+    assert (failure.code if failure else None) == expected, failure
+
+
+def test_every_rule_stands_for_a_case_above() -> None:
+    """A rule that no recorded text reaches could rot unseen."""
+    cases = [
+        (table, behaviour.stdout + behaviour.stderr)
+        for table, cases in (("nsys", NSYS), ("ncu", NCU))
+        for behaviour, *_ in cases.values()
+    ]
+    unreached = [
+        f"{tool}: {rule.code}: {rule.pattern}"
+        for tool, registry in (
+            ("nsys", (*rules.NSYS_RULES, *rules.NSYS_REPORT_RULES, *rules.NSYS_TIMEOUT_RULES)),
+            ("ncu", (*rules.NCU_RULES, *rules.NCU_EMPTY_RULES)),
+        )
+        for rule in registry
+        if not any(
+            table == tool and re.search(rule.pattern, text, re.MULTILINE) for table, text in cases
+        )
+        and rule.code not in ("report_damaged", "report_missing")  # of `ncu --import`, below
+    ]
+    assert not unreached
+
+
+def test_an_old_report_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    report = tmp_path / "c0001.nsys-rep"
+    report.write_bytes(b"of an earlier run")
+    os.utime(report, (time.time() - 60, time.time() - 60))
+    returncode, failure = run_nsys(tmp_path, Behaviour(report="tmpdir"), TARGET)
+    assert (returncode, failure and failure.code) == (0, "report_stale")
+    assert report.read_bytes() == b"of an earlier run"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_nsys_with_a_report(number: signal.Signals, tmp_path: Path) -> None:
+    """What a runner does at its time limit; the report is there, the failure is `timeout` anyway
+    when the runner says so, and none when it does not."""
+    install(tmp_path / "bin", Scenario())
+    report, sign = tmp_path / "c0001.nsys-rep", tmp_path / "started"
+    target = [sys.executable, "-ISc", f"open({str(sign)!r}, 'w'); import time; time.sleep(60)"]
+    started = time.time()
+    process = subprocess.Popen(nsys.profile_argv(tmp_path / "bin" / "nsys", report, target))
+    wait_for(sign)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    assert report_state(report, started) == "fresh"
+    assert diagnose_nsys(128 + number, "", report, started) is None
+    late = diagnose_nsys(None, "", report, started)
+    assert late is not None
+    assert late.code == "timeout"
+
+
+def test_shutdown_ends_what_a_killed_nsys_left(tmp_path: Path) -> None:
+    log = install(tmp_path / "bin", Scenario(nsys=Behaviour(kill_self=True)))
+    tool, sign = tmp_path / "bin" / "nsys", tmp_path / "pid"
+    target = [
+        sys.executable,
+        "-ISc",
+        f"import os, time; open({str(sign)!r}, 'w').write(str(os.getpid())); time.sleep(60)",
+    ]
+    process = subprocess.Popen(nsys.profile_argv(tool, tmp_path / "x.nsys-rep", target))
+    assert process.wait(30) == -9
+    wait_for(sign)
+    pid = int(sign.read_text())
+    assert alive(pid)
+    argv = nsys.shutdown_argv(tool, process.pid)
+    assert argv == [str(tool), "shutdown", "--kill=sigterm", f"--session=profile-{process.pid}"]
+    assert subprocess.run(argv, check=False).returncode == 0
+    for _ in range(500):
+        if not alive(pid):
+            break
+        time.sleep(0.01)
+    assert not alive(pid)
+    assert log.exists()
+
+
+def test_the_target_gets_stdin_and_environment(tmp_path: Path) -> None:
+    install(tmp_path / "bin", Scenario())
+    code = "import os, sys; print(sys.stdin.read() + os.environ['GREETING'])"
+    for argv in (
+        nsys.profile_argv(tmp_path / "bin/nsys", tmp_path / "x.nsys-rep", ["python3", "-c", code]),
+        ncu.profile_argv(
+            tmp_path / "bin/ncu",
+            tmp_path / "x.ncu-rep",
+            ["python3", "-c", code],
+            log=tmp_path / "log",
+        ),
+    ):
+        done = subprocess.run(
+            argv,
+            input="hello, ",
+            env={**os.environ, "GREETING": "world"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "hello, world\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("Waiting for termination of re-parented processes.", "children_outlive_target"),
+        ("", "timeout"),
+    ],
+)
+def test_nsys_took_too_long(text: str, code: str, tmp_path: Path) -> None:
+    failure = diagnose_nsys(None, text, tmp_path / "x.nsys-rep", 0.0)
+    assert failure is not None
+    assert failure.code == code
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("==PROF== Waiting for /tmp/nsight-compute-lock", "lock_file"), ("", "timeout")],
+)
+def test_ncu_took_too_long(text: str, code: str, tmp_path: Path) -> None:
+    failure = diagnose_ncu(None, text, tmp_path / "x.ncu-rep", 0.0)
+    assert failure is not None
+    assert failure.code == code
+
+
+@pytest.mark.parametrize(
+    ("returncode", "text", "code"),
+    [
+        (1, "==ERROR== Failed to load report file 'x.ncu-rep'.", "report_damaged"),
+        (1, "==ERROR== Could not open report file 'x.ncu-rep'.", "report_missing"),
+        (1, "", "export_failed"),
+        (0, "", "no_kernels_matched"),
+        (1, "==ERROR== Failed to add rules search path /x/sections.", "tool_error"),
+        (None, "", "timeout"),
+    ],
+)
+def test_ncu_import(returncode: int | None, text: str, code: str) -> None:
+    failure = diagnose_ncu_import(returncode, text, Path("x.ncu-rep"))
+    assert failure is not None
+    assert failure.code == code
+    warned = '==WARNING== No section files found in search paths.\n"ID","Process ID"\n'
+    assert diagnose_ncu_import(0, warned, Path("x.ncu-rep")) is None
+
+
+def test_what_the_diagnostics_say_of_no_cuda_stands_in_the_message() -> None:
+    said = ["Number of CUDA events collected: 0.", "No CUDA events collected. Does the process?"]
+    failure = no_cuda_events(Path("c0001.nsys-rep"), said)
+    assert failure.code == "no_cuda_events"
+    assert "c0001.nsys-rep" in failure.message
+    assert "Does the process?" in failure.message
+    assert "collected: 0" not in failure.message
+
+
+def test_the_error_carries_failure_and_text() -> None:
+    failure = Failure("no_driver", "there is no driver", "install one")
+    error = NsightError(failure, "raw words")
+    assert str(error) == "there is no driver; install one [no_driver]"
+    assert (error.failure, error.raw, error.exit_code) == (failure, "raw words", 1)
+
+
+EVERY_RULE = [
+    rule
+    for registry in (
+        rules.NSYS_RULES,
+        rules.NSYS_REPORT_RULES,
+        rules.NSYS_TIMEOUT_RULES,
+        rules.EXPORT_RULES,
+        rules.NCU_RULES,
+        rules.NCU_EMPTY_RULES,
+        rules.NCU_TIMEOUT_RULES,
+    )
+    for rule in registry
+]
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.code)
+def test_rules_fill_their_blanks_and_say_what_to_do(rule: rules.Rule) -> None:
+    groups = re.compile(rule.pattern).groupindex
+    failure = rule.failure(Path("c0001.rep"), dict.fromkeys(groups, "WORD"))
+    assert re.fullmatch(r"[a-z]+(_[a-z]+)*", failure.code)
+    assert len(failure.remedy) > 10
+    assert "{" not in failure.message + failure.remedy
+    assert "None" not in failure.message + failure.remedy
+
+
+@given(
+    st.one_of(st.none(), st.integers(-64, 255)),
+    st.lists(st.sampled_from([b.stdout + b.stderr for b, *_ in (*NSYS.values(), *NCU.values())])),
+    st.text(),
+)
+def test_any_text_has_an_answer_and_no_report_is_never_success(
+    returncode: int | None, texts: list[str], noise: str
+) -> None:
+    report = Path("there/is/no/such.report")
+    text = noise + "".join(texts) + noise
+    for failure in (
+        diagnose_nsys(returncode, text, report, 0.0),
+        diagnose_ncu(returncode, text, report, 0.0),
+        diagnose_nsys_export(returncode, text, report),
+    ):
+        assert failure is not None
+        assert failure.code
+        assert failure.message
+
+
+def test_stamps_of_coarse_clocks_are_fresh(tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    report.write_bytes(b"x")
+    os.utime(report, ns=(0, 1_000_000_000_000_000_000))  # a file system of whole seconds
+    assert report_state(report, 1_000_000_000.9) == "fresh"
+    assert report_state(report, 1_000_000_003.0) == "stale"
+    os.utime(report, ns=(0, 1_000_000_000_950_000_000))
+    assert report_state(report, 1_000_000_001.0) == "fresh"
+    assert report_state(report, 1_000_000_001.9) == "stale"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not yet waited for does not."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() or (not path.stat().st_size and path.name == "pid"):
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def test_the_documents_list_every_code() -> None:
+    found = []
+    for each in vars(rules).values():
+        found += each if isinstance(each, tuple) else (each,)
+    codes = [rule.code for rule in found if isinstance(rule, rules.Rule)]
+    page = Path(__file__).parents[2].joinpath("docs", "nsight.md").read_text(encoding="utf-8")
+    assert len(codes) > 30
+    assert [code for code in codes if f"`{code}`" not in page] == []

@@ -1,0 +1,313 @@
+"""Nsight Compute reports: the real H200 report against Kineto's trace of the same cells, and through
+every reader.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profharness.errors import MissingExtraError, TraceFormatError
+from profharness.parse import load_parser, open_trace, sniff
+from profharness.parse import ncu_readers as readers
+from profharness.parse.ncu import nanoseconds, parse_ncu
+from profharness.parse.ncu_file import check_file
+from profharness.parse.ncu_package import import_package
+from profharness.parse.ncu_write import report_to_csv
+from profharness.trace import NONE, LaunchBatch, LaunchConfig, Trace
+
+DATA = Path(__file__).parents[1] / "data"
+Kernel = tuple[str, LaunchConfig]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """82 kernels of 17 ranges on an H200, metrics only, by ncu 2025.3.1."""
+    path = tmp_path_factory.mktemp("ncu") / "h200.ncu-rep"
+    path.write_bytes(gzip.decompress((DATA / "ncu_h200.ncu-rep.gz").read_bytes()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def table(report: Path) -> Path:
+    """The same as ncu's raw CSV."""
+    path = report.with_suffix(".csv")
+    report_to_csv(report, path)
+    return path
+
+
+def columns(trace: Trace) -> LaunchBatch:
+    (batch,) = trace.batches()
+    return batch
+
+
+def launches(trace: Trace) -> dict[str, list[Kernel]]:
+    """Kernels with their launch configurations by range, in the order of launches."""
+    found: dict[str, list[Kernel]] = defaultdict(list)
+    for batch in trace.batches():
+        for row in range(len(batch.kernel)):
+            name = trace.ranges[batch.range[row]].name if batch.range[row] >= 0 else ""
+            config = trace.launch_configs[batch.launch_config[row]]
+            if trace.kernel_kinds[batch.kernel[row]] == "kernel":
+                found[name].append((trace.kernels[batch.kernel[row]], config))
+    return dict(found)
+
+
+def same(left: Trace, right: Trace) -> None:
+    """Equal launches, ranges, devices and metrics."""
+    for name in ("kernels", "kernel_kinds", "launch_configs", "ranges", "devices", "warnings"):
+        assert getattr(left, name) == getattr(right, name), name
+    a, b = columns(left), columns(right)
+    for name in LaunchBatch.__slots__:
+        assert np.array_equal(getattr(a, name), getattr(b, name)), name
+    assert left.metrics is not None and right.metrics is not None
+    assert left.metrics.names == right.metrics.names
+    assert left.metrics.units == right.metrics.units
+    assert np.array_equal(left.metrics.values, right.metrics.values, equal_nan=True)
+
+
+def test_the_fixture_holds_nothing_private(report: Path, table: Path) -> None:
+    for path in (report, table):
+        data = path.read_bytes()
+        for word in (b"/usr/", b"/tmp/", b"/opt/", b"/home/", b"/root", b"127.0.0.1", b"python3"):
+            assert word not in data, (path, word)
+
+
+def test_kernels_and_launches_equal_kinetos(report: Path) -> None:
+    """ncu saw one call of each range, Kineto three; backward kernels come from a thread of their
+    own, which the push/pop filter of that capture missed.
+    """
+    ours = launches(open_trace(report))
+    kineto = open_trace(DATA / "kineto_h200.json.gz")
+    theirs = launches(kineto)
+    assert len(ours) == 17
+    compared = 0
+    for name, kernels in ours.items():
+        seen = {
+            (kernel, one.grid, one.block, one.registers_per_thread, one.shared_bytes)
+            for kernel, one in theirs[name]
+        }
+        for kernel, one in kernels:
+            key = (kernel, one.grid, one.block, one.registers_per_thread, one.shared_bytes)
+            assert key in seen, key
+            compared += 1
+        if "-bwd/" not in name:
+            assert [kernel for kernel, _ in theirs[name]] == [one for one, _ in kernels] * 3, name
+    assert compared == 82
+    kineto.close()
+
+
+def test_what_the_report_says(report: Path) -> None:
+    trace = open_trace(report)
+    assert (trace.profiler, trace.num_launches, trace.skipped) == ("ncu", 82, 0)
+    assert trace.environment == {"ncu_version": "2025.3.1.0"}
+    (device,) = trace.devices
+    assert (device.name, device.num_sms, device.compute_major) == ("NVIDIA H200", 132, 9)
+    assert device.shared_bytes_per_block_optin == 232448
+    config = trace.launch_configs[0]
+    assert config == LaunchConfig((64, 1, 1), (384, 1, 1), 168, 0, 134144, 134144)
+    assert trace.metrics is not None
+    value = dict(zip(trace.metrics.names, trace.metrics.values[0].tolist(), strict=True))
+    assert value["launch__shared_mem_per_block_driver"] == 1024
+    assert value["gpu__time_duration.sum"] == 9536
+    assert value["sm__warps_active.avg.pct_of_peak_sustained_active"] == 14.266260204582906
+    units = dict(zip(trace.metrics.names, trace.metrics.units, strict=True))
+    assert units["dram__bytes_read.sum"] == "byte" and units["gpu__time_duration.sum"] == "ns"
+    assert not any(name.startswith(("device__", "nvlink__")) for name in value)
+    assert trace.warnings == ()
+
+
+def test_launches_lie_end_to_end_and_ranges_around_them(report: Path) -> None:
+    trace = open_trace(report)
+    batch = columns(trace)
+    assert batch.start_ns[0] == 0 and (batch.duration_ns > 0).all()
+    assert np.array_equal(batch.start_ns[1:], (batch.start_ns + batch.duration_ns)[:-1])
+    for name in ("launch_ns", "correlation", "pid", "tid", "graph_node", "api", "cell_range"):
+        assert (getattr(batch, name) == NONE).all(), name
+    for index, item in enumerate(trace.ranges):
+        inside = batch.range == index
+        assert item.start_ns == batch.start_ns[inside][0]
+        assert item.duration_ns == batch.duration_ns[inside].sum()
+
+
+def test_every_reader_gives_the_same(report: Path, table: Path, tmp_path: Path) -> None:
+    package = parse_ncu(report)
+    same(package, parse_ncu(table))
+    utf16 = tmp_path / "powershell.csv"
+    utf16.write_text(table.read_text(), encoding="utf-16")
+    same(package, open_trace(utf16))
+
+
+def install(folder: Path, script: str) -> Path:
+    """A tool of ours named ncu, found before any other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tool = folder / "ncu"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    return tool
+
+
+@pytest.fixture
+def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without the package, nor any ncu."""
+    monkeypatch.setitem(sys.modules, "ncu_report", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("PROFHARNESS_NCU", raising=False)
+
+
+@pytest.mark.usefixtures("no_package")
+def test_without_a_reader_all_three_ways_are_named(report: Path, table: Path) -> None:
+    if any(Path("/").glob("opt/nvidia/nsight-compute/*/ncu")):
+        pytest.skip("an Nsight Compute is installed")
+    with pytest.raises(MissingExtraError) as caught:
+        parse_ncu(report)
+    for way in ("profharness[ncu]", "extras/python", "ncu --import"):
+        assert way in str(caught.value)
+    assert parse_ncu(table).num_launches == 82
+
+
+def test_the_module_inside_nsight_compute(report: Path, tmp_path: Path) -> None:
+    """Laid out as NVIDIA does (the package's files in extras/python), in a process of its own: the
+    module is found from ncu's own place, reads the report, and sys.path is as before.
+    """
+    package = import_package()
+    assert package is not None
+    tool = install(tmp_path / "2025.3.1" / "target" / "linux", "exit 1")
+    extras = tmp_path / "2025.3.1" / "extras" / "python"
+    extras.mkdir(parents=True)
+    for file in Path(package.__file__).parent.iterdir():
+        name = "ncu_report.py" if file.name == "__init__.py" else file.name
+        (extras / name).symlink_to(file)
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from profharness.parse.ncu_package import import_from_tool, read_with\n"
+        "tool, report = map(Path, sys.argv[1:])\nbefore = list(sys.path)\n"
+        "module = import_from_tool(tool)\nassert sys.path == before\n"
+        "assert import_from_tool(report) is None\n"
+        "print(module.__file__, len(read_with(module, report).launches))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tool), str(report)],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert found.stdout.split() == [str(extras / "ncu_report.py"), "82"]
+
+
+@pytest.mark.usefixtures("no_package")
+def test_ncu_itself(
+    report: Path, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program in ncu's place gets the arguments and the locale, and its table is read."""
+    tool = install(
+        tmp_path, f'echo "$LC_ALL $@" > {tmp_path}/told\n/bin/echo ==PROF== hello\n/bin/cat {table}'
+    )
+    monkeypatch.setenv("PROFHARNESS_NCU", str(tool))
+    trace = parse_ncu(report)
+    same(trace, parse_ncu(table))
+    told = (tmp_path / "told").read_text().split()
+    assert told[0] == "C"
+    assert told[told.index("--import") + 1] == str(report)
+    assert told[told.index("--print-kernel-base") + 1] == "mangled"
+    assert told[told.index("--print-units") + 1] == "base"
+    install(tmp_path, "echo '==ERROR== Failed to load report file'; exit 1")
+    with pytest.raises(TraceFormatError, match=r"ncu 2025\.3\.1\.0 that ncu --import cannot read"):
+        parse_ncu(report)
+
+
+def test_an_ncu_that_hangs_is_ended_with_its_children(report: Path, tmp_path: Path) -> None:
+    tool = install(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; wait")
+    began = time.monotonic()
+    with pytest.raises(TraceFormatError, match="more than 1 s"):
+        readers.import_csv(tool, report, timeout_s=1.0)
+    assert time.monotonic() - began < 20
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "not an Nsight Compute report"),
+        (b"hello" * 1000, "not an Nsight Compute report"),
+        (b"NVR\0", "cut off"),
+        (b"NVR\0\x02\0\0\0\x08\x07\x03\0\0\0\xff\xff\xff", "damaged block"),
+    ],
+    ids=["empty", "garbage", "magic", "block"],
+)
+def test_garbage_is_refused(tmp_path: Path, data: bytes, match: str) -> None:
+    path = tmp_path / "x.ncu-rep"
+    path.write_bytes(data)
+    with pytest.raises(TraceFormatError, match=match):
+        open_trace(path)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.999999])
+def test_a_report_that_is_cut_off_is_refused(report: Path, tmp_path: Path, part: float) -> None:
+    """The module would read the first half of the kernels of such a file without a word."""
+    data = report.read_bytes()
+    path = tmp_path / "cut.ncu-rep"
+    path.write_bytes(data[: int(len(data) * part)])
+    with pytest.raises(TraceFormatError, match="cut off") as caught:
+        open_trace(path)
+    assert caught.value.offset == path.stat().st_size
+
+
+def test_a_report_of_no_kernel_has_no_launch_and_says_so(report: Path, tmp_path: Path) -> None:
+    """The head of the real report: a whole file whose only block has no results."""
+    path = tmp_path / "none.ncu-rep"
+    head = 8 + 2 + 4 + int.from_bytes(report.read_bytes()[10:14], "little")
+    path.write_bytes(report.read_bytes()[:head])
+    assert check_file(path).results == 0
+    trace = open_trace(path)
+    assert trace.num_launches == 0 and list(trace.batches()) == [] and trace.metrics is None
+    assert "no kernel" in trace.warnings[0]
+
+
+def test_check_file_counts_what_was_profiled(report: Path) -> None:
+    known = check_file(report)
+    assert (known.results, known.version) == (82, "2025.3.1.0")
+
+
+def test_which_files_are_ncus(report: Path, table: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("ID,Name\n1,x\n")
+    assert [sniff(path) for path in (report, table, other)] == ["ncu", "ncu", None]
+    assert load_parser("ncu") is parse_ncu
+    with pytest.raises(TraceFormatError, match="not a trace"):
+        open_trace(other)
+
+
+def test_units_of_time() -> None:
+    assert [nanoseconds(84.48, unit) for unit in ("ns", "usecond", "us", "ms")] == [
+        84, 84480, 84480, 84480000,
+    ]  # fmt: skip
+    with pytest.raises(KeyError):
+        nanoseconds(1, "cycle")
+
+
+def test_reading_does_not_import_torch_or_pandas() -> None:
+    code = (
+        "import sys, profharness.parse.ncu, profharness.parse.ncu_write\n"
+        "assert not {'torch', 'pandas', 'ncu_report'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ}, timeout=60)

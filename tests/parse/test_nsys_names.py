@@ -1,0 +1,78 @@
+"""Names as Kineto prints them, and names that would make a demangler run for ever."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+from nsys_make import FLASH, FLASH_CANONICAL
+
+from profharness.kernel_names import canonical
+from profharness.parse.nsys_names import (
+    SAFE_REFERENCES,
+    canonical_names,
+    memcpy_name,
+    memset_name,
+)
+
+
+def bomb(levels: int) -> str:
+    """A function of `levels` parameters, each a pair of the one before: the text doubles with
+    every one."""
+    text = "_Z1f4pairIiiE"
+    text += "S_IS0_S0_E"
+    for level in range(levels - 1):
+        digits = base36(level)
+        text += f"S_IS{digits}_S{digits}_E"
+    return text
+
+
+def base36(number: int) -> str:
+    number += 1
+    digits = ""
+    while number:
+        number, rest = divmod(number, 36)
+        digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"[rest] + digits
+    return digits or "0"
+
+
+def test_transfers_are_named_as_kineto_names_them() -> None:
+    assert memcpy_name(1, 1, 2) == "Memcpy HtoD (Pinned -> Device)"
+    assert memcpy_name(2, 2, 0) == "Memcpy DtoH (Device -> Pageable)"
+    assert memcpy_name(8, 2, 2) == "Memcpy DtoD (Device -> Device)"
+    assert memcpy_name(10, 2, 2) == "Memcpy PtoP (Device -> Device)"
+    assert memcpy_name(99, -1, 9) == "Memcpy <unknown> (Unknown -> Unknown)"
+    assert memset_name(2) == "Memset (Device)"
+
+
+def test_plain_names_are_demangled_here() -> None:
+    names, left = canonical_names([FLASH, "plain", "_Znonsense"])
+    assert names == {FLASH: FLASH_CANONICAL, "plain": "plain", "_Znonsense": "_Znonsense"}
+    assert left == 0
+
+
+def test_a_name_of_many_references_goes_through_a_child_and_comes_back() -> None:
+    name = "_Z1f" + "3abc" + "S_" * (SAFE_REFERENCES + 5)
+    names, left = canonical_names([name, FLASH])
+    assert names[name] == canonical(name) != name
+    assert (names[FLASH], left) == (FLASH_CANONICAL, 0)
+
+
+def test_a_small_bomb_doubles() -> None:
+    """The bomb is one: each level doubles what canonical prints."""
+    sizes = [len(canonical(bomb(levels))) for levels in (6, 7, 8)]
+    assert sizes[2] - sizes[1] > 1.9 * (sizes[1] - sizes[0]) > 500
+
+
+def test_a_bomb_stays_mangled_and_costs_nothing_but_time() -> None:
+    begun = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    good = "_Z1f" + "3abc" + "S_" * (SAFE_REFERENCES + 5)
+    bombs = [bomb(40), bomb(60)]
+    names, left = canonical_names([*bombs, good])
+    assert [names[name] for name in bombs] == bombs
+    assert names[good] == canonical(good)
+    assert left == 2
+    assert time.monotonic() - begun < 30
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 50_000  # KiB

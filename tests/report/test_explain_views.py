@@ -1,0 +1,135 @@
+"""The answer's words: verdict, witnesses, advice, letters, and code that no renderer changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from profharness.explanation import Advice, BackendAnswer, Explanation
+from profharness.record import Refusal
+from profharness.report.document import Code, Document, Note
+from profharness.report.explain_view import (
+    FIELDS,
+    answer_blocks,
+    chosen,
+    explain_document,
+    explanation_record,
+    flat_record,
+    verdict,
+)
+from profharness.report.renderers import render_markdown, render_table
+
+ORDER = ("cudnn", "flash", "efficient", "math")
+NO_MASK = Refusal("mask", "Flash Attention does not support non-null attn_mask.", "live")
+CODE = "with sdpa_kernel([X]):\n    out = call(\n        " + "q, " * 60 + "\n    )"
+
+
+def answer(took: str = "cudnn", refused: tuple[str, ...] = (), **changes: object) -> Explanation:
+    """An answer in which the refused backends have one reason each."""
+    sides = tuple(
+        BackendAnswer(name, name not in refused, (NO_MASK,) if name in refused else ())
+        for name in ORDER
+    )
+    told = {"torch": "2.11.0", "gpu": "H200", "cudnn": 91900, "device_type": "cuda"}
+    made = Explanation("b2-h8-s512-d64-fp16", told, "live", ORDER, took, took, None, True, sides)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "starts"),
+    [
+        (answer(), "auto runs cudnn, because it comes first in the priority order and takes"),
+        (
+            answer("flash", ("cudnn",)),
+            "auto runs flash, because cudnn, which comes before it in the priority order, is refused",
+        ),
+        (
+            answer("efficient", ("cudnn", "flash")),
+            "auto runs efficient, because cudnn and flash, which come before it in the priority "
+            "order, are refused",
+        ),
+        (answer("flash"), "auto runs flash, because PyTorch says so"),
+        (answer("none", ORDER), "auto raises, because no backend takes this config"),
+        (answer("unknown"), "what auto runs is not known"),
+        (answer("math", priority_order=()), "auto runs math, because it takes this config"),
+    ],
+)
+def test_the_verdict_says_what_and_why(made: Explanation, starts: str) -> None:
+    assert verdict(made).startswith(starts)
+
+
+def test_the_verdict_tells_of_each_other_backend() -> None:
+    said = verdict(answer("cudnn", ("flash",)))
+    assert "flash would be refused: Flash Attention does not support non-null attn_mask;" in said
+    assert "efficient and math take it too, but come later" in said
+    unknown = answer(backends=(BackendAnswer("flash", None),))
+    assert "whether flash takes it is not known" in verdict(unknown)
+
+
+def test_backends_that_the_order_does_not_have_stay_out_of_the_verdict() -> None:
+    made = answer("flash", ("cudnn", "efficient"), priority_order=("flash", "math"))
+    assert "cudnn" not in verdict(made)
+    assert "cudnn" in render_table(explain_document([made]))
+
+
+def test_what_one_witness_says_otherwise_is_a_warning() -> None:
+    made = answer(predicted="flash", agree=False, observed="cudnn")
+    (note,) = [b for b in answer_blocks(made) if isinstance(b, Note) and b.label == "agree"]
+    assert note.level == "warning"
+    assert note.text == (
+        "mismatch: the rules predict flash, PyTorch says cudnn, a stored run shows cudnn"
+    )
+    assert not [
+        b for b in answer_blocks(answer(agree=None)) if isinstance(b, Note) and b.label == "agree"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gain", "text"), [(1.5, "measured 1.50x faster"), (0.5, "measured 2.00x slower")]
+)
+def test_advice_says_what_was_checked_and_measured(gain: float, text: str) -> None:
+    advice = Advice("pad it.", CODE, None, True, "cudnn", gain)
+    side = BackendAnswer("cudnn", False, (NO_MASK,), (advice,))
+    said = render_table(explain_document([answer("flash", backends=(side,))]))
+    assert text in " ".join(said.split())
+    assert "pad it; asked again: eligible; auto then runs cudnn" in " ".join(said.split())
+
+
+def test_advice_on_a_backend_that_takes_it_anyhow_is_shown_where_it_is_named() -> None:
+    side = BackendAnswer("flash", True, (), (Advice("name it", "", None, True, "flash"),))
+    made = answer(backends=(side,))
+    for named, shown in (((), False), (("flash",), True)):
+        assert ("name it" in render_table(explain_document([made], named=named))) is shown
+
+
+def test_code_is_neither_wrapped_nor_escaped() -> None:
+    document = Document("x/1", "x", (Code(CODE),), ("a",), ())
+    for line in CODE.splitlines():
+        assert f"    {line}".rstrip() in render_table(document, width=40).splitlines()
+    assert f"```python\n{CODE}\n```" in render_markdown(document)
+    brackets = Document("x/1", "x", (Code("a[bold] = 1"),), ("a",), ())
+    assert "a[bold] = 1" in render_table(brackets, color=True)
+
+
+def test_records_have_the_promised_keys() -> None:
+    made = answer("flash", ("cudnn",))
+    assert tuple(explanation_record(made)) == FIELDS
+    assert explanation_record(made)["backends"][0] == {
+        "backend": "cudnn",
+        "eligible": False,
+        "reasons": [{"code": "mask", "message": NO_MASK.message, "source": "live"}],
+        "advice": [],
+    }
+    flat = flat_record(made)
+    assert (flat["cudnn_eligible"], flat["cudnn_reasons"]) == (False, "mask")
+    assert not [value for value in flat.values() if isinstance(value, list | dict | tuple)]
+
+
+def test_an_error_is_shown() -> None:
+    lost = answer(choice=None, agree=None, error="PyTorch could not be asked: it died")
+    said = render_table(explain_document([lost]))
+    assert "PyTorch could not be asked: it died" in said
+    assert "what auto runs is not known" in said
+    assert chosen(lost) == "unknown"
+    assert chosen(replace(lost, source="rules")) == "cudnn"

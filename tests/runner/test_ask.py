@@ -1,0 +1,330 @@
+"""PyTorch asked in real processes: reasons, choices, what a dying process costs."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from profharness.config import LAYOUTS, MASKS, Config, parse_config
+from profharness.dispatch.live import LiveAnswer, LiveBackend, machine_of, with_flags
+from profharness.dispatch.perturb import blockers, rule_oracle
+from profharness.explanation import BackendAnswer, Explanation
+from profharness.record import PLAN_FILE, Plan, Protocol
+from profharness.runner import ask as ask_module
+from profharness.runner.ask import ask, ask_argv
+
+CASES = {
+    "1,4,16,32": [],
+    "1,4,16,32,bf16,causal,seq_kv=9,kv_heads=2,mask=bool_2d,layout=bshd,bwd,deterministic": [],
+    "1,4,16,32,dropout=0.1": ["dropout"],
+    "1,4,16,32,mask=float_grad": ["mask_grad"],
+    "1,4,16,32,head_dim_v=16": ["head_dim"],
+    "1,4,16,32,layout=strided_last": ["last_dim_stride"],
+    "1,4,16,32,dropout=0.1,mask=float_grad,head_dim_v=16,layout=strided_last,kv_heads=1,causal": [
+        "dropout", "mask_grad", "head_dim", "last_dim_stride",
+    ],
+    "65536,4096,16384,64,dropout=0.1": ["dropout"],
+}  # fmt: skip
+
+# The same program, except that one config ends it in the way that argv[3] says.
+DEADLY = """
+import os, sys, time
+from pathlib import Path
+from profharness.worker import ask, asker
+
+real = asker.Asker.answer
+
+def answer(self, cell):
+    if cell.config.batch == 3:
+        os.abort() if sys.argv[2] == "abort" else time.sleep(600)
+    return real(self, cell)
+
+asker.Asker.answer = answer
+ask.main(Path(sys.argv[1]), advice=False)
+"""
+
+# The same program in a process that has switched flash off.
+SWITCHED_OFF = """
+import sys, torch
+from pathlib import Path
+from profharness.worker import ask
+
+torch.backends.cuda.enable_flash_sdp(False)
+ask.main(Path(sys.argv[1]), advice=True)
+"""
+
+# What the ops are that asking runs; a line for each op that is not an allocation or a view.
+OPS = """
+import sys, torch
+from profharness.config import expand_configs
+from profharness.environment import collect
+from profharness.record import Cell
+from profharness.worker.asker import Asker
+
+asker = Asker("cpu", collect("cpu"), True)
+HARMLESS = {"empty", "slice", "as_strided", "view", "expand", "transpose", "_fused_sdp_choice"}
+with torch.profiler.profile() as seen:
+    for config in expand_configs(
+        "2,4,16,20,{fp32,bf16},kv_heads=2,dropout={0,0.1},mask={none,bool,float_grad},"
+        "layout={strided_last,offset1,broadcast_batch,bshd},bwd,deterministic"
+    ):
+        assert asker.answer(Cell("c1", config, "auto")).error is None
+ops = {event.name.removeprefix("aten::") for event in seen.events() if "aten::" in event.name}
+assert "_fused_sdp_choice" in ops
+print(*(ops - HARMLESS))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Explanation]:
+    """All cases, asked in one process."""
+    heard: list[tuple[int, int, str]] = []
+    configs = [parse_config(text) for text in CASES]
+    found = ask(configs, device="cpu", progress=lambda *told: heard.append(told))
+    labels = [config.resolve("cpu").label for config in configs]
+    assert [each.config for each in found] == labels
+    assert heard == [(index, len(labels), each) for index, each in enumerate(labels, 1)]
+    return dict(zip(CASES, found, strict=True))
+
+
+def side(explanation: Explanation, backend: str) -> BackendAnswer:
+    return next(each for each in explanation.backends if each.backend == backend)
+
+
+@pytest.mark.parametrize("text", list(CASES))
+def test_all_reasons_are_told_and_the_first_is_pytorchs_own(
+    answers: dict[str, Explanation], text: str
+) -> None:
+    flash = side(answers[text], "flash")
+    assert [reason.code for reason in flash.reasons][:1] == CASES[text][:1]
+    assert {reason.code for reason in flash.reasons} == set(CASES[text])
+    assert flash.eligible is (not CASES[text])
+
+
+def test_a_reason_has_pytorchs_words_or_is_said_to_be_inferred(
+    answers: dict[str, Explanation],
+) -> None:
+    (text,) = [text for text in CASES if text.count("=") == 5]
+    by_code = {reason.code: reason for reason in side(answers[text], "flash").reasons}
+    assert by_code["dropout"].message == "Both fused kernels do not support non-zero dropout."
+    assert by_code["mask_grad"].source == "inferred"
+    assert "Query.stride(-1): 2" in by_code["last_dim_stride"].message
+    assert "Value.size(-1): 16" in by_code["head_dim"].message
+    assert {r.source for code, r in by_code.items() if code != "mask_grad"} == {"live"}
+
+
+def test_choice_order_and_surroundings(answers: dict[str, Explanation]) -> None:
+    for text in list(CASES)[:-1]:
+        answer = answers[text]
+        expected = "math" if CASES[text] else "flash"
+        assert (answer.choice, answer.predicted, answer.agree) == (expected, expected, True)
+        assert (answer.source, answer.error) == ("live", None)
+        assert answer.priority_order == ("flash", "math")
+        assert answer.environment["flags"]["flash"] is True
+        assert answer.environment["torch"].startswith("2.")
+        assert "cpu" not in answer.environment and "python" not in answer.environment
+        assert any("torch.compile" in caveat for caveat in answer.caveats)
+        assert not any("cuDNN" in caveat for caveat in answer.caveats)
+
+
+def test_backends_that_the_device_lacks_are_refused_and_nothing_is_pretended(
+    answers: dict[str, Explanation],
+) -> None:
+    answer = answers["1,4,16,32,dropout=0.1"]
+    for backend in ("efficient", "cudnn"):
+        told = side(answer, backend)
+        assert (told.eligible, told.advice) == (False, ())
+        assert [(reason.code, reason.source) for reason in told.reasons] == [
+            ("not_on_cuda", "inferred")
+        ]
+    assert side(answer, "math") == BackendAnswer("math", True)
+
+
+def test_advice_is_verified_by_asking_again(answers: dict[str, Explanation]) -> None:
+    (way,) = side(answers["1,4,16,32,head_dim_v=16"], "flash").advice
+    assert (way.config, way.verified, way.choice) == ("b1-h4-s16-d32-fp32", True, "flash")
+    assert "F.pad" in way.code
+    assert side(answers["1,4,16,32"], "flash").advice == ()
+
+
+def test_inputs_that_do_not_fit_are_an_error_and_the_rules_still_answer(
+    answers: dict[str, Explanation],
+) -> None:
+    answer = answers["65536,4096,16384,64,dropout=0.1"]
+    assert answer.error is not None
+    assert "do not fit into memory" in answer.error
+    assert (answer.choice, answer.agree, answer.predicted) == (None, None, "math")
+    assert {reason.source for reason in side(answer, "flash").reasons} == {"rule"}
+
+
+def random_config(rng: random.Random) -> Config:
+    heads = rng.choice([2, 4, 6])
+    head_dim = rng.choice([1, 8, 16, 33, 64])
+    value_dim = rng.choice([None, None, 8, 24])
+    return Config(
+        batch=rng.choice([1, 2, 3]),
+        num_heads=heads,
+        num_kv_heads=rng.choice([heads, heads, 1, 2]),
+        seq_len_q=rng.choice([1, 7, 64]),
+        seq_len_kv=rng.choice([1, 7, 64]),
+        head_dim=head_dim,
+        head_dim_v=None if value_dim == head_dim else value_dim,
+        dtype=rng.choice(["fp32", "bf16", "fp16"]),
+        causal=rng.random() < 0.4,
+        mask=rng.choice(["none", *MASKS]),
+        dropout=rng.choice([0.0, 0.0, 0.25]),
+        layout=rng.choice(LAYOUTS),
+        bwd=rng.random() < 0.4,
+        deterministic=rng.random() < 0.2,
+    )
+
+
+def test_reasons_found_live_are_those_found_by_rule() -> None:
+    rng = random.Random(20)
+    configs = [random_config(rng) for _ in range(200)]
+    answers = ask(configs, device="cpu", advice=False)
+    refused = 0
+    for config, answer in zip(configs, answers, strict=True):
+        environment = answer.environment | {"device_type": "cpu"}
+        rules = rule_oracle(machine_of(environment), "cpu", with_flags(environment))
+        expected = [blocker.reason for blocker in blockers(config, "flash", rules)]
+        flash = side(answer, "flash")
+        # the end of this text differs from release to release
+        got = [(each.code, each.message.split("Got Query.stride")[0]) for each in flash.reasons]
+        wanted = [(each.code, each.message.split("Got Query.stride")[0]) for each in expected]
+        assert got == wanted, config
+        assert answer.agree is True, config
+        refused += not flash.eligible
+    assert 50 < refused < 190
+
+
+@pytest.mark.parametrize(("how", "words"), [("abort", "SIGABRT"), ("hang", "no answer")])
+def test_a_config_that_ends_its_process_costs_only_itself(
+    how: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def argv(folder: Path, *, advice: bool) -> list[str]:  # noqa: ARG001 - the same call
+        return [sys.executable, "-c", DEADLY, str(folder), how]
+
+    monkeypatch.setattr(ask_module, "ask_argv", argv)
+    config = parse_config("1,2,8,16,dropout=0.5")
+    configs = [replace(config, batch=batch) for batch in (2, 3, 4)]
+    # time enough for the others, which take milliseconds
+    before, lost, after = ask(configs, device="cpu", timeout_s=3 if how == "hang" else 60)
+    assert (before.choice, before.error) == ("math", None)
+    assert (after.choice, after.error) == ("math", None)
+    assert lost.choice is None
+    assert words in str(lost.error)
+    assert [reason.code for reason in side(lost, "flash").reasons] == ["dropout"]
+
+
+def test_a_backend_that_is_switched_off_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def argv(folder: Path, *, advice: bool) -> list[str]:  # noqa: ARG001 - the same call
+        return [sys.executable, "-c", SWITCHED_OFF, str(folder)]
+
+    monkeypatch.setattr(ask_module, "ask_argv", argv)
+    (answer,) = ask([parse_config("1,2,8,16,dropout=0.5")], device="cpu")
+    assert (answer.choice, answer.predicted) == ("math", "math")
+    assert answer.environment["flags"]["flash"] is False
+    flash = side(answer, "flash")
+    assert [reason.code for reason in flash.reasons] == ["runtime_disabled"]
+    assert ["enable_flash_sdp(True)" in way.code for way in flash.advice] == [True]
+
+
+def doubts(environment: dict[str, Any], *backends: LiveBackend) -> str:
+    return " ".join(ask_module._doubts(environment, LiveAnswer("c1", "", backends=backends)))
+
+
+def test_what_casts_doubt_is_told_where_it_applies() -> None:
+    cuda = {"device_type": "cuda", "sdp_cudnn": True}
+    assert "legacy sdp_kernel" in doubts(cuda)
+    assert "set_priority=True" in doubts(cuda)
+    assert "legacy sdp_kernel" not in doubts(cuda | {"sdp_cudnn": False})
+    assert "FA3 is activated" in doubts(cuda | {"flash_attention_impl": "FA3"})
+    assert "activated" not in doubts(cuda | {"flash_attention_impl": None})
+    assert "can_use_flash_attention says no" in doubts(
+        cuda, LiveBackend("flash", True, can_use=False)
+    )
+    assert "differently" not in doubts(cuda, LiveBackend("flash", True, can_use=True))
+
+
+def test_no_configs_are_no_answers() -> None:
+    assert ask([]) == []
+
+
+def test_asking_launches_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", OPS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == []
+
+
+def test_the_program_ends_with_its_parent(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    plan = Plan((), Protocol(), (), gone.pid)
+    (tmp_path / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+    done = subprocess.run(ask_argv(tmp_path, advice=True), timeout=60)
+    assert done.returncode == 71
+
+
+TAP = r"""
+import os, json
+from profharness.worker.asker import StderrTap
+
+tap, texts = StderrTap(), []
+for _ in range(2):
+    with tap.into(texts):
+        os.write(2, b"[W1121 10:00:00.123 sdp_utils.cpp:98] Warning: cuDNN SDPA is not "
+                    b"deterministic. (function operator())\n")
+        os.write(2, b"Warning: head_dim should be a multiple of 8 (function check_cudnn_tensor_shapes)\n")
+        os.write(2, b"something else\n")
+print(json.dumps(texts))
+"""
+
+
+def test_what_cpp_writes_to_stderr_is_heard_and_the_rest_is_passed_on() -> None:
+    done = subprocess.run([sys.executable, "-c", TAP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = ["cuDNN SDPA is not deterministic.", "head_dim should be a multiple of 8"]
+    assert msgspec.json.decode(done.stdout) == told * 2
+    assert done.stderr.split() == ["something", "else"] * 2
+
+
+MACHINES: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"torch": "2.11.0+cu130", "torch_cuda": "13.0", "capability": "9.0", "cudnn": 91900},
+     ((2, 11, 0), (9, 0), 91900, 91900, None)),
+    ({"torch": "2.11.0a0+git123", "torch_cuda": "13.0"}, ((0, 0, 0), (0, 0), None, None, None)),
+    ({"torch": "2.10.0", "env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}},
+     ((2, 10, 0), (0, 0), None, None, False)),
+    ({"torch": "2.9.1", "env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}},
+     ((2, 9, 1), (0, 0), None, None, None)),
+    ({"torch": "2.9.1", "torch_cuda": "12.8", "env": {"TORCH_CUDNN_SDPA_PREFERRED": "0"}},
+     ((2, 9, 1), (0, 0), None, 90800, False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "expected"), MACHINES)
+def test_the_machine_that_an_environment_tells_of(
+    environment: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    found = machine_of(environment)
+    told = (found.torch, found.capability, found.cudnn, found.cudnn_compiled)
+    assert (*told, found.cudnn_preferred) == expected
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+def test_nothing_is_left_running(answers: dict[str, Explanation]) -> None:
+    assert answers
+    left = [
+        path
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if path.exists() and path.read_text().rsplit(")", 1)[1].split()[1] == str(os.getpid())
+    ]
+    assert left == []

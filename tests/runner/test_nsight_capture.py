@@ -1,0 +1,253 @@
+"""Captures under fake nsys and ncu, which run the real worker: argv, traces, problems, and that
+nothing is left running.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_tools import Behaviour, Scenario, install, invocations
+from nsys_make import Maker
+
+from profharness.config import expand_configs
+from profharness.errors import CaptureError
+from profharness.nsight.failures import NsightError
+from profharness.record import Cell, Protocol, Run, read_run
+from profharness.runner import CaptureOptions, capture, resume, supervise
+from profharness.runner.profilers import PROFILERS, open_session, require_tools
+from profharness.runner.sessions import Grace, NsysSession, Outcome
+from profharness.runner.supervise import run_cells
+
+QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=60.0, device="cpu")
+CONFIGS = expand_configs("1,2,{16,32},16")
+NO_IMPORTER = Behaviour(
+    stderr="Importer error status: The importer binary and its dependencies were not found.\n",
+    report="none",
+)
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for fake tools, first on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    for name in ("PROFHARNESS_NSYS", "PROFHARNESS_NCU"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> str:
+    """What the fake nsys exports: two calls of c0001 and one launch in each."""
+    maker = Maker()
+    maker.gpu()
+    for call in (1000, 9000):
+        maker.nvtx("profharness:c0001", call, call + 5000)
+        maker.launch(call + 100)
+    return str(maker.write(tmp_path / "prepared.sqlite"))
+
+
+def run_under(out: Path, *profilers: str) -> tuple[Path, Run]:
+    folder = capture(CONFIGS, ["math"], CaptureOptions(profilers, out, QUICK))
+    return folder, read_run(folder)
+
+
+def test_a_capture_under_nsys(tmp_path: Path, tools: Path, export: str) -> None:
+    log = install(tools, Scenario(export=Behaviour(report_file=export)))
+    folder, run = run_under(tmp_path / "runs", "nsys")
+    assert [(cell.status, cell.samples) for cell in run.cells] == [("ok", {}), ("ok", {})]
+    assert [(item.path, item.cells) for item in run.traces] == [
+        ("nsys-1.sqlite", ("c0001", "c0002"))
+    ]
+    assert not run.problems
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "nsys-1.nsys-rep",
+        "nsys-1.sqlite",
+        "run.json",
+    ]
+    profile = next(argv for argv in invocations(log) if argv[1] == "profile")
+    assert profile == [
+        *(str(tools / "nsys"), "profile", "--trace=cuda,nvtx", "--sample=none"),
+        *("--cpuctxsw=none", "--cuda-graph-trace=node", "--wait=primary"),
+        *("--force-overwrite=true", f"--output={folder / 'nsys-1.nsys-rep'}"),
+        *(sys.executable, "-P", "-m", "profharness.worker", str(folder)),
+    ]
+
+
+def test_three_profilers_share_the_cells(tmp_path: Path, tools: Path, export: str) -> None:
+    log = install(tools, Scenario(export=Behaviour(report_file=export)))
+    folder, run = run_under(tmp_path / "runs", "torch", "nsys", "ncu")
+    assert run.profilers == ("torch", "nsys", "ncu")
+    assert all(len(cell.samples["wall"]) == 5 for cell in run.cells)
+    assert [item.path for item in run.traces] == [
+        *("c0001.torch.json.gz", "c0002.torch.json.gz", "nsys-1.sqlite", "ncu-1.ncu-rep")
+    ]
+    argv = next(argv for argv in invocations(log) if argv[0].endswith("ncu") and "-o" in argv)
+    assert argv[-5:] == [sys.executable, "-P", "-m", "profharness.worker", str(folder)]
+    assert argv[argv.index("--clock-control") + 1] == "none"
+    assert argv[argv.index("-o") + 1] == str(folder / "ncu-1.ncu-rep")
+
+
+def test_a_refused_cell_is_not_tried_under_nsys(tmp_path: Path, tools: Path, export: str) -> None:
+    install(tools, Scenario(export=Behaviour(report_file=export)))
+    options = CaptureOptions(("torch", "nsys"), tmp_path / "runs", QUICK)
+    run = read_run(capture(CONFIGS[:1], ["math", "cudnn"], options))
+    assert [cell.status for cell in run.cells] == ["ok", "refused"]
+    assert run.traces[-1].cells == ("c0001",)
+
+
+def test_a_tool_that_fails_is_a_problem_and_resume_mends_it(
+    tmp_path: Path, tools: Path, export: str
+) -> None:
+    install(tools, Scenario(nsys=NO_IMPORTER))
+    folder, run = run_under(tmp_path / "runs", "torch", "nsys")
+    assert [cell.status for cell in run.cells] == ["ok", "ok"]
+    assert [item.profiler for item in run.traces] == ["torch", "torch"]
+    (problem,) = run.problems
+    assert problem.profiler == "nsys"
+    assert problem.code == "importer_missing"
+    assert problem.remedy
+    install(tools, Scenario(export=Behaviour(report_file=export)))
+    mended = read_run(resume(folder))
+    assert not mended.problems
+    assert mended.traces[-1].path == "nsys-1.sqlite"
+    assert mended.traces[-1].cells == ("c0001", "c0002")
+    assert mended.cells == run.cells
+
+
+def test_an_export_without_kernels_is_a_problem(tmp_path: Path, tools: Path) -> None:
+    empty = str(Maker().write(tmp_path / "empty.sqlite"))
+    install(tools, Scenario(export=Behaviour(report_file=empty)))
+    _, run = run_under(tmp_path / "runs", "nsys")
+    assert [problem.code for problem in run.problems] == ["no_cuda_events"]
+
+
+def test_ncu_without_permission_is_told_with_its_remedy(tmp_path: Path, tools: Path) -> None:
+    text = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters\n"
+    ncu = Behaviour(stdout=text + "==WARNING== No kernels were profiled.\n", report="none")
+    install(tools, Scenario(ncu=replace(ncu, returncode=1)))
+    _, run = run_under(tmp_path / "runs", "ncu")
+    (problem,) = run.problems
+    assert problem.code == "counters_forbidden"
+    assert "NVreg_RestrictProfilingToAdminUsers" in problem.remedy
+
+
+@pytest.mark.usefixtures("tools")
+def test_a_missing_tool_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(NsightError, match=r"nsys.*tool_missing"):
+        run_under(tmp_path / "runs", "torch", "nsys")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_line_keeps_the_rest_and_exits_1(tmp_path: Path, tools: Path) -> None:
+    install(tools, Scenario(nsys=NO_IMPORTER))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "profharness", "capture", "--config", "1,2,16,16"),
+            *("--backend", "math", "--profiler", "torch,nsys", "--device", "cpu"),
+            *("--out", str(tmp_path / "runs"), "--store", str(tmp_path / "s.db")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "1 cells: 1 ok" in done.stdout
+    assert "[importer_missing]" in done.stderr
+    assert "remedy:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+HANGING = """
+import runpy, sys, time
+import profharness.worker.cell as cell
+run_cell = cell.run_cell
+def hanging(job, bench, stage):
+    if job.config.seq_len_q == 16: time.sleep(3600)
+    return run_cell(job, bench, stage)
+cell.run_cell = hanging
+sys.argv = ["worker", sys.argv[1]]
+runpy.run_module("profharness.worker", run_name="__main__")
+"""
+
+
+def hang(folder: Path) -> list[str]:
+    return [sys.executable, "-c", HANGING, str(folder)]
+
+
+def workers(folder: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line, state = (path / "cmdline").read_bytes(), (path / "stat").read_text().split()[2]
+        except OSError:
+            continue
+        if str(folder).encode() in line and state != "Z":
+            found.append(int(path.name))
+    return found
+
+
+def run_in_session(folder: Path, grace: Grace) -> tuple[dict[str, str], list[Outcome]]:
+    """Both configs, the first of which hangs, under the fake nsys."""
+    folder.mkdir()
+    profiler = PROFILERS["nsys"]
+    found = require_tools([profiler])
+    ends: dict[str, str] = {}
+    outcomes: list[Outcome] = []
+
+    def session() -> NsysSession:
+        made = open_session(profiler, found, folder, QUICK)
+        assert isinstance(made, NsysSession)
+        made.grace = grace
+        return made
+
+    run_cells(
+        folder,
+        [Cell(f"c000{n}", config, "math") for n, config in enumerate(CONFIGS, start=1)],
+        replace(QUICK, timeout_s=8),
+        ("nsys",),
+        lambda entry: (
+            ends.update({entry.result.cell: entry.result.status}) if entry.result else None
+        ),
+        session,
+        outcomes.append,
+        hang,
+    )
+    return ends, outcomes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_cell_that_hangs_leaves_a_report_and_no_process(
+    tmp_path: Path, tools: Path, export: str
+) -> None:
+    install(tools, Scenario(export=Behaviour(report_file=export)))
+    ends, outcomes = run_in_session(tmp_path / "run", Grace())
+    assert ends == {"c0001": "timeout", "c0002": "ok"}
+    traces = [outcome.trace.path for outcome in outcomes if outcome.trace]
+    assert traces == ["nsys-1.sqlite", "nsys-2.sqlite"]
+    assert not workers(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_tool_that_ignores_every_signal_leaves_no_process(
+    tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "START_TIMEOUT_S", 5.0)
+    install(tools, Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none")))
+    ends, outcomes = run_in_session(tmp_path / "run", Grace(0.5, 0.5, 0.5))
+    assert ends == {"c0001": "timeout", "c0002": "ok"}
+    assert all(outcome.problem and not outcome.trace for outcome in outcomes)
+    assert not workers(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_tool_does_not_orphan_its_worker(tmp_path: Path, tools: Path) -> None:
+    install(tools, Scenario(nsys=Behaviour(kill_self=True)))
+    with pytest.raises(CaptureError, match="SIGKILL"):
+        run_in_session(tmp_path / "run", Grace())
+    assert not workers(tmp_path)

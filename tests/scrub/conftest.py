@@ -1,0 +1,25 @@
+"""Real exports of nsys from an H200, uncompressed once."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture(scope="session")
+def nsys(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The export of that name, as a file of its own."""
+    folder = tmp_path_factory.mktemp("nsys")
+
+    def unpack(name: str) -> Path:
+        path = folder / f"{name}.sqlite"
+        if not path.exists():
+            path.write_bytes(gzip.decompress((DATA / f"{name}.sqlite.gz").read_bytes()))
+        return path
+
+    return unpack

@@ -1,0 +1,327 @@
+"""What doctor finds of the profilers and their surroundings, with real files and processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from profharness.doctor import run_checks
+from profharness.doctor.profilers import (
+    check_importer,
+    check_ncu_driver,
+    check_tool,
+    find_importer,
+    missing_libraries,
+    ncu_reader,
+    packages_remedy,
+    parse_ldd,
+)
+from profharness.doctor.surroundings import (
+    check_counters,
+    check_dcgm,
+    check_injection,
+    check_sandbox,
+    check_tmpdir,
+    may_administer,
+    process_names,
+)
+from profharness.nsight.tools import Tool
+
+LDD = """\tlinux-vdso.so.1 (0x00007ffc)
+\tlibdw.so.1 => not found
+\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f)
+\tlibelf.so.1 => not found
+\tlibodd.so.9 => not found
+\tlibdw.so.1 => not found
+"""
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def program(path: Path) -> Path:
+    """A real executable with shared libraries."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile("/bin/sleep", path)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder that comes first on PATH, and no variable that matters."""
+    for name in ("PROFHARNESS_NSYS", "PROFHARNESS_NCU", "CUDA_INJECTION64_PATH", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "first"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def test_tools_are_found_with_their_versions(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(clean / "nsys", "echo NVIDIA Nsight Systems version 2025.3.1.90-25v0")
+    tool, check = check_tool("nsys")
+    assert tool == Tool("nsys", clean / "nsys", "2025.3.1.90", True)
+    assert (check.state, check.detail) == ("ok", "2025.3.1.90, on PATH")
+    other = script(clean / "elsewhere" / "ncu", "echo Version 2025.3.1.0")
+    monkeypatch.setenv("PROFHARNESS_NCU", str(other))
+    _, check = check_tool("ncu")
+    assert (check.state, check.detail) == ("ok", f"2025.3.1.0, not on PATH: {other}")
+
+
+def test_a_wrong_variable_and_a_broken_tool_are_warnings(
+    clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(clean / "nsys", "exit 127")
+    tool, check = check_tool("nsys")
+    assert tool is not None
+    assert (check.state, check.detail) == ("warning", "does not answer --version, on PATH")
+    assert str(clean / "nsys") in check.remedy
+    monkeypatch.setenv("PROFHARNESS_NSYS", str(clean / "no"))
+    tool, check = check_tool("nsys")
+    assert tool is None
+    assert check.state == "warning"
+    assert "PROFHARNESS_NSYS" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("nsys", "importer"),
+    [
+        ("n/target-linux-x64/nsys", "n/host-linux-x64/QdstrmImporter"),
+        ("n/bin/nsys", "n/host-linux-x64/QdstrmImporter"),
+        ("n/target-linux-sbsa-armv8/nsys", "n/host-linux-armv8/QdstrmImporter"),
+        ("n/nsys", "n/QdstrmImporter"),
+        ("n/nsys", "n/host-linux-x64/QdstrmImporter"),
+        (
+            "c/host/target-linux-x64/nsys",
+            "c/host/linux-desktop-glibc_2_11_3-x64/QdstrmImporter",
+        ),
+    ],
+)
+def test_the_importer_where_nsys_looks(nsys: str, importer: str, tmp_path: Path) -> None:
+    tool = program(tmp_path / nsys)
+    assert find_importer(tool) is None
+    expected = program(tmp_path / importer)
+    assert find_importer(tool) == expected
+    link = tmp_path / "link"
+    link.symlink_to(tool)
+    assert find_importer(link) == expected
+    check = check_importer(Tool("nsys", link, "2025.3.1", True))
+    assert (check.state, check.detail) == ("ok", str(expected))
+
+
+def test_the_importer_where_debian_puts_it_is_not_found(tmp_path: Path) -> None:
+    nsys = program(tmp_path / "usr/lib/x86_64-linux-gnu/nsight-systems/target-linux-x64/nsys")
+    program(tmp_path / "usr/lib/nsight-systems/host-linux-x64/QdstrmImporter")
+    tool = Tool("nsys", nsys, "2024.2.3", True)
+    check = check_importer(tool)
+    assert check.state == "warning"
+    folder = tmp_path / "usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64"
+    assert str(folder) in check.remedy
+    folder.symlink_to("../../nsight-systems/host-linux-x64")
+    assert check_importer(tool).state == "ok"
+
+
+def test_a_wrapper_tells_nothing_of_its_importer(tmp_path: Path) -> None:
+    nsys = script(tmp_path / "bin" / "nsys", "exec /elsewhere/nsys")
+    assert check_importer(Tool("nsys", nsys, "2025.3.1", True)).state == "absent"
+
+
+def test_a_missing_library_is_named_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nsys = program(tmp_path / "n/target-linux-x64/nsys")
+    program(tmp_path / "n/host-linux-x64/QdstrmImporter")
+    (tmp_path / "ldd.txt").write_text(LDD)
+    script(tmp_path / "bin" / "ldd", f"cat {tmp_path}/ldd.txt")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    check = check_importer(Tool("nsys", nsys, "2025.3.1", True))
+    assert check.state == "warning"
+    assert "lacks libdw.so.1, libelf.so.1, libodd.so.9" in check.detail
+    assert "install libdw1 libelf1 (" in check.remedy
+    assert "libodd.so.9" in check.remedy
+
+
+def test_ldd() -> None:
+    assert parse_ldd(LDD) == ["libdw.so.1", "libelf.so.1", "libodd.so.9"]
+    assert missing_libraries(Path("/bin/sleep")) == []
+    assert missing_libraries(Path("/no/such/file")) is None
+    assert packages_remedy(["libssh.so.4"]) == "install libssh-4 (names of Debian and Ubuntu)"
+
+
+@pytest.mark.parametrize(
+    ("ncu", "driver", "warns"),
+    [
+        ("2025.3.1.0", "580.65.06", False),
+        ("2025.3.1.0", "575.57.08", True),
+        ("2024.1.1.0", "550.54.14", False),
+        ("2024.1.1.0", "535.86", True),
+        ("2031.1.0", "535.86", False),
+        ("2025", "535.86", False),
+        ("2025.3.1.0", "unknown", False),
+        (None, "535.86", False),
+        ("2025.3.1.0", None, False),
+    ],
+)
+def test_ncu_and_driver(ncu: str | None, driver: str | None, warns: bool) -> None:
+    checks = check_ncu_driver(ncu, driver)
+    assert [check.state for check in checks] == (["warning"] if warns else [])
+    assert all("LibraryNotLoaded" in check.remedy for check in checks)
+
+
+def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
+    """In an interpreter without site-packages, where the package cannot be there."""
+    ncu = script(tmp_path / "c" / "ncu", "echo Version 2025.3.1.0")
+    (clean / "ncu").symlink_to(ncu)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from profharness.doctor.profilers import ncu_reader; print(ncu_reader().detail)"
+    )
+    root = str(Path(__file__).resolve().parents[1])
+
+    def detail() -> str:
+        argv = [sys.executable, "-ISc", code, root]
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert detail() == "not installed"
+    module = tmp_path / "c" / "extras" / "python" / "ncu_report.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    assert str(module) in detail()
+
+
+def test_the_reader_here_is_named() -> None:
+    check = ncu_reader()
+    assert check.name == "ncu-report"
+    assert check.state in ("ok", "absent")
+    assert bool(check.remedy) == (check.state == "absent")
+
+
+@pytest.mark.parametrize(
+    ("text", "privileged", "state"),
+    [
+        (None, True, "absent"),
+        ("RmProfilingAdminOnly: 0\n", False, "ok"),
+        ("RmProfilingAdminOnly: 1\n", True, "ok"),
+        ("RmProfilingAdminOnly: 1\n", False, "warning"),
+    ],
+)
+def test_counters(text: str | None, privileged: bool, state: str) -> None:
+    assert check_counters(text, privileged=privileged).state == state
+
+
+def test_who_may_administer(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nCapEff:\t000001ffffffffff\n")
+    assert may_administer(status)
+    status.write_text("Name:\tpython\nCapEff:\t00000000a80425fb\n")  # docker's root
+    assert not may_administer(status)
+    assert not may_administer(tmp_path / "no")
+
+
+def test_tmpdir(tmp_path: Path) -> None:
+    assert check_tmpdir(tmp_path).state == "ok"
+    assert check_tmpdir(tmp_path / "no").state == "warning"
+    (tmp_path / "nsight-compute-lock").touch()
+    assert check_tmpdir(tmp_path).state == "ok"  # a lock of one's own is fine
+
+
+@pytest.fixture
+def nobody() -> Iterator[Path]:
+    """A folder that others may enter, and no rights of root while the test runs."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        user = os.geteuid()
+        if user == 0:
+            os.chown(name, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            yield Path(name)
+        finally:
+            os.seteuid(user)
+
+
+def test_tmpdir_with_the_lock_of_another(nobody: Path) -> None:
+    lock = nobody / "nsight-compute-lock"
+    lock.touch(mode=0o444)
+    check = check_tmpdir(nobody)
+    assert check.state == "warning"
+    assert check.detail == f"{lock} belongs to another user"
+
+
+def test_tmpdir_that_cannot_be_written(nobody: Path) -> None:
+    assert check_tmpdir(nobody).state == "ok"
+    nobody.chmod(0o555)
+    assert check_tmpdir(nobody).state == "warning"
+
+
+def test_injection() -> None:
+    assert check_injection(None) == check_injection("") == []
+    assert "/x/lib.so" in check_injection("/x/lib.so")[0].detail
+
+
+def test_dcgm_by_its_real_process(tmp_path: Path) -> None:
+    process = subprocess.Popen([program(tmp_path / "nv-hostengine"), "60"])
+    try:
+        deadline = time.monotonic() + 10
+        while not (checks := check_dcgm(process_names())):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    assert "nv-hostengine" in checks[0].detail
+    assert "dcgmi profile --pause" in checks[0].remedy
+    assert check_dcgm(["bash", "not-nv-hostengine"]) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016\n", True),
+        ("Linux version 4.19.0-gvisor #1 SMP Sun Jan 10 15:06:54 PST 2016\n", True),
+        ("Linux version 4.4.0-210-generic (buildd@lgw01) #242-Ubuntu SMP Fri Apr 16 2021\n", False),
+        ("Linux version 6.1.0-18-amd64 (debian-kernel@lists.debian.org)\n", False),
+        (None, False),
+    ],
+)
+def test_sandbox(version: str | None, found: bool) -> None:
+    assert bool(check_sandbox(version)) == found
+
+
+def test_run_checks_without_a_worker(clean: Path, tmp_path: Path) -> None:
+    script(clean / "nsys", "echo NVIDIA Nsight Systems version 2025.3.1.90-25v0")
+    checks = run_checks(tmp_path / "store.db", lambda: "no worker starts")
+    states = {check.name: check.state for check in checks}
+    assert len(states) == len(checks)
+    assert states["torch"] == "missing"
+    assert states["nsys"] == states["Python"] == states["SQLite"] == states["store"] == "ok"
+    assert {"nsys importer", "ncu", "counters", "TMPDIR", "ncu-report"} <= set(states)
+    assert set(states.values()) <= {"ok", "warning", "missing", "absent"}
+    assert all(check.remedy for check in checks if check.state in ("warning", "missing"))
+    assert not (tmp_path / "store.db").exists()
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_command_prints_them_as_json(tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", "-m", "profharness", "doctor", "--format", "json"]
+    argv += ["--store", str(tmp_path / "store.db")]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, check=False)
+    document = json.loads(done.stdout)
+    assert document["schema"] == "profharness.doctor/1"
+    assert set(document["rows"][0]) == {"name", "state", "detail", "remedy"}
+    missing = any(row["state"] == "missing" for row in document["rows"])
+    assert done.returncode == int(missing)
