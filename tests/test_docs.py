@@ -25,7 +25,14 @@ from profharness.store import open_store
 from profharness.store.schema import VIEWS_1
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CHANGELOG.md", "docs/design.md", "docs/measuring.md", "docs/nsight.md", "docs/explain.md")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "docs/design.md",
+    "docs/measuring.md",
+    "docs/nsight.md",
+    "docs/explain.md",
+)
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

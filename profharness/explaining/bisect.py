@@ -14,6 +14,7 @@ from profharness.errors import UsageError
 from profharness.explaining.properties import number, numeric, put
 
 DEFAULT_ENDS = (1, 65_536)
+HEAD_DIM_ENDS = (1, 1024)  # no fused kernel takes more; beyond, only multiples of 8 tell
 ALL_OF = 256  # a range with no more values is asked whole
 NEAR_8 = 1024  # multiples of 8 with their neighbours are asked up to here
 RESTLESS = 128  # still turning within so many values before that end: asked to the end of the range
@@ -56,9 +57,9 @@ class Bisection:
 def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bisection]:
     """One bisection for each config that is left when the property is put aside.
 
-    The ends are the smallest and the largest value that the configs have, or 1 and 65,536 where
-    they have only one. Raises UsageError for a property that is no number, and for `seq` of
-    configs with unlike lengths.
+    The ends are the smallest and the largest value that the configs have; where they have only one,
+    1 and 65,536, or 1 and 1,024 of a head dimension. Raises UsageError for a property that is no
+    number, and for `seq` of configs with unlike lengths.
     """
     numeric(name)
     groups: dict[Config, list[Config]] = {}
@@ -70,7 +71,8 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
     found = []
     for group in groups.values():
         values = sorted({number(config, name) for config in group})
-        ends = (values[0], values[-1]) if len(values) > 1 else DEFAULT_ENDS
+        default = HEAD_DIM_ENDS if name.startswith("head_dim") else DEFAULT_ENDS
+        ends = (values[0], values[-1]) if len(values) > 1 else default
         # One that does not just follow, as kv_heads follows heads, keeps what is fixed.
         base = max(group, key=lambda c: (c.num_kv_heads != c.num_heads, c.head_dim_v is not None))
         found.append(bisect_one(base, name, ends, choose))

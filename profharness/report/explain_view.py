@@ -233,6 +233,7 @@ def _advice(backend: str, advice: Advice) -> list[Block]:
         parts.append(f"auto then runs {advice.choice}")
     if advice.gain is not None:
         much = advice.gain if advice.gain >= 1 else 1 / advice.gain
-        parts.append(f"measured {much:.2f}x {'faster' if advice.gain >= 1 else 'slower'}")
+        word = "faster" if advice.gain >= 1 else "slower"
+        parts.append(f"measured {much:.2f}x {word} (the call alone, not what prepares its inputs)")
     note = Note("; ".join(parts), f"for {backend}")
     return [note, Code(advice.code)] if advice.code else [note]
