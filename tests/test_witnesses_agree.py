@@ -11,13 +11,12 @@ import pytest
 from report.view_rows import cell, kernel
 
 from profharness.config import parse_config
-from profharness.dispatch import from_config, live
+from profharness.dispatch.told import is_told
 from profharness.record import Cell, Protocol, Run, read_run, write_run
 from profharness.report.agreement import disagreements, witnesses
 from profharness.report.kernels_view import kernels_document
 from profharness.rows import CellRow
 from profharness.store import Store, ingest_path, open_store
-from profharness.store.prediction import machine_of, params_of
 
 ROOT = Path(__file__).resolve().parents[1]
 H200 = ROOT / "traces" / "h200-torch2.11"
@@ -145,23 +144,8 @@ def test_a_release_whose_rules_are_not_known_has_no_prediction(tmp_path: Path) -
 )
 def test_an_environment_that_says_too_little_has_no_machine(missing: dict[str, str]) -> None:
     told = read_run(H200).environment
-    assert machine_of(told) is not None
-    assert machine_of(told | missing) is None
-
-
-def test_stored_and_live_answers_read_an_environment_alike() -> None:
-    """Two readers of the same keys: the store's is light, the live one serves the worker."""
-    told = read_run(H200).environment
-    back = {"env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}}
-    older = {"torch": "2.9.1+cu128", "env": {"TORCH_CUDNN_SDPA_PREFERRED": "0"}}
-    cpu = {"device_type": "cpu", "capability": None, "cudnn": None, "torch_cuda": None}
-    config = parse_config("2,8,512,64,fp16")
-    for changes in ({}, back, older, {"sdp_cudnn": False}, {"flash_attention_impl": "FA3"}, cpu):
-        environment = told | changes
-        device = str(environment["device_type"])
-        assert machine_of(environment) == live.machine_of(environment)
-        adjusted = live.with_flags(environment)(from_config(config, device))
-        assert params_of(config, environment) == adjusted
+    assert is_told(told)
+    assert not is_told(told | missing)
 
 
 def test_the_variable_that_puts_cudnn_back_counts(tmp_path: Path) -> None:

@@ -40,11 +40,12 @@ def _with_prediction(answer: Explanation) -> Explanation:
     """With what the rules say, where whoever answered left that out."""
     if answer.predicted is not None:
         return answer
-    from profharness.store.prediction import machine_of, predicted
+    from profharness.dispatch.told import is_told, machine_of
+    from profharness.store.prediction import predicted
 
-    machine = machine_of(answer.environment)
-    if machine is None:
+    if not is_told(answer.environment):
         return answer
+    machine = machine_of(answer.environment)
     said = predicted(parse_config(answer.config), "auto", answer.environment, machine)
     return replace(answer, predicted=said)
 

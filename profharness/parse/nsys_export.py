@@ -137,7 +137,8 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
             export = Export(shown, connection)
             _check_tables(export)
             yield export
-    except (sqlite3.Error, OverflowError) as error:
+    # sqlite3 cannot even word its error where a damaged schema is not UTF-8
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
         raise TraceFormatError(shown, f"damaged: {error}; {AGAIN}", expected=EXPECTED) from None
 
 

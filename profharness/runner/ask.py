@@ -13,13 +13,8 @@ import msgspec
 from profharness.config import Config
 from profharness.dispatch import BACKENDS, Prediction, from_config, hazards, predict
 from profharness.dispatch.advice import Advice as Way
-from profharness.dispatch.live import (
-    ANSWERS_FILE,
-    LiveAnswer,
-    LiveBackend,
-    machine_of,
-    with_flags,
-)
+from profharness.dispatch.live import ANSWERS_FILE, LiveAnswer, LiveBackend
+from profharness.dispatch.told import machine_of, with_flags
 from profharness.explanation import Advice, BackendAnswer, Explanation
 from profharness.record import Cell, JournalEntry, Protocol, Refusal
 from profharness.runner.supervise import run_cells

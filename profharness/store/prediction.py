@@ -10,61 +10,11 @@ from typing import TYPE_CHECKING, Any
 from profharness.config import Config, parse_config
 
 if TYPE_CHECKING:
-    from profharness.dispatch import AttentionParams, Machine
+    from profharness.dispatch import Machine
 
 FORCED = ("flash", "efficient", "cudnn", "math")
 ELIGIBLE = "eligible"
 REFUSED = "refused"
-_FLAGS = {name: f"sdp_{name}" for name in FORCED}
-_VARIABLES = (
-    # variable, value that puts cuDNN back, first release that reads it
-    ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1", (2, 10)),
-    ("TORCH_CUDNN_SDPA_PREFERRED", "0", (2, 9)),
-)
-
-
-def machine_of(environment: Mapping[str, Any]) -> Machine | None:
-    """The machine that a stored environment describes; None where it says too little, or where the
-    rules of its PyTorch release are not known.
-    """
-    device, torch = environment.get("device_type"), environment.get("torch")
-    if device not in ("cuda", "cpu") or not torch:
-        return None
-    from profharness.dispatch.machine import RELEASES, Machine, parse_release
-    from profharness.errors import UsageError
-
-    try:
-        release = parse_release(str(torch))
-        major, _, minor = str(environment.get("capability") or "0.0").partition(".")
-        capability = (int(major), int(minor))
-    except (UsageError, ValueError):
-        return None
-    wheel = RELEASES.get(release)
-    if wheel is None or (device == "cuda" and capability == (0, 0)):
-        return None
-    cuda = environment.get("torch_cuda")
-    return Machine(
-        torch=release,
-        capability=capability,
-        cudnn=environment.get("cudnn"),
-        cuda=cuda,
-        cudnn_compiled=wheel.cudnn_compiled if cuda == wheel.cuda else None,
-        cudnn_preferred=_preferred(environment.get("env") or {}, release),
-        cudnn_nested=(environment.get("env") or {}).get("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED")
-        == "1",
-    )
-
-
-def params_of(config: Config, environment: Mapping[str, Any]) -> AttentionParams:
-    """What the dispatcher saw of a config on `auto`: the runtime flags and the activated flash
-    implementation are the environment's.
-    """
-    from profharness.dispatch.params import FLASH_IMPLS, from_config
-
-    enabled = frozenset(name for name, flag in _FLAGS.items() if environment.get(flag) is not False)
-    impl = environment.get("flash_attention_impl")
-    params = from_config(config, str(environment.get("device_type")))
-    return replace(params, enabled=enabled, flash_impl=impl if impl in FLASH_IMPLS else "FA2")
 
 
 def predicted(
@@ -74,9 +24,11 @@ def predicted(
     or `none` where it raises; for a forced backend `eligible` or `refused`. None where they cannot
     tell, and for backends that PyTorch's dispatcher does not know.
     """
+    from profharness.dispatch.params import from_config
     from profharness.dispatch.predict import judge, predict
+    from profharness.dispatch.told import with_flags
 
-    params = params_of(config, environment)
+    params = with_flags(environment)(from_config(config, str(environment.get("device_type"))))
     if backend in FORCED:
         alone = replace(params, enabled=frozenset({backend}))
         eligible = judge(backend, alone, machine).eligible
@@ -100,7 +52,10 @@ class Predictions:
 
     def add(self, environment_id: int, environment: Mapping[str, Any]) -> None:
         """Make an environment known by its id."""
-        self._environments[environment_id] = (environment, machine_of(environment))
+        from profharness.dispatch.told import is_told, machine_of
+
+        machine = machine_of(environment) if is_told(environment) else None
+        self._environments[environment_id] = (environment, machine)
 
     def has(self, environment_id: int) -> bool:
         """Whether `add` has seen this id."""
@@ -117,12 +72,3 @@ class Predictions:
         if machine is None or backend not in (*FORCED, "auto", "all-disabled"):
             return None
         return predicted(parse_config(label), backend, environment, machine)
-
-
-def _preferred(variables: Mapping[str, str], release: tuple[int, ...]) -> bool | None:
-    """False where a variable that this release reads puts cuDNN back in the order."""
-    for name, value, since in _VARIABLES:
-        read = release >= since and (name != "TORCH_CUDNN_SDPA_PREFERRED" or release < (2, 10))
-        if read and variables.get(name) == value:
-            return False
-    return None

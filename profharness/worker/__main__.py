@@ -27,7 +27,7 @@ def main(folder: Path) -> NoReturn:
     process has to go on.
     """
     plan = msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
-    threading.Thread(target=_end_with, args=(plan.parent,), daemon=True).start()
+    threading.Thread(target=end_with, args=(plan.parent,), daemon=True).start()
     journal = os.open(folder / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(entry: JournalEntry) -> None:
@@ -52,12 +52,12 @@ def main(folder: Path) -> NoReturn:
             result = run_cell(cell, bench, stage)
         except DeadContextError as dead:
             write(JournalEntry("end", cell=cell.cell, result=dead.args[0]))
-            _leave(EXIT_DEAD_CONTEXT, wrapped=plan.wrapped)
+            leave(EXIT_DEAD_CONTEXT, wrapped=plan.wrapped)
         write(JournalEntry("end", cell=cell.cell, result=result))
-    _leave(0, wrapped=plan.wrapped)
+    leave(0, wrapped=plan.wrapped)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process when its parent has ended, however that went."""
     try:
         waiting = os.pidfd_open(parent)
@@ -79,7 +79,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _leave(code: int, *, wrapped: bool) -> NoReturn:
+def leave(code: int, *, wrapped: bool) -> NoReturn:
     """Everything is on disk: tearing torch and the CUDA context down would only take time. A
     program around this one needs it: what it injected writes its last records at exit.
     """

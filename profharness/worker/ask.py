@@ -17,7 +17,7 @@ import msgspec
 from profharness import environment
 from profharness.dispatch.live import ANSWERS_FILE
 from profharness.record import JOURNAL_FILE, PLAN_FILE, JournalEntry, Plan
-from profharness.worker.__main__ import _end_with, _leave
+from profharness.worker.__main__ import end_with, leave
 
 NO_ADVICE = "--no-advice"
 
@@ -25,7 +25,7 @@ NO_ADVICE = "--no-advice"
 def main(folder: Path, *, advice: bool) -> NoReturn:
     """Answer the plan's cells, one line of JSON each, and leave with 0."""
     plan = msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
-    threading.Thread(target=_end_with, args=(plan.parent,), daemon=True).start()
+    threading.Thread(target=end_with, args=(plan.parent,), daemon=True).start()
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     journal = os.open(folder / JOURNAL_FILE, flags, 0o644)
     answers = os.open(folder / ANSWERS_FILE, flags, 0o644)
@@ -47,7 +47,7 @@ def main(folder: Path, *, advice: bool) -> NoReturn:
         os.write(answers, msgspec.json.encode(asker.answer(cell)) + b"\n")
         done = replace(cell, config=cell.config.resolve(device), status="ok")
         write(JournalEntry("end", cell=cell.cell, result=done))
-    _leave(0, wrapped=plan.wrapped)
+    leave(0, wrapped=plan.wrapped)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from profharness import environment
 from profharness.config import Config
 from profharness.dispatch.advice import Advice, advise
-from profharness.dispatch.live import LiveAnswer, LiveBackend, machine_of, with_flags
+from profharness.dispatch.live import LiveAnswer, LiveBackend
 from profharness.dispatch.params import BACKENDS
 from profharness.dispatch.perturb import Answer, Oracle, Told, blockers, rule_oracle
 from profharness.dispatch.predict import CPU_ORDER
 from profharness.dispatch.reasons import clean, code, is_header
 from profharness.dispatch.rewrite import SDP_BACKENDS
+from profharness.dispatch.told import machine_of, with_flags
 from profharness.record import Cell
 from profharness.worker.inputs import DTYPES, Inputs, fused_choice
 from profharness.worker.refusal import HEADERS, heard_warnings, is_refusal

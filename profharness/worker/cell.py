@@ -73,6 +73,8 @@ def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
     heard: list[str] = []
     known: dict[str, Any] = {}
     torch.use_deterministic_algorithms(cell.config.deterministic)
+    # else deterministic mode fills every new tensor, by kernels that are not attention's
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         result = _measure(cell, bench, stage, heard, known)
     except Exception as error:

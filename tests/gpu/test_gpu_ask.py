@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from profharness.config import DTYPES, Config
-from profharness.dispatch.live import machine_of, with_flags
 from profharness.dispatch.perturb import blockers, rule_oracle
+from profharness.dispatch.told import machine_of, with_flags
 from profharness.explanation import Explanation
 from profharness.jobs import default_backends
 from profharness.runner.ask import ask

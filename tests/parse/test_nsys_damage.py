@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import sqlite3
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nsys_make import FLASH_CANONICAL, Maker, unpacked
+from nsys_make import DATA, FLASH_CANONICAL, Maker
 
 from profharness.errors import TraceFormatError
 from profharness.parse import open_trace
@@ -157,8 +158,9 @@ def test_temporary_files_go_with_close(export: Path) -> None:
 )
 @given(seed=st.integers(0, 1 << 30), data=st.binary(min_size=1, max_size=40))
 def test_any_damage_is_a_trace_or_a_format_error(
-    tmp_path_factory: pytest.TempPathFactory, whole: bytes, seed: int, data: bytes
+    tmp_path_factory: pytest.TempPathFactory, seed: int, data: bytes
 ) -> None:
+    whole = gzip.decompress((DATA / "nsys_h200.sqlite.gz").read_bytes())
     path = tmp_path_factory.mktemp("damage") / "t.sqlite"
     at = seed % (len(whole) - len(data))
     path.write_bytes(whole[:at] + data + whole[at + len(data) :])
@@ -173,9 +175,13 @@ def test_any_damage_is_a_trace_or_a_format_error(
     assert time.monotonic() - begun < 20
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return unpacked("nsys_h200.sqlite.gz", tmp_path_factory.mktemp("whole")).read_bytes()
+def test_a_schema_that_is_no_text_is_a_format_error(tmp_path: Path) -> None:
+    whole = gzip.decompress((DATA / "nsys_h200.sqlite.gz").read_bytes())
+    at = whole.index(b"CREATE TABLE")
+    path = tmp_path / "t.sqlite"
+    path.write_bytes(whole[: at + 3] + b"\xa7\xff" + whole[at + 5 :])
+    with pytest.raises(TraceFormatError, match="damaged"):
+        parse_nsys(path)
 
 
 REPORTER = """#!/bin/sh

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
-from profharness.dispatch.live import LiveAnswer, LiveBackend, machine_of, with_flags
+from profharness.dispatch.live import LiveAnswer, LiveBackend
 from profharness.dispatch.perturb import blockers, rule_oracle
+from profharness.dispatch.told import machine_of, with_flags
 from profharness.explanation import BackendAnswer, Explanation
 from profharness.record import PLAN_FILE, Plan, Protocol
 from profharness.runner import ask as ask_module

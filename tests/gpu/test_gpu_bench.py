@@ -1,0 +1,77 @@
+"""A bench on a real GPU: events, graphs and kernel times, each under its own name."""
+
+from __future__ import annotations
+
+import pytest
+
+from profharness.bench_plan import BenchPlan
+from profharness.benching import Benched, benched
+from profharness.config import expand_configs
+from profharness.jobs import bench_into_store, default_backends
+from profharness.record import Protocol
+from profharness.runner import CaptureOptions
+from profharness.store import open_store
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_backends() == default_backends("cpu"), reason="no NVIDIA GPU"),
+]
+
+SMALL = "b2-h8-s512-d64-fp16"
+LARGE = "b4-h16-s4096-d128-fp16"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Benched:
+    folder = tmp_path_factory.mktemp("bench")
+    configs = expand_configs("2,8,512,64") + expand_configs("4,16,4096,128")
+    options = CaptureOptions(
+        out=folder / "runs",
+        protocol=Protocol(10, 20, 0, 120.0, 42),
+        bench=BenchPlan(precision=0.02, max_time_s=5),
+    )
+    bench_into_store(configs, ["all", "naive"], folder / "store.db", options)
+    with open_store(folder / "store.db") as store:
+        return benched(store)
+
+
+def medians(found: Benched, config: str, backend: str) -> dict[str, float]:
+    return {
+        str(row.measurement): float(row.median_ns or 0)
+        for row in found.rows
+        if (row.config, row.backend) == (config, backend)
+    }
+
+
+def test_every_cell_has_event_graph_and_kernel_times(found: Benched) -> None:
+    assert {cell.status for cell in found.cells} <= {"ok", "refused"}
+    assert set(medians(found, SMALL, "flash")) == {"event", "graph", "kernel"}
+    assert not [cell.warnings for cell in found.cells if cell.warnings]
+
+
+def test_the_three_agree_where_the_kernel_is_long(found: Benched) -> None:
+    """A call of a millisecond hides its launch; what remains between the three is the cold L2."""
+    times = medians(found, LARGE, "flash")
+    assert times["event"] == pytest.approx(times["kernel"], rel=0.1)
+    assert times["graph"] == pytest.approx(times["kernel"], rel=0.1)
+
+
+def test_kernels_take_no_longer_than_the_call(found: Benched) -> None:
+    for backend in ("flash", "math"):
+        times = medians(found, SMALL, backend)
+        assert times["kernel"] < 1.1 * times["event"]
+        assert times["kernel"] < 1.1 * times["graph"]
+
+
+def test_clocks_were_read_all_along(found: Benched) -> None:
+    clocks = [cell.clocks for cell in found.cells if cell.status == "ok"]
+    assert all(each["sm_mhz_min"] <= each["sm_mhz"] <= each["sm_mhz_max"] for each in clocks)
+    assert sum(each["readings"] for each in clocks) > len(clocks)
+
+
+def test_rates_stay_below_the_peaks_or_are_doubted(found: Benched) -> None:
+    for row in found.rows:
+        if row.efficiency is not None and row.efficiency > 1:
+            assert any("%" in text for text in row.doubts)
+    large = [row for row in found.rows if row.config == LARGE and row.backend == "flash"]
+    assert all(row.efficiency is not None and 0.1 < row.efficiency < 1 for row in large)
