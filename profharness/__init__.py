@@ -7,6 +7,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _API = {
+    "bench": "profharness.api",
     "capture": "profharness.api",
     "cells": "profharness.api",
     "diff": "profharness.api",
@@ -17,6 +18,7 @@ _API = {
     "launches": "profharness.api",
     "query": "profharness.api",
     "runs": "profharness.api",
+    "verify": "profharness.api",
 }
 __all__ = [*_API, "__version__"]
 

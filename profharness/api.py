@@ -195,13 +195,113 @@ def explain(
     return frame
 
 
-def export(run: str, path: PathLike, *, store: PathLike | None = None, force: bool = False) -> int:
-    """Write a run as a Chrome trace (gzip if the name ends in .gz); the number of launches in it."""
+def verify(
+    configs: Configs,
+    backends: str | Sequence[str] = (),
+    *,
+    grad: bool = False,
+    cases: str | Sequence[str] = "standard",
+    store: PathLike | None = None,
+    out: PathLike = "traces/runs",
+    timeout_s: float = 120.0,
+    seed: int = 0,
+    device: str = "auto",
+) -> pd.DataFrame:
+    """Hold backends and implementations against an fp64 reference: one row per check, `passed`
+    False where one is wrong, None where it was skipped. Without backends, or for `all`, PyTorch's
+    own and what lies in kernels/. Raises UsageError, CaptureError when no worker starts.
+    """
+    from profharness.jobs import default_backends
+    from profharness.record import Protocol
+    from profharness.runner.verify import VerifyOptions
+    from profharness.store import to_frame
+    from profharness.verifying import every_backend, verify_into_store
+
+    protocol = Protocol(0, 0, 0, float(timeout_s), seed, device)
+    options = VerifyOptions(_names(cases), grad, Path(out), protocol)
+    names = every_backend(_names(backends), default_backends(device))
+    verified = verify_into_store(_configs(configs), names, _store(store), options)
+    return to_frame(list(verified.rows))
+
+
+def bench(
+    configs: Configs = None,
+    backends: str | Sequence[str] = (),
+    *,
+    run: str | None = None,
+    baseline: str | None = None,
+    dtypes: str | Sequence[str] = (),
+    measurements: str | Sequence[str] = (),
+    precision: float = 0.01,
+    max_time_s: float = 10.0,
+    iterations: int | None = None,
+    warmup: int = 10,
+    convention: str = "exact",
+    seed: int = 42,
+    timeout_s: float = 120.0,
+    device: str = "auto",
+    store: PathLike | None = None,
+    out: PathLike = "traces/runs",
+) -> pd.DataFrame:
+    """Time the backends of each config in turns: one row per cell and measurement, times in ns.
+
+    With run nothing is measured, and a stored run answers. The whole answer (winners, losses,
+    conclusions) is in the frame's `attrs["answer"]`. Raises UsageError for what cannot be meant,
+    CaptureError when no worker starts.
+    """
+    import dataclasses
+
+    import pandas as pd
+
+    from profharness.bench_plan import make_plan
+    from profharness.benching import BenchRow, benched
+    from profharness.benching.setup import bench_configs, read_baseline
+    from profharness.jobs import bench_into_store
+    from profharness.record import Protocol
+    from profharness.runner import CaptureOptions
+    from profharness.store import open_store
+
+    plan = make_plan(_names(measurements), precision, max_time_s, iterations)
+    against, path, asked = read_baseline(baseline), _store(store), _configs(configs)
+    if run is None:
+        wanted = bench_configs(asked, _names(dtypes), against)
+        protocol = Protocol(10, warmup, iterations or 0, float(timeout_s), seed, device)
+        options = CaptureOptions(out=Path(out), protocol=protocol, bench=plan)
+        run = bench_into_store(wanted, _names(backends), path, options).run.run
+    with open_store(path) as opened:
+        answer = benched(
+            opened,
+            run,
+            convention=convention,
+            baseline=against,
+            precision=precision,
+            rank_by=plan.measurements,
+        )
+    columns = [each.name for each in dataclasses.fields(BenchRow)]
+    frame = pd.DataFrame([dataclasses.asdict(row) for row in answer.rows], columns=columns)
+    frame.attrs["answer"] = answer
+    return frame
+
+
+def export(
+    run: str,
+    path: PathLike,
+    *,
+    profiler: str | None = None,
+    store: PathLike | None = None,
+    force: bool = False,
+) -> int:
+    """Write a run as a Chrome trace (gzip if the name ends in .gz); the number of launches in it.
+
+    profiler: whose part of the run; `all`: every one; None: the first of torch, nsys and ncu.
+    """
     from profharness.exports import write_run_file
     from profharness.store import open_store
 
     with open_store(_store(store)) as opened:
-        return write_run_file(opened, opened.resolve(run), Path(path), force=force)
+        return write_run_file(
+            opened, opened.resolve(run), Path(path), profiler=profiler, force=force
+        )
 
 
 def query(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profharness.backends import CPU_BACKENDS, DEFAULT_BACKENDS
+from profharness.bench_plan import BenchPlan
 from profharness.config import Config
 from profharness.errors import ProfharnessError
 from profharness.record import Run, read_run
@@ -46,6 +47,27 @@ def capture_into_store(
     with _opened_meanwhile(store):
         folder = capture(configs, chosen, options, progress)
     return _take_in(folder, store)
+
+
+def bench_into_store(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    store: Path,
+    options: CaptureOptions | None = None,
+    progress: Progress | None = None,
+) -> Captured:
+    """Time the backends of each config in turns and ingest the run; `all` among the backends stands
+    for the default ones of this machine's device. The kernel measurement brings traces with it.
+    """
+    options = options or CaptureOptions()
+    plan = options.bench or BenchPlan()
+    default = default_backends(options.protocol.device)
+    named = [
+        one for name in backends or ("all",) for one in (default if name == "all" else (name,))
+    ]
+    traced = "kernel" in plan.measurements and default == DEFAULT_BACKENDS
+    chosen = replace(options, bench=plan, profilers=("torch",) if traced else ("events",))
+    return capture_into_store(configs, list(dict.fromkeys(named)), store, chosen, progress)
 
 
 def resume_into_store(folder: Path, store: Path, progress: Progress | None = None) -> Captured:

@@ -38,13 +38,29 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Check:
+    """One comparison of a verified cell with the fp64 reference; see `VerificationRow` for the
+    fields.
+    """
+
+    what: str
+    passed: bool | None
+    message: str | None = None
+    error: float | None = None
+    allowance: float | None = None
+    relative_error: float | None = None
+    relative_allowance: float | None = None
+
+
+@dataclass(frozen=True)
 class Cell:
     """One config on one backend in one run, and what came of it.
 
     samples: measurement name (`event`, `graph`, `wall`) to raw nanoseconds, one number a call.
     choice is what PyTorch itself said it would choose (`_fused_sdp_choice`) for the inputs in the
     backend's own context. iterations counts the profiled calls. compile_ns is what loading and the
-    first call took, for backends besides PyTorch's own.
+    first call took, for backends besides PyTorch's own. A cell of `verify` names its case and the
+    label of the config that the case was derived from.
     """
 
     cell: str
@@ -61,6 +77,9 @@ class Cell:
     clocks: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     compile_ns: int | None = None
+    case: str | None = None
+    asked: str | None = None
+    checks: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True)

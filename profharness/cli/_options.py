@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from profharness.config import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
-FORMATS = ("table", "json", "csv", "md")
+FORMATS = ("table", "json", "jsonl", "csv", "md", "html")
 PROFILERS = ("torch", "nsys", "ncu")
 
 

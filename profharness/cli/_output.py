@@ -12,12 +12,16 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from profharness.files import atomic_file
+from profharness.files import atomic_file, check_output
 
 if TYPE_CHECKING:
+    from profharness.report.charts import Chart
     from profharness.report.document import Document
 
-SUFFIX_FORMATS = {".json": "json", ".csv": "csv", ".md": "md"}
+SUFFIX_FORMATS = {
+    **{f".{name}": name for name in ("json", "jsonl", "csv", "md", "html")},
+    ".htm": "html",
+}
 DEFAULT_WIDTH = 100
 
 
@@ -28,14 +32,22 @@ def hint(text: str) -> None:
 
 
 def emit(
-    document: Document, format_: str | None, output: Path | None = None, *, force: bool = False
+    document: Document,
+    format_: str | None,
+    output: Path | None = None,
+    *,
+    force: bool = False,
+    images: str = "svg",
 ) -> None:
     """Render the document to the file, else to stdout. Without a format, the file's suffix
-    decides, else `table`."""
+    decides, else `table`. images: what the charts beside a Markdown file are, `svg` or `png`."""
     from profharness.report.renderers import RENDERERS
 
     if format_ is None:
         format_ = SUFFIX_FORMATS.get(output.suffix.lower(), "table") if output else "table"
+    if format_ == "md" and output is not None:
+        _write_markdown(document, output, images, force=force)
+        return
     color = output is None and _wants_color()
     text = RENDERERS[format_](document, width=_width(), color=color)
     if output is not None:
@@ -46,6 +58,32 @@ def emit(
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8") if format_ == "table" else "utf-8"
     with quiet_stdout() as stream:
         stream.write(text.encode(encoding, "replace"))
+
+
+def _write_markdown(document: Document, output: Path, images: str, *, force: bool) -> None:
+    """The page and, beside it, a picture for each of its charts."""
+    from profharness.report.charts import Chart
+    from profharness.report.renderers import render_markdown
+
+    charts = [block for block in document.blocks if isinstance(block, Chart)]
+    paths = [
+        output.with_name(f"{output.stem}-{number}.{images}") for number in range(1, len(charts) + 1)
+    ]
+    for path in paths:
+        check_output(path, force=force)
+    for number, (path, chart) in enumerate(zip(paths, charts, strict=True), start=1):
+        content = _picture(chart, number, images)
+        with atomic_file(path, force=force) as file:
+            file.write(content)
+    with atomic_file(output, force=force) as file:
+        file.write(render_markdown(document, images=[path.name for path in paths]).encode())
+    hint(f"wrote {output}" + (f" and {len(paths)} charts beside it" if paths else ""))
+
+
+def _picture(chart: Chart, number: int, kind: str) -> bytes:
+    from profharness.report.chart_draw import draw_png, draw_svg
+
+    return draw_png(chart) if kind == "png" else draw_svg(chart, number, alone=True).encode()
 
 
 def _wants_color() -> bool:

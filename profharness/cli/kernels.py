@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 )
 @click.option("--full", is_flag=True, help="Whole kernel names.")
 @click.option(
+    "--steps",
+    is_flag=True,
+    help="Sum the kernels up by step (QK^T, softmax, PV, casts, launch gaps), with memory and "
+    "speed-up of the backends.",
+)
+@click.option(
     "--expect",
     multiple=True,
     metavar="NAME",
@@ -59,6 +65,7 @@ def command(
     profiler: tuple[str, ...],
     run: str | None,
     full: bool,
+    steps: bool,
     expect: tuple[str, ...],
     format_: str | None,
     output: Path | None,
@@ -82,7 +89,9 @@ def command(
     Examples:
       profharness kernels --config 2,8,512,64 --backend auto,math --format csv
       profharness kernels --config 2,8,512,64 --profiler all
+      profharness kernels --config 2,8,512,64 --steps
     """
+    from profharness.errors import UsageError
     from profharness.report.expect import check_expected_names
     from profharness.report.kernels_view import kernels_document
     from profharness.report.witness_view import witness_document
@@ -91,12 +100,19 @@ def command(
     wanted = PROFILERS if side_by_side else profiler
     expected = split_names(expect)
     check_expected_names(expected)
+    if steps and len(wanted) > 1:
+        raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
     check_output(output, force=force)
     configs = read_configs(config, configs_file)
-    rows, cells = _answer(store, run, configs, split_names(backend), wanted)
+    rows, cells = find_rows(store, run, configs, split_names(backend), wanted, by_op=steps)
     if not profiler:
         rows = _first_profiler(rows)
-    document = (witness_document if side_by_side else kernels_document)(rows, cells, full=full)
+    if steps:
+        from profharness.report.steps_view import steps_document
+
+        document = steps_document(rows, cells)
+    else:
+        document = (witness_document if side_by_side else kernels_document)(rows, cells, full=full)
     emit(document, format_, output, force=force)
     if format_ == "csv" or (format_ is None and output and output.suffix == ".csv"):
         _tell_without_kernels(cells)
@@ -119,25 +135,27 @@ def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
     return [row for row in rows if row.profiler == chosen[row.run]]
 
 
-def _answer(
+def find_rows(
     store: Path,
     run: str | None,
     configs: Sequence[Config],
     backends: tuple[str, ...],
     profilers: tuple[str, ...],
+    *,
+    by_op: bool = False,
 ) -> Answer:
     """The rows asked for; captures them where no run is named and the store does not have them."""
     from profharness.errors import NotFoundError
 
     try:
-        rows, cells = _stored(store, run, configs, backends, profilers)
+        rows, cells = _stored(store, run, configs, backends, profilers, by_op)
     except NotFoundError:
         if not configs or run is not None:
             raise
         rows, cells = [], []
     if not rows and not cells and configs and run is None:
         run = _capture(store, configs, backends, profilers)
-        rows, cells = _stored(store, run, configs, backends, profilers)
+        rows, cells = _stored(store, run, configs, backends, profilers, by_op)
     if not rows and not cells:
         raise NotFoundError(_nothing(run, configs, backends, profilers))
     return rows, cells
@@ -149,6 +167,7 @@ def _stored(
     configs: Sequence[Config],
     backends: tuple[str, ...],
     profilers: tuple[str, ...],
+    by_op: bool,
 ) -> Answer:
     from profharness.store import open_store
 
@@ -165,7 +184,11 @@ def _stored(
             run = store.resolve(run)
         chosen = backends or None
         rows = store.kernels(
-            run, configs=configs or None, backends=chosen, profilers=profilers or None
+            run,
+            configs=configs or None,
+            backends=chosen,
+            profilers=profilers or None,
+            by_op=by_op,
         )
         return rows, store.cells(run, configs=configs or None, backends=chosen)
 

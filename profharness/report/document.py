@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from profharness.report.charts import Chart
+
 MISSING = "-"  # shown for a value that a profiler cannot know
 
 
@@ -29,10 +31,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A line above what follows it; detail is set off from it."""
+    """A line above what follows it; detail is set off from it. level 2 opens a section, 3 a part
+    of one."""
 
     text: str
     detail: str = ""
+    level: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Code:
     text: str
 
 
-Block = Heading | Table | Note | Code
+Block = Heading | Table | Note | Code | Chart
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from profharness.report.charts import Chart
 from profharness.report.document import (
-    Block,
     Code,
     Column,
     Document,
@@ -21,6 +21,7 @@ from profharness.report.document import (
     formatted_rows,
     one_line,
 )
+from profharness.report.html import render_html
 from profharness.report.terminal import render_table
 
 TRIPLES = ("grid", "block")  # split into _x, _y, _z in a CSV, as the store's views do
@@ -55,6 +56,12 @@ def render_json(document: Document, *, width: int = 100, color: bool = False) ->
     ]
     parts += [f"{_dumps(str(key))}: {_dumps(value)}" for key, value in document.extra.items()]
     return "{" + ",\n".join(parts) + "}\n"
+
+
+def render_jsonl(document: Document, *, width: int = 100, color: bool = False) -> str:
+    """The records alone, one JSON object a line; what stands beside them is in `json` only."""
+    del width, color
+    return "".join(f"{_dumps(record)}\n" for record in document.records)
 
 
 def _dumps(value: Any) -> str:
@@ -104,24 +111,36 @@ def escape_markdown(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def render_markdown(document: Document, *, width: int = 100, color: bool = False) -> str:
-    """GitHub-flavoured Markdown: headings, pipe tables, notes as list items."""
+def render_markdown(
+    document: Document, *, width: int = 100, color: bool = False, images: Sequence[str] = ()
+) -> str:
+    """GitHub-flavoured Markdown: headings, pipe tables, notes as list items.
+
+    images: the address of a picture for each chart, in their order; without them charts are left
+    out.
+    """
     del width, color
+    left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
     for block in document.blocks:
-        text = _markdown_block(block)
+        text = _markdown_chart(block, left) if isinstance(block, Chart) else _markdown_block(block)
         follows_note = isinstance(block, Note) and parts[-1].startswith("- ")
         if follows_note:
             parts[-1] += "\n" + text
-        else:
+        elif text:
             parts.append(text)
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_block(block: Block) -> str:
+def _markdown_chart(chart: Chart, images: Iterator[str]) -> str:
+    image = next(images, None)
+    return f"![{escape_markdown(chart.title)}](<{image}>)" if image else ""
+
+
+def _markdown_block(block: Heading | Note | Code | Table) -> str:
     match block:
-        case Heading(text, detail):
-            return f"## {escape_markdown(text)}" + (
+        case Heading(text, detail, level):
+            return f"{'#' * level} {escape_markdown(text)}" + (
                 f" ({escape_markdown(detail)})" if detail else ""
             )
         case Note(text, label):
@@ -150,6 +169,8 @@ def _markdown_table(table: Table) -> str:
 RENDERERS: dict[str, Renderer] = {
     "table": render_table,
     "json": render_json,
+    "jsonl": render_jsonl,
     "csv": render_csv,
     "md": render_markdown,
+    "html": render_html,
 }

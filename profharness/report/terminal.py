@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from profharness.report.charts import Chart
 from profharness.report.document import (
     Block,
     Code,
@@ -47,6 +48,8 @@ def render_table(document: Document, *, width: int = 100, color: bool = False) -
     label_width = max((len(b.label) for b in document.blocks if isinstance(b, Note)), default=0)
     previous: Block | None = None
     for block in document.blocks:
+        if isinstance(block, Chart):
+            continue
         if isinstance(block, Heading):
             if previous is not None:
                 console.print()

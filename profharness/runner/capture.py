@@ -18,6 +18,7 @@ from profharness.backends import (
     read_sources,
     write_sources,
 )
+from profharness.bench_plan import BenchPlan, read_plan, write_plan
 from profharness.config import Config
 from profharness.errors import CaptureError, UsageError
 from profharness.nsight.tools import Tool
@@ -34,7 +35,7 @@ from profharness.record import (
 from profharness.runner.book import Book, Progress
 from profharness.runner.profilers import Profiler, find_profilers, open_session, require_tools
 from profharness.runner.sessions import Outcome
-from profharness.runner.supervise import LOG_FILE, run_cells
+from profharness.runner.supervise import LOG_FILE, run_cells, worker_argv
 
 START_REMEDY = (
     "`profharness doctor` shows what is missing; the worker's own words are in worker.log"
@@ -44,13 +45,14 @@ START_REMEDY = (
 @dataclass(frozen=True)
 class CaptureOptions:
     """What a capture is asked for besides configs and backends. out: the folder that run folders go
-    into.
+    into; bench: time the backends of each config in turns, as this plan says.
     """
 
     profilers: tuple[str, ...] = ("torch",)
     out: Path = Path("traces/runs")
     protocol: Protocol = field(default_factory=Protocol)
     note: str | None = None
+    bench: BenchPlan | None = None
 
 
 def capture(
@@ -86,6 +88,8 @@ def capture(
             f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
         ) from None
     write_sources(folder, find_backends(backends).values())
+    if options.bench is not None:
+        write_plan(folder, options.bench)
     return _carry_out(folder, run, tools, progress)
 
 
@@ -110,6 +114,12 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
     )
 
 
+def bench_argv(folder: Path) -> list[str]:
+    """The program that times in turns, called as the worker is."""
+    *start, _, last = worker_argv(folder)
+    return [*start, "profharness.worker.bench", last]
+
+
 def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progress | None) -> Path:
     book = Book(folder, run, progress)
     book.save()
@@ -118,7 +128,9 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
     try:
         if any(profiler.session is None for profiler in profilers):
             inside = tuple(item.name for item in profilers if item.session is None)
-            run_cells(folder, book.begin_pass(None), run.protocol, inside, hear)
+            command = bench_argv if read_plan(folder) is not None else worker_argv
+            todo = book.begin_pass(None)
+            run_cells(folder, todo, run.protocol, inside, hear, command=command)
         for profiler in profilers:
             if profiler.session is not None:
                 _wrapped_pass(book, profiler, tools, hear)

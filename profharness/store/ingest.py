@@ -24,6 +24,7 @@ from profharness.store.insert import Inserted, insert_trace, to_json
 from profharness.store.metrics import insert_metrics
 from profharness.store.schema import forget_run
 from profharness.store.telling import tell_cells, unmeasured
+from profharness.store.verifications import insert_verifications
 from profharness.trace import Device, LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
@@ -307,6 +308,7 @@ def _insert_cells(
             for ordinal, refusal in enumerate(cell.refusals)
         ),
     )
+    insert_verifications(connection, cells, ids)
     return ids
 
 

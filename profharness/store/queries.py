@@ -6,25 +6,30 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from profharness.config import Config
 from profharness.errors import NotFoundError
+from profharness.peaks import Peaks
 from profharness.record import Problem
 from profharness.rows import CellRow, KernelRow, RunRow
 from profharness.store.connection import connect, transaction
 from profharness.store.kernel_query import kernel_rows
+from profharness.store.peaks import insert_peaks, peaks_of
 from profharness.store.prediction import Predictions
 from profharness.store.reading import config_ids, in_list
 from profharness.store.schema import forget_run
+from profharness.store.verifications import verification_rows, wrong_backends
 from profharness.trace import Device
+from profharness.verification import VerificationRow
 
 FAILED = ("oom", "error", "crashed", "timeout")
 CANDIDATES_SHOWN = 8
 LATEST = "latest"
+NO_PROFILERS = "[]"
 
 
 class LaunchRow(NamedTuple):
@@ -125,7 +130,9 @@ class Store:
 
         Raises NotFoundError, naming candidates, when no run or more than one is meant.
         """
-        rows = self.connection.execute("SELECT run FROM runs ORDER BY created DESC, id DESC")
+        rows = self.connection.execute(
+            "SELECT run, profilers FROM runs ORDER BY created DESC, id DESC"
+        ).fetchall()
         names = [str(row[0]) for row in rows]
         if not names:
             raise NotFoundError(f"{self.path} holds no run; `profharness capture` makes one")
@@ -133,6 +140,8 @@ class Store:
             return ref
         back = _steps_back(ref)
         if back is not None:
+            # a run of `verify` has no profilers and nothing that anyone means by `latest`
+            names = [str(row[0]) for row in rows if row[1] != NO_PROFILERS] or names
             if back < len(names):
                 return names[back]
             raise NotFoundError(f"{ref}: the store holds only {len(names)} run(s): {_some(names)}")
@@ -174,7 +183,7 @@ class Store:
             return None
         rows = self.connection.execute(
             "SELECT r.run, c.config_id, c.backend FROM runs r JOIN cells c ON c.run_id = r.id "
-            "ORDER BY r.created DESC, r.id DESC"
+            f"WHERE r.profilers <> '{NO_PROFILERS}' ORDER BY r.created DESC, r.id DESC"
         )
         held: dict[str, set[tuple[int, str | None]]] = {}
         for name, config_id, backend in rows:
@@ -249,6 +258,27 @@ class Store:
         ).fetchone()
         data: dict[str, Any] = json.loads(row[0])
         return data
+
+    def peaks(self, run: str | None = None, source: str | None = None) -> Peaks | None:
+        """Peaks of the run's device: measured if the store has them, else from the data sheet;
+        source (`measured`, `data sheet`) asks for one of the two alone.
+        """
+        return peaks_of(self.connection, self.environment(run), source)
+
+    def add_peaks(self, peaks: Peaks, created: str, environment: Mapping[str, Any]) -> None:
+        """Keep measured peaks. Needs a store opened with write."""
+        with transaction(self.connection):
+            insert_peaks(self.connection, peaks, created, environment)
+
+    def verifications(self, run: str | None = None) -> list[VerificationRow]:
+        """The checks of a run of `verify` (None: the latest run), in its order."""
+        return verification_rows(self.connection, self.resolve(run or LATEST))
+
+    def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
+        """(config label, backend) of the run's cells that some check in this store, made on the
+        same device with the same torch and code, shows to be wrong; never rank these.
+        """
+        return wrong_backends(self.connection, self.resolve(run or LATEST))
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
         """What the profilers of a run failed to do, and what helps; empty for a foreign trace."""

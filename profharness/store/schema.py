@@ -8,8 +8,11 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
+from profharness.store.peaks import TABLES_5
+from profharness.store.verifications import TABLES_4
+
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 5
 MIGRATION_SET = "profharness"
 
 TABLES_1 = (
@@ -219,6 +222,8 @@ def migrate(connection: sqlite3.Connection) -> None:
     migrations(name="001_initial")(_initial)
     migrations(name="002_problems")(_problems)
     migrations(name="003_metrics")(_metrics)
+    migrations(name="004_verifications")(_verifications)
+    migrations(name="005_peaks")(_peaks)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -242,7 +247,7 @@ def forget_run(connection: sqlite3.Connection, run: str) -> bool:
         connection.execute(
             f"DELETE FROM {table} WHERE trace_id IN (SELECT id FROM traces WHERE run_id = ?)", found
         )
-    for table in ("samples", "refusals"):
+    for table in ("samples", "refusals", "verifications"):
         connection.execute(
             f"DELETE FROM {table} WHERE cell_id IN (SELECT id FROM cells WHERE run_id = ?)", found
         )
@@ -268,3 +273,13 @@ def _problems(db: Any) -> None:
 def _metrics(db: Any) -> None:
     for name, select in VIEWS_3.items():
         db.create_view(name, select, replace=True)
+
+
+def _verifications(db: Any) -> None:
+    for statement in TABLES_4:
+        db.execute(statement)
+
+
+def _peaks(db: Any) -> None:
+    for statement in TABLES_5:
+        db.execute(statement)

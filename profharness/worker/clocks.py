@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from statistics import median
 from typing import Any
 
 PERIOD_S = 0.05
+KEPT = 4096  # readings, more than three minutes
 
 
 class ClockReader:
@@ -17,6 +22,7 @@ class ClockReader:
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {}
+        self._kept: deque[tuple[float, dict[str, Any]]] = deque(maxlen=KEPT)
         threading.Thread(target=self._run, daemon=True).start()
 
     def __call__(self) -> dict[str, Any]:
@@ -25,6 +31,10 @@ class ClockReader:
         """
         return self._latest
 
+    def between(self, begin: float, end: float) -> list[dict[str, Any]]:
+        """The readings finished between two moments of `time.perf_counter`."""
+        return [reading for at, reading in tuple(self._kept) if begin <= at <= end]
+
     def _run(self) -> None:
         try:
             questions = _questions()
@@ -32,7 +42,22 @@ class ClockReader:
             return  # no NVML, no clocks: the cells go without
         while True:
             self._latest = _ask(questions)
+            self._kept.append((time.perf_counter(), self._latest))
             time.sleep(PERIOD_S)
+
+
+def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Many readings as one: the median of each value, with `_min` and `_max` beside it, and every
+    throttle reason that was ever set; nothing of none.
+    """
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for reading in readings for name in reading):
+        values = [reading[name] for reading in readings if name in reading]
+        if name == "throttle_reasons":
+            found[name] = reduce(or_, values)
+        else:
+            found |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    return found | {"readings": len(readings)} if found else {}
 
 
 def _questions() -> dict[str, Callable[[], Any]]:

@@ -59,22 +59,33 @@ def time_graph(call: Callable[[], Any], samples: int, expected_ns: int) -> list[
     """Each sample is a graph replay's time over the calls in it, L2 warm. Raises what the capture
     raises.
     """
+    return open_graph(call, expected_ns)(samples)
+
+
+def open_graph(call: Callable[[], Any], expected_ns: int) -> Callable[[int], list[int]]:
+    """A graph of the call, captured once and replayed once: it gives as many samples as it is asked
+    for, or as fit into BUDGET_S. Raises what the capture raises.
+    """
     calls = max(1, min(GRAPH_CALLS, GRAPH_NS // max(1, expected_ns)))
     graph = _captured(call, calls)
     graph.replay()
     torch.cuda.synchronize()
-    pairs = []
-    deadline = time.perf_counter() + BUDGET_S
-    for index in range(samples):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        pairs.append(start.elapsed_time(stop))
-        if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
-            break
-    return [round(milliseconds * 1e6 / calls) for milliseconds in pairs]
+
+    def replay(samples: int) -> list[int]:
+        pairs = []
+        deadline = time.perf_counter() + BUDGET_S
+        for index in range(samples):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            pairs.append(start.elapsed_time(stop))
+            if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
+                break
+        return [round(milliseconds * 1e6 / calls) for milliseconds in pairs]
+
+    return replay
 
 
 def _captured(call: Callable[[], Any], calls: int) -> Any:

@@ -1,0 +1,249 @@
+"""`profharness bench`: latency that can be believed, per config and backend."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from profharness.cli._options import (
+    FORMATS,
+    backend_option,
+    config_options,
+    read_configs,
+    split_names,
+    store_option,
+)
+from profharness.cli._output import emit, hint
+from profharness.errors import UsageError
+from profharness.files import atomic_file, check_output
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+    from profharness.jobs import Captured
+    from profharness.report.document import Document
+    from profharness.runner import CaptureOptions
+
+WARMUP = 10
+PROFILED_CALLS = 10
+FOLDER_FILES = {"json": "bench.json", "jsonl": "bench.jsonl", "csv": "bench.csv", "md": "bench.md"}
+ENVIRONMENT_FILE = "environment.json"
+
+
+@click.command()
+@config_options
+@backend_option
+@click.option(
+    "--dtype", multiple=True, metavar="NAME", help="fp16, bf16, fp32, for configs without."
+)
+@click.option(
+    "--measurement",
+    multiple=True,
+    metavar="NAME",
+    help="event, graph, kernel (default: all three); the first one ranks. A CPU has the wall clock.",
+)
+@click.option("--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="Calls.")
+@click.option("--iterations", type=click.IntRange(1), help="Exactly so many samples each.")
+@click.option(
+    "--precision",
+    default="1%",
+    show_default=True,
+    help="Sample until half the 95 % interval of the median is at most this part of it.",
+)
+@click.option(
+    "--max-time", default="10s", show_default=True, help="Time that sampling one cell may take."
+)
+@click.option("--baseline", metavar="CONFIG", help="What speed-ups are told against.")
+@click.option(
+    "--convention",
+    type=click.Choice(["exact", "flash-attention"]),
+    default="exact",
+    show_default=True,
+    help="How FLOPs are counted.",
+)
+@click.option("--explain", is_flag=True, help="Say every reason why a backend refused.")
+@click.option("--verify", is_flag=True, help="Check outputs; a wrong backend is not ranked.")
+@click.option("--raw", is_flag=True, help="Put the samples into JSON and CSV too.")
+@click.option("--seed", type=int, default=42, show_default=True, help="Of inputs and order.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0.1),
+    default=120,
+    show_default=True,
+    help="Seconds that one step of a cell may take.",
+)
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
+)
+@click.option("--run", metavar="RUN", help="Measure nothing: answer from a stored run.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="traces/runs",
+    show_default=True,
+    help="Where run folders go.",
+)
+@store_option
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(FORMATS),
+    help="How to print the result.  [default: by the name of -o, else table]",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A file, or a folder (out/) for all formats and the environment.",
+)
+@click.option("--force", is_flag=True, help="Overwrite the file or the files of -o.")
+def command(
+    config: tuple[str, ...],
+    configs_file: Path | None,
+    backend: tuple[str, ...],
+    dtype: tuple[str, ...],
+    measurement: tuple[str, ...],
+    warmup: int,
+    iterations: int | None,
+    precision: str,
+    max_time: str,
+    baseline: str | None,
+    convention: str,
+    explain: bool,
+    verify: bool,
+    raw: bool,
+    seed: int,
+    timeout_s: float,
+    device: str,
+    run: str | None,
+    out: Path,
+    store: Path,
+    format_: str | None,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Time backends on configs, side by side.
+
+    All backends of a config are made ready first and then sampled in turns, in an order drawn anew
+    each round, so that clocks and temperature hit all alike. event: CUDA events around one call,
+    L2 flushed before it, inputs rotated; graph: CUDA-graph replay; kernel: the kernels of a
+    profiled call. A cell that is refused, fails, crashes or hangs is a row that says why.
+
+    Without --backend, or with `all`, the default backends of the device are timed.
+
+    \b
+    Examples:
+      profharness bench --config 8,4,128,2048 --backend all,naive --explain
+      profharness bench --config '32,8,{128:2048:*2},64' --baseline 32,8,512,64
+      profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
+    """
+    from profharness.bench_plan import make_plan, parse_precision, parse_seconds
+    from profharness.benching import benched
+    from profharness.benching.setup import bench_configs, read_baseline
+    from profharness.record import Protocol
+    from profharness.report.bench_view import bench_document
+    from profharness.runner import CaptureOptions
+    from profharness.store import open_store
+
+    _check_output(output, force=force)
+    plan = make_plan(
+        split_names(measurement), parse_precision(precision), parse_seconds(max_time), iterations
+    )
+    against = read_baseline(baseline)
+    configs = read_configs(config, configs_file)
+    checked: tuple[str, ...] = ()
+    if run is None:
+        configs = bench_configs(configs, split_names(dtype), against)
+        protocol = Protocol(PROFILED_CALLS, warmup, iterations or 0, timeout_s, seed, device)
+        options = CaptureOptions(out=out, protocol=protocol, bench=plan)
+        captured = _measure(configs, split_names(backend), store, options)
+        run = captured.run.run
+        checked = (_verified(captured, store),) if verify else ()
+    elif verify:
+        raise UsageError("--verify measures; leave --run out, or use profharness verify")
+    with open_store(store) as opened:
+        answer = benched(
+            opened,
+            run,
+            convention=convention,
+            baseline=against,
+            precision=plan.precision,
+            rank_by=plan.measurements,
+            verifications=checked,
+        )
+    if format_ is None and output is not None and output.suffix == ".jsonl":
+        format_ = "jsonl"
+    document = bench_document(answer, explain=explain, raw=raw)
+    if output is not None and _is_folder(output):
+        _write_folder(document, output, answer.environment, force=force)
+        emit(document, "table")
+    else:
+        emit(document, format_, output, force=force)
+
+
+def _measure(
+    configs: list[Config], backends: tuple[str, ...], store: Path, options: CaptureOptions
+) -> Captured:
+    """The run; what its ingest warns of goes to stderr."""
+    from profharness.cli._progress import capture_progress
+    from profharness.jobs import bench_into_store
+
+    with capture_progress() as progress:
+        captured = bench_into_store(configs, backends, store, options, progress)
+    for result in captured.ingested:
+        for warning in result.warnings:
+            hint(f"warning: {warning}")
+    return captured
+
+
+def _verified(captured: Captured, store: Path) -> str:
+    """The run that checked the outputs of what was timed, on the configs as they are."""
+    from profharness.cli._progress import capture_progress
+    from profharness.runner.verify import VerifyOptions
+    from profharness.verification import NONE
+    from profharness.verifying import verify_into_store
+
+    cells = [cell for cell in captured.run.cells if cell.status == "ok"]
+    configs = list(dict.fromkeys(cell.config for cell in cells))
+    backends = list(dict.fromkeys(cell.backend for cell in cells))
+    protocol = replace(captured.run.protocol, iterations=0, warmup=0, samples=0)
+    options = VerifyOptions((NONE,), False, captured.folder.parent, protocol)
+    with capture_progress() as progress:
+        return verify_into_store(configs, backends, store, options, progress).run
+
+
+def _is_folder(output: Path) -> bool:
+    return output.is_dir() or not output.suffix
+
+
+def _check_output(output: Path | None, *, force: bool) -> None:
+    """Refuse before any work what could not be written at its end."""
+    if output is None or not _is_folder(output):
+        check_output(output, force=force)
+        return
+    for name in (*FOLDER_FILES.values(), ENVIRONMENT_FILE):
+        if (output / name).exists() and not force:
+            raise UsageError(f"{output / name}: already exists; --force overwrites it")
+
+
+def _write_folder(
+    document: Document, folder: Path, environment: dict[str, Any], *, force: bool
+) -> None:
+    """Every format and the environment, each file whole or not at all."""
+    from profharness.report.renderers import RENDERERS
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror}") from None
+    texts = {name: RENDERERS[kind](document) for kind, name in FOLDER_FILES.items()}
+    texts[ENVIRONMENT_FILE] = json.dumps(environment, indent=1, sort_keys=True) + "\n"
+    for name, text in texts.items():
+        with atomic_file(folder / name, force=force) as file:
+            file.write(text.encode())
+    hint(f"wrote {', '.join(texts)} in {folder}")

@@ -1,0 +1,67 @@
+
+(() => {
+  "use strict";
+  const root = document.documentElement;
+  const theme = document.getElementById("theme");
+  const wantsDark = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : wantsDark.matches);
+  const tell = () => {
+    theme.textContent = isDark() ? "Light" : "Dark";
+    theme.setAttribute("aria-pressed", String(isDark()));
+    theme.setAttribute("aria-label", `Switch to ${isDark() ? "light" : "dark"} colours`);
+  };
+  theme.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    tell();
+  });
+  wantsDark.addEventListener("change", tell);
+  tell();
+
+  const missing = (text) => text === "" || text === "-";
+  const compare = (a, b, sign) => {
+    const [x, y] = [a.dataset.v, b.dataset.v];
+    if (x !== undefined && y !== undefined) return sign * (Number(x) - Number(y));
+    const [s, t] = [a.textContent, b.textContent];
+    if (missing(s) !== missing(t)) return missing(s) ? 1 : -1; // what is not known comes last
+    return sign * s.localeCompare(t, "en", { numeric: true });
+  };
+  for (const table of document.querySelectorAll("table")) {
+    const body = table.tBodies[0];
+    const original = [...body.rows];
+    const heads = [...table.tHead.rows[0].cells];
+    heads.forEach((head, column) => {
+      head.firstElementChild.addEventListener("click", () => {
+        const now = head.getAttribute("aria-sort");
+        const next = now === null ? "ascending" : now === "ascending" ? "descending" : null;
+        heads.forEach((other) => other.removeAttribute("aria-sort"));
+        let rows = original;
+        if (next) {
+          head.setAttribute("aria-sort", next);
+          const sign = next === "ascending" ? 1 : -1;
+          rows = [...original].sort((a, b) => compare(a.cells[column], b.cells[column], sign));
+        }
+        body.append(...rows);
+      });
+    });
+  }
+  for (const input of document.querySelectorAll(".filter input")) {
+    const rows = [...document.getElementById(input.getAttribute("aria-controls")).tBodies[0].rows];
+    const output = input.closest(".filter").querySelector("output");
+    const texts = rows.map((row) => row.textContent.toLowerCase());
+    input.addEventListener("input", () => {
+      const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
+      rows.forEach((row, place) => {
+        row.hidden = !words.every((word) => texts[place].includes(word));
+        shown += row.hidden ? 0 : 1;
+      });
+      output.textContent = words.length ? `${shown} of ${rows.length} rows` : `${rows.length} rows`;
+    });
+    input.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        input.value = "";
+        input.dispatchEvent(new Event("input"));
+      }
+    });
+  }
+})();

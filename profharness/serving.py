@@ -1,0 +1,273 @@
+"""The store in a browser: Datasette, read-only, with ready queries and a report of each run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from html import escape
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from profharness.errors import MissingExtraError, NotFoundError, UsageError
+from profharness.report.charts import Chart
+from profharness.report.html import render_html
+from profharness.reporting import report_document
+from profharness.store import open_store
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DATABASE = "profharness"  # what the store is called in addresses, whatever its file is called
+MAX_RUNS = 30
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# name -> (title, what it answers, SQL over the store's views)
+QUERIES: dict[str, tuple[str, str, str]] = {
+    "slowest_kernels": (
+        "Slowest kernels",
+        "Kernels by the time that they take in a call, in µs.",
+        """SELECT run, config, backend, profiler, kernel_short, launches_per_call,
+            round(total_ns * launches_per_call / launches / 1000.0, 2) AS us_per_call,
+            round(duration_ns / 1000.0, 2) AS us_per_launch
+        FROM kernel_summary WHERE total_ns IS NOT NULL
+            AND (:backend = '' OR backend = :backend) ORDER BY us_per_call DESC LIMIT 200""",
+    ),
+    "cells_by_status": (
+        "Cells by status",
+        "How many cells of each run and backend ended in which status.",
+        """SELECT run, backend, status, count(*) AS cells FROM cell_summary
+        GROUP BY run, backend, status ORDER BY run DESC, backend, status""",
+    ),
+    "refusals_by_reason": (
+        "Refusals by reason",
+        "Why backends could not take a config, the most frequent reason first.",
+        """SELECT f.code, c.backend, count(DISTINCT c.id) AS cells, min(f.message) AS example
+        FROM refusals f JOIN cells c ON c.id = f.cell_id
+        GROUP BY f.code, c.backend ORDER BY cells DESC, f.code""",
+    ),
+    "metrics_of_a_kernel": (
+        "Metrics of a kernel",
+        "Hardware counters of the kernels whose name holds a text.",
+        """SELECT run, config, backend, kernel_short, metric, avg(value) AS mean, unit,
+            count(*) AS launches
+        FROM kernel_metrics WHERE kernel LIKE '%' || :kernel || '%'
+        GROUP BY run, config, backend, kernel, metric ORDER BY run DESC, kernel_short, metric
+        LIMIT 1000""",
+    ),
+    "latency": (
+        "Latency by config and backend",
+        "The median of each measurement in µs, without a profiler.",
+        """SELECT run, config, backend, status, round(graph_median_ns / 1000.0, 2) AS graph_us,
+            round(event_median_ns / 1000.0, 2) AS event_us,
+            round(wall_median_ns / 1000.0, 2) AS wall_us, peak_memory_bytes
+        FROM cell_summary ORDER BY run DESC, config, backend""",
+    ),
+    "regret": (
+        "Regret",
+        "What the choice of `auto` cost against the fastest backend of the same config and run.",
+        """WITH timed AS (
+            SELECT run, config, backend,
+                coalesce(graph_median_ns, event_median_ns, wall_median_ns) AS ns,
+                CASE WHEN graph_median_ns IS NOT NULL THEN 'graph'
+                    WHEN event_median_ns IS NOT NULL THEN 'event' ELSE 'wall' END AS measurement
+            FROM cell_summary s WHERE status = 'ok' {right}),
+        ranked AS (
+            SELECT *, row_number() OVER (
+                PARTITION BY run, config, measurement ORDER BY ns) AS place
+            FROM timed WHERE ns IS NOT NULL AND backend <> 'auto')
+        SELECT a.run, a.config, a.measurement, f.backend AS fastest,
+            round(a.ns / 1000.0, 2) AS auto_us, round(f.ns / 1000.0, 2) AS fastest_us,
+            round(a.ns * 1.0 / f.ns, 2) AS regret
+        FROM timed a JOIN ranked f ON f.run = a.run AND f.config = a.config
+            AND f.measurement = a.measurement AND f.place = 1
+        WHERE a.backend = 'auto' ORDER BY regret DESC""",
+    ),
+}
+# A cell that a verification found wrong is never the fastest.
+_RIGHT = """AND NOT EXISTS (
+    SELECT 1 FROM verifications v JOIN cells vc ON vc.id = v.cell_id
+        JOIN configs vf ON vf.id = vc.config_id
+    WHERE v.passed = 0 AND vf.label = s.config AND vc.backend = s.backend)"""
+
+
+def queries(path: Path) -> dict[str, dict[str, str]]:
+    """The ready queries as Datasette wants them, for the tables that this store has."""
+    with open_store(path) as store:
+        found = store.connection.execute(
+            "SELECT count(*) FROM sqlite_master WHERE name = 'verifications'"
+        ).fetchone()
+    right = _RIGHT if found[0] else ""
+    return {
+        name: {"title": title, "description": text, "sql": sql.replace("{right}", right)}
+        for name, (title, text, sql) in QUERIES.items()
+    }
+
+
+def serve(
+    path: Path, *, host: str = "127.0.0.1", port: int = 8001, told: Callable[[str], None]
+) -> None:
+    """Serve the store until interrupted; told gets the address as soon as it answers.
+
+    port 0 takes a free one. Raises NotFoundError without a store, MissingExtraError without the
+    extra `web`, UsageError for an address that cannot be had.
+    """
+    app = application(path, host)
+    import uvicorn
+
+    with _listen(host, port) as listener:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listener.getsockname()[1]}/"
+        config = uvicorn.Config(app, log_level="warning", lifespan="on", access_log=False)
+        server = uvicorn.Server(config)
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_run(server, listener, lambda: told(address)))
+
+
+async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.02)
+    if server.started:
+        started()
+    await task
+
+
+@contextlib.contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket, bound before anything is told, so that a taken port is an error here."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(64)
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"--host {host} --port {port}: cannot listen there: {error}; "
+                "take another --port, or --port 0 for any free one"
+            ) from None
+        yield listener
+
+
+def application(path: Path, host: str) -> App:
+    """The web application on a store. Raises NotFoundError, StoreError or MissingExtraError."""
+    try:
+        from datasette.app import Datasette
+    except ImportError:
+        raise MissingExtraError("`profharness serve`", "web") from None
+
+    from datasette import handle_exception
+
+    # With rich at hand Datasette prints pages of traceback to stdout for every mistyped query; the
+    # browser is told the reason anyway.
+    handle_exception.rich = None
+    ready = queries(path)
+    datasette = Datasette(
+        [],
+        metadata={
+            "title": "profharness",
+            "description_html": _front(path),
+            "databases": {DATABASE: {"queries": ready}},
+        },
+        settings={"allow_download": False, "sql_time_limit_ms": 10_000, "suggest_facets": False},
+    )
+    _add_store(datasette, path)
+    _add_routes(path)
+    app: App = datasette.app()
+    return _only_hosts(app, LOOPBACK) if host in LOOPBACK else app
+
+
+def _add_store(datasette: Any, path: Path) -> None:
+    """The store under a fixed name, read-only; its path may hold any sign."""
+    from datasette.database import Database
+
+    class StoreFile(Database):  # type: ignore[misc]
+        def connect(self, write: bool = False) -> sqlite3.Connection:
+            if write:
+                raise UsageError("the store is served read-only")
+            address = f"{path.absolute().as_uri()}?mode=ro"
+            connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            self._all_file_connections.append(connection)
+            return connection
+
+    database = StoreFile(datasette, path=str(path.absolute()), is_mutable=True)
+    datasette.add_database(database, name=DATABASE)
+
+
+def _front(path: Path) -> str:
+    """Links to the queries and to the reports of the newest runs."""
+    with open_store(path) as store:
+        runs = store.runs()
+    reports = "".join(
+        f'<li><a href="/-/report/{escape(row.run)}">{escape(row.run)}</a> '
+        f"{escape(row.created)} {escape(row.device or '')}</li>"
+        for row in runs[:MAX_RUNS]
+    )
+    asked = "".join(
+        f'<li><a href="/{DATABASE}/{name}">{escape(title)}</a>: {escape(text)}</li>'
+        for name, (title, text, _) in QUERIES.items()
+    )
+    return f"<h2>Questions</h2><ul>{asked}</ul><h2>Reports</h2><ul>{reports}</ul>"
+
+
+def _add_routes(path: Path) -> None:
+    """Teach Datasette `/-/report/RUN`."""
+    from datasette import hookimpl
+    from datasette.plugins import pm
+    from datasette.utils.asgi import Response
+
+    async def report(request: Any) -> Any:
+        run = request.url_vars["run"]
+        try:
+            return Response.html(await asyncio.to_thread(_report, path, run))
+        except NotFoundError as error:
+            return Response.text(str(error), status=404)
+
+    def register_routes() -> list[tuple[str, Any]]:
+        return [(r"^/-/report/(?P<run>[^/]+)$", report)]
+
+    plugin = ModuleType("profharness_reports")  # Datasette asks a plugin for its __name__
+    plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
+    if pm.has_plugin(plugin.__name__):
+        pm.unregister(name=plugin.__name__)
+    pm.register(plugin, name=plugin.__name__)
+
+
+def _report(path: Path, run: str) -> str:
+    """The page of one run, without charts where their extra is missing: the tables are what counts
+    here, and the page says so."""
+    from dataclasses import replace
+
+    from profharness.report.document import Note
+
+    with open_store(path) as store:
+        document = report_document(store, [run])
+    try:
+        return render_html(document)
+    except MissingExtraError as error:
+        kept = tuple(block for block in document.blocks if not isinstance(block, Chart))
+        return render_html(replace(document, blocks=(Note(str(error), level="warning"), *kept)))
+
+
+def _only_hosts(app: App, names: tuple[str, ...]) -> App:
+    """Answer only to a loopback name: a page elsewhere that points its own name at this machine
+    must not read the store through the reader's browser."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            asked = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            name = asked.rsplit(":", 1)[0].strip("[]") if not asked.endswith("]") else asked[1:-1]
+            if name not in names:
+                start = {"type": "http.response.start", "status": 421}
+                await send(start | {"headers": [(b"content-type", b"text/plain")]})
+                await send({"type": "http.response.body", "body": b"not a name of this machine\n"})
+                return
+        await app(scope, receive, send)
+
+    return guarded

@@ -1,0 +1,264 @@
+"""Holds what a backend returned against the reference, and finds words for a difference: where,
+how much, and which mistake would give just that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from profharness.config import Config
+from profharness.record import Check
+from profharness.worker.inputs import Inputs
+from profharness.worker.poison import OTHER_BYTE, poison_value
+from profharness.worker.reference import ORDERS, Attended, Variant, attend, default_scale
+
+FACTOR = 2.0  # times the error of eager attention in the same dtype, the worst of its orders
+FLOOR_ULPS = 2.0  # of the size of the terms: where eager happens to be exact
+NOT_ONE = 0.01  # a factor nearer to 1 is no mistake in a factor
+TILES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """reference in fp64; allowance by name: (largest difference, Frobenius norm of it)."""
+
+    reference: Attended
+    allowance: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Got:
+    """Results by name: first and second are of the same inputs on memory that held other
+    contents, earlier of the call before, on other inputs. A gradient may be None.
+
+    reused are results of the first call that a later call changed. no_gradient says why there can
+    be none, backward_error how they failed to come.
+    """
+
+    first: dict[str, Any]
+    second: dict[str, Any]
+    earlier: dict[str, Any]
+    reused: tuple[str, ...]
+    no_gradient: str | None = None
+    backward_error: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What both calls gave."""
+        return tuple(name for name in self.first if name in self.second)
+
+
+def expect(config: Config, inputs: Inputs) -> Expected:
+    """The reference for these inputs, and how far from it a right result may lie."""
+    reference = attend(config, inputs, torch.float64, sizes=True)
+    dtype = inputs.query.dtype
+    eagers = [attend(config, inputs, dtype, variant=Variant(order=order)) for order in ORDERS]
+    eps = torch.finfo(dtype).eps
+    allowance = {}
+    logsumexp = reference.sizes["score"][0] + math.log(config.seq_len_kv)
+    for name in reference.tensors:
+        largest, norm = reference.sizes[name]
+        offs = [_difference(eager.tensors[name], reference.tensors[name]) for eager in eagers]
+        # where eager itself overflows it tells nothing
+        offs = [torch.nan_to_num(off, nan=0.0, posinf=0.0, neginf=0.0) for off in offs]
+        floor = FLOOR_ULPS * eps
+        if name != "out":  # a fused backward pass keeps each row's logsumexp, rounded to fp32
+            floor += torch.finfo(torch.float32).eps * logsumexp
+        allowance[name] = (
+            FACTOR * max(float(off.abs().max()) for off in offs) + floor * largest,
+            FACTOR * max(float(off.norm()) for off in offs) + floor * norm,
+        )
+    return Expected(reference, allowance)
+
+
+def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expected) -> Check:
+    """The check of one result by name."""
+    first, second = got.first[name], got.second[name]
+    wanted, allowance = expected.reference.tensors[name], expected.allowance[name]
+    if first is None or second is None:
+        return Check(name, False, "no gradient came back (None)")
+    broken = _broken(first, wanted, inputs)
+    if broken:
+        return Check(name, False, broken)
+    errors = [_errors(each, wanted) for each in (first, second)]
+    worst = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
+    norm = float(torch.nan_to_num(wanted).norm())
+    check = Check(
+        name,
+        None,
+        None,
+        _finite(worst[0]),
+        allowance[0],
+        _finite(worst[1] / norm) if norm else None,
+        allowance[1] / norm if norm else None,
+    )
+    message = _fault(config, inputs, name, got, expected, errors)
+    note = None if message else _nondeterminism(first, second)
+    return Check(**{**check.__dict__, "passed": message is None, "message": message or note})
+
+
+def _broken(got: Any, wanted: Any, inputs: Inputs) -> str | None:
+    if got.shape != wanted.shape:
+        return f"has shape {list(got.shape)}; it must be {list(wanted.shape)}"
+    if got.dtype != inputs.query.dtype:
+        return f"is {got.dtype}; the inputs are {inputs.query.dtype}"
+    return None
+
+
+def _errors(got: Any, wanted: Any) -> tuple[float, float]:
+    off = _difference(got, wanted)
+    return float(off.abs().max()), float(off.norm())
+
+
+def _difference(got: Any, wanted: Any) -> Any:
+    """got - wanted in fp64; NaN or an infinity that is wanted and got is no difference."""
+    off = got.double() - wanted
+    same = (got.isnan() & wanted.isnan()) | (got.double() == wanted)
+    return off.masked_fill(same, 0.0)
+
+
+def _within(errors: tuple[float, float], allowance: tuple[float, float]) -> bool:
+    return errors[0] <= allowance[0] and errors[1] <= allowance[1]
+
+
+def _fault(
+    config: Config,
+    inputs: Inputs,
+    name: str,
+    got: Got,
+    expected: Expected,
+    errors: list[tuple[float, float]],
+) -> str | None:
+    """What is wrong with a result, or None."""
+    first, second = got.first[name], got.second[name]
+    wanted, allowance = expected.reference.tensors[name], expected.allowance[name]
+    unwritten = _unwritten(first, second, wanted)
+    if unwritten:
+        return unwritten
+    bad = [each for each, off in zip((first, second), errors, strict=True)
+           if not _within(off, allowance)]  # fmt: skip
+    if not bad:
+        if name in got.reused:
+            return "a later call changed what an earlier one returned: its buffer is shared"
+        return None
+    where = _where(bad[0], wanted, allowance)
+    if _identical(bad[0], got.earlier.get(name)) and not torch.equal(bad[0], wanted):
+        return f"is what the call before returned, for other inputs: state is kept; {where}"
+    if len(bad) == 1 or not _identical(first, second):
+        off = _errors(first, second.double())
+        if not _within(off, allowance):
+            return f"two calls on the same inputs differ by up to {off[0]:.3g}; {where}"
+    guess = _guess(config, inputs, name, bad[0], expected) if bad[0].isfinite().all() else None
+    return f"{where}; {guess}" if guess else where
+
+
+def _unwritten(first: Any, second: Any, wanted: Any) -> str | None:
+    """Elements that show what lay in memory before: NaN at first, then the other pattern."""
+    other = poison_value(OTHER_BYTE, first.dtype)
+    left = first.isnan() & ~wanted.isnan() & (second.double() == other)
+    count = int(left.sum())
+    if not count:
+        return None
+    place = _index(left.flatten().int().argmax(), left.shape)
+    return (
+        f"not written: {count} of {left.numel()} elements hold what lay in memory before, "
+        f"the first at {place}"
+    )
+
+
+def _where(got: Any, wanted: Any, allowance: tuple[float, float]) -> str:
+    """Where the largest difference is, what was expected there and how far beyond it lies."""
+    lost = (~got.isfinite()) & wanted.isfinite()
+    count = int(lost.sum())
+    if count:
+        flat = lost.flatten().int().argmax()
+        kind = "NaN" if bool(got.flatten()[flat].isnan()) else "infinite"
+        place, value = _index(flat, got.shape), float(wanted.flatten()[flat])
+        return (
+            f"{kind} at {place} where {value:.6g} is expected; "
+            f"{count} of {got.numel()} elements are not finite"
+        )
+    off = _difference(got, wanted)
+    flat = off.abs().flatten().argmax()
+    largest, norm = float(off.flatten()[flat].abs()), float(off.norm())
+    values = f"expected {float(wanted.flatten()[flat]):.6g}, got {float(got.flatten()[flat]):.6g}"
+    place = _index(flat, got.shape)
+    if largest > allowance[0]:
+        beyond = int((off.abs() > allowance[0]).sum())
+        return (
+            f"at {place} {values}: {_by(largest, allowance[0])}; "
+            f"{beyond} of {got.numel()} elements are beyond it"
+        )
+    return f"Frobenius norm of the difference {_by(norm, allowance[1])}, most at {place}: {values}"
+
+
+def _by(error: float, allowance: float) -> str:
+    times = f", {error / allowance:.3g} times" if allowance else ", beyond"
+    return f"off by {error:.3g}{times} the allowance of {allowance:.3g}"
+
+
+def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expected) -> str | None:
+    """The mistake that would give just this result, if one of the usual ones does."""
+    for text, variant in _mistakes(config):
+        tried = attend(config, inputs, torch.float64, variant=variant)
+        if _within(_errors(got, tried.tensors[name]), expected.allowance[name]):
+            return f"this is the result {text}"
+    wanted = torch.nan_to_num(expected.reference.tensors[name])
+    square = float((wanted * wanted).sum())
+    ratio = float((got.double() * wanted).sum()) / square if square else 0.0
+    near = abs(ratio - 1) > NOT_ONE and _within(
+        _errors(got, ratio * wanted), expected.allowance[name]
+    )
+    return f"it is {ratio:.4g} times what is expected: a factor is wrong" if near else None
+
+
+def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
+    scale, columns = default_scale(config), config.seq_len_kv
+    if scale != 1:
+        yield "without the scale (scale=1)", Variant(scale=1.0)
+    if config.scale is not None:
+        own = default_scale(Config(1, 1, 1, 1, 1, config.head_dim))
+        yield "with 1/sqrt(head_dim) in place of the given scale", Variant(scale=own)
+    yield "with the scale applied twice", Variant(scale=scale * scale)
+    if config.causal:
+        yield "without the causal mask", Variant(causal=False)
+        yield "with the causal mask one column too far right", Variant(diagonal=1)
+        yield "with the causal mask one column too far left", Variant(diagonal=-1)
+        if columns != config.seq_len_q:
+            text = "with the causal mask aligned to the last row and column, not the first"
+            yield text, Variant(diagonal=columns - config.seq_len_q)
+    else:
+        yield "with a causal mask that was not asked for", Variant(causal=True)
+    if 1 < config.num_kv_heads < config.num_heads:
+        text = "with query head h on key head h % Hkv, not h // (Hq / Hkv)"
+        yield text, Variant(interleaved=True)
+    kept = {columns - columns % tile: tile for tile in reversed(TILES)}
+    kept |= {columns - tile: tile for tile in reversed((1, *TILES))}
+    for keys in sorted(keys for keys in kept if 0 < keys < columns):
+        text = f"without the last {columns - keys} of {columns} keys"
+        yield text, Variant(keys=keys)
+
+
+def _nondeterminism(first: Any, second: Any) -> str | None:
+    """Said of a result that is right: two calls need not give the same bits."""
+    if _identical(first, second):
+        return None
+    largest = float((first.double() - second.double()).abs().nan_to_num().max())
+    return f"not deterministic: two calls on the same inputs differ by up to {largest:.3g}"
+
+
+def _identical(one: Any, other: Any) -> bool:
+    return other is not None and bool(torch.equal(one, other))
+
+
+def _index(flat: Any, shape: Any) -> str:
+    return str([int(each) for each in torch.unravel_index(torch.as_tensor(int(flat)), shape)])
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None

@@ -1,0 +1,368 @@
+"""Rows, doubts, regret and conclusions of benches whose samples are written by hand, through a real
+store, against figures reckoned by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profharness.benching import Benched, BenchRow, bench_rows, benched
+from profharness.benching.doubts import clock_doubts
+from profharness.benching.rows import with_regret, with_speedup
+from profharness.benching.setup import bench_configs
+from profharness.config import expand_configs, parse_config
+from profharness.errors import NotFoundError, UsageError
+from profharness.record import Cell, Protocol, Refusal, Run, write_run
+from profharness.report.bench_view import FIELDS, bench_document
+from profharness.report.renderers import RENDERERS
+from profharness.store import ingest_path, open_store
+
+# The config of the L4 autotune study with the highest bandwidth: Q, K, V and the output are 4 MiB
+# each, its FLOPs 4 * 32 * 8 * 128 * 128 * 64.
+STUDY = "32,8,128,64,fp16"
+STUDY_BYTES = 4 * 32 * 8 * 128 * 64 * 2
+STUDY_FLOPS = 4 * 32 * 8 * 128 * 128 * 64
+L4 = {"device_type": "cuda", "gpu": "NVIDIA L4", "torch": "2.8.0", "tf32": False}
+
+
+def steady(nanoseconds: int, count: int = 40) -> list[int]:
+    """Samples whose median is exact and whose spread is a fifth of a percent."""
+    return [nanoseconds + nanoseconds * offset // 1000 for offset in (-1, 0, 0, 1)] * (count // 4)
+
+
+def cell(config: str, backend: str, samples: Mapping[str, list[int]], **more: Any) -> Cell:
+    told: dict[str, Any] = {"status": "ok", "samples": dict(samples), **more}
+    return Cell(f"{config} {backend}", parse_config(config), backend, **told)
+
+
+def answer(
+    folder: Path, cells: Sequence[Cell], environment: Mapping[str, Any] = L4, **options: Any
+) -> Benched:
+    """The answer of a store that holds one run of these cells."""
+    named = tuple(
+        replace(each, cell=f"c{number:04d}") for number, each in enumerate(cells, start=1)
+    )
+    run = Run(
+        "20260101-000000-aaaa", "2026-01-01T00:00:00+00:00", ("events",), Protocol(), named,
+        dict(environment),
+    )  # fmt: skip
+    place = folder / run.run
+    place.mkdir()
+    write_run(place, run)
+    ingest_path(folder / "store.db", place)
+    with open_store(folder / "store.db") as store:
+        return benched(store, **options)
+
+
+def row_of(found: Benched, backend: str, config: str | None = None) -> BenchRow:
+    label = None if config is None else parse_config(config).label
+    (row,) = [
+        row
+        for row in found.ranking_rows()
+        if row.backend == backend and label in (None, row.config)
+    ]
+    return row
+
+
+def test_figures_are_those_reckoned_by_hand(tmp_path: Path) -> None:
+    found = answer(tmp_path, [cell(STUDY, "auto", {"event": steady(80_000)})])
+    row = row_of(found, "auto")
+    assert (row.median_ns, row.samples, row.measurement) == (80_000, 40, "event")
+    assert row.flops_per_s == pytest.approx(STUDY_FLOPS / 80e-6)
+    assert row.bytes_per_s == pytest.approx(STUDY_BYTES / 80e-6)
+    assert row.efficiency == pytest.approx(STUDY_BYTES / 300e9 / 80e-6)  # 55.9 us at 300 GB/s
+    assert row.against == "300 GB/s (data sheet)"
+    assert row.low_ns is not None and row.high_ns is not None
+    assert row.low_ns <= 80_000 <= row.high_ns
+    assert row.doubts == ()
+
+
+def test_a_compute_bound_config_is_held_against_the_matrix_rate(tmp_path: Path) -> None:
+    found = answer(tmp_path, [cell("1,8,4096,128,fp16", "auto", {"event": steady(1_000_000)})])
+    row = row_of(found, "auto")
+    flops = 4 * 8 * 4096 * 4096 * 128
+    assert row.against is not None and "TFLOP/s fp16 (data sheet)" in row.against
+    assert row.efficiency == pytest.approx(
+        flops / 1e-3 / (float(row.against.split()[0]) * 1e12), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("measurement", "reason"),
+    [("graph", "so this is not the rate of the memory"), ("event", "the output may stay there")],
+)
+def test_more_than_the_memory_can_is_explained_by_l2(
+    tmp_path: Path, measurement: str, reason: str
+) -> None:
+    found = answer(tmp_path, [cell(STUDY, "auto", {measurement: steady(40_000)})])
+    row = row_of(found, "auto")
+    (doubt,) = row.doubts
+    assert doubt.startswith("140% of the memory's 300 GB/s (data sheet)")
+    assert "working set of 16.0 MB fits in the L2 of 48 MB" in doubt
+    assert reason in doubt
+    text = RENDERERS["table"](bench_document(found), width=160)
+    assert "139.8!" in text and "[1]" in text
+    assert not [line for line in found.conclusions if line.startswith("most work")]
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [
+        # 64 MiB, of which 48 MiB can stay in L2: at best 4 times the memory's 223.7 us
+        (60_000, "a part of the working set of 64.0 MB can stay in the L2 of 48 MB"),
+        (50_000, "is so much larger than the L2 of 48 MB that this is no reason"),
+    ],
+)
+def test_a_working_set_beyond_l2_explains_only_its_part(
+    tmp_path: Path, nanoseconds: int, text: str
+) -> None:
+    cells = [cell("32,8,512,64,fp16", "auto", {"graph": steady(nanoseconds)})]
+    assert any(text in doubt for doubt in row_of(answer(tmp_path, cells), "auto").doubts)
+
+
+def test_no_peaks_no_efficiency(tmp_path: Path) -> None:
+    found = answer(
+        tmp_path,
+        [cell(STUDY, "auto", {"wall": steady(10_000)})],
+        {"device_type": "cpu", "cpu": "some CPU", "torch": "2.8.0"},
+    )
+    row = row_of(found, "auto")
+    assert (row.efficiency, row.against, row.doubts) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("clocks", "text"),
+    [
+        ({"sm_mhz_min": 1700, "sm_mhz_max": 1980}, "moved between 1700 and 1980 MHz"),
+        ({"throttle_reasons": 0x4}, "power limit"),
+        ({"throttle_reasons": 0x20}, "temperature (software"),
+        ({"throttle_reasons": 0x48}, "a hardware slowdown and temperature (hardware"),
+    ],
+)
+def test_clocks_make_a_cell_doubtful(tmp_path: Path, clocks: dict[str, Any], text: str) -> None:
+    found = answer(tmp_path, [cell(STUDY, "auto", {"event": steady(80_000)}, clocks=clocks)])
+    (doubt,) = row_of(found, "auto").doubts
+    assert text in doubt
+    assert text in RENDERERS["md"](bench_document(found)).replace("\\", "")
+
+
+def test_steady_clocks_and_an_idle_gpu_are_no_doubt() -> None:
+    assert clock_doubts({"sm_mhz_min": 1900, "sm_mhz_max": 1980, "throttle_reasons": 0x1}) == ()
+    assert clock_doubts({}) == ()
+
+
+def test_two_modes_a_wide_interval_and_few_samples_are_doubts(tmp_path: Path) -> None:
+    two = [80_000] * 15 + [120_000] * 15
+    found = answer(
+        tmp_path,
+        [
+            cell(STUDY, "auto", {"event": two}),
+            cell(STUDY, "math", {"event": [80_000, 81_000, 82_000]}),
+        ],
+    )
+    assert any("two modes" in text for text in row_of(found, "auto").doubts)
+    assert any("asked for: ±1.0%" in text for text in row_of(found, "auto").doubts)
+    assert row_of(found, "math").doubts == ("only 3 samples",)
+
+
+def test_speed_up_against_naive_else_math(tmp_path: Path) -> None:
+    found = answer(
+        tmp_path,
+        [
+            cell("1,1,16,64,fp16", "auto", {"event": steady(369_000)}),
+            cell("1,1,16,64,fp16", "naive", {"event": steady(84_000)}),
+            cell("1,1,16,64,fp16", "math", {"event": steady(127_000)}),
+            cell("2,1,16,64,fp16", "auto", {"event": steady(100_000)}),
+            cell("2,1,16,64,fp16", "math", {"event": steady(200_000)}),
+        ],
+    )
+    first = row_of(found, "auto", "1,1,16,64,fp16")
+    assert (first.baseline, first.speedup) == ("naive", pytest.approx(84 / 369))
+    assert first.regret == pytest.approx(369 / 84 - 1)
+    second = row_of(found, "auto", "2,1,16,64,fp16")
+    assert (second.baseline, second.speedup) == ("math", pytest.approx(2.0))
+    assert any("auto is 4.39x slower than naive" in text for text in found.conclusions)
+
+
+def test_speed_up_against_a_baseline_config_of_the_same_dtype(tmp_path: Path) -> None:
+    cells = [
+        cell(f"32,8,{length},64,{dtype}", backend, {"event": steady(time)})
+        for dtype, length, backend, time in (
+            ("fp16", 512, "auto", 320_000),
+            ("fp16", 512, "math", 2_868_000),
+            ("fp16", 128, "auto", 64_000),
+            ("bf16", 512, "auto", 300_000),
+            ("bf16", 128, "auto", 60_000),
+        )
+    ]
+    (baseline,) = expand_configs("32,8,512,64")
+    found = answer(tmp_path, cells, baseline=baseline)
+    rows = {
+        (row.config.split("-")[-1], row.config.split("-")[2], row.backend): row
+        for row in found.rows
+    }
+    assert rows["fp16", "s128", "auto"].speedup == pytest.approx(5.0)
+    assert rows["bf16", "s128", "auto"].speedup == pytest.approx(5.0)
+    assert rows["fp16", "s512", "math"].speedup == pytest.approx(320 / 2868)
+    assert rows["fp16", "s512", "auto"].baseline == "b32-h8-s512-d64-fp16 auto"
+    assert any("ratios of latencies" in text for text in found.conclusions)
+
+
+def test_a_baseline_that_was_not_timed_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no cell of the baseline b1-h1-s8-d8"):
+        answer(
+            tmp_path,
+            [cell(STUDY, "auto", {"event": steady(1000)})],
+            baseline=parse_config("1,1,8,8"),
+        )
+
+
+def regretful() -> list[Cell]:
+    return [
+        cell("1,1,512,64,fp16", "auto", {"event": steady(100_000)}, choice="flash"),
+        cell("1,1,512,64,fp16", "flash", {"event": steady(100_000)}),
+        cell("1,1,512,64,fp16", "cudnn", {"event": steady(80_000)}),
+        cell("1,1,128,64,fp16", "auto", {"event": steady(369_000)}, choice="efficient"),
+        cell("1,1,128,64,fp16", "math", {"event": steady(127_000)}),
+        cell("1,1,64,64,fp16", "auto", {"event": steady(50_000)}, choice="flash"),
+        cell("1,1,64,64,fp16", "flash", {"event": steady(50_100)}),
+        cell("1,1,32,64,fp16", "auto", {"event": steady(60_000)}, choice="flash"),
+        cell("1,1,32,64,fp16", "flash", {"event": steady(50_000)}),
+    ]
+
+
+def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
+    found = answer(tmp_path, regretful())
+    told = [(each.config, each.best, round(each.regret, 3), each.real) for each in found.losses]
+    assert told == [
+        ("b1-h1-s128-d64-fp16", "math", 1.906, True),
+        ("b1-h1-s512-d64-fp16", "cudnn", 0.25, True),
+        ("b1-h1-s32-d64-fp16", "flash", 0.2, False),  # auto took it: one backend, timed twice
+        ("b1-h1-s64-d64-fp16", "flash", 0.0, False),
+    ]
+    assert "SDPBackend.MATH" in found.losses[0].code
+    assert any(
+        "2 of 4 config(s); most on b1-h1-s128-d64-fp16" in text for text in found.conclusions
+    )
+    winners = {each.config: (each.backend, each.ties) for each in found.winners}
+    assert winners["b1-h1-s512-d64-fp16"] == ("cudnn", ())
+    assert winners["b1-h1-s64-d64-fp16"] == ("auto", ("flash",))
+
+
+def test_all_disabled_is_no_backend_to_choose(tmp_path: Path) -> None:
+    cells = [
+        cell("1,1,64,64,fp16", name, {"event": steady(time)})
+        for name, time in (("auto", 60_000), ("all-disabled", 40_000), ("cudnn", 50_000))
+    ]
+    found = answer(tmp_path, cells)
+    assert [each.backend for each in found.winners] == ["cudnn"]
+    assert [(each.best, each.regret) for each in found.losses] == [("cudnn", pytest.approx(0.2))]
+
+
+def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:
+    wide = [80_000 + 800 * step for step in range(-10, 11)]
+    cells = [cell(STUDY, name, {"event": wide}) for name in ("auto", "flash", "math")]
+    text = RENDERERS["table"](bench_document(answer(tmp_path, cells)), width=160)
+    assert text.count("[~]") == 4  # each line, and the note
+    assert "wider than ±1.0%" in text and "[1]" not in text
+
+
+def test_codes_of_winners_run() -> None:
+    import torch
+
+    from profharness.benching.answer import selecting
+
+    row = BenchRow("r", "b1-h2-s8-d8-fp32-causal", "math", "ok", None)
+    q, k, v = torch.randn(3, 1, 2, 8, 8)
+    names: dict[str, Any] = {"q": q, "k": k, "v": v}
+    exec(selecting(row), names)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(names["out"], expected, atol=1e-5)
+
+
+def test_what_is_wrong_is_shown_and_never_ranked() -> None:
+    right = BenchRow("r", "b1-h1-s8-d8-fp16", "math", "ok", None, "event", 9, 100.0)
+    wrong = replace(right, backend="mine.py", median_ns=10.0, verified=False)
+    rows = with_regret(with_speedup([right, wrong]))
+    assert (rows[0].regret, rows[0].speedup) == (0, 1)
+    assert (rows[1].regret, rows[1].speedup, rows[1].median_ns) == (None, None, 10.0)
+
+
+def test_failed_cells_are_rows_that_say_why(tmp_path: Path) -> None:
+    refused = cell(
+        STUDY, "flash", {}, status="refused", message="head_dim",
+        refusals=(Refusal("head_dim", "up to 256"), Refusal("dtype", "half only")),
+    )  # fmt: skip
+    broken = cell(STUDY, "mine.py", {}, status="error", message="undefined symbol: _ZN8flash")
+    found = answer(tmp_path, [cell(STUDY, "auto", {"event": steady(80_000)}), refused, broken])
+    assert [(row.backend, row.status) for row in found.rows] == [
+        ("auto", "ok"), ("flash", "refused"), ("mine.py", "error"),
+    ]  # fmt: skip
+    short = RENDERERS["md"](bench_document(found))
+    assert "undefined symbol" in short and "up to 256" not in short
+    full = RENDERERS["md"](bench_document(found, explain=True))
+    assert "up to 256 \\[head_dim\\]" in full and "half only \\[dtype\\]" in full
+
+
+def test_records_have_the_rows_keys_and_raw_adds_samples(tmp_path: Path) -> None:
+    found = answer(
+        tmp_path, [cell(STUDY, "auto", {"event": steady(80_000), "graph": steady(70_000)})]
+    )
+    assert tuple(each.name for each in fields(BenchRow)) == FIELDS
+    told = json.loads(RENDERERS["json"](bench_document(found, raw=True)))
+    assert told["schema"] == "profharness.bench/1"
+    assert [row["measurement"] for row in told["rows"]] == ["event", "graph"]
+    assert told["rows"][1]["samples_ns"] == steady(70_000)
+    assert told["peaks"]["source"] == "data sheet"
+    assert "samples_ns" not in json.loads(RENDERERS["json"](bench_document(found)))["rows"][0]
+
+
+def test_the_measurement_asked_for_first_ranks(tmp_path: Path) -> None:
+    cells = [cell(STUDY, "auto", {"event": steady(80_000), "graph": steady(70_000)})]
+    assert answer(tmp_path, cells, rank_by=("graph", "event")).ranking == "graph"
+
+
+def test_configs_times_dtypes_with_the_baseline_first() -> None:
+    configs = expand_configs("1,1,{8,16},8") + expand_configs("1,1,8,8,fp32")
+    found = bench_configs(configs, ("fp16", "bf16"), parse_config("2,1,8,8"))
+    assert [config.label for config in found] == [
+        *("b2-h1-s8-d8-fp16", "b2-h1-s8-d8-bf16", "b1-h1-s8-d8-fp16", "b1-h1-s8-d8-bf16"),
+        *("b1-h1-s16-d8-fp16", "b1-h1-s16-d8-bf16", "b1-h1-s8-d8-fp32"),
+    ]
+    with pytest.raises(UsageError, match="no dtype 'fp8'"):
+        bench_configs(configs, ("fp8",))
+
+
+def test_an_unknown_convention_is_refused(tmp_path: Path) -> None:
+    answer(tmp_path, [cell(STUDY, "auto", {"event": steady(80_000)})])
+    with (
+        open_store(tmp_path / "store.db") as store,
+        pytest.raises(UsageError, match="exact, flash-attention"),
+    ):
+        bench_rows(store, convention="marketing")
+
+
+def test_kernel_times_of_a_captured_h200_run_add_up(tmp_path: Path) -> None:
+    """The stored launches of a real run, summed once more by SQL."""
+    traces = Path(__file__).resolve().parents[2] / "traces" / "h200-torch2.11"
+    ingest_path(tmp_path / "store.db", traces)
+    with open_store(tmp_path / "store.db") as store:
+        rows = {(row.config, row.backend, row.measurement): row for row in bench_rows(store)}
+        totals = store.connection.execute(
+            "SELECT config, backend, sum(total_ns), max(iterations) FROM ("
+            "  SELECT s.config, s.backend, s.total_ns, c.iterations FROM kernel_summary s"
+            "  JOIN cell_summary c USING (run, cell)) GROUP BY config, backend"
+        ).fetchall()
+    assert len(totals) > 10
+    for config, backend, total_ns, iterations in totals:
+        row = rows[config, backend, "kernel"]
+        assert row.samples == iterations
+        assert row.mean_ns == pytest.approx(total_ns / iterations)
+    flash = rows["b2-h8-s512-d64-fp16", "flash", "graph"]
+    assert flash.median_ns == pytest.approx(13_410, rel=0.001)  # as docs/measuring.md has it

@@ -1,0 +1,63 @@
+"""A headless Chromium driven by selenium, and pages made from real runs and from nasty names."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profharness.report.html import render_html
+from profharness.reporting import report_document
+from profharness.store import ingest_path, open_store
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+Browser = Any
+NewBrowser = Callable[..., Browser]
+
+
+@pytest.fixture(scope="session")
+def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser]:
+    """Starts a browser of a width in pixels; all are closed at the end."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    binary = next(filter(None, map(shutil.which, BROWSERS)), None)
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip(f"{'chromedriver' if binary else 'a Chromium'} is not installed")
+    opened: list[Browser] = []
+
+    def start(width: int = 1200, height: int = 900) -> Browser:
+        options = webdriver.ChromeOptions()
+        options.binary_location = binary
+        profile = tmp_path_factory.mktemp("profile")
+        for flag in (*FLAGS, f"--user-data-dir={profile}", "--window-size=1200,900"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        opened.append(browser)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        return browser
+
+    yield start
+    for browser in opened:
+        browser.quit()
+
+
+@pytest.fixture(scope="session")
+def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report on both captured runs, as a file."""
+    folder = tmp_path_factory.mktemp("report page")
+    ingest_path(folder / "store.db", ROOT / "traces")
+    with open_store(folder / "store.db") as store:
+        document = report_document(store, [row.run for row in store.runs()])
+    page = folder / "report & page.html"
+    page.write_text(render_html(document), encoding="utf-8")
+    return page

@@ -1,0 +1,251 @@
+"""The HTML report in a real browser, opened from disk."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart_samples import NASTY, SAMPLES
+
+from profharness.report.document import Code, Column, Document, Heading, Note, Table
+from profharness.report.html import render_html
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+CONTRASTS = """
+const luminance = (color) => {
+  const parts = color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+};
+const behind = (element) => {
+  for (; element; element = element.parentElement) {
+    const color = getComputedStyle(element).backgroundColor;
+    if (!/, 0\\)$|transparent/.test(color)) return color;
+  }
+  return getComputedStyle(document.documentElement).backgroundColor;
+};
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+let worst = [99, "", ""];
+while (walker.nextNode()) {
+  const element = walker.currentNode.parentElement;
+  const text = walker.currentNode.data.trim();
+  if (!text || !element.checkVisibility({visibilityProperty: true})) continue;
+  if (["TITLE", "SCRIPT", "STYLE", "title"].includes(element.tagName)) continue;
+  const style = getComputedStyle(element);
+  if (element.closest("svg") && style.fill === "rgb(255, 255, 255)") continue;  // on a tile
+  const ink = element.closest("svg") ? style.fill : style.color;
+  const [low, high] = [luminance(ink), luminance(behind(element))].sort((a, b) => a - b);
+  const contrast = (high + 0.05) / (low + 0.05);
+  if (contrast < worst[0]) worst = [contrast, text, element.tagName];
+}
+return worst;
+"""
+
+
+def requests(browser: Any) -> list[str]:
+    """The address of everything that the page asked for."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    return [
+        message["params"]["request"]["url"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    ]
+
+
+def console(browser: Any) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def media(browser: Any, scheme: str) -> None:
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def pixels(browser: Any) -> bytes:
+    return base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"])
+
+
+def key(browser: Any, name: str) -> None:
+    """Press a key wherever the focus is."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    ActionChains(browser).send_keys(getattr(Keys, name)).perform()
+
+
+def column(browser: Any, table: str, place: int) -> list[str]:
+    script = (
+        "return [...document.querySelectorAll(`#${arguments[0]} tbody tr`)]"
+        ".filter((row) => !row.hidden).map((row) => row.cells[arguments[1]].textContent)"
+    )
+    found: list[str] = browser.execute_script(script, table, place)
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser(new_browser: Any) -> Any:
+    return new_browser()
+
+
+@pytest.fixture
+def report(browser: Any, report_page: Path) -> Iterator[Any]:
+    media(browser, "light")
+    requests(browser), console(browser)  # what came before is not of this page
+    browser.get(report_page.as_uri())
+    yield browser
+
+
+def test_it_opens_from_disk_without_an_error_or_a_request(report: Any, report_page: Path) -> None:
+    assert console(report) == []
+    # chrome: is the browser's own first tab; no page from disk can ask for it
+    asked = [url for url in requests(report) if not url.startswith(("data:", "chrome:"))]
+    assert asked == [report_page.as_uri()]
+    assert report.find_element("tag name", "h1").text.startswith("2 runs")
+
+
+def test_the_policy_stops_a_script_that_somebody_smuggled_in(browser: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    html = render_html(Document("t/1", "t", (Note("n"),), (), ()))
+    page.write_text(html.replace("<main", "<script>document.title='bad'</script><main"))
+    console(browser)
+    browser.get(page.as_uri())
+    assert browser.title == "t"
+    assert any("Content Security Policy" in line for line in console(browser))
+
+
+def test_charts_are_drawn(report: Any) -> None:
+    charts = report.find_elements("css selector", "figure svg")
+    assert len(charts) >= 5
+    for chart in charts:
+        marks = chart.find_elements("css selector", "path[aria-label]")
+        sizes = [mark.rect["width"] * mark.rect["height"] for mark in marks]
+        assert sizes
+        assert all(size > 0 for size in sizes)
+        assert all(mark.find_elements("css selector", "title") for mark in marks[:3])
+
+
+def test_a_table_sorts_by_keyboard(report: Any) -> None:
+    script = "return [...document.querySelectorAll('table')].findIndex((t) => t.textContent.includes('median µs'))"
+    table = f"t{report.execute_script(script) + 1}"
+    heads = report.find_elements("css selector", f"#{table} th")
+    place = next(n for n, head in enumerate(heads) if "median" in head.text)
+    before = column(report, table, place)
+    report.execute_script(
+        "arguments[0].focus()", heads[place - 1].find_element("tag name", "button")
+    )
+    key(report, "TAB")
+    focused = report.switch_to.active_element
+    assert "median" in focused.text
+    style = report.execute_script("return getComputedStyle(arguments[0]).outlineStyle", focused)
+    assert style != "none"
+    states = []
+    for name in ("ENTER", "SPACE", "ENTER"):
+        key(report, name)
+        states.append((heads[place].get_attribute("aria-sort"), column(report, table, place)))
+    by_number = sorted(before, key=float)
+    assert by_number != before
+    assert states == [("ascending", by_number), ("descending", by_number[::-1]), (None, before)]
+
+
+def test_a_table_filters_by_keyboard(report: Any) -> None:
+    field = report.find_element("css selector", ".filter input")
+    table = field.get_attribute("aria-controls")
+    rows = len(column(report, table, 0))
+    word = column(report, table, 0)[0]
+    report.execute_script("arguments[0].focus()", field)
+    report.switch_to.active_element.send_keys(word.upper())
+    shown = report.find_elements("css selector", f"#{table} tbody tr:not([hidden])")
+    assert 0 < len(shown) < rows
+    assert all(word in row.text for row in shown)
+    output = report.find_element("css selector", ".filter output")
+    assert output.text == f"{len(shown)} of {rows} rows"
+    key(report, "ESCAPE")
+    assert len(column(report, table, 0)) == rows
+
+
+def test_the_contents_and_the_skip_link_lead_to_their_places(report: Any) -> None:
+    key(report, "TAB")
+    assert report.switch_to.active_element.text == "To the content"
+    links = report.find_elements("css selector", "nav a")
+    assert len(links) > 8
+    for link in links:
+        target = str(link.get_attribute("href")).rpartition("#")[2]
+        assert report.find_elements("id", target), target
+
+
+def test_both_themes_are_read_and_the_button_wins(report: Any) -> None:
+    light, button = pixels(report), report.find_element("id", "theme")
+    told = report.execute_script(CONTRASTS)
+    assert told[0] >= 4.5, told
+    assert button.get_attribute("aria-pressed") == "false"
+    media(report, "dark")
+    dark = pixels(report)
+    assert dark != light
+    told = report.execute_script(CONTRASTS)
+    assert told[0] >= 4.5, told
+    assert button.get_attribute("aria-pressed") == "true"
+    report.execute_script("arguments[0].focus()", button)
+    key(report, "ENTER")
+    background = "return getComputedStyle(document.body).backgroundColor"
+    assert report.execute_script(background) == "rgb(255, 255, 255)"
+    media(report, "light")
+    key(report, "ENTER")
+    assert report.execute_script(background) == "rgb(20, 23, 28)"
+
+
+def test_a_phone_scrolls_tables_and_not_the_page(new_browser: Any, report_page: Path) -> None:
+    phone = new_browser(390, 844)
+    phone.get(report_page.as_uri())
+    wide = "return document.documentElement.scrollWidth"
+    assert phone.execute_script("return innerWidth") == 390
+    assert phone.execute_script(wide) <= 390
+    boxes = phone.execute_script(
+        "return [...document.querySelectorAll('.scroll')].map((b) => [b.clientWidth, b.scrollWidth, b.tabIndex])"
+    )
+    assert any(inner > outer for outer, inner, _ in boxes)
+    assert all(outer <= 390 and place == 0 for outer, _, place in boxes)
+    sizes = phone.execute_script(
+        "return [...document.querySelectorAll('td, p')].map((e) => parseFloat(getComputedStyle(e).fontSize))"
+    )
+    assert min(sizes) >= 12
+
+
+def test_names_that_look_like_markup_stay_text(browser: Any, tmp_path: Path) -> None:
+    blocks = (
+        *(Heading(NASTY, NASTY), Heading(NASTY), Note(NASTY, NASTY), Code(NASTY)),
+        Table((Column("kernel", NASTY),), ((NASTY,),) * 8),
+        *SAMPLES.values(),
+    )
+    page = tmp_path / "nasty.html"
+    page.write_text(render_html(Document("t/1", NASTY, blocks, (), ())), encoding="utf-8")
+    console(browser)
+    browser.get(page.as_uri())
+    assert console(browser) == []
+    assert browser.title == NASTY
+    assert len(browser.find_elements("css selector", "script")) == 1
+    for selector in ("td", "h1", "code", "nav a"):
+        assert NASTY in browser.find_element("css selector", selector).text
+    titles = browser.execute_script(
+        "return [...document.querySelectorAll('svg title')].map((e) => e.textContent)"
+    )
+    assert any(NASTY in title for title in titles)
+
+
+def test_print_has_no_controls(report: Any) -> None:
+    report.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        shown = report.execute_script(
+            "return [...document.querySelectorAll('nav, #theme, .filter')].filter((e) => e.checkVisibility()).length"
+        )
+        assert shown == 0
+        assert re.match(
+            r"rgb\(0, 0, 0\)", report.execute_script("return getComputedStyle(document.body).color")
+        )
+    finally:
+        report.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

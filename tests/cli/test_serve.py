@@ -1,0 +1,205 @@
+"""`profharness serve` as a real process, asked over real HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from profharness.serving import DATABASE, QUERIES, queries
+from profharness.store import ingest_path, open_store
+
+TRACES = Path(__file__).parents[2] / "traces" / "h200-torch2.11"
+Answer = tuple[int, str]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store under a name that would mean something in an address."""
+    path = tmp_path_factory.mktemp("serve") / "a ?#%.db"
+    ingest_path(path, TRACES)
+    return path
+
+
+@contextmanager
+def serving(*args: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and the host and port that it told on stderr."""
+    pytest.importorskip("datasette", reason="datasette is not installed")
+    command = [sys.executable, "-m", "profharness", "serve", "--port", "0", *map(str, args)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        told = ""
+        while "serving" not in told:
+            line = process.stderr.readline()
+            assert line, f"ended early: {told}"
+            told += line
+        address = next(word for word in told.split() if word.startswith("http://"))
+        yield process, urlsplit(address).netloc
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def served(store: Path) -> Iterator[str]:
+    with serving("--store", store) as (_, address):
+        yield address
+
+
+def get(address: str, path: str, host: str | None = None, method: str = "GET") -> Answer:
+    with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+        connection.request(method, path, headers={"Host": host or address})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(errors="replace")
+
+
+def test_the_front_page_links_to_reports_and_queries(served: str, store: Path) -> None:
+    status, page = get(served, "/")
+    assert status == 200
+    with open_store(store) as opened:
+        run = opened.resolve("latest")
+    assert f"/-/report/{run}" in page
+    for name in QUERIES:
+        assert f"/{DATABASE}/{name}" in page
+
+
+@pytest.mark.parametrize("name", list(QUERIES))
+def test_a_ready_query_answers(served: str, name: str) -> None:
+    status, text = get(served, f"/{DATABASE}/{name}.json?_shape=array&kernel=flash&backend=")
+    assert status == 200, text
+    rows = json.loads(text)
+    if name == "metrics_of_a_kernel":
+        assert rows == []  # that run has no counters
+        return
+    assert rows
+    if name == "regret":
+        assert all(row["regret"] > 0 for row in rows)
+        assert [row["regret"] for row in rows] == sorted(
+            (row["regret"] for row in rows), reverse=True
+        )
+
+
+def test_a_report_is_made_on_request(served: str) -> None:
+    status, page = get(served, "/-/report/latest")
+    assert status == 200 and page.startswith("<!DOCTYPE html>") and "<svg" in page
+    status, text = get(served, "/-/report/nope")
+    assert status == 404 and "no run 'nope'" in text
+
+
+@pytest.mark.parametrize(
+    "sql", ["delete+from+runs", "drop+view+cell_summary", "pragma+user_version=9"]
+)
+def test_nothing_can_be_written(served: str, store: Path, sql: str) -> None:
+    status, _ = get(served, f"/{DATABASE}.json?sql={sql}")
+    assert status == 400
+    assert get(served, f"/{DATABASE}/runs/1/-/delete", method="POST")[0] in (403, 404, 405)
+    with open_store(store) as opened:
+        assert opened.runs()
+
+
+def test_a_foreign_name_is_not_answered(served: str) -> None:
+    port = served.rpartition(":")[2]
+    assert get(served, "/", host="evil.example")[0] == 421
+    assert get(served, "/", host=f"evil.example:{port}")[0] == 421
+    assert get(served, "/", host=f"localhost:{port}")[0] == 200
+    assert get(served, "/", host="[::1]")[0] == 200
+
+
+def test_only_loopback_is_listened_on_and_a_warning_else(store: Path) -> None:
+    with serving("--store", store) as (_, address):
+        assert address.startswith("127.0.0.1:")
+    command = [
+        sys.executable,
+        "-m",
+        "profharness",
+        "serve",
+        "--host",
+        "192.0.2.1",
+        "--store",
+        str(store),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "warning: --host 192.0.2.1" in done.stderr
+    assert done.returncode == 2  # no machine has this address
+
+
+def test_ctrl_c_ends_it_cleanly(store: Path) -> None:
+    with serving("--store", store) as (process, address):
+        assert get(address, "/")[0] == 200
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (0, "", "stopped\n")
+
+
+def test_a_taken_port_is_an_error(store: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "profharness",
+            "serve",
+            "--port",
+            str(port),
+            "--store",
+            str(store),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --host 127.0.0.1 --port {port}: cannot listen there")
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_store_or_the_extra_it_says_so(store: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\nsys.modules['datasette'] = None\nfrom profharness.cli.main import main\nmain()"
+    )
+    command = [sys.executable, "-c", code, "serve", "--store", str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and 'pip install "profharness[web]"' in done.stderr
+    command = [sys.executable, "-m", "profharness", "serve", "--store", str(tmp_path / "no.db")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "no store here" in done.stderr
+
+
+def test_regret_never_ranks_what_is_wrong(store: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.db"
+    with closing(sqlite3.connect(store)) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    statement = queries(copy)["regret"]["sql"]
+    with open_store(copy, write=True) as opened:
+        before = opened.connection.execute(statement).fetchall()
+        config, fastest = before[0][1], before[0][3]
+        (cell,) = opened.connection.execute(
+            "SELECT c.id FROM cells c JOIN configs f ON f.id = c.config_id "
+            "WHERE f.label = ? AND c.backend = ?",
+            (config, fastest),
+        ).fetchone()
+        given = {"cell_id": cell, "ordinal": 0, "what": "out", "passed": 0}
+        given |= {"case_name": "plain", "asked": config}
+        names = list(given)
+        opened.connection.execute(
+            f"INSERT INTO verifications ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
+            [given[name] for name in names],
+        )
+        after = opened.connection.execute(statement).fetchall()
+    assert fastest not in [row[3] for row in after if row[1] == config]
+
+
+def test_it_leaves_nothing_beside_the_store(store: Path) -> None:
+    before = {path.name for path in store.parent.iterdir()}
+    with serving("--store", store) as (_, address):
+        get(address, "/")
+    after = {path.name for path in store.parent.iterdir()}
+    assert {name for name in after if not name.endswith(("-wal", "-shm"))} <= before

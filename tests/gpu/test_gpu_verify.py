@@ -1,0 +1,55 @@
+"""Verification on a GPU: PyTorch's backends are right, mistakes are not, and what a kernel does not
+write shows in the caching allocator's memory too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from profharness.config import expand_configs
+from profharness.jobs import default_backends
+from profharness.record import Protocol
+from profharness.runner.verify import VerifyOptions
+from profharness.verification import VerificationRow, failures
+from profharness.verifying import verify_into_store
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_backends() == default_backends("cpu"), reason="no NVIDIA GPU"),
+]
+
+WRONG = Path(__file__).resolve().parents[1] / "verify" / "wrong.py"
+
+
+def rows_of(folder: Path, config: str, backends: list[str], cases: str) -> list[VerificationRow]:
+    options = VerifyOptions((cases,), True, folder / "runs", Protocol(0, 0, 0, timeout_s=120.0))
+    configs = expand_configs(config)
+    return list(verify_into_store(configs, backends, folder / "store.db", options).rows)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("causal", ["", ",causal"])
+def test_pytorchs_own_are_right_in_every_case(tmp_path: Path, dtype: str, causal: str) -> None:
+    backends = [*default_backends(), "naive"]
+    rows = rows_of(tmp_path, f"2,8,256,64,{dtype}{causal}", backends, "standard")
+    assert not failures(rows), "\n".join(
+        f"{row.backend} {row.case} {row.what}: {row.message}" for row in failures(rows)
+    )
+    assert {row.backend for row in rows if row.passed} >= {"auto", "math", "naive"}
+
+
+def test_mistakes_show_on_the_gpu_too(tmp_path: Path) -> None:
+    words = {
+        "last_row_unwritten": "not written: 256 of 25600 elements",
+        "kv_mapping": "query head h on key head h % Hkv",
+        "tail_of_keys": "without the last 4 of 100 keys",
+        "stale": "is what the call before returned",
+        "wrong_gradient": "times what is expected",
+    }
+    backends = [f"{WRONG}:{name}" for name in words]
+    rows = rows_of(tmp_path, "2,4,100,32,bf16,causal,kv_heads=2", backends, "none")
+    for name, text in words.items():
+        wrong = [row for row in failures(rows) if row.backend.endswith(name)]
+        assert wrong and text in str(wrong[0].message), name

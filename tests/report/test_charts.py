@@ -1,0 +1,154 @@
+"""Charts drawn by the real libraries: marks, colours, labels, and nothing that reaches outside."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from chart_samples import BACKENDS, NASTY, SAMPLES
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from profharness.report.chart_draw import (
+    BACKEND_COLORS,
+    DARK,
+    DRAWERS,
+    LIGHT,
+    PALETTE,
+    altair_chart,
+    draw_png,
+    draw_svg,
+    series_colors,
+)
+from profharness.report.charts import KINDS, Chart
+
+SVG = "{http://www.w3.org/2000/svg}"
+WHITE = "#ffffff"  # the words on the tiles of a map
+
+
+def luminance(color: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    parts = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_kind_has_a_drawer_and_a_sample() -> None:
+    assert set(KINDS) == set(DRAWERS) == set(SAMPLES)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_chart_is_valid_and_has_a_mark_a_row(kind: str) -> None:
+    chart = SAMPLES[kind]
+    altair_chart(chart).to_dict(validate=True)
+    tree = ElementTree.fromstring(draw_svg(chart, 3))
+    marks = [each for each in tree.iter(f"{SVG}path") if each.find(f"{SVG}title") is not None]
+    assert len(marks) == len(chart.rows)
+    for mark in marks:
+        assert mark.get("aria-label") == mark.findtext(f"{SVG}title")
+    titles = " ".join(mark.findtext(f"{SVG}title") or "" for mark in marks)
+    assert NASTY in titles
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_an_svg_asks_for_nothing_and_runs_nothing(kind: str) -> None:
+    svg = draw_svg(SAMPLES[kind])
+    tree = ElementTree.fromstring(svg)
+    assert {each.tag for each in tree.iter()} <= {
+        *(
+            f"{SVG}{name}"
+            for name in ("svg", "g", "path", "text", "tspan", "line", "rect", "title")
+        ),
+        *(f"{SVG}{name}" for name in ("defs", "clipPath")),
+    }
+    for each in tree.iter():
+        for name, value in each.attrib.items():
+            assert not name.startswith("on") and "href" not in name
+            assert "url(" not in value or value.startswith("url(#chart")
+    assert "currentColor" in svg
+
+
+def test_a_chart_says_its_title_to_those_who_cannot_see_it() -> None:
+    chart = SAMPLES["lines"]
+    named = Chart(chart.kind, NASTY, chart.rows, chart.x, chart.y, chart.series, caption="rising")
+    tree = ElementTree.fromstring(draw_svg(named))
+    assert tree.get("role") == "img"
+    assert tree.get("aria-label") == f"{NASTY}. rising"
+
+
+def test_a_file_of_its_own_follows_the_theme() -> None:
+    tree = ElementTree.fromstring(draw_svg(SAMPLES["map"], alone=True))
+    style = tree.findtext(f"{SVG}style") or ""
+    assert "prefers-color-scheme:dark" in style and LIGHT[0] in style and DARK[1] in style
+
+
+def test_a_png_is_one_and_its_size_follows_the_scale() -> None:
+    small, large = (draw_png(SAMPLES["map"], scale) for scale in (1.0, 2.0))
+    for content in (small, large):
+        assert content.startswith(b"\x89PNG\r\n")
+    width = [int.from_bytes(content[16:20], "big") for content in (small, large)]
+    assert width[1] == pytest.approx(2 * width[0], abs=2)
+
+
+@pytest.mark.parametrize("color", sorted({*PALETTE, *BACKEND_COLORS.values()}))
+def test_colors_are_seen_on_both_backgrounds(color: str) -> None:
+    for background, _ in (LIGHT, DARK):
+        assert contrast(color, background) >= 3
+    assert contrast(color, WHITE) >= 3  # its words on a tile of a map
+
+
+def test_ink_is_read_on_its_background() -> None:
+    for background, ink in (LIGHT, DARK):
+        assert contrast(ink, background) >= 7
+
+
+def test_a_backend_keeps_its_color() -> None:
+    alone = series_colors(["math"])
+    assert series_colors(["flash", "mine", "math"])[2] == alone[0]
+
+
+@given(st.lists(st.sampled_from([*BACKEND_COLORS, "mine", "yours", "third"]), unique=True))
+def test_a_few_series_have_different_colors(names: list[str]) -> None:
+    own = [name for name in names if name not in BACKEND_COLORS]
+    found = series_colors(names)
+    assert len(found) == len(names)
+    if len(names) <= len(PALETTE) and len(own) <= len(PALETTE) - len(names) + len(own):
+        assert len(set(found)) == len(names)
+
+
+def test_a_wrong_chart_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind 'pie'"):
+        Chart("pie", "", (), "x", "y", "s")
+    with pytest.raises(ValueError, match="has no s"):
+        Chart("lines", "t", ({"x": 1, "y": 2},), "x", "y", "s")
+
+
+@example("a\x00b\x1b[31m\x0b")
+@settings(max_examples=15, deadline=None)
+@given(st.text(min_size=1, max_size=30))
+def test_any_name_stays_text(name: str) -> None:
+    rows = tuple({"x": x, "y": f"row {name}", "s": name} for x in (1.0, 2.0))
+    svg = draw_svg(Chart("dots", name, rows, "x", "y", "s"))
+    assert not re.search(r"<(script|img|a|foreignObject)\b", svg)
+
+
+def test_importing_the_block_draws_nothing() -> None:
+    code = (
+        "import sys, profharness.report.renderers\n"
+        "assert not {'altair', 'vl_convert', 'jsonschema'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_backends_of_the_samples_are_told_apart() -> None:
+    assert len(set(series_colors(BACKENDS))) == len(BACKENDS)

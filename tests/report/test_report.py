@@ -1,0 +1,277 @@
+"""`profharness report` over the captured runs and over a made one: sections, formats, files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from profharness.cli.report import FORMATS, SUFFIXES, command
+from profharness.config import parse_config
+from profharness.errors import NotFoundError, UsageError
+from profharness.record import Cell, Check, Problem, Protocol, Refusal, Run, write_run
+from profharness.report.charts import Chart
+from profharness.report.document import Document, Heading, Note, Table
+from profharness.report.rate_view import rate_blocks
+from profharness.report.renderers import RENDERERS
+from profharness.report.run_view import latency_charts, selection_blocks, shape_family
+from profharness.reporting import FIELDS, report_document
+from profharness.store import ingest_path, open_store
+
+TRACES = Path(__file__).parents[2] / "traces"
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "store.db"
+    ingest_path(path, TRACES)
+    return path
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> Path:
+    """A run over three sequence lengths; math refuses the longest, and a profiler failed."""
+    cells = []
+    for place, length in enumerate((128, 256, 512)):
+        config = parse_config(f"2,8,{length},64,fp16")
+        for name, factor in (("auto", 1), ("flash", 1), ("math", 4)):
+            ident = f"c{len(cells):04}"
+            if name == "math" and length == 512:
+                refusals = (Refusal("memory", "too <large>"),)
+                cells.append(Cell(ident, config, name, "refused", refusals=refusals))
+                continue
+            samples = [factor * 1000 * 4**place + n for n in range(7)]
+            choice = "math" if name == "math" or length == 128 else "flash"
+            cells.append(Cell(ident, config, name, "ok", choice=choice, samples={"event": samples}))
+    folder = tmp_path / "swept"
+    folder.mkdir()
+    problem = Problem("ncu", "no_counters", "no rights", "ask root")
+    when = "2026-01-01T00:00:00+00:00"
+    environment = {"gpu": "NVIDIA H200", "torch": "2.11"}
+    run = Run("20260101-aaaa", when, ("events",), Protocol(), tuple(cells), environment)
+    write_run(folder, Run(**{**vars(run), "problems": (problem,)}))
+    ingest_path(tmp_path / "store.db", folder)
+    return tmp_path / "store.db"
+
+
+def report(path: Path, *refs: str, **options: Any) -> Document:
+    with open_store(path) as store:
+        return report_document(store, refs or ("latest",), **options)
+
+
+def headings(document: Document, level: int = 2) -> list[str]:
+    blocks = [block for block in document.blocks if isinstance(block, Heading)]
+    return [block.text for block in blocks if block.level == level]
+
+
+def charts(document: Document) -> dict[str, Chart]:
+    return {block.title: block for block in document.blocks if isinstance(block, Chart)}
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args])
+
+
+def test_a_run_with_traces_has_its_sections(captured: Path) -> None:
+    document = report(captured)
+    assert headings(document) == [
+        *("Cells", "Selection map", "Latency", "Kernels", "Steps of math", "Disagreements"),
+        *("Environment", "What the numbers mean"),
+    ]
+    assert {chart.kind for chart in charts(document).values()} == {
+        "map",
+        "dots",
+        "roofline",
+        "stack",
+    }
+    assert "b2-h8-s512-d64-fp16" in headings(document, 3)
+
+
+def test_two_runs_have_a_part_each_and_a_diff(captured: Path) -> None:
+    document = report(captured, "latest~1", "latest", "latest")
+    names = headings(document)
+    assert names[0] == "What changed"
+    assert [name.split()[0] for name in names[1:]] == ["Run", "Run", "What"]
+    chart = next(each for each in charts(document).values() if each.kind == "dumbbell")
+    assert {row["side"] for row in chart.rows} == {"baseline", "candidate"}
+    assert len(document.extra["runs"]) == 2 and document.extra["diff"]["rows"]
+
+
+def test_the_steps_of_math_add_up(captured: Path) -> None:
+    document = report(captured)
+    place = document.blocks.index(
+        next(b for b in document.blocks if getattr(b, "text", "") == "Steps of math")
+    )
+    table = next(block for block in document.blocks[place:] if isinstance(block, Table))
+    shares: dict[tuple[str, str], float] = {}
+    roles: dict[tuple[str, str], set[str]] = {}
+    for config, backend, role, _, _, share in table.rows:
+        shares[config, backend] = shares.get((config, backend), 0) + share
+        roles.setdefault((config, backend), set()).add(role)
+    assert all(total == pytest.approx(1) for total in shares.values())
+    assert {"qk", "softmax", "pv"} <= roles["b2-h8-s512-d64-fp16", "math"]
+    assert ("b2-h8-s512-d64-fp16", "flash") not in shares
+
+
+def test_records_hold_every_cell_and_the_json_all_the_rest(captured: Path) -> None:
+    read = json.loads(RENDERERS["json"](report(captured)))
+    assert read["schema"] == "profharness.report/1"
+    assert list(read["rows"][0]) == list(FIELDS)
+    assert {(row["config"], row["backend"]) for row in read["rows"]} == {
+        (cell["config"], cell["backend"]) for cell in read["cells"]
+    }
+    refused = [row for row in read["rows"] if row["status"] == "refused"]
+    assert refused and all(row["median_ns"] is None for row in refused)
+    assert read["kernels"] and read["runs"][0]["environment"]["gpu"] == "NVIDIA H200"
+
+
+def test_a_sweep_is_drawn_as_lines(swept: Path) -> None:
+    document = report(swept)
+    found = charts(document)
+    (latency,) = [each for title, each in found.items() if title.startswith("Latency")]
+    assert latency.kind == "lines"
+    points = {(row["seq_len"], row["backend"]): row["µs"] for row in latency.rows}
+    assert points[512, "flash"] == pytest.approx(16.003)
+    assert (512, "math") not in points
+    (rate,) = [each for title, each in found.items() if title.startswith("TFLOP/s")]
+    flops = 4 * 2 * 8 * 512 * 512 * 64
+    mine = next(row for row in rate.rows if row["s"] == 512 and row["backend"] == "flash")
+    assert mine["rate"] == pytest.approx(flops / 16.003e-6 / 1e12)
+
+
+def test_problems_come_first_and_reasons_are_told(swept: Path) -> None:
+    document = report(swept)
+    assert headings(document)[0] == "Problems"
+    assert Note("no rights; ask root", "ncu no_counters", "error") in document.blocks
+    assert "too &lt;large&gt;" in RENDERERS["html"](document)
+
+
+def test_the_selection_map_says_what_auto_took(swept: Path) -> None:
+    with open_store(swept) as store:
+        blocks = selection_blocks(store.cells())
+        assert selection_blocks(store.cells(configs=[parse_config("2,8,128,64,fp16")])) == []
+    table = blocks[-1]
+    assert isinstance(table, Table)
+    assert [row[1] for row in table.rows] == ["math", "flash", "flash"]
+
+
+def test_what_is_wrong_has_no_rate() -> None:
+    medians = [("b2-h8-s128-d64-fp16", name, 1000.0) for name in ("flash", "mine")]
+    medians += [("b2-h8-s256-d64-fp16", name, 2000.0) for name in ("flash", "mine")]
+    wrong = {("b2-h8-s128-d64-fp16", "mine"), ("b2-h8-s256-d64-fp16", "mine")}
+    chart, note = rate_blocks(medians, "event", None, wrong=wrong)
+    assert isinstance(chart, Chart) and {row["backend"] for row in chart.rows} == {"flash"}
+    assert isinstance(note, Note) and note.level == "error" and "mine" in note.text
+
+
+def test_decode_steps_are_a_family_of_their_own() -> None:
+    square, decode = parse_config("1,8,256,64,fp16"), parse_config("1,8,1,64,fp16,seq_kv=256")
+    assert shape_family(square) == "b1-h8-d64-fp16"
+    assert shape_family(decode) != shape_family(square)
+    (chart,) = latency_charts([(each.label, "flash", 1.0) for each in (square, decode)], "event")
+    assert chart.kind == "dots"
+
+
+def test_figures_of_bench_come_when_asked_for(captured: Path) -> None:
+    document = report(captured, bench=True)
+    assert "Bench" in headings(document)
+    assert {row["measurement"] for row in document.extra["bench"]} >= {"event", "graph"}
+    assert "bench" not in report(captured).extra
+
+
+def test_checks_have_a_section(tmp_path: Path) -> None:
+    config = parse_config("1,2,16,64,fp16")
+    checks = (Check("out", False, "off by one", 1.0, 0.1, 1.0, 0.1),)
+    cell = Cell("c1", config, "mine", "ok", checks=checks, case="plain", asked=config.label)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    when = "2026-01-01T00:00:00+00:00"
+    write_run(folder, Run("20260101-bbbb", when, ("events",), Protocol(), (cell,), {"torch": "2"}))
+    ingest_path(tmp_path / "store.db", folder)
+    document = report(tmp_path / "store.db")
+    assert "Verification" in headings(document)
+    assert document.extra["verifications"][0]["passed"] is False
+    assert "off by one" in RENDERERS["md"](document)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_goes_to_stdout(swept: Path, name: str) -> None:
+    result = invoke("--store", swept, "--format", name)
+    assert result.exit_code == 0, result.output
+    assert "b2-h8-s128-d64-fp16" in result.stdout
+
+
+def test_the_suffix_names_the_format(swept: Path, tmp_path: Path) -> None:
+    assert set(SUFFIXES.values()) == set(FORMATS) - {"table"}
+    for suffix in SUFFIXES:
+        result = invoke("--store", swept, "-o", tmp_path / f"out{suffix}")
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text())))
+    assert [json.loads(line)["backend"] for line in lines] == [row["backend"] for row in rows]
+    with pytest.raises(UsageError, match=r"no format has this suffix"):
+        command.main(["--store", str(swept), "-o", f"{tmp_path}/a.xyz"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(("kind", "start"), [("svg", b"<svg"), ("png", b"\x89PNG")])
+def test_markdown_has_its_pictures_beside_it(
+    swept: Path, tmp_path: Path, kind: str, start: bytes
+) -> None:
+    result = invoke("--store", swept, "-o", tmp_path / "out.md", "--images", kind)
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "out.md").read_text()
+    pictures = sorted(tmp_path.glob(f"out-*.{kind}"))
+    assert len(pictures) == len(charts(report(swept)))
+    for picture in pictures:
+        assert f"(<{picture.name}>)" in text
+        assert picture.read_bytes().startswith(start)
+
+
+def test_a_picture_in_the_way_stops_it_before_anything_is_written(
+    swept: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out-2.svg").write_text("mine")
+    result = invoke("--store", swept, "-o", tmp_path / "out.md")
+    assert isinstance(result.exception, UsageError)
+    assert not (tmp_path / "out.md").exists() and not (tmp_path / "out-1.svg").exists()
+    assert (tmp_path / "out-2.svg").read_text() == "mine"
+
+
+def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
+    code = (  # a fresh process
+        "import sys\nfrom profharness.cli.report import command\n"
+        f"command.main(['--store', {str(swept)!r}, '--no-charts', '-o', 'o.html'], standalone_mode=False)\n"
+        "assert not {'altair', 'vl_convert', 'scipy', 'pandas', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert "<svg" not in (tmp_path / "o.html").read_text()
+
+
+def test_a_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\nsys.modules['altair'] = None\nfrom profharness.cli.main import main\n"
+        f"sys.argv = ['profharness', 'report', '--store', {str(swept)!r}, '-o', 'o.html']\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert 'pip install "profharness[report]"' in done.stderr
+    assert not list(tmp_path.glob("o.html"))
+
+
+def test_a_run_that_is_not_there(swept: Path) -> None:
+    with pytest.raises(NotFoundError, match="no run 'nope'"):
+        report(swept, "nope")
+
+
+def test_a_report_on_both_captured_runs_is_small(captured: Path) -> None:
+    assert len(RENDERERS["html"](report(captured, "latest~1", "latest"))) < 2_000_000

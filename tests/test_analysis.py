@@ -1,0 +1,296 @@
+"""Analyses of real H200 runs with figures checked by hand, and rules on launches made for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.analysis import CellAnalysis, analyze, analyze_all, machine_of, sweep
+from profharness.analysis.model import DERIVED, MEASURED, SEVERITIES, Machine
+from profharness.peaks import Peaks, data_sheet
+from profharness.rows import CellRow, KernelRow
+from profharness.store import ingest_path, open_store
+from profharness.trace import Device
+
+TRACES = Path(__file__).parents[1] / "traces"
+H200 = Device(
+    0, "NVIDIA H200", 9, 0, 132, 150109880320, 1024, 2048, 65536, 65536, 49152, 232448, 233472, 32
+)
+SQUARE = "b2-h8-s512-d64-fp16"
+DECODE = "b1-h32-kv8-sq1-skv4096-d128-bf16"
+ODD = "b2-h8-s512-d100-fp16"
+BACKWARD = "b2-h8-s1024-d64-fp16-causal-bwd"
+MACHINE = Machine(H200, data_sheet("NVIDIA H200"), 62914560)
+
+
+@pytest.fixture(scope="module")
+def h200(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], CellAnalysis]:
+    """Every cell of the run that three profilers saw, by config and backend."""
+    path = tmp_path_factory.mktemp("analysis") / "s.db"
+    ingest_path(path, TRACES / "h200-torch-nsys-ncu")
+    with open_store(path) as store:
+        machine = machine_of(store.environment(), store.devices(), store.peaks())
+        found = analyze_all(store.cells(), store.kernels(), machine, store.wrong())
+    return {(each.config.label, each.backend): each for each in found}
+
+
+def evidence(each: CellAnalysis, code: str) -> dict[str, float | str]:
+    finding = each.finding(code)
+    assert finding is not None, f"{code} is not among {[f.code for f in each.findings]}"
+    return {item.name: item.value for item in finding.evidence}
+
+
+def test_waves_and_splits_of_flash(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+    flash = h200[SQUARE, "flash"]
+    one = evidence(flash, "one_wave")
+    assert (one["blocks"], one["SMs"]) == (256, 132)
+    assert one["waves"] == pytest.approx(256 / (2 * 132), abs=1e-3)  # 0.97; two blocks an SM
+    combine = evidence(flash, "split_overhead")
+    assert combine["share"] == pytest.approx(5.10 / 12.75, abs=0.01)
+    assert flash.remedies[0].findings == ("split_overhead",)
+    assert flash.remedies[0].factor == pytest.approx(12.75 / 7.65, abs=0.02)
+    assert flash.bottleneck == "latency"
+    # grid (8, 2, 16): 8 query tiles and 2 splits for each of 16 heads
+    assert evidence(flash, "kv_reread")["blocks per K/V head"] == 8
+
+
+def test_dram_bytes_of_decode_are_the_compulsory_ones(
+    h200: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    flash = h200[DECODE, "flash"]
+    assert flash.figures is not None
+    assert flash.figures.compulsory_bytes == 16793600  # K and V, 8 heads x 4096 x 128 x 2 B each
+    found = evidence(flash, "dram_traffic")
+    assert 1.0 < float(found["DRAM bytes"]) / 16793600 < 1.05
+    main = next(kernel for kernel in flash.kernels if kernel.role == "attention")
+    assert main.dram_read_bytes == 16845312
+    assert flash.figures.intensity == pytest.approx(4.0, abs=0.01)
+    assert flash.finding("memory_bound") is not None
+    assert flash.finding("compute_bound") is None
+    assert flash.bottleneck == "combine"  # 9.3 of 17.0 µs
+    assert evidence(flash, "split_overhead")["share"] == pytest.approx(9.3 / 17.0, abs=0.005)
+    assert flash.finding("kv_reread") is None  # every block reads a part of its own
+
+
+def test_rates_of_cudnn_by_hand(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+    cudnn = h200[SQUARE, "cudnn"]
+    figures = cudnn.figures
+    assert figures is not None
+    assert figures.basis == "kernel"
+    assert figures.flops == 4 * 2 * 8 * 512 * 512 * 64
+    assert figures.duration_ns is not None
+    assert figures.flops_per_s == pytest.approx(figures.flops / figures.duration_ns * 1e9)
+    assert figures.flops_share == pytest.approx(figures.flops / 8.224e-6 / 989.5e12, rel=1e-3)
+    assert figures.ridge == pytest.approx(989.5e12 / 4.8e12)
+    assert cudnn.bottleneck == "few blocks"
+    blocks = evidence(cudnn, "few_blocks")
+    assert (blocks["blocks"], blocks["SMs"]) == (64, 132)
+    named = cudnn.finding("bottleneck")
+    assert named is not None
+    assert named.grade == DERIVED
+    assert named.evidence
+
+
+def test_math_pays_for_its_score_matrices(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+    math_cell = h200[SQUARE, "math"]
+    found = evidence(math_cell, "score_traffic")
+    assert found["score matrix"] == 16 * 512 * 512 * 4
+    assert float(found["DRAM bytes"]) > 20 * 4194304
+    assert math_cell.bottleneck == "score traffic"
+    assert evidence(math_cell, "fp32_products")["fp32 rate"] == 67
+    assert math_cell.finding("faster_backend") is not None
+    best = math_cell.remedies[0]
+    assert best.findings == ("faster_backend",)
+    assert "CUDNN_ATTENTION" in best.text
+    assert best.factor == pytest.approx(108784 / 9955, abs=0.05)  # graph samples
+    softmax = next(phase for phase in math_cell.phases if phase.name == "softmax")
+    assert softmax.bytes == 2 * 16 * 512 * 512 * 4
+
+
+def test_repeated_heads_of_math_explain_most_of_its_traffic(
+    h200: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    cell = h200[DECODE, "math"]
+    assert cell.figures is not None
+    assert cell.figures.dram_bytes is not None
+    assert cell.phases[0].name == "repeat K and V"
+    predicted = sum(phase.bytes for phase in cell.phases)
+    assert 0.7 < cell.figures.dram_bytes / predicted < 1.2
+
+
+def test_padding_and_launching_are_found(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+    copies = h200[ODD, "flash"].finding("copies")
+    assert copies is not None
+    assert "head_dim 100" in copies.sentence
+    assert 0.3 < float(evidence(h200[ODD, "flash"], "copies")["share"]) < 0.4
+    gap = evidence(h200[BACKWARD, "cudnn"], "launch_gap")
+    assert h200[BACKWARD, "cudnn"].bottleneck == "launch"
+    assert float(gap["event time"]) > 2 * float(gap["graph time"])
+    # the cold cache, not launching, is most of what decode's event time has over its kernels
+    assert h200[DECODE, "cudnn"].bottleneck != "launch"
+    assert h200[ODD, "cudnn"].status == "refused"
+    assert h200[ODD, "cudnn"].findings == ()
+
+
+def test_every_finding_has_evidence_and_every_remedy_a_finding(
+    h200: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    assert len(h200) == 24
+    for each in h200.values():
+        codes = {finding.code for finding in each.findings}
+        for finding in each.findings:
+            assert finding.evidence, finding
+            assert finding.severity in SEVERITIES
+            assert finding.grade in (MEASURED, DERIVED)
+            assert finding.sentence.endswith(".")
+        for remedy in each.remedies:
+            assert remedy.findings
+            assert set(remedy.findings) <= codes
+        factors = [remedy.factor for remedy in each.remedies]
+        known = [factor for factor in factors if factor is not None]
+        assert known == sorted(known, reverse=True)
+        assert factors == [*known, *([None] * (len(factors) - len(known)))]
+        assert (each.bottleneck is None) == (each.finding("bottleneck") is None)
+
+
+def cell(config: str = SQUARE, backend: str = "mine", **samples: tuple[int, ...]) -> CellRow:
+    return CellRow(
+        "r", "c0", config, backend, "ok", None, None, None, 5, (), (), samples, None, {}, None
+    )
+
+
+def kernel(
+    grid: tuple[int, int, int],
+    time_ns: int = 10_000,
+    shared: int = 49152,
+    block: tuple[int, int, int] = (128, 1, 1),
+    registers: int = 128,
+) -> KernelRow:
+    """One launch a call of a kernel of nobody's, five calls profiled."""
+    return KernelRow(
+        *("r", SQUARE, "mine", "c0", "torch", "ok", None),
+        *("my_attention", "my_attention", "kernel", "other"),
+        *(grid, block, registers, None, None, shared, 5, 1.0),
+        *(time_ns, 5 * time_ns, time_ns, time_ns, 1.0, 0, None, None, 0.25, "registers", 0),
+    )
+
+
+@given(st.integers(1, 5000), st.sampled_from((32, 64, 128, 255)))
+def test_waves_tail_and_idle_sms_follow_from_the_grid(blocks: int, registers: int) -> None:
+    found = analyze(cell(), [kernel((blocks, 1, 1), registers=registers)], MACHINE)
+    (main,) = found.kernels
+    assert main.waves is not None
+    assert main.blocks_per_sm is not None
+    assert main.waves == pytest.approx(blocks / (132 * main.blocks_per_sm))
+    assert (found.finding("few_blocks") is not None) == (blocks < 132)
+    tail = found.finding("tail")
+    if tail is not None:
+        idle = 1 - main.waves / math.ceil(main.waves)
+        assert main.waves > 1
+        assert idle >= 0.1
+        assert tail.factor == pytest.approx(math.ceil(main.waves) / main.waves)
+
+
+def test_one_query_a_block_is_the_bottleneck_of_the_study() -> None:
+    """Grid batch x heads x queries, 256 threads, 384 B of shared memory: K and V read per query."""
+    config = "b1-h4-s64-d8192-fp32"
+    rows = [kernel((256, 1, 1), 183_000, 384, (256, 1, 1), 40)]
+    found = analyze(cell(config), rows, MACHINE)
+    reread = evidence(found, "kv_reread")
+    assert reread["blocks per K/V head"] == 64
+    assert reread["K and V traffic"] == 64 * 2 * 4 * 64 * 8192 * 4
+    assert reread["its rate"] == pytest.approx(64 * 2 * 4 * 64 * 8192 * 4 / 183_000, abs=0.1)
+    assert found.finding("unused_shared") is not None
+    assert found.bottleneck == "K and V traffic"
+    assert any("more query rows" in remedy.text for remedy in found.remedies)
+    places = evidence(found, "working_set")
+    assert places["K and V of one head"] == 2 * 64 * 8192 * 4
+    assert places["one SM's L1"] == 256 * 1024
+
+
+def test_a_launch_gap_allows_for_the_flushed_l2() -> None:
+    """16.8 MB at 4.8 TB/s take 3.5 µs, which a call of 16.1 µs over kernels of 9.1 µs may need."""
+    decode = cell(DECODE, event=(16_100, 16_100))
+    found = analyze(decode, [kernel((256, 1, 1), 9_100)], MACHINE)
+    gap = evidence(found, "launch_gap")
+    assert gap["refilling the L2"] == pytest.approx(16793600 / 4.8e12 * 1e6, abs=1e-3)
+    assert found.bottleneck != "launch"
+    fast = replace(MACHINE, peaks=replace(MACHINE.peaks or Peaks("", "", None), source="measured"))
+    slow = analyze(cell(DECODE, event=(40_000,)), [kernel((256, 1, 1), 9_100)], fast)
+    assert slow.bottleneck == "launch"
+    launch = slow.finding("launch_gap")
+    assert launch is not None
+    assert launch.factor == pytest.approx(40_000 / (9_100 + 16793600 / 4.8e3), rel=1e-3)
+
+
+def test_a_figure_above_its_ceiling_is_explained() -> None:
+    small = Peaks("a GPU", "measured", 1e11, {"fp16": 1e15}, 50 << 20, 132)
+    fits = analyze(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=small))
+    assert fits.figures is not None
+    assert fits.figures.bandwidth_share == pytest.approx(4194304 / 10e-6 / 1e11)
+    above = fits.finding("bandwidth_above_peak")
+    assert above is not None
+    assert "fit in the L2" in above.sentence
+    assert fits.bottleneck != "memory"
+    tiny = replace(MACHINE, peaks=small, l2_bytes=1 << 20)
+    other = analyze(cell(), [kernel((512, 1, 1))], tiny).finding("bandwidth_above_peak")
+    assert other is not None
+    assert "peak is too low" in other.sentence
+    slow = replace(MACHINE, peaks=replace(small, flops_per_s={"fp16": 1e12}))
+    assert analyze(cell(), [kernel((512, 1, 1))], slow).finding("rate_above_peak") is not None
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "rate", "word"), [(5e11, 1e15, "memory"), (1e13, 1.2e14, "compute")]
+)
+def test_what_runs_near_a_peak_is_bound_by_it(bandwidth: float, rate: float, word: str) -> None:
+    peaks = Peaks("a GPU", "measured", bandwidth, {"fp16": rate}, 1 << 20, 132)
+    found = analyze(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=peaks))
+    assert found.bottleneck == word
+    named = found.finding("bottleneck")
+    assert named is not None
+    assert named.grade == MEASURED
+
+
+def test_without_peaks_device_or_kernels_nothing_is_made_up() -> None:
+    bare = analyze(cell(wall=(5_000, 6_000, 7_000)), [], Machine())
+    assert bare.figures is not None
+    assert (bare.figures.basis, bare.figures.duration_ns) == ("wall", 6_000)
+    assert bare.figures.flops_share is None
+    assert bare.figures.kernels_ns is None
+    assert bare.bottleneck is None
+    nothing = analyze(cell(), [], Machine())
+    assert nothing.figures is not None
+    assert nothing.figures.flops_per_s is None
+    assert nothing.findings == ()
+
+
+def test_a_wrong_backend_is_never_the_faster_one() -> None:
+    cells = [
+        cell(backend=name, event=(time, time))
+        for name, time in (("math", 90_000), ("mine", 1_000), ("flash", 20_000))
+    ]
+
+    def best(wrong: set[tuple[str, str]]) -> object:
+        return evidence(analyze_all(cells, [], MACHINE, wrong)[0], "faster_backend")[
+            "fastest backend"
+        ]
+
+    assert best(set()) == "mine"
+    assert best({(SQUARE, "mine")}) == "flash"
+
+
+def test_sweeps_are_cells_that_differ_in_one_number() -> None:
+    labels = ["b1-h4-s64-d2048-fp32", "b1-h4-s64-d512-fp32", "b1-h4-s128-d512-fp32"]
+    labels.append("b1-h8-s64-d512-bf16")
+    found = sweep([analyze(cell(label), [kernel((256, 1, 1))], MACHINE) for label in labels])
+    got = {name: [each.config.label for each in group] for name, group in found}
+    assert got == {
+        "head_dim": ["b1-h4-s64-d512-fp32", "b1-h4-s64-d2048-fp32"],
+        "seq_len_kv": ["b1-h4-s64-d512-fp32", "b1-h4-s128-d512-fp32"],
+    }

@@ -1,0 +1,145 @@
+"""Peaks: the data-sheet table, a real measurement in a child process, and what the store keeps."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from profharness.errors import CaptureError
+from profharness.peaks import SHEETS, Peaks, data_sheet, flop_peak, ridge
+from profharness.record import Cell, Protocol, Run, write_run
+from profharness.store import ingest_path, open_store
+
+NAMES = {
+    "NVIDIA H200": (4.8e12, 989.5e12, 132),
+    "NVIDIA H200 NVL": (4.8e12, 835.5e12, 132),
+    "NVIDIA H100 80GB HBM3": (3.35e12, 989.4e12, 132),
+    "NVIDIA H100 PCIe": (2.039e12, 756e12, 114),
+    "NVIDIA A100-SXM4-80GB": (2.039e12, 312e12, 108),
+    "NVIDIA A100-SXM4-40GB": (1.555e12, 312e12, 108),
+    "NVIDIA A100 80GB PCIe": (1.935e12, 312e12, 108),
+    "NVIDIA L4": (0.3e12, 121e12, 58),
+    "NVIDIA L40S": (0.864e12, 362e12, 142),
+    "NVIDIA RTX A6000": (0.768e12, 154.8e12, 84),
+    "NVIDIA RTX 4000 Ada Generation": (0.36e12, 106.9e12, 48),
+    "NVIDIA GeForce RTX 4090": (1.008e12, 165.2e12, 128),
+    "NVIDIA B200": (7.7e12, 2250e12, 148),
+    "Tesla T4": (0.32e12, 65e12, 40),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_device_gets_its_own_row(name: str) -> None:
+    bandwidth, tensor, sms = NAMES[name]
+    found = data_sheet(name)
+    assert found is not None
+    assert (found.bandwidth_bytes_per_s, found.num_sms) == (pytest.approx(bandwidth), sms)
+    assert found.flops_per_s["fp16"] == pytest.approx(tensor)
+    assert found.device == name
+    assert found.source == "data sheet"
+    assert found.origin
+
+
+@pytest.mark.parametrize(
+    "name", ["", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L400", "NVIDIA A1000", "AMD MI300X"]
+)
+def test_a_device_that_is_not_in_the_table_has_no_peaks(name: str) -> None:
+    assert data_sheet(name) is None
+
+
+def test_the_table_is_sane() -> None:
+    """fp32 = 2 x cores x clock with 64 or 128 cores an SM and a clock of 1.2 to 2.7 GHz; tensor
+    rates are multiples of it."""
+    for sheet in SHEETS:
+        per_sm = sheet.fp32 * 1e12 / sheet.sms / 2
+        clocks = [per_sm / cores / 1e9 for cores in (64, 128)]
+        assert any(1.2 <= clock <= 2.7 for clock in clocks), (sheet.pattern, clocks)
+        assert sheet.tensor >= 1.9 * sheet.fp32
+        if sheet.tf32 is not None:
+            assert 0.45 <= sheet.tf32 / sheet.tensor <= 0.55
+        assert sheet.origin
+
+
+def test_the_ridge_is_rate_over_bandwidth_in_the_dtype_that_counts() -> None:
+    h200 = data_sheet("NVIDIA H200")
+    assert h200 is not None
+    assert ridge(h200, "fp16") == pytest.approx(206.1, abs=0.1)
+    assert flop_peak(h200, "fp32") == ("fp32", 67e12)
+    assert flop_peak(h200, "fp32", tf32=True) == ("tf32", 494.7e12)
+    t4 = data_sheet("Tesla T4")
+    assert t4 is not None
+    assert flop_peak(t4, "bf16") is None
+    assert ridge(t4, "bf16") is None
+
+
+def run_folder(root: Path, environment: dict[str, object]) -> Path:
+    folder = root / "20261121-000000-aaaa"
+    folder.mkdir()
+    from profharness.config import parse_config
+
+    cells = (Cell("c0", parse_config("1,1,64,64,fp16"), "auto", "ok", samples={"wall": [5, 6]}),)
+    made = "2026-11-21T00:00:00+00:00"
+    write_run(folder, Run(folder.name, made, ("events",), Protocol(), cells, dict(environment)))
+    return folder
+
+
+def test_the_store_prefers_what_was_measured_and_keeps_it_beyond_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    environment: dict[str, object] = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11"}
+    ingest_path(path, run_folder(tmp_path, environment))
+    with open_store(path, write=True) as store:
+        sheet = store.peaks()
+        assert sheet is not None
+        assert sheet.source == "data sheet"
+        assert store.peaks(source="measured") is None
+        for rate in (700e12, 720e12):
+            measured = Peaks("NVIDIA H200", "measured", 4.2e12, {"fp16": rate}, 60 << 20, 132, "x")
+            store.add_peaks(measured, "2026-11-21T00:00:00+00:00", environment)
+        assert store.peaks() == measured
+        assert store.peaks(source="data sheet") == sheet
+        store.delete_run("latest")
+    rows = sqlite3.connect(path).execute("SELECT device, environment FROM peaks").fetchall()
+    assert len(rows) == 2
+    assert '"torch": "2.11"' in rows[0][1]
+
+
+def test_a_store_without_the_table_gets_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    ingest_path(path, run_folder(tmp_path, {"device_type": "cpu", "cpu": "a processor"}))
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        "DROP TABLE peaks; DELETE FROM _sqlite_migrations WHERE name = '005_peaks';"
+        "PRAGMA user_version = 3"
+    )
+    connection.close()
+    with open_store(path, write=True) as store:
+        assert store.peaks() is None
+        store.add_peaks(Peaks("a processor", "measured", 1e10), "now", {})
+        assert store.peaks() == Peaks("a processor", "measured", 1e10)
+
+
+def test_a_real_measurement_in_a_child_process() -> None:
+    pytest.importorskip("torch")
+    from profharness.runner.peaks import measure_peaks
+
+    found = measure_peaks("cpu")
+    peaks = found.peaks
+    assert peaks.source == "measured"
+    assert peaks.device == found.environment["cpu"]
+    assert peaks.bandwidth_bytes_per_s is not None
+    assert 1e8 < peaks.bandwidth_bytes_per_s < 1e12
+    assert set(peaks.flops_per_s) == {"fp32"}
+    assert 1e8 < peaks.flops_per_s["fp32"] < 1e14
+    assert found.created[:2] == "20"
+
+
+def test_a_process_that_dies_says_why() -> None:
+    pytest.importorskip("torch")
+    from profharness.runner.peaks import measure_peaks
+
+    with pytest.raises(CaptureError, match="data-sheet"):
+        measure_peaks("no-such-device")
+    with pytest.raises(CaptureError, match=r"more than 0\.01 s"):
+        measure_peaks("cpu", timeout_s=0.01)

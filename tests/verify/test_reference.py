@@ -1,0 +1,203 @@
+"""The reference against torch's autograd in fp64, the poison, the cases, and what the store makes of
+later checks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from profharness.config import Config, parse_config
+from profharness.errors import UsageError
+from profharness.record import Cell, Check, Protocol, Run, write_run
+from profharness.store import ingest_path, open_store
+from profharness.verification import CASES, derive_cases
+from profharness.worker.inputs import make_inputs
+from profharness.worker.poison import NAN_BYTE, OTHER_BYTE, poison_value, poisoned
+from profharness.worker.reference import GRADIENTS, Variant, attend
+
+
+def torch_in_fp64(config: Config, inputs: object) -> list[torch.Tensor]:
+    query, key, value = (
+        getattr(inputs, name).detach().double().requires_grad_() for name in GRADIENTS.values()
+    )
+    mask = inputs.mask  # type: ignore[attr-defined]
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.detach().double(),
+            is_causal=config.causal,
+            scale=config.scale,
+            enable_gqa=True,
+        )
+    grads = torch.autograd.grad(out, (query, key, value), inputs.grad.double())  # type: ignore[attr-defined]
+    return [out.detach(), *grads]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    seq_q=st.integers(1, 9),
+    seq_kv=st.integers(1, 9),
+    mask=st.sampled_from(["none", "bool", "float_bh"]),
+    layout=st.sampled_from(["contiguous", "bshd", "strided_last", "broadcast_batch"]),
+    scale=st.sampled_from([None, 0.7]),
+    causal=st.booleans(),
+)
+def test_the_reference_is_torchs_math_in_fp64(
+    kv_heads: int,
+    group: int,
+    seq_q: int,
+    seq_kv: int,
+    mask: str,
+    layout: str,
+    scale: float | None,
+    causal: bool,
+) -> None:
+    shape = (2, kv_heads * group, kv_heads, seq_q, seq_kv, 5)
+    config = Config(
+        *shape, "fp32", causal and mask == "none", mask, 0.0, scale, layout, bwd=True, head_dim_v=3
+    )
+    inputs = make_inputs(config, "cpu", 1)
+    found = attend(config, inputs, torch.float64).tensors
+    for name, wanted in zip(("out", *GRADIENTS), torch_in_fp64(config, inputs), strict=True):
+        torch.testing.assert_close(found[name], wanted, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config("1,4,33,8,fp32,kv_heads=2,causal,bwd")
+    inputs = make_inputs(config, "cpu", 0)
+    whole = attend(config, inputs, torch.float64).tensors
+    monkeypatch.setattr("profharness.worker.reference.MAX_SCORES", 100)
+    for name, tensor in attend(config, inputs, torch.float64).tensors.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-12, atol=1e-13)
+
+
+def test_a_variant_is_not_the_reference() -> None:
+    config = parse_config("1,4,16,8,fp32,kv_heads=2,causal,scale=0.5")
+    inputs = make_inputs(config, "cpu", 0)
+    right = attend(config, inputs, torch.float64).tensors["out"]
+    for variant in (
+        Variant(scale=1.0),
+        Variant(causal=False),
+        Variant(diagonal=1),
+        Variant(interleaved=True),
+        Variant(keys=15),
+    ):
+        other = attend(config, inputs, torch.float64, variant=variant).tensors["out"]
+        assert not torch.allclose(right, other)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 100, 5000, 400_000, 40_000_000])
+def test_memory_comes_poisoned(numel: int) -> None:
+    like = [torch.empty(numel)]
+    with poisoned(NAN_BYTE, like, "cpu"):
+        assert torch.empty(numel).isnan().all()
+    with poisoned(OTHER_BYTE, like, "cpu"):
+        assert (torch.empty(numel) == poison_value(OTHER_BYTE, torch.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_one_pattern_is_nan_and_the_other_is_not(dtype: torch.dtype) -> None:
+    assert math.isnan(poison_value(NAN_BYTE, dtype))
+    assert math.isfinite(poison_value(OTHER_BYTE, dtype))
+
+
+def test_cases_are_derived_and_each_problem_comes_once() -> None:
+    config = parse_config("4,16,512,64,fp16,kv_heads=4,dropout=0.1,mask=bool")
+    cases = derive_cases(config, ["standard"])
+    assert {case.name for case in cases} == set(CASES)
+    assert all(case.config.dropout == 0 for case in cases)
+    assert all(case.config.batch <= 2 for case in cases[1:])
+    assert len({(case.config, case.values) for case in cases}) == len(cases)
+    shapes = {case.name: case.config for case in cases}
+    assert shapes["seq_1000"].num_heads // shapes["seq_1000"].num_kv_heads == 4
+    assert shapes["head_dim_odd"].head_dim == 61
+    assert [case.name for case in derive_cases(config, ["none"])] == ["as_given"]
+    names = [case.name for case in derive_cases(config, ["large", "seq_1"])]
+    assert names == ["as_given", "seq_1", "large"]
+    with pytest.raises(UsageError, match="no case"):
+        derive_cases(config, ["lagre"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(1, 40)] * 3, st.integers(1, 300)),
+    group=st.integers(1, 12),
+    causal=st.booleans(),
+)
+def test_every_derived_case_is_a_config(
+    shape: tuple[int, int, int, int], group: int, causal: bool
+) -> None:
+    batch, kv_heads, seq, head_dim = shape
+    config = Config(batch, kv_heads * group, kv_heads, seq, seq, head_dim, "fp16", causal)
+    for case in derive_cases(config, ["standard"]):
+        assert parse_config(case.config.label) == case.config
+
+
+ENVIRONMENT = {"torch": "2.13.0", "gpu": "H200", "device_type": "cuda"}
+
+
+def stored(
+    folder: Path, number: int, cells: list[Cell], environment: dict[str, object], *, bench: bool
+) -> str:
+    """A run as `verify` or `bench` leaves it, taken into the store; its id."""
+    name = f"run-{number}"
+    (folder / name).mkdir()
+    profilers = ("events",) if bench else ()
+    created = f"2026-01-01T00:00:{number:02d}+00:00"
+    run = Run(name, created, profilers, Protocol(), tuple(cells), environment)
+    write_run(folder / name, run)
+    ingest_path(folder / "store.db", folder / name)
+    return name
+
+
+def checked(what: str, passed: bool | None, label: str = "b1-h1-s16-d16-fp16") -> Cell:
+    config = replace(parse_config(label), bwd=True)
+    return Cell(
+        "v00001", config, "mine", "ok", case="seq_1", asked=label, checks=(Check(what, passed),)
+    )
+
+
+def test_the_latest_check_of_the_same_code_counts(tmp_path: Path) -> None:
+    code = {"backend_code": {"mine": "sha256:1"}}
+    here, newer = ENVIRONMENT | code, ENVIRONMENT | {"backend_code": {"mine": "sha256:2"}}
+    cells = [
+        Cell("c0001", parse_config("b1-h1-s16-d16-fp16"), "mine", "ok"),
+        Cell("c0002", parse_config("b1-h1-s16-d16-fp16-bwd"), "mine", "ok"),
+        Cell("c0003", parse_config("b1-h1-s32-d16-fp16"), "mine", "ok"),
+    ]
+    forward, backward = [(cell.config.label, "mine") for cell in cells[:2]]
+    bench = stored(tmp_path, 1, cells, here, bench=True)
+    after = stored(tmp_path, 2, cells, newer, bench=True)
+
+    def wrong(run: str) -> set[tuple[str, str]]:
+        with open_store(tmp_path / "store.db") as store:
+            return store.wrong(run)
+
+    assert wrong(bench) == set()
+    stored(tmp_path, 3, [checked("dk", False)], here, bench=False)
+    assert wrong(bench) == {backward}
+    stored(tmp_path, 4, [checked("out", False)], here, bench=False)
+    assert wrong(bench) == {forward, backward}
+    assert wrong(after) == set()
+    stored(tmp_path, 5, [checked("out", None)], here, bench=False)
+    assert wrong(bench) == {forward, backward}
+    stored(tmp_path, 6, [checked("out", True)], here, bench=False)
+    assert wrong(bench) == {backward}
+    stored(tmp_path, 7, [checked("out", False)], here | {"gpu": "L4"}, bench=False)
+    assert wrong(bench) == {backward}
+    with open_store(tmp_path / "store.db", write=True) as store:
+        assert store.resolve("latest") == after
+        store.delete_run("run-3")
+        assert store.connection.execute("SELECT count(*) FROM verifications").fetchone() == (4,)
+    assert wrong(bench) == set()

@@ -1,0 +1,228 @@
+"""Real workers on the CPU: what is right passes, each mistake fails under its own name, and a
+backend that dies costs only its own check.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from profharness.config import expand_configs
+from profharness.errors import UsageError
+from profharness.record import Protocol, read_run
+from profharness.runner.verify import VerifyOptions, verify
+from profharness.store import ingest_path, open_store
+from profharness.verification import CASES, VerificationRow, failures
+from profharness.verifying import verify_into_store
+
+WRONG = Path(__file__).parent / "wrong.py"
+# a CPU takes long over 1000 rows in half precision
+QUICK = ",".join(name for name in CASES if name != "seq_1000")
+PROTOCOL = Protocol(0, 0, 0, timeout_s=60.0, device="cpu")
+
+
+def rows_of(
+    folder: Path,
+    config: str,
+    backends: list[str],
+    cases: str = "none",
+    *,
+    grad: bool = False,
+    timeout_s: float = 60.0,
+) -> list[VerificationRow]:
+    protocol = Protocol(0, 0, 0, timeout_s=timeout_s, device="cpu")
+    options = VerifyOptions(tuple(cases.split(",")), grad, folder / "runs", protocol)
+    names = [name if name in ("auto", "flash", "math", "naive") else f"{WRONG}:{name}"
+             for name in backends]  # fmt: skip
+    store = folder / "store.db"
+    return list(verify_into_store(expand_configs(config), names, store, options).rows)
+
+
+def named(rows: list[VerificationRow], backend: str) -> dict[str, VerificationRow]:
+    return {row.what: row for row in rows if row.backend.endswith(f":{backend}")}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_right_ones_pass_every_case(tmp_path: Path, dtype: str) -> None:
+    config = f"1,4,60,40,{dtype},causal"
+    cases = "standard" if dtype == "fp32" else QUICK
+    rows = rows_of(tmp_path, config, ["flash", "math", "naive"], cases, grad=True)
+    assert not failures(rows), failures(rows)[0]
+    assert {row.what for row in rows} == {"inputs", "out", "dq", "dk", "dv"}
+    assert len({row.case for row in rows}) >= 14
+    told = [row for row in rows if row.what == "out" and row.passed]
+    assert len(told) > 40
+    assert all(row.error is not None and row.allowance for row in told)
+
+
+# what a forward and backward call on this config leaves wrong: (which result, words about it)
+MISTAKES = {
+    "no_scale": ("out", "without the scale (scale=1)"),
+    "given_scale_ignored": ("out", "1/sqrt(head_dim) in place of the given scale"),
+    "causal_off_by_one": ("out", "causal mask one column too far right"),
+    "kv_mapping": ("out", "query head h on key head h % Hkv"),
+    "last_row_unwritten": ("out", "not written: 256 of 25600 elements"),
+    "nan_row": ("out", "NaN at [0, 0, 3, 0]"),
+    "tail_of_keys": ("out", "without the last 4 of 100 keys"),
+    "writes_input": ("inputs", "writes into key, element 65"),
+    "stale": ("out", "is what the call before returned, for other inputs"),
+    "accumulates": ("out", "two calls on the same inputs differ"),
+    "shared_buffer": ("out", "a later call changed what an earlier one returned"),
+    "unstable": ("out", "two calls on the same inputs differ"),
+    "wrong_gradient": ("dk", "it is 5.657 times what is expected"),
+    "wrong_shape": ("out", "returned shape [2, 100, 4, 32]"),
+}
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[VerificationRow]]:
+    folder = tmp_path_factory.mktemp("mistakes")
+    config = "2,4,100,32,fp32,causal,kv_heads=2,scale=0.3,bwd"
+    others = ["right", "no_gradient", "refuses", "random_bits"]
+    return folder, rows_of(folder, config, [*MISTAKES, *others])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_fails_under_its_name(
+    mistaken: tuple[Path, list[VerificationRow]], mistake: str
+) -> None:
+    what, words = MISTAKES[mistake]
+    told = named(mistaken[1], mistake)
+    first = failures(told.values())[0]
+    assert first.what == what
+    assert words in str(first.message)
+
+
+def test_a_wrong_gradient_leaves_the_rest_right(
+    mistaken: tuple[Path, list[VerificationRow]],
+) -> None:
+    told = named(mistaken[1], "wrong_gradient")
+    assert {what: row.passed for what, row in told.items()} == {
+        "inputs": True, "out": True, "dq": True, "dk": False, "dv": True,
+    }  # fmt: skip
+
+
+def test_one_mistake_does_not_spill_over(mistaken: tuple[Path, list[VerificationRow]]) -> None:
+    for name in ("right", "random_bits"):
+        assert all(row.passed for row in named(mistaken[1], name).values())
+    assert "not deterministic" in str(named(mistaken[1], "random_bits")["out"].message)
+    assert named(mistaken[1], "writes_input")["out"].passed
+
+
+def test_refusals_and_missing_gradients_are_skipped_with_their_reason(
+    mistaken: tuple[Path, list[VerificationRow]],
+) -> None:
+    refused = named(mistaken[1], "refuses")["out"]
+    assert (refused.passed, refused.status) == (None, "refused")
+    assert "only on Tuesdays" in str(refused.message)
+    told = named(mistaken[1], "no_gradient")
+    assert told["out"].passed
+    assert told["dk"].passed is None
+    assert "carries no gradient" in str(told["dk"].message)
+
+
+def test_a_failure_says_where_and_by_how_much(
+    mistaken: tuple[Path, list[VerificationRow]],
+) -> None:
+    row = named(mistaken[1], "no_scale")["out"]
+    for words in ("at [", "expected ", "got ", "times the allowance of ", "elements are beyond"):
+        assert words in str(row.message)
+    assert row.error is not None and row.allowance is not None and row.error > row.allowance
+
+
+def test_the_store_tells_who_is_wrong_and_a_new_ingest_the_same(
+    mistaken: tuple[Path, list[VerificationRow]],
+) -> None:
+    folder, rows = mistaken
+    (run,) = (folder / "runs").iterdir()
+    ingest_path(folder / "again.db", run)
+    with open_store(folder / "store.db") as store, open_store(folder / "again.db") as again:
+        assert again.verifications(run.name) == rows
+        wrong = store.wrong(run.name)
+        assert again.wrong(run.name) == wrong
+    names = {backend.rpartition(":")[2] for _, backend in wrong}
+    assert names == set(MISTAKES)
+    assert {label for label, _ in wrong} == {rows[0].config}
+
+
+def test_a_dying_and_a_hanging_one_cost_only_their_own_check(tmp_path: Path) -> None:
+    backends = ["crashes", "hangs", "right"]
+    rows = rows_of(tmp_path, "1,1,16,16,fp32", backends, timeout_s=3.0)
+    assert [(row.what, row.passed, row.status) for row in rows] == [
+        ("out", False, "crashed"),
+        ("out", False, "timeout"),
+        ("inputs", True, "ok"),
+        ("out", True, "ok"),
+    ]
+    assert "SIGSEGV" in str(rows[0].message)
+    assert {row.config for row in rows} == {"b1-h1-s16-d16-fp32"}
+
+
+def test_an_odd_length_is_only_wrong_where_it_is_odd(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "1,2,64,16,{fp32,fp16,bf16}", ["tail_of_keys"], QUICK)
+    with open_store(tmp_path / "store.db") as store:
+        (run,) = (row.run for row in store.runs())
+        named_wrong = store.wrong(run)
+    for dtype in ("fp32", "fp16", "bf16"):
+        asked = f"b1-h2-s64-d16-{dtype}"
+        wrong = {row.case for row in failures(rows) if row.asked == asked}
+        assert wrong == {"seq_127", "seq_129", "fewer_queries", "more_queries"}
+        assert (asked, rows[0].backend) in named_wrong
+
+
+def test_masked_rows_and_masks(tmp_path: Path) -> None:
+    config = "2,2,40,16,fp32,mask={bool,float_bh},bwd"
+    rows = rows_of(tmp_path, config, ["math", "flash", "right"], "masked_row")
+    assert {row.case for row in rows} == {"as_given", "masked_row"}
+    assert not failures(rows), failures(rows)[0]
+    assert {row.passed for row in rows if row.backend == "math"} == {True}
+    skipped = [row for row in rows if row.backend.endswith("right")]
+    assert {(row.passed, row.status) for row in skipped} == {(None, "refused")}
+
+
+def test_what_cannot_be_meant(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no case 'sqe_1'; known are standard, none, as_given"):
+        rows_of(tmp_path, "1,1,16,16", ["math"], "sqe_1")
+    with pytest.raises(UsageError, match="no config"):
+        verify([], ["math"], VerifyOptions(out=tmp_path, protocol=PROTOCOL))
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_verification_is_no_run_that_latest_means(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "1,1,16,16,fp32", ["math"])
+    (folder,) = (tmp_path / "runs").iterdir()
+    record = read_run(folder)
+    assert [cell.status for cell in record.cells] == ["ok"]
+    with open_store(tmp_path / "store.db") as store:
+        assert store.latest_run_with(expand_configs("1,1,16,16,fp32")) is None
+        assert store.resolve("latest") == rows[0].run  # there is no other
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = ["--device", "cpu", "--cases", "none", *arguments]
+    return subprocess.run(
+        [sys.executable, "-m", "profharness", "verify", "--config", "1,2,20,16,fp32", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_exits_with_3_if_anything_is_wrong(tmp_path: Path) -> None:
+    right = command(tmp_path, "--backend", "math", "--format", "json")
+    assert right.returncode == 0, right.stderr
+    told = json.loads(right.stdout)
+    assert told["schema"] == "profharness.verify/1"
+    assert [(row["what"], row["passed"]) for row in told["rows"]] == [
+        ("inputs", True),
+        ("out", True),
+    ]
+    (tmp_path / "mine.py").write_text(WRONG.read_text())
+    wrong = command(tmp_path, "--backend", "math,mine.py:no_scale")
+    assert wrong.returncode == 3
+    assert "1 of 4 checks failed; wrong: mine.py:no_scale" in wrong.stderr
+    assert "without the scale" in " ".join(wrong.stdout.split())
