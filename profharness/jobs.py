@@ -106,9 +106,14 @@ def _opened_meanwhile(store: Path) -> Iterator[None]:
 
 
 def _take_in(folder: Path, store: Path) -> Captured:
+    """The run folder into the store; an interrupt names the folder, which is whole by now."""
     from profharness.store import ingest_path
 
-    return Captured(folder, read_run(folder), ingest_path(store, folder))
+    try:
+        return Captured(folder, read_run(folder), ingest_path(store, folder))
+    except KeyboardInterrupt as stop:
+        stop.folder = folder  # type: ignore[attr-defined]
+        raise
 
 
 def _gpu_present() -> bool:

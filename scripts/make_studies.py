@@ -100,13 +100,18 @@ def measure(folder: Path) -> None:
     profharness("analyze", *configs(LARGE), "--peaks", "measure", *store)
 
 
+def first_run(folder: Path) -> str:
+    """The run that was made first; what verified its outputs came after it."""
+    runs = [read_run(record.parent) for record in folder.glob("*/run.json")]
+    return min(runs, key=lambda run: (run.created, run.run)).run
+
+
 def write(folder: Path) -> None:
     """The answers as Markdown, below the mark of each page; what stands above it is kept."""
     for study in STUDY_LIST:
-        (record,) = (folder / study.name).glob("*/run.json")
-        words = [word.format(run=read_run(record.parent).run) for word in study.answer]
+        words = [word.format(run=first_run(folder / study.name)) for word in study.answer]
         page = STUDIES / f"{study.name}.md"
-        generated = STUDIES / f"{study.name}.generated.md"
+        generated = STUDIES / f"{study.name}-report.md"
         profharness(
             *(*words, "--store", str(folder / "store.db")),
             *("-o", str(generated), "--format", "md", "--force"),

@@ -13,7 +13,10 @@ from profharness.peaks import data_sheet
 from profharness.runner.peaks import gpu_here, measure_peaks
 from profharness.store import open_store
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(gpu_here() is None, reason="no NVIDIA GPU"),
+]
 
 
 def test_measured_peaks_lie_below_the_data_sheet_and_not_far() -> None:
@@ -29,7 +32,10 @@ def test_measured_peaks_lie_below_the_data_sheet_and_not_far() -> None:
         assert 0.4 < rate / sheet.flops_per_s[name] < 1.1, name
 
 
-def test_analyze_measures_once_and_sweeps_over_head_dim(tmp_path: Path) -> None:
+def test_analyze_measures_once_and_sweeps_over_head_dim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     args = ["--store", str(tmp_path / "s.db"), "--config", "1,4,64,{512,1024},fp32"]
     args += ["--backend", "math", "--format", "json"]
     for _ in range(2):

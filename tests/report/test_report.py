@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli.report import FORMATS, SUFFIXES, command
+from profharness.cli._options import FORMATS
+from profharness.cli._output import SUFFIX_FORMATS
+from profharness.cli.report import command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.record import Cell, Check, Problem, Protocol, Refusal, Run, write_run
@@ -209,8 +211,8 @@ def test_every_format_goes_to_stdout(swept: Path, name: str) -> None:
 
 
 def test_the_suffix_names_the_format(swept: Path, tmp_path: Path) -> None:
-    assert set(SUFFIXES.values()) == set(FORMATS) - {"table"}
-    for suffix in SUFFIXES:
+    assert set(SUFFIX_FORMATS.values()) == set(FORMATS) - {"table"}
+    for suffix in SUFFIX_FORMATS:
         result = invoke("--store", swept, "-o", tmp_path / f"out{suffix}")
         assert result.exit_code == 0, result.output
     assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
