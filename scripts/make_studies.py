@@ -45,7 +45,7 @@ BENCH_STUDIES = {
     ),
     "autotune": (
         *configs(SWEEP, LENGTHS, HEADS),
-        *("--baseline", "32,8,512,64,fp16", "--max-time", "1s"),
+        *("--baseline", "32,8,512,64", "--max-time", "1s"),
     ),
     "kernel-benchmark": (
         *configs(*MATRIX),
@@ -55,7 +55,7 @@ BENCH_STUDIES = {
 }
 SHOWN = {
     "backend-investigation": ("--explain",),
-    "autotune": ("--baseline", "32,8,512,64,fp16"),
+    "autotune": ("--baseline", "32,8,512,64"),
     "kernel-benchmark": (),
 }
 STUDY_LIST = (
