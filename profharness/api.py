@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profharness.config import Config, expand_configs
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,6 +18,7 @@ Configs = str | Config | Iterable[str | Config] | None
 
 STORE_VARIABLE = "PROFHARNESS_STORE"
 DEFAULT_STORE = "profharness.db"
+ALL = "all"
 
 
 def capture(
@@ -34,22 +35,29 @@ def capture(
     seed: int = 0,
     device: str = "auto",
     note: str | None = None,
+    metrics: str | Sequence[str] = (),
+    sections: str | Sequence[str] = (),
 ) -> pd.DataFrame:
     """Run configs on backends in a worker process, ingest the run, and return one row per cell.
 
     configs are grammar texts ("2,8,512,64,bf16"), Config objects or a list of them; without
-    backends the usual ones of this machine's device run. Failed and refused cells are rows with
-    their status and message. Raises UsageError for what cannot be meant, CaptureError when no
-    worker starts.
+    backends, or for `all`, PyTorch's own on this machine's device run; `kernels` stands for what
+    lies in kernels/. metrics and sections are what ncu takes besides its default ones. Failed and
+    refused cells are rows with their status and message. Raises UsageError for what cannot be
+    meant, CaptureError when no worker starts.
     """
     from profharness.jobs import capture_into_store
     from profharness.record import Protocol
     from profharness.runner import CaptureOptions
 
-    protocol = Protocol(iterations, warmup, samples, float(timeout_s), seed, device)
+    protocol = Protocol(
+        *(iterations, warmup, samples, float(timeout_s), seed, device),
+        metrics=_names(metrics),
+        sections=_names(sections),
+    )
     options = CaptureOptions(_names(profilers), Path(out), protocol, note)
     path = _store(store)
-    captured = capture_into_store(_configs(configs), _names(backends), path, options)
+    captured = capture_into_store(_configs(configs), _backends(backends, device), path, options)
     return cells(captured.run.run, store=path)
 
 
@@ -99,10 +107,12 @@ def kernels(
     """One row per kernel and launch configuration of each cell, from the store only.
 
     run is an id, a unique prefix, latest, latest~1 or all; None means the latest run that has all
-    the configs. Raises NotFoundError if nothing answers; `capture` makes an answer.
+    the configs. profilers: torch, nsys and ncu; `all`, or none, is every one. Raises NotFoundError
+    if nothing answers (`capture` makes an answer), UsageError for a profiler that is not known.
     """
     from profharness.store import open_store, to_frame
 
+    watched = _profilers(profilers)
     wanted = _configs(configs)
     with open_store(_store(store)) as opened:
         if run is None and wanted:
@@ -114,7 +124,7 @@ def kernels(
             run,
             configs=wanted or None,
             backends=_names(backends) or None,
-            profilers=_names(profilers) or None,
+            profilers=watched or None,
         )
         return to_frame(rows)
 
@@ -126,11 +136,15 @@ def launches(
     profiler: str | None = None,
     store: PathLike | None = None,
 ) -> pd.DataFrame:
-    """Every single launch of a run, in order of its start."""
+    """Every single launch of a run, in order of its start; of one profiler (torch, nsys, ncu), or
+    with None or `all` of every one. Raises UsageError for a profiler that is not known.
+    """
     from profharness.store import open_store, to_frame
 
+    watched = None if profiler in (None, ALL) else str(profiler)
+    _profilers(watched or ())
     with open_store(_store(store)) as opened:
-        return to_frame(list(opened.launches(run, profiler=profiler, cell=cell)))
+        return to_frame(list(opened.launches(run, profiler=watched, cell=cell)))
 
 
 def diff(
@@ -169,6 +183,7 @@ def explain(
     gpu: str | None = None,
     cudnn: str | None = None,
     cuda: str | None = None,
+    cudnn_compiled: str | None = None,
     device: str = "auto",
     timeout_s: float = 120.0,
     store: PathLike | None = None,
@@ -186,7 +201,7 @@ def explain(
     from profharness.explaining.places import named_places
     from profharness.report.explain_view import flat_record
 
-    places = named_places(torch, gpu, cudnn, cuda)
+    places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     answers = explain_all(
         _configs(configs), places, device=device, timeout_s=timeout_s, store=_store(store)
     )
@@ -208,8 +223,9 @@ def verify(
     device: str = "auto",
 ) -> pd.DataFrame:
     """Hold backends and implementations against an fp64 reference: one row per check, `passed`
-    False where one is wrong, None where it was skipped. Without backends, or for `all`, PyTorch's
-    own and what lies in kernels/. Raises UsageError, CaptureError when no worker starts.
+    False where one is wrong, None where it was skipped. `all` are PyTorch's own backends on this
+    device, `kernels` what lies in kernels/; without backends both. Raises UsageError, CaptureError
+    when no worker starts.
     """
     from profharness.jobs import default_backends
     from profharness.record import Protocol
@@ -245,7 +261,8 @@ def bench(
 ) -> pd.DataFrame:
     """Time the backends of each config in turns: one row per cell and measurement, times in ns.
 
-    With run nothing is measured, and a stored run answers. The whole answer (winners, losses,
+    Without backends, or for `all`, PyTorch's own on this device are timed; `kernels` stands for what
+    lies in kernels/. With run nothing is measured, and a stored run answers. The whole answer (winners, losses,
     conclusions) is in the frame's `attrs["answer"]`. Raises UsageError for what cannot be meant,
     CaptureError when no worker starts.
     """
@@ -267,7 +284,7 @@ def bench(
         wanted = bench_configs(asked, _names(dtypes), against)
         protocol = Protocol(10, warmup, iterations or 0, float(timeout_s), seed, device)
         options = CaptureOptions(out=Path(out), protocol=protocol, bench=plan)
-        run = bench_into_store(wanted, _names(backends), path, options).run.run
+        run = bench_into_store(wanted, _backends(backends, device), path, options).run.run
     with open_store(path) as opened:
         answer = benched(
             opened,
@@ -325,6 +342,29 @@ def _store(store: PathLike | None) -> Path:
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     words = names.split(",") if isinstance(names, str) else names
     return tuple(word.strip() for word in words if word.strip())
+
+
+def _backends(names: str | Sequence[str], device: str) -> tuple[str, ...]:
+    """The names, with what `all` and `kernels` stand for on the device."""
+    from profharness.backends import expand_backends
+    from profharness.jobs import default_backends
+
+    found = _names(names)
+    return tuple(expand_backends(found, default_backends(device))) if found else ()
+
+
+def _profilers(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The profilers that leave traces; empty for every one. Raises UsageError for another name."""
+    from profharness.runner.profilers import PROFILERS
+
+    found = _names(names)
+    known = [profiler.name for profiler in PROFILERS.values() if profiler.suffix]
+    for name in found:
+        if name not in (ALL, *known):
+            raise UsageError(
+                f"no launches of a profiler {name!r}; known are {', '.join(known)}, {ALL}"
+            )
+    return () if ALL in found else found
 
 
 def _configs(configs: Configs) -> list[Config]:

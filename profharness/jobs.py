@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profharness.backends import CPU_BACKENDS, DEFAULT_BACKENDS
+from profharness.backends import ALL, CPU_BACKENDS, DEFAULT_BACKENDS, expand_backends
 from profharness.bench_plan import BenchPlan
 from profharness.config import Config
 from profharness.errors import ProfharnessError
@@ -41,7 +41,7 @@ def capture_into_store(
 ) -> Captured:
     """Capture and ingest; no backends means the default ones of this machine's device."""
     options = options or CaptureOptions()
-    chosen = backends or default_backends(options.protocol.device)
+    chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
     plan_cells(configs, chosen)  # what cannot be meant is told before anything is made
     require_tools(find_profilers(options.profilers))
     with _opened_meanwhile(store):
@@ -62,12 +62,10 @@ def bench_into_store(
     options = options or CaptureOptions()
     plan = options.bench or BenchPlan()
     default = default_backends(options.protocol.device)
-    named = [
-        one for name in backends or ("all",) for one in (default if name == "all" else (name,))
-    ]
+    named = expand_backends(backends or (ALL,), default)
     traced = "kernel" in plan.measurements and default == DEFAULT_BACKENDS
     chosen = replace(options, bench=plan, profilers=("torch",) if traced else ("events",))
-    return capture_into_store(configs, list(dict.fromkeys(named)), store, chosen, progress)
+    return capture_into_store(configs, named, store, chosen, progress)
 
 
 def resume_into_store(folder: Path, store: Path, progress: Progress | None = None) -> Captured:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from profharness.backends import implementation_names
+from profharness.backends import ALL, KERNELS, expand_backends
 from profharness.config import Config
 from profharness.runner.book import Progress
 from profharness.runner.verify import VerifyOptions, verify
@@ -23,14 +23,8 @@ class Verified:
 
 
 def every_backend(named: Sequence[str], default: Sequence[str]) -> list[str]:
-    """The named backends, each once; `all`, or no name, stands for the default ones and for every
-    implementation that `kernels/` folders and entry points offer.
-    """
-    found: dict[str, None] = {}
-    for name in named or ("all",):
-        names = (*default, *implementation_names()) if name == "all" else (name,)
-        found |= dict.fromkeys(names)
-    return list(found)
+    """The backends to verify: no name is `all,kernels`; the words are those of `expand_backends`."""
+    return expand_backends(named or (ALL, KERNELS), default)
 
 
 def verify_into_store(

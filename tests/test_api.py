@@ -14,6 +14,7 @@ import pytest
 import profharness
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
+from profharness.record import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "1,2,64,32,fp32"
@@ -38,6 +39,59 @@ def test_kernels_of_a_config(store: Path) -> None:
     assert "softmax" in set(rows["family"])
     same = profharness.kernels([parse_config(CONFIG)], backends=["math"], store=store)
     assert set(same["backend"]) == {"math"}
+
+
+def test_profilers_are_named_as_on_the_command_line(store: Path) -> None:
+    every = profharness.kernels(CONFIG, profilers="all", store=store)
+    assert len(every) > 0
+    pd.testing.assert_frame_equal(every, profharness.kernels(CONFIG, store=store))
+    pd.testing.assert_frame_equal(
+        every, profharness.kernels(run="latest", profilers=["nsys", "all"], store=store)
+    )
+    assert profharness.kernels(CONFIG, profilers="nsys", store=store).empty
+    for bad in ("bogus", "torch,bogus", "events"):
+        with pytest.raises(UsageError, match="known are torch, nsys, ncu, all"):
+            profharness.kernels(CONFIG, profilers=bad, store=store)
+    with pytest.raises(UsageError, match="'bogus'"):
+        profharness.launches(profiler="bogus", store=store)
+    assert len(profharness.launches(profiler="all", store=store)) > 0
+
+
+def test_capture_passes_on_what_ncu_shall_take(tmp_path: Path) -> None:
+    profharness.capture(
+        "1,1,16,16,fp32",
+        "math",
+        profilers="events",
+        metrics="dram__bytes_read.sum, smsp__cycles_active.avg",
+        sections=["SpeedOfLight"],
+        samples=1,
+        device="cpu",
+        store=tmp_path / "s.db",
+        out=tmp_path,
+    )
+    (folder,) = [path.parent for path in tmp_path.glob("*/run.json")]
+    protocol = read_run(folder).protocol
+    assert protocol.metrics == ("dram__bytes_read.sum", "smsp__cycles_active.avg")
+    assert protocol.sections == ("SpeedOfLight",)
+
+
+def test_all_and_kernels_mean_the_same_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "mine.py").write_text((ROOT / "kernels" / "naive.py").read_text())
+    common = {"device": "cpu", "store": tmp_path / "s.db", "out": tmp_path / "runs"}
+    quick = {"iterations": 2, "warmup": 0, "max_time_s": 0.2}
+    usual = {"auto", "flash", "math"}
+    config = "1,1,16,16,fp32"
+    for words, wanted in (("all", usual), ("kernels", {"mine"}), ("all,kernels", {*usual, "mine"})):
+        timed = profharness.bench(config, words, **quick, **common)
+        checked = profharness.verify(config, words, cases="none", **common)
+        assert wanted <= set(timed["backend"]) == set(checked["backend"]), words
+        assert ("mine" in set(timed["backend"])) == ("mine" in wanted)
+    assert usual < set(profharness.verify(config, cases="none", **common)["backend"])
+    assert set(profharness.bench(config, **quick, **common)["backend"]) == usual
 
 
 def test_own_times_of_ops_add_up_to_the_call(store: Path) -> None:

@@ -4,7 +4,7 @@ functions only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,14 +22,17 @@ from profharness.backends.torch_impls import TORCH_BACKENDS
 from profharness.errors import UsageError
 
 __all__ = [
+    "ALL",
     "BACKENDS",
     "CPU_BACKENDS",
     "DEFAULT_BACKENDS",
+    "KERNELS",
     "SOURCES_FILE",
     "Attention",
     "Backend",
     "ImplementationError",
     "RefusedError",
+    "expand_backends",
     "find_backend",
     "find_backends",
     "fingerprints",
@@ -45,7 +48,34 @@ BACKENDS: dict[str, Backend] = {
 DEFAULT_BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
 CPU_BACKENDS = ("auto", "flash", "math")
 
+ALL = "all"
+KERNELS = "kernels"
+
 SOURCES_FILE = "sources.json"
+
+
+def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
+    """The named backends, each once. `all` stands for the default ones, PyTorch's own on the device;
+    `kernels` for every implementation that `kernels/` folders and entry points offer. Raises
+    UsageError for names that stand for nothing.
+    """
+    found: dict[str, None] = {}
+    for name in named:
+        if name == KERNELS:
+            found |= dict.fromkeys(_unmistaken(name) for name in implementation_names())
+        else:
+            found |= dict.fromkeys(default if name == ALL else (name,))
+    if named and not found:
+        raise UsageError(
+            f"--backend {','.join(named)} stands for nothing: there is no implementation in "
+            "kernels/; `profharness new-kernel NAME` writes one"
+        )
+    return list(found)
+
+
+def _unmistaken(name: str) -> str:
+    """The name, or the file in kernels/ where the registry has another backend of that name."""
+    return f"{KERNELS}/{name}.py" if name in BACKENDS else name
 
 
 def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend:

@@ -53,7 +53,8 @@ def backend_option(function: F) -> F:
         "--backend",
         multiple=True,
         metavar="NAME",
-        help="auto, flash, efficient, cudnn, math, … Repeatable, or separated by commas.",
+        help="auto, flash, efficient, cudnn, math, …, file.py:function; all: PyTorch's own on this "
+        "device; kernels: what lies in kernels/. Repeatable, or separated by commas.",
     )(function)
 
 

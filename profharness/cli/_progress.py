@@ -43,6 +43,8 @@ def capture_progress() -> Iterator[Progress]:
         task = bar.add_task("starting the worker", total=None)
 
         def show(done: int, total: int, cell: Cell, stage: str) -> None:
+            if _told_ending(stage):
+                return
             bar.update(
                 task,
                 completed=done,
@@ -54,5 +56,15 @@ def capture_progress() -> Iterator[Progress]:
 
 
 def _line(done: int, total: int, cell: Cell, stage: str) -> None:
-    if cell.status != "pending" and stage == cell.status:
+    if not _told_ending(stage) and cell.status != "pending" and stage == cell.status:
         click.echo(f"[{done}/{total}] {cell.config} {cell.backend}: {stage}", err=True)
+
+
+def _told_ending(stage: str) -> bool:
+    """What the user has to wait for at the end is a line of its own."""
+    from profharness.runner.book import ENDING
+
+    if stage.startswith(ENDING):
+        click.echo(stage, err=True)
+        return True
+    return False

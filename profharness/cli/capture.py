@@ -147,7 +147,8 @@ def command(
                 "--resume goes on with the run's own cells; leave --config, --configs and --backend out"
             )
         with capture_progress() as progress:
-            captured = resume_into_store(_find_folder(resume_folder, out), store, progress)
+            folder = _find_folder(resume_folder, out)
+            captured = resume_into_store(folder, store, progress)
     else:
         more = split_names(metrics), split_names(sections)
         protocol = Protocol(iterations, warmup, samples, timeout_s, seed, device, *more)
@@ -190,7 +191,8 @@ def _report(captured: Captured) -> None:
     click.echo(f"{run.run}: {len(run.cells)} cells: {summary}; in {captured.folder}")
     for cell in run.cells:
         if cell.status in FAILED:
-            click.echo(f"{cell.status}: {cell.config} {cell.backend}: {cell.message}", err=True)
+            why = cell.message or "not run; --resume goes on with it"
+            click.echo(f"{cell.status}: {cell.config} {cell.backend}: {why}", err=True)
     for result in captured.ingested:
         for warning in result.warnings:
             click.echo(f"warning: {warning}", err=True)

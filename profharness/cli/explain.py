@@ -59,6 +59,11 @@ class _Asked:
 )
 @click.option("--cudnn", metavar="VERSION", help="cuDNN's version.  [default: the PyPI wheel's]")
 @click.option("--cuda", metavar="VERSION", help="PyTorch's CUDA.  [default: the PyPI wheel's]")
+@click.option(
+    "--cudnn-compiled",
+    metavar="VERSION",
+    help="The cuDNN that PyTorch was compiled with; decides the order in 2.9.  [default: as known]",
+)
 @click.option("--bisect", metavar="PROPERTY", help="Find the values where the choice flips.")
 @click.option("--full", is_flag=True, help="Every config's own answer, and messages whole.")
 @click.option("--measure", is_flag=True, help="Capture what the advice changes, and say the gain.")
@@ -88,6 +93,7 @@ def command(
     gpu: str | None,
     cudnn: str | None,
     cuda: str | None,
+    cudnn_compiled: str | None,
     bisect: str | None,
     full: bool,
     measure: bool,
@@ -101,7 +107,8 @@ def command(
     """Say why PyTorch takes the backend that it takes, why not the others, and what to change.
 
     PyTorch on this machine is asked, and nothing is launched. With --torch or --gpu the rules of
-    that release answer instead, without torch and without a GPU. Several configs give a map; several
+    that release answer instead, without torch and without a GPU; where they do not know, the answer
+    is `unknown`. Exits 1 if PyTorch was asked and answered no config at all. Several configs give a map; several
     releases a table that marks where the choice changes. --backend limits the advice.
 
     \b
@@ -123,27 +130,34 @@ def command(
         numeric(bisect)
     from profharness.explaining.places import named_places
 
-    places = named_places(torch, gpu, cudnn, cuda)
+    places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     if len(places) > 1 and bisect is not None:
         raise _usage("--bisect takes one release; give --torch a single one")
     asked = _Asked(configs, backends, places, bisect, full, measure, device, timeout_s, store)
-    emit(_document(asked), format_, output, force=force)
+    document, answers = _document(asked)
+    emit(document, format_, output, force=force)
+    if not places:
+        from profharness.explaining.live import require_answer
+
+        require_answer(answers)
 
 
-def _document(asked: _Asked) -> Document:
+def _document(asked: _Asked) -> tuple[Document, list[Explanation]]:
+    """The result, and the answers that it is made of where PyTorch was asked one by one."""
     if asked.bisect is not None:
-        return _bisected(asked)
+        return _bisected(asked), []
     if len(asked.places) > 1:
         from profharness.explaining.offline import matrix
         from profharness.report.explain_maps import matrix_document
 
         found = [matrix(config, asked.places) for config in asked.configs]
-        return matrix_document(found, full=asked.full)
+        return matrix_document(found, full=asked.full), []
+    answers = _answers(asked)
     if len(asked.configs) > 1:
-        return _mapped(asked)
+        return _mapped(asked, answers), answers
     from profharness.report.explain_view import explain_document
 
-    return explain_document(_answers(asked), full=asked.full, named=asked.backends)
+    return explain_document(answers, full=asked.full, named=asked.backends), answers
 
 
 def _answers(asked: _Asked) -> list[Explanation]:
@@ -166,13 +180,12 @@ def _answers(asked: _Asked) -> list[Explanation]:
     return with_store(found, asked.store)
 
 
-def _mapped(asked: _Asked) -> Document:
+def _mapped(asked: _Asked, answers: Sequence[Explanation]) -> Document:
     from profharness.config import parse_config
     from profharness.explaining.maps import draw_maps
     from profharness.report.explain_maps import map_document
     from profharness.report.explain_view import chosen, environment_text
 
-    answers = _answers(asked)
     configs = [parse_config(answer.config) for answer in answers]
     maps = draw_maps(configs, [chosen(answer) for answer in answers])
     return map_document(maps, answers, where=environment_text(answers[0]), full=asked.full)
@@ -195,7 +208,9 @@ def _bisected(asked: _Asked) -> Document:
 
     def choose(many: Sequence[Config]) -> list[str]:
         hint(f"asking PyTorch about {len(many):,} configs")
-        choices, where = live_choices(many, device=asked.device, timeout_s=asked.timeout_s)
+        choices, where = live_choices(
+            many, device=asked.device, timeout_s=asked.timeout_s, required=not told
+        )
         told.append(where)
         return choices
 

@@ -24,22 +24,28 @@ if TYPE_CHECKING:
     metavar="FILE_OR_FOLDER...",
     nargs=-1,
     required=True,
-    type=click.Path(path_type=Path),
+    # readable=False: what cannot be read is told with the other sources' failures
+    type=click.Path(readable=False, path_type=Path),
 )
 @store_option
 def command(sources: tuple[Path, ...], store: Path) -> None:
     """Take traces and run folders into the store.
 
-    PyTorch profiler traces (Kineto JSON, .json or .json.gz) and run folders, whoever made them. A
-    source that is already there changes nothing. One that cannot be read leaves the store as it
-    was, the others are taken in, and the exit code is 1.
+    Run folders, and traces whoever made them: of the PyTorch profiler (Kineto JSON, .json or
+    .json.gz), of Nsight Systems (.nsys-rep, or its export .sqlite) and of Nsight Compute
+    (.ncu-rep, or its .csv). A folder stands for all of these below it.
+
+    A source that is already there changes nothing. One that cannot be read leaves the store as it
+    was, the others are taken in, and the exit code is 1. Of a run folder whose trace cannot be
+    read the rest is taken in, with a warning.
 
     \b
-    Example:
+    Examples:
       profharness ingest trace.json.gz traces/runs
+      profharness ingest profile.nsys-rep counters.ncu-rep
     """
-    from profharness.errors import ProfharnessError, TraceFormatError
-    from profharness.store.ingest import find_sources
+    from profharness.errors import ProfharnessError
+    from profharness.store.sources import find_sources
 
     done = failed = 0
     for given in sources:
@@ -53,7 +59,7 @@ def command(sources: tuple[Path, ...], store: Path) -> None:
             try:
                 _take_in(store, source)
                 done += 1
-            except TraceFormatError as error:
+            except ProfharnessError as error:
                 failed += 1
                 hint(f"error: {error}")
     if failed:

@@ -104,7 +104,7 @@ def command(
         raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
     check_output(output, force=force)
     configs = read_configs(config, configs_file)
-    rows, cells = find_rows(store, run, configs, split_names(backend), wanted, by_op=steps)
+    rows, cells = find_rows(store, run, configs, _stored_names(backend), wanted, by_op=steps)
     if not profiler:
         rows = _first_profiler(rows)
     if steps:
@@ -118,6 +118,21 @@ def command(
         _tell_without_kernels(cells)
     if expected:
         _gate(expected, rows, cells)
+
+
+def _stored_names(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Backends as cells name them: `all` means no filter, a file is known by its reduced name."""
+    from profharness.backends import ALL, find_backend
+    from profharness.errors import UsageError
+
+    names = split_names(values)
+    found = []
+    for name in () if ALL in names else names:
+        try:
+            found.append(find_backend(name).name)
+        except UsageError:
+            found.append(name)  # of another machine, perhaps; the store knows
+    return tuple(found)
 
 
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:

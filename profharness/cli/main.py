@@ -5,8 +5,10 @@ errors into exit codes.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
+from types import FrameType
 
 import click
 
@@ -33,6 +35,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "new-kernel": ("profharness.cli.new_kernel", "Start an attention implementation of your own."),
 }
 EXIT_INTERRUPTED = 130
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM or SIGHUP came: what runs is ended as after Ctrl-C. args: the signal."""
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell tells it: 143 or 129."""
+        return 128 + int(self.args[0])
 
 
 class _LazyGroup(click.Group):
@@ -65,8 +77,9 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; exit codes: 0 ok, 1 an error with its remedy, 2 wrong usage, 3 a gate
-    was not met.
+    was not met, 130 interrupted, 143 ended by SIGTERM.
     """
+    _end_in_order()
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
@@ -81,7 +94,8 @@ def main() -> None:
                 f"what was done is kept; go on with: profharness capture --resume {folder}",
                 err=True,
             )
-        sys.exit(EXIT_INTERRUPTED)
+        told = stop if isinstance(stop, TerminatedError) else stop.__cause__
+        sys.exit(told.exit_code if isinstance(told, TerminatedError) else EXIT_INTERRUPTED)
     except BrokenPipeError:
         # whoever read the output has enough; keep the interpreter from complaining at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -90,6 +104,19 @@ def main() -> None:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end_in_order() -> None:
+    """A signal that ends the process ends first what it started; one that is ignored (nohup) stays
+    so.
+    """
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise TerminatedError(number)
+
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, stop)
 
 
 if __name__ == "__main__":

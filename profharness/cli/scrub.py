@@ -25,9 +25,10 @@ from profharness.cli._output import hint, quiet_stdout
 def command(source: Path, output: Path | None, force: bool, check: bool) -> None:
     """Make a copy of a run folder or a trace that is fit to publish.
 
-    Host and user names, paths, command lines, environment variables, addresses and ids of the GPU
-    are gone; kernels, launches, ranges and times are kept. A raw report of nsys or ncu is replaced
-    by its export. Files that run.json does not name are left out. The source is never changed, and
+    Host and user names, passwords and tokens, paths, command lines, environment variables,
+    addresses and ids of the GPU are gone; kernels, launches, ranges and times are kept. A raw
+    report of nsys or ncu is replaced by its export: the one beside it if it is newer, else a new
+    one. Files that run.json does not name are left out. The source is never changed, and
     a copy in which the audit still finds something is thrown away.
 
     \b

@@ -73,7 +73,7 @@ def command(
     with other contents. --cases standard adds odd lengths, other head counts, layouts and extreme
     values to each config. What is wrong is kept in the store, and bench does not rank it.
 
-    Without --backend, or with --backend all: PyTorch's backends and what lies in kernels/. Exits
+    Without --backend: all,kernels, which is PyTorch's backends and what lies in kernels/. Exits
     with 3 if anything is wrong. A refusal is no pass and no failure: it is skipped.
 
     \b

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from profharness.dispatch.hazards import hazards
 from profharness.dispatch.machine import (
-    Gpu,
     Machine,
-    find_gpu,
     machine_for,
     parse_cudnn,
     parse_release,
@@ -27,14 +25,12 @@ from profharness.dispatch.predict import (
 __all__ = [
     "BACKENDS",
     "AttentionParams",
-    "Gpu",
     "Machine",
     "Mask",
     "Prediction",
     "Reason",
     "Verdict",
     "check",
-    "find_gpu",
     "from_config",
     "hazards",
     "judge",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from profharness.dispatch import checks as c
 from profharness.dispatch.machine import Machine, Release
 from profharness.dispatch.params import AttentionParams
 
 
-@dataclass(frozen=True)
-class Hazard:
+class Hazard(NamedTuple):
     """What happens when `backend` gets a call that `applies` in these releases; until: the first
     release without it.
     """

@@ -1,19 +1,23 @@
-"""The machine that a prediction is for: a PyTorch release, a GPU's compute capability, cuDNN."""
+"""The machine that a prediction is for: a PyTorch release, a GPU's compute capability, cuDNN.
+
+What is a row of a table is a NamedTuple here and in the other modules of the rules: a dataclass takes
+longer to make than all of its rows, and `profharness kernels` pays for it.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from profharness.errors import UsageError
 
 Release = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """What the PyPI CUDA wheel of a release brings. cuDNN versions are written as
-    cudnnGetVersion() returns them, 9.19.0 as 91900; compiled is None where it was not read.
+class Wheel(NamedTuple):
+    """What a CUDA build of a release brings. cuDNN versions are written as cudnnGetVersion()
+    returns them, 9.19.0 as 91900; compiled is None where it was not read.
     """
 
     cuda: str
@@ -37,56 +41,18 @@ RELEASES: dict[Release, Wheel] = {
     (2, 15, 0): Wheel("13.2", 92600, 92600),
 }
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU by name; sm_count (streaming multiprocessors) is None where no data sheet says it."""
-
-    name: str
-    capability: tuple[int, int]
-    sm_count: int | None = None
-
-
-GPUS = (
-    Gpu("V100", (7, 0), 80),
-    Gpu("T4", (7, 5), 40),
-    Gpu("A100", (8, 0), 108),
-    Gpu("A30", (8, 0), 56),
-    Gpu("A10", (8, 6), 72),
-    Gpu("A40", (8, 6), 84),
-    Gpu("RTX A6000", (8, 6), 84),
-    Gpu("RTX 3090", (8, 6), 82),
-    Gpu("L4", (8, 9), 58),
-    Gpu("L40", (8, 9), 142),
-    Gpu("L40S", (8, 9), 142),
-    Gpu("RTX 4090", (8, 9), 128),
-    Gpu("RTX 4000 Ada", (8, 9), 48),
-    Gpu("RTX 6000 Ada", (8, 9), 142),
-    Gpu("H100", (9, 0), 132),
-    Gpu("H100 PCIe", (9, 0), 114),
-    Gpu("H200", (9, 0), 132),
-    Gpu("GH200", (9, 0), 132),
-    Gpu("B200", (10, 0), 148),
-    Gpu("GB200", (10, 0)),
-    Gpu("B300", (10, 3)),
-    Gpu("GB300", (10, 3)),
-    Gpu("RTX 5090", (12, 0), 170),
-    Gpu("RTX PRO 6000 Blackwell", (12, 0), 188),
-    Gpu("DGX Spark", (12, 1), 48),
-)
-ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rtxa6000"}
-
-# Vendor words and board variants that do not change capability or (as listed) SM count.
-_NOISE = re.compile(
-    r"\b(nvidia|geforce|tesla|quadro|graphics|generation|tensor core|gpu|sxm\d?|nvl\d*|hbm\d\w*|"
-    r"ac|workstation|server|edition|max-q|\d+\s?gb)\b"
-)
+# Builds for another CUDA than the PyPI wheel's. Of the cu130 build of 2.9 it is known that cuDNN comes first,
+# so that it was compiled with 9.9 at least; PyTorch's build scripts pin its cuDNN to 9.13.0.
+OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
+    (2, 9, 1): (Wheel("13.0", 91300, 90900),),
+}
 
 
 @dataclass(frozen=True)
 class Machine:
     """What dispatch asks of the machine. cudnn is the runtime version as an integer (9.19.0 is
-    91900), None where unknown; cudnn_compiled the one PyTorch was built with. cudnn_preferred: None
+    91900), None where unknown; cudnn_compiled the one PyTorch was built with (or the oldest that it can have
+    been). cudnn_preferred: None
     for the default, False where TORCH_CUDNN_SDPA_DEPRIORITIZED=1 (2.10 and newer) or
     TORCH_CUDNN_SDPA_PREFERRED=0 (2.9) is set. cudnn_nested: TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED.
     """
@@ -120,44 +86,41 @@ class Machine:
         return int(self.cuda.split(".")[0]) if self.cuda else None
 
 
-def machine_for(gpu: str, release: str | Release, cudnn: int | str | None = None) -> Machine:
-    """The machine with that GPU and the PyPI CUDA wheel of that release; cudnn replaces the wheel's
-    version. Raises UsageError for an unknown GPU; an unknown release gives a machine not `known`.
+def machine_for(
+    gpu: str,
+    release: str | Release,
+    cudnn: int | str | None = None,
+    cuda: str | None = None,
+    cudnn_compiled: int | str | None = None,
+) -> Machine:
+    """The machine with that GPU and the release's build for that CUDA (None: the PyPI wheel); cudnn
+    and cudnn_compiled replace the build's versions. What a build brings that is not known is None.
+    Raises UsageError for an unknown GPU; an unknown release gives a machine not `known`.
     """
+    from profharness.dispatch.gpus import find_gpu  # who reads a stored environment needs no names
+
     number = parse_release(release) if isinstance(release, str) else release
-    wheel = RELEASES.get(number)
-    own = wheel.cudnn if wheel else None
+    wheel = build_of(number, cuda)
+    own, compiled = (wheel.cudnn, wheel.cudnn_compiled) if wheel else (None, None)
     return Machine(
         torch=number,
         capability=find_gpu(gpu).capability,
         cudnn=own if cudnn is None else parse_cudnn(cudnn),
-        cuda=wheel.cuda if wheel else None,
-        cudnn_compiled=wheel.cudnn_compiled if wheel else None,
+        cuda=cuda or (wheel.cuda if wheel else None),
+        cudnn_compiled=compiled if cudnn_compiled is None else parse_cudnn(cudnn_compiled),
     )
 
 
-def find_gpu(text: str) -> Gpu:
-    """A GPU by its name, case, spaces and vendor words left aside, or by capability: `sm90`, `9.0`.
-    Raises UsageError with near matches.
+def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
+    """What is known of a release's build for that CUDA, 13.0 or 13.0.1 (None: the PyPI wheel); None
+    where nothing is.
     """
-    capability = _capability(text)
-    if capability:
-        return Gpu(f"sm{capability[0]}{capability[1]}", capability)
-    known = {_key(gpu.name): gpu for gpu in GPUS}
-    plain = _NOISE.sub(" ", text.lower())
-    for words in (text, plain, plain.replace("pcie", "")):
-        short = ALIASES.get(_key(words), _key(words))
-        if short in known:
-            return known[short]
-    import difflib  # only the error needs it
-
-    near = difflib.get_close_matches(short, known, n=4, cutoff=0.5)
-    near += [name for name in known if short and short in name and name not in near][:4]
-    names = ", ".join(known[name].name for name in (near or known))
-    raise UsageError(
-        f"GPU {text!r} is not known; {'near matches' if near else 'known are'}: {names}; "
-        "a capability such as sm90 or 9.0 works too"
-    )
+    wheel = RELEASES.get(release)
+    if wheel is None or cuda is None:
+        return wheel
+    builds = (wheel, *OTHER_BUILDS.get(release, ()))
+    short = ".".join(cuda.split(".")[:2])
+    return next((build for build in builds if build.cuda == short), None)
 
 
 def parse_cudnn(value: int | str) -> int:
@@ -209,17 +172,3 @@ def release_text(release: Release) -> str:
 
 def _span() -> str:
     return f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
-
-
-def _key(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def _capability(text: str) -> tuple[int, int] | None:
-    match = re.fullmatch(
-        r"(?:sm_?(\d{1,2})(\d)[af]?|(?:sm_?)?(\d{1,2})\.(\d))", text.strip().lower()
-    )
-    if not match:
-        return None
-    major, minor = match[1] or match[3], match[2] or match[4]
-    return int(major), int(minor)

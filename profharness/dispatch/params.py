@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from profharness.errors import UsageError
 
@@ -33,8 +33,7 @@ class LayoutFacts(TypedDict):
     storage_offset_bytes: int
 
 
-@dataclass(frozen=True)
-class Mask:
+class Mask(NamedTuple):
     """attn_mask: its shape, and whether it holds booleans or is added to the scores."""
 
     shape: tuple[int, ...]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from profharness.dispatch.hazards import hazards
 from profharness.dispatch.machine import Machine, Release, release_text
@@ -17,13 +18,19 @@ CUDNN_POINTS = (
     92600,
 )
 
+# What may be missing of a machine that decides the order, with values on both sides of each limit.
+MISSING: dict[str, tuple[object, ...]] = {
+    "cudnn": CUDNN_POINTS,
+    "cuda": ("12.9", "13.0"),
+    "cudnn_compiled": (90800, 90900),
+}
+
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 CPU_ORDER = ("flash", "math")
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """Why a backend cannot take a call. first: the one that PyTorch meets first, and so the only
     one that it tells. certain False: a rule that might refuse, but cannot be decided.
     """
@@ -34,16 +41,14 @@ class Reason:
     certain: bool = True
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """eligible is None where it cannot be known; no reasons if and only if it is True."""
 
     eligible: bool | None
     reasons: tuple[Reason, ...] = ()
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """choice is a backend, `none` where PyTorch raises, `unknown` where it cannot be known.
     priority_order is empty where it is unknown. hazards: known failures of the choice.
     """
@@ -54,8 +59,7 @@ class Prediction:
     hazards: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Priority:
+class Priority(NamedTuple):
     """The order of a span of releases: `preferred` where `prefers` holds, else `otherwise`."""
 
     since: Release
@@ -148,14 +152,45 @@ def _orders(machine: Machine, device: str) -> tuple[tuple[str, ...], ...]:
     row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
     if machine.cudnn_preferred is False and machine.torch >= (2, 9):
         return (row.otherwise,)
+    return tuple({_order(row, world) for world in _worlds(machine)})
+
+
+def undecided(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
+    """The fields of a known Machine (`cudnn cuda cudnn_compiled`) that are None and that the
+    priority order hangs on; empty where it is certain.
+    """
+    if len(_orders(machine, device)) < 2:
+        return ()
+    missing = [name for name in MISSING if getattr(machine, name) is None]
+    return tuple(name for name in missing if _decides(name, missing, machine, device))
+
+
+def _decides(name: str, missing: Sequence[str], machine: Machine, device: str) -> bool:
+    """Whether some values of the other missing facts leave the order to this one."""
+    others = [machine]
+    for other in missing:
+        if other != name:
+            others = [world for each in others for world in _filled(each, other)]
+    return any(len(_orders(world, device)) > 1 for world in others)
+
+
+def _order(row: Priority, machine: Machine) -> tuple[str, ...]:
+    return row.preferred if row.prefers(machine) else row.otherwise
+
+
+def _worlds(machine: Machine) -> list[Machine]:
+    """Machines with every value that a missing fact may have."""
     worlds = [machine]
-    if machine.cudnn is None:
-        worlds = [*_every_cudnn(machine)]
-    if machine.cuda is None:
-        worlds = [replace(world, cuda=version) for world in worlds for version in ("12.9", "13.0")]
-    if machine.cudnn_compiled is None:
-        worlds = [replace(w, cudnn_compiled=version) for w in worlds for version in (90800, 90900)]
-    return tuple({row.preferred if row.prefers(world) else row.otherwise for world in worlds})
+    for name in MISSING:
+        if getattr(machine, name) is None:
+            worlds = [filled for world in worlds for filled in _filled(world, name)]
+    return worlds
+
+
+def _filled(machine: Machine, name: str) -> Sequence[Machine]:
+    if name == "cudnn":
+        return _every_cudnn(machine)
+    return [replace(machine, **{name: value}) for value in MISSING[name]]  # type: ignore[arg-type]
 
 
 def _ask(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:

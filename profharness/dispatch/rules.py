@@ -8,8 +8,8 @@ give it a row in machine.RELEASES and edit the tables here and in checks.py wher
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from profharness.dispatch import checks as c
 from profharness.dispatch.machine import Machine, Release
@@ -18,8 +18,7 @@ from profharness.dispatch.params import DTYPES, AttentionParams
 Message = str | Callable[[AttentionParams, Machine], str]
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """code: the reason's word. check: PyTorch's function that asks. refuses: True, False, or None
     for unknown. message: PyTorch's words, a format string over `p` and `m` or a function. until:
     the first release without the rule. scope: `any` input, `dense` or `nested` ones.
@@ -140,10 +139,15 @@ def _mask_rules(check: str) -> tuple[Rule, ...]:
 def _stride(singleton_ok: bool, mask_matters: bool = True, scope: str = "dense") -> Rule:
     def text(params: AttentionParams, _: Machine) -> str:
         step = params.last_stride
-        mask = f", Attn_mask.stride(-1): {params.mask.last_stride}" if params.mask else ""
-        return (
+        told = (
             "All fused kernels require the last dimension of the input to have stride 1. "
-            f"Got Query.stride(-1): {step}, Key.stride(-1): {step}, Value.stride(-1): {step}{mask} instead."
+            f"Got Query.stride(-1): {step}, Key.stride(-1): {step}, Value.stride(-1): {step}"
+        )
+        if params.mask is None:
+            return told
+        return (
+            f"{told}, Attn_mask.stride(-1): {params.mask.last_stride} (GPU backends require attn_mask's last "
+            "dimension to have stride 1 while the CPU does not)."
         )
 
     refuses = c.strided(singleton_ok, mask_matters)

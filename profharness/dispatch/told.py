@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from profharness.dispatch.machine import RELEASES, Machine, parse_release
+from profharness.dispatch.machine import RELEASES, Machine, build_of, parse_release
 from profharness.dispatch.params import BACKENDS, FLASH_IMPLS, AttentionParams
 from profharness.errors import UsageError
 
@@ -23,15 +23,15 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:
         release = UNKNOWN_RELEASE
-    wheel = RELEASES.get(release)
     cuda = environment.get("torch_cuda")
+    build = build_of(release, cuda) if cuda else None
     variables = environment.get("env") or {}
     return Machine(
         torch=release,
         capability=_capability(environment.get("capability")),
         cudnn=environment.get("cudnn"),
         cuda=cuda,
-        cudnn_compiled=wheel.cudnn_compiled if wheel and wheel.cuda == cuda else None,
+        cudnn_compiled=build.cudnn_compiled if build else None,
         cudnn_preferred=_cudnn_preferred(release, variables),
         cudnn_nested=variables.get("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED") == "1",
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from profharness.config import Config, parse_config
+from profharness.errors import CaptureError
 from profharness.explanation import Explanation
 
 
@@ -27,13 +28,33 @@ def explain_live(
 
 
 def live_choices(
-    configs: Sequence[Config], *, device: str = "auto", timeout_s: float = 120.0
+    configs: Sequence[Config],
+    *,
+    device: str = "auto",
+    timeout_s: float = 120.0,
+    required: bool = False,
 ) -> tuple[list[str], str]:
-    """Only what `auto` takes (`unknown` where PyTorch could not be asked), and a text of where."""
+    """Only what `auto` takes (`unknown` where PyTorch could not be asked), and a text of where.
+    required: raise CaptureError if it could be asked about none of them.
+    """
     from profharness.report.explain_view import environment_text
 
     found = explain_live(configs, advice=False, device=device, timeout_s=timeout_s)
+    if required:
+        require_answer(found)
     return [answer.choice or "unknown" for answer in found], environment_text(found[0])
+
+
+def require_answer(answers: Sequence[Explanation]) -> None:
+    """Raise CaptureError if there are answers, and PyTorch gave none of them."""
+    if not answers or any(answer.error is None for answer in answers):
+        return
+    first, *others = answers
+    more = f" (and of {len(others)} more)" if others else ""
+    raise CaptureError(
+        f"no config was answered: {first.config}{more}: {first.error}; --timeout SECONDS gives "
+        "PyTorch more time, --torch and --gpu ask the rules instead"
+    )
 
 
 def _with_prediction(answer: Explanation) -> Explanation:

@@ -9,12 +9,18 @@ from itertools import pairwise
 from profharness.config import Config
 from profharness.dispatch import BACKENDS, Prediction, Verdict, from_config, predict
 from profharness.dispatch.machine import RELEASES, release_text
+from profharness.dispatch.predict import undecided
 from profharness.explaining.places import Place
 from profharness.explanation import Advice, BackendAnswer, Explanation
 from profharness.record import Refusal
 
 CPU_BACKENDS = ("flash", "math")
 COMPARED = ("flash", "efficient", "cudnn")
+FACTS = {
+    "cudnn": "cuDNN's version (--cudnn VERSION)",
+    "cuda": "the CUDA version that PyTorch was built for (--cuda VERSION)",
+    "cudnn_compiled": "the cuDNN version that PyTorch was compiled with (--cudnn-compiled VERSION)",
+}
 
 
 @dataclass(frozen=True)
@@ -136,22 +142,60 @@ def _doubts(place: Place, prediction: Prediction) -> list[str]:
     """What the rules rest on where that is not certain, and what holds wherever PyTorch chooses."""
     from profharness.runner.ask import ALLOW_SET, COMPILED, LEGACY
 
-    machine, doubts = place.machine, []
-    if not machine.known:
-        near = [release_text(each) for each in RELEASES if each[:2] == machine.torch[:2]]
-        doubts.append(
-            f"The rules of PyTorch {release_text(machine.torch)} were not read; "
-            f"{', '.join(near)} is known."
+    return [
+        *_unread(place),
+        *_build(place),
+        *_missing(place, prediction),
+        COMPILED,
+        *((ALLOW_SET, LEGACY) if place.device == "cuda" else ()),
+    ]
+
+
+def _unread(place: Place) -> list[str]:
+    """Of a release outside the table: which ones are in it."""
+    release = place.machine.torch
+    if place.machine.known:
+        return []
+    near = [release_text(each) for each in RELEASES if each[:2] == release[:2]]
+    known = near or [release_text(each) for each in RELEASES]
+    return [
+        f"The rules of PyTorch {release_text(release)} were not read; known "
+        f"{'is' if len(known) == 1 else 'are'} {', '.join(known)}."
+    ]
+
+
+def _build(place: Place) -> list[str]:
+    """Where cuDNN's version comes from, or that it is not known."""
+    machine = place.machine
+    if place.device != "cuda" or not machine.known:
+        return []
+    if place.pinned:
+        pypi = RELEASES[machine.torch].cuda == machine.cuda
+        wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
+        return [
+            f"cuDNN {machine.cudnn} is what the {wheel} brings; another build or a cuDNN found "
+            "earlier on the library path may choose otherwise (--cudnn VERSION)."
+        ]
+    if machine.cudnn is None:
+        return [
+            f"Which cuDNN PyTorch {release_text(machine.torch)} for CUDA {machine.cuda} brings is "
+            "not known here (--cudnn VERSION)."
+        ]
+    return []
+
+
+def _missing(place: Place, prediction: Prediction) -> list[str]:
+    """What would have to be known to decide, where the rules cannot."""
+    if prediction.choice != "unknown" or not place.machine.known:
+        return []
+    found = []
+    if not prediction.priority_order:
+        facts = " and ".join(FACTS[name] for name in undecided(place.machine, place.device))
+        found.append(f"the order of the backends hangs on {facts}")
+    names = [name for name, each in prediction.backends.items() if each.eligible is None]
+    if names:
+        text = "their" if len(names) > 1 else "its"
+        found.append(
+            f"whether {' and '.join(names)} can take it is not known, as {text} reasons say"
         )
-    wheel = RELEASES.get(machine.torch)
-    if place.device == "cuda" and place.pinned and wheel is not None:
-        doubts.append(
-            f"cuDNN {machine.cudnn} is what the PyPI wheel for CUDA {wheel.cuda} brings; "
-            "another build or a cuDNN found earlier on the library path may choose otherwise "
-            "(--cudnn VERSION)."
-        )
-    if prediction.choice == "unknown" and machine.known:
-        doubts.append(
-            "The rules cannot decide this call; the reasons marked so say what is missing."
-        )
-    return [*doubts, COMPILED, *((ALLOW_SET, LEGACY) if place.device == "cuda" else ())]
+    return [f"The rules cannot decide this call: {'; '.join(found)}."]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from profharness.dispatch.gpus import GPUS, find_gpu
 from profharness.dispatch.machine import (
-    GPUS,
-    RELEASES,
     Machine,
-    find_gpu,
+    build_of,
     machine_for,
-    parse_cudnn,
     parse_release,
     parse_releases,
     release_text,
@@ -24,7 +22,7 @@ CPU = "cpu"
 @dataclass(frozen=True)
 class Place:
     """A machine that the rules are asked about. gpu is its name, None for the CPU; pinned: cuDNN's
-    version is the one that the release's PyPI wheel brings, not one that was given.
+    version is the one that the release's build for this CUDA brings, not one that was given.
     """
 
     machine: Machine
@@ -58,14 +56,18 @@ class Place:
 
 
 def named_places(
-    torch: str | None, gpu: str | None, cudnn: str | None = None, cuda: str | None = None
+    torch: str | None,
+    gpu: str | None,
+    cudnn: str | None = None,
+    cuda: str | None = None,
+    cudnn_compiled: str | None = None,
 ) -> list[Place]:
     """The places that a user names, none where PyTorch itself is meant. Raises UsageError for a
     cuDNN or CUDA without a place to be in.
     """
     if torch is not None or gpu is not None:
-        return find_places(torch, gpu, cudnn, cuda)
-    for name, value in (("cudnn", cudnn), ("cuda", cuda)):
+        return find_places(torch, gpu, cudnn, cuda, cudnn_compiled)
+    for name, value in (("cudnn", cudnn), ("cuda", cuda), ("cudnn-compiled", cudnn_compiled)):
         if value is not None:
             raise UsageError(
                 f"--{name} is for an answer by rule; add --torch or --gpu. "
@@ -75,26 +77,28 @@ def named_places(
 
 
 def find_places(
-    torch: str | None, gpu: str | None, cudnn: str | None = None, cuda: str | None = None
+    torch: str | None,
+    gpu: str | None,
+    cudnn: str | None = None,
+    cuda: str | None = None,
+    cudnn_compiled: str | None = None,
 ) -> list[Place]:
     """One place per release meant, oldest first.
 
-    torch: `2.8`, `2.9.1`, `2.5..2.15`, `2.8,2.10`; None means the installed release. gpu: a name, a
-    capability such as sm90, or `cpu`; None means this machine's GPU, as NVML tells. Raises
-    UsageError for what is not known, with what is.
+    torch: `2.8`, `2.9.1`, `2.5..2.15`, `2.8,2.10`; None means the installed release. A single
+    release need not be one that the rules know. gpu: a name, a capability such as sm90, or `cpu`;
+    None means this machine's GPU, as NVML tells. cudnn is the version at run time, cudnn_compiled
+    the one that PyTorch was built with. Raises UsageError for what is no version, and for a GPU
+    that is not known.
     """
     releases = parse_releases(torch) if torch is not None else [_installed()]
-    for release in releases:
-        if release[:2] not in {known[:2] for known in RELEASES}:
-            known = " ".join(dict.fromkeys(release_text(each[:2]) for each in RELEASES))
-            raise UsageError(
-                f"PyTorch {release_text(release)}: no rules of this release; known are {known}"
-            )
     if cuda is not None and not _is_version(cuda):
         raise UsageError(f"CUDA version {cuda!r} is not a version; write 12.8")
     if (gpu or "").lower() == CPU:
-        if cudnn is not None or cuda is not None:
-            raise UsageError("--cudnn and --cuda say nothing about a CPU; leave them out")
+        if (cudnn, cuda, cudnn_compiled) != (None, None, None):
+            raise UsageError(
+                "--cudnn, --cuda and --cudnn-compiled say nothing about a CPU; leave them out"
+            )
         return [Place(Machine(torch=release), "cpu", None) for release in releases]
     name = gpu or local_gpu()
     if name is None:
@@ -103,7 +107,12 @@ def find_places(
             f"this machine has no NVIDIA GPU: add --gpu NAME; known are {names}; "
             "a capability such as sm90 works too, and `cpu`"
         )
-    return [_place(name, release, cudnn, cuda) for release in releases]
+    found = find_gpu(name).name
+    machines = [machine_for(name, each, cudnn, cuda, cudnn_compiled) for each in releases]
+    return [
+        Place(each, "cuda", found, cudnn is None and build_of(each.torch, cuda) is not None)
+        for each in machines
+    ]
 
 
 def local_gpu() -> str | None:
@@ -123,14 +132,6 @@ def local_gpu() -> str | None:
         return None
     finally:
         pynvml.nvmlShutdown()
-
-
-def _place(name: str, release: tuple[int, ...], cudnn: str | None, cuda: str | None) -> Place:
-    version = None if cudnn is None else parse_cudnn(cudnn)
-    machine = machine_for(name, release, version)
-    if cuda is not None and cuda != machine.cuda:
-        machine = replace(machine, cuda=cuda, cudnn_compiled=None)
-    return Place(machine, "cuda", find_gpu(name).name, pinned=cudnn is None)
 
 
 def _installed() -> tuple[int, ...]:

@@ -30,7 +30,9 @@ __all__ = [
     "diagnose_ncu_import",
     "diagnose_nsys",
     "diagnose_nsys_export",
+    "interrupted",
     "no_cuda_events",
+    "report_damaged",
     "report_state",
 ]
 
@@ -169,6 +171,25 @@ def no_cuda_events(report: Path, diagnostics: Iterable[str] = ()) -> Failure:
     said = [text for text in diagnostics if re.search(NO_CUDA_EVENTS.pattern, text)]
     failure = NO_CUDA_EVENTS.failure(report)
     return Failure(failure.code, failure.message + _quoted("\n".join(said)), failure.remedy)
+
+
+def report_damaged(tool: str, report: Path, why: str) -> Failure:
+    """What is said of a file that the tool left and that nobody can read; why: the reader's words."""
+    return Failure(
+        "report_damaged",
+        f"{tool} left {report.name}, which cannot be read: {why}",
+        "see whether the disk is full and whether something ended the tool while it wrote, then "
+        "capture again",
+    )
+
+
+def interrupted(tool: str, report: Path) -> Failure:
+    """What is said where the user ended the capture before the report was whole."""
+    return Failure(
+        "interrupted",
+        f"{tool} was interrupted before {report.name} was complete",
+        "`profharness capture --resume RUN` does what is left",
+    )
 
 
 def report_state(report: Path, started: float) -> str:

@@ -133,12 +133,20 @@ def _run(argv: list[str], tmpdir: Path, log: Path, timeout_s: float) -> int | No
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of the process's group is left afterwards."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+    """Nothing of the process's group is left afterwards, whatever interrupts the wait."""
+    try:
+        _signal_group(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_GRACE_S)
+    finally:
+        _signal_group(process, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_GRACE_S)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
 
 
 def _unwritable(output: Path, error: OSError) -> Failure:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from profharness.kernel_names import canonical
+from profharness.nsight.ncu_file import check_file
 from profharness.parse.ncu_csv import read_csv_file
-from profharness.parse.ncu_file import check_file
 from profharness.parse.ncu_readers import read_report
 from profharness.parse.ncu_rows import (
     CONSTANTS,

@@ -23,6 +23,7 @@ from profharness.parse.ncu_rows import (
     NvtxRange,
     Triple,
 )
+from profharness.parse.packed import first_bytes
 
 PUSH_POP = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
 START_END = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
@@ -32,6 +33,7 @@ OWN_COLUMNS = (
 )  # fmt: skip
 LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
 EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
+AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
 SNIFFED = 1 << 20  # a program may print this much before ncu prints its table
 
 WITNESSES = 1000  # numbers that have to tell their decimal mark
@@ -56,40 +58,59 @@ class _Table:
 
 
 def is_ncu_csv(path: Path) -> bool:
-    """Whether a file has ncu's header line within its first MiB. Raises OSError if it cannot be
-    read.
+    """Whether a file, plain or inside gzip, has ncu's header line within its first MiB. Raises
+    OSError if it cannot be read.
     """
-    with path.open("rb") as file:
-        return any(map(_HEADER.match, _decode(file.read(SNIFFED)).splitlines()))
+    return any(map(_HEADER.match, _decode(first_bytes(path, SNIFFED)).splitlines()))
 
 
 def read_csv_file(path: Path) -> NcuReport:
-    """The kernels of a CSV file. Raises TraceFormatError as `read_csv_text` does."""
+    """The kernels of a CSV file. Raises TraceFormatError as `read_table` does."""
+    return read_csv_text(read_text(path), path)
+
+
+def read_text(path: Path) -> str:
+    """The text of a CSV file, UTF-8 or UTF-16. Raises TraceFormatError if it cannot be read."""
     try:
-        data = path.read_bytes()
+        return _decode(path.read_bytes())
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    return read_csv_text(_decode(data), path)
 
 
 def read_csv_text(text: str, path: Path) -> NcuReport:
     """The kernels of ncu's CSV output; errors name `path`.
 
-    Raises TraceFormatError where there is no table, a row is cut off, or metrics stand under labels
-    instead of their names.
+    Raises TraceFormatError as `read_table` does, and where metrics stand under labels instead of
+    their names.
     """
-    lines = iter(text.splitlines())
-    header = next((line for line in lines if _HEADER.match(line)), None)
-    if header is None:
-        raise TraceFormatError(path, "no header line of ncu's CSV", expected=EXPECTED)
-    columns = _cells(header.strip())
-    records = list(_records(lines, columns, path))
-    if set(LONG_COLUMNS) <= set(columns):
+    columns, records = read_table(text, path)
+    if _is_long(columns):
         return _report(_widen(columns, records, path))
-    units = [""] * len(columns)
-    if records and not records[0][0]:
-        units = records[0]
-    return _report(_Table(columns, units, [row for row in records if row[0]]))
+    return _report(_Table(columns, records[0], [row for row in records if row[0]]))
+
+
+def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of ncu's table, without the lines around and between; all rows have
+    the header's columns. The first row holds the units (its ID is empty) but in the long form.
+
+    Raises TraceFormatError where there is no table, or where the header, the units or a row are
+    missing or cut off.
+    """
+    lines = text.splitlines()
+    at = next((at for at, line in enumerate(lines) if _HEADER.match(line)), None)
+    if at is None:
+        raise TraceFormatError(path, "no header line of ncu's CSV", expected=EXPECTED)
+    header = lines[at].strip()
+    if _is_open(header):
+        raise TraceFormatError(path, f"the header is cut off; {AGAIN}", expected=EXPECTED)
+    columns = _cells(header)
+    ended = text.endswith(("\n", "\r"))
+    records = list(_records(lines[at + 1 :], columns, path, header=header, ended=ended))
+    if not records or (records[0][0] and not _is_long(columns)):
+        missing = "first row" if _is_long(columns) else "row of units"
+        message = f"no {missing} behind the header, so the table is cut off; {AGAIN}"
+        raise TraceFormatError(path, message, expected=EXPECTED)
+    return columns, records
 
 
 def decimal_mark(cells: Iterable[str]) -> str:
@@ -148,25 +169,53 @@ def _cells(line: str) -> list[str]:
     return next(csv.reader([line]), [])
 
 
-def _records(lines: Iterable[str], columns: list[str], path: Path) -> Iterator[list[str]]:
-    """The unit row (its ID is empty) and the kernels' rows; other lines are not ncu's table."""
+def _is_long(columns: list[str]) -> bool:
+    return set(LONG_COLUMNS) <= set(columns)
+
+
+def _is_open(line: str) -> bool:
+    """Whether a line ends inside a cell: a quote is open, or the last of quoted cells has none."""
+    line = line.rstrip()
+    return line.count('"') % 2 == 1 or (line.startswith('"') and not line.endswith('"'))
+
+
+def _records(
+    lines: list[str], columns: list[str], path: Path, *, header: str, ended: bool
+) -> Iterator[list[str]]:
+    """The unit row and the kernels' rows; other lines are not ncu's table.
+
+    ncu quotes every cell, what a spreadsheet saved may not: such rows are looked for once the
+    header or a row is of that kind. ended: the last line has its line break.
+    """
+    bare = not header.startswith('"')
     for count, line in enumerate(lines, start=1):
         if not line.startswith(('"', ",")) and not line[:1].isdigit():
             continue
         try:
             cells = _cells(line)
-        except csv.Error:
-            continue
+        except csv.Error as error:
+            if not line.startswith('"'):
+                continue
+            raise _bad_row(path, count, f"cannot be read ({error})") from None
         if cells == columns or (cells[0] and not cells[0].isdecimal()):
             continue
-        if len(cells) == len(columns):
-            yield cells
-        elif line.startswith('"') and len(cells) > 1:
-            raise TraceFormatError(
-                path,
-                f"line {count} after the header has {len(cells)} of {len(columns)} columns",
-                expected=EXPECTED,
-            )
+        quoted = line.startswith('"')
+        whole = len(cells) == len(columns)
+        if not (quoted or whole or (bare and len(cells) > 1)):
+            continue  # a program's own numbers
+        last = count == len(lines) and not ended
+        if (quoted and _is_open(line)) or (not quoted and last and not line.endswith('"')):
+            raise _bad_row(path, count, "is cut off")
+        if not whole:
+            raise _bad_row(path, count, f"has {len(cells)} of {len(columns)} columns")
+        bare = bare or not quoted
+        yield cells
+
+
+def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
+    return TraceFormatError(
+        path, f"line {count} after the header {what}; {AGAIN}", expected=EXPECTED
+    )
 
 
 def _widen(columns: list[str], records: list[list[str]], path: Path) -> _Table:

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError
+from profharness.nsight.ncu_file import NcuFile, check_file
 from profharness.parse import ncu_package
 from profharness.parse.ncu_csv import read_csv_text
-from profharness.parse.ncu_file import NcuFile, check_file
 from profharness.parse.ncu_rows import NcuReport
 
 IMPORT_TIMEOUT_S = 600.0

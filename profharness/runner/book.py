@@ -15,7 +15,23 @@ from profharness.runner.sessions import Outcome
 SAVE_EVERY_S = 1.0
 
 Progress = Callable[[int, int, Cell, str], None]
-"""Hears (cells done, cells in all, the cell, its stage or final status)."""
+"""Hears (cells done, cells in all, the cell, its stage or final status); a stage that begins with
+ENDING is a sentence on what the user has to wait for.
+"""
+ENDING = "ending "
+
+LESS = "or leave this config out for this profiler"
+REMEDIES = {
+    "timeout": f"give it more time with --timeout, {LESS}",
+    "oom": "the profiler needs memory of its own: free some on the GPU, choose a smaller config, "
+    f"{LESS}",
+    "crashed": "see the worker's last words here and in worker.log; run the config without this "
+    f"profiler to see whether it dies there too, {LESS}",
+    "error": "see the message, which is the backend's own; run the config without this profiler to "
+    f"see whether it fails there too, {LESS}",
+    "refused": "run the config without this profiler to see whether it is refused there too, "
+    f"{LESS}",
+}
 
 
 class Book:
@@ -41,7 +57,7 @@ class Book:
             seen = self._covered(profiler.name)
             todo += [cell for cell in cells if cell.status == "ok" and cell.cell not in seen]
         self._pass = (profiler, 0, len(todo) if profiler else len(cells))
-        return todo
+        return [replace(cell, message=None) if cell.status == "pending" else cell for cell in todo]
 
     def _covered(self, profiler: str) -> set[str]:
         """Cells that a profiler has nothing more to say of."""
@@ -71,6 +87,28 @@ class Book:
         self._progress(finished, total, cell, stage)
         if entry.result is not None and time.monotonic() - self._saved > SAVE_EVERY_S:
             self.save()
+
+    def tell(self, text: str) -> None:
+        """Pass on what the user has to wait for."""
+        _, finished, total = self._pass
+        for cell in self._cells.values():
+            self._progress(finished, total, cell, text)
+            return
+
+    def explain_pending(self) -> None:
+        """Give the cells that no pass got to the reason: what their profiler failed at."""
+        for cell in self._cells.values():
+            if cell.status != "pending":
+                continue
+            reasons = [
+                f"{item.profiler}: {item.message} [{item.code}]"
+                for item in self.problems
+                if not item.cells or cell.cell in item.cells
+            ]
+            if reasons:
+                message = f"not run, because of {'; '.join(reasons)}"
+                self._cells[cell.cell] = replace(cell, message=message)
+        self.save()
 
     def take(self, outcome: Outcome) -> None:
         """Take in what a wrapped start of the worker left."""
@@ -106,7 +144,7 @@ def _cell_problem(profiler: str, result: Cell) -> Problem:
         profiler,
         f"cell_{result.status}",
         f"{result.config} {result.backend} ended as {result.status} under {profiler}: {result.message}",
-        "give it more time with --timeout, or leave this config out for this profiler",
+        REMEDIES.get(result.status, REMEDIES["error"]),
         cells=(result.cell,),
     )
 

@@ -139,6 +139,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
         raise
     finally:
         book.save()
+    book.explain_pending()
     _tidy(folder, book.run)
     return folder
 
@@ -181,7 +182,7 @@ def _wrapped_pass(
             protocol,
             (profiler.name,),
             hear,
-            lambda: open_session(profiler, tools, book.folder, protocol),
+            lambda: open_session(profiler, tools, book.folder, protocol, book.tell),
             book.take,
         )
     except CaptureError as error:

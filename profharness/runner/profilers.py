@@ -4,7 +4,7 @@ the cells; one that wraps the worker has a pass of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +65,15 @@ def new_report(profiler: Profiler, folder: Path) -> Path:
 
 
 def open_session(
-    profiler: Profiler, tools: dict[str, Tool], folder: Path, protocol: Protocol
+    profiler: Profiler,
+    tools: dict[str, Tool],
+    folder: Path,
+    protocol: Protocol,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> NsightSession:
-    """A session of a wrapping profiler for the next start of the worker."""
+    """A session of a wrapping profiler for the next start of the worker; tell hears what the user
+    has to wait for.
+    """
     assert profiler.session is not None
-    return profiler.session(
-        profiler.name, tools[profiler.name], new_report(profiler, folder), protocol
-    )
+    report = new_report(profiler, folder)
+    return profiler.session(profiler.name, tools[profiler.name], report, protocol, tell=tell)

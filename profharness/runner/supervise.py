@@ -19,6 +19,7 @@ import msgspec
 
 from profharness.errors import CaptureError
 from profharness.record import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan, Protocol
+from profharness.runner.interrupts import held
 from profharness.runner.journal import Journal
 from profharness.runner.sessions import Ended, Outcome, Session
 
@@ -47,6 +48,14 @@ class _Watch:
     ended: list[str] = field(default_factory=list)
 
 
+@dataclass
+class _Stop:
+    """Whether the user has interrupted this start, and once more while it was ended."""
+
+    asked: bool = False
+    at_once: bool = False
+
+
 def run_cells(
     folder: Path,
     cells: Sequence[Cell],
@@ -61,30 +70,40 @@ def run_cells(
     those written here, on_outcome what each start of the worker left.
 
     Raises CaptureError when a worker cannot even start; on any exception (KeyboardInterrupt too)
-    the worker is ended first.
+    the worker is ended first, and nothing of it is left. A second interrupt ends it at once, and
+    what a profiler around it would still have written is lost.
     """
     pending = {cell.cell: cell for cell in cells}
     journal = Journal(folder / JOURNAL_FILE)
     while pending:
         session = make_session()
-        plan = Plan(
-            tuple(pending.values()), protocol, profilers, os.getpid(), wrapped=session.wrapped
-        )
-        (folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
         watch = _Watch(since=time.monotonic())
-        offset = _log_size(folder)
+        stop = _Stop()
         returncode: int | None = None
+        offset = _log_size(folder)
         try:
-            with _started(session, command(folder), folder) as process:
-                returncode = _follow(process, journal, watch, pending, protocol.timeout_s, on_entry)
+            plan = Plan(
+                tuple(pending.values()), protocol, profilers, os.getpid(), wrapped=session.wrapped
+            )
+            (folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+            try:
+                with _started(session, command(folder), folder, stop) as process:
+                    returncode = _follow(
+                        process, journal, watch, pending, protocol.timeout_s, on_entry
+                    )
+            finally:
+                _take(journal.entries(), watch, pending, on_entry)
+                if not stop.at_once:
+                    text = _log_since(folder, offset)
+                    ended = Ended(returncode, text, tuple(watch.ended), stop.asked)
+                    on_outcome(session.close(ended))
         finally:
-            _take(journal.entries(), watch, pending, on_entry)
-            text = _log_since(folder, offset)
-            on_outcome(session.close(Ended(returncode, text, tuple(watch.ended))))
+            with held():
+                session.discard()
         if watch.cell is not None:
-            _bury(folder, watch, returncode, pending, journal, on_entry)
+            _bury(folder, offset, watch, returncode, pending, journal, on_entry)
         elif pending and not watch.told_environment:
-            raise CaptureError(_start_failure(folder, returncode))
+            raise CaptureError(_start_failure(folder, offset, returncode))
 
 
 def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
@@ -95,11 +114,12 @@ def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
     journal = Journal(folder / JOURNAL_FILE)
     (folder / PLAN_FILE).write_bytes(msgspec.json.encode(Plan((), protocol, (), os.getpid())))
     watch = _Watch(since=time.monotonic())
-    with _started(Session(), worker_argv(folder), folder) as process:
+    offset = _log_size(folder)
+    with _started(Session(), worker_argv(folder), folder, _Stop()) as process:
         returncode = _follow(process, journal, watch, {}, protocol.timeout_s, heard.append)
     _take(journal.entries(), watch, {}, heard.append)
     if not heard or heard[0].environment is None:
-        raise CaptureError(_start_failure(folder, returncode))
+        raise CaptureError(_start_failure(folder, offset, returncode))
     return heard[0].environment
 
 
@@ -143,6 +163,7 @@ def _take(
 
 def _bury(
     folder: Path,
+    offset: int,
     watch: _Watch,
     returncode: int | None,
     pending: dict[str, Cell],
@@ -158,7 +179,7 @@ def _bury(
         )
     else:
         status, message = "crashed", f"the worker died during {watch.stage}: {_how(returncode)}"
-        tail = _log_tail(folder)
+        tail = _log_tail(folder, offset)
         message += f"; its last words: {tail}" if tail else ""
     result = replace(cell, status=status, message=message)
     entry = JournalEntry("end", cell=cell.cell, result=result)
@@ -174,44 +195,69 @@ def _how(returncode: int) -> str:
         return f"exit code {returncode}" if returncode >= 0 else f"signal {number}"
 
 
-def _log_tail(folder: Path) -> str:
-    """The last non-empty line or two that the worker wrote to stderr."""
+def _log_tail(folder: Path, offset: int) -> str:
+    """The last non-empty line or two that the start whose log begins at offset wrote to stderr."""
     try:
-        data = (folder / LOG_FILE).read_bytes()[-LOG_TAIL_BYTES:]
+        text = _log_since(folder, offset)[-LOG_TAIL_BYTES:]
     except OSError:
         return ""
-    lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " / ".join(lines[-2:])[:500]
 
 
-def _start_failure(folder: Path, returncode: int | None) -> str:
+def _start_failure(folder: Path, offset: int, returncode: int | None) -> str:
     how = "it gave no sign of life" if returncode is None else _how(returncode)
-    tail = _log_tail(folder)
+    tail = _log_tail(folder, offset)
     words = f": {tail}" if tail else ""
     return f"the worker process did not start ({how}){words}; `profharness doctor` shows what is missing"
 
 
 @contextlib.contextmanager
 def _started(
-    session: Session, command: list[str], folder: Path
+    session: Session, command: list[str], folder: Path, stop: _Stop
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A worker in a process group of its own; at the end of the block nothing of it is left."""
-    with (folder / LOG_FILE).open("ab") as log:
-        process = subprocess.Popen(
-            session.argv(command),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=session.environment(_child_environment()),
-            start_new_session=True,
-        )
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with (folder / LOG_FILE).open("ab") as log, held():
+            process = subprocess.Popen(
+                session.argv(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=session.environment(_child_environment()),
+                start_new_session=True,
+            )
         yield process
+    except KeyboardInterrupt:
+        stop.asked = True
+        raise
     finally:
+        if process is not None:
+            _finish(session, process, stop)
+
+
+def _finish(session: Session, process: subprocess.Popen[bytes], stop: _Stop) -> None:
+    """End it, which a second interrupt cuts short, and clear up, which no interrupt does."""
+    try:
         if process.poll() is None:
-            session.end(process)
-        session.clear(process)
-        process.wait()
+            _end(session, process, stop)
+    finally:
+        with held():
+            session.clear(process, at_once=stop.at_once)
+            process.wait()
+
+
+def _end(session: Session, process: subprocess.Popen[bytes], stop: _Stop) -> None:
+    try:
+        session.end(process, hurry=stop.asked)
+    except KeyboardInterrupt:
+        if stop.asked:
+            stop.at_once = True
+        else:
+            stop.asked = True
+            _end(session, process, stop)
+        raise
 
 
 def _child_environment() -> dict[str, str]:

@@ -34,6 +34,7 @@ _KEY = re.compile(
 # A page of SQLite keeps deleted texts; what no table shows is looked for in the bytes.
 DELETED = re.compile(
     rb"/(?:home|root|Users)/\w|(?<![A-Z_])(?:PATH|HOME|PWD|USER|LOGNAME|HOSTNAME)=[^\s\0]"
+    rb"|(?<!\w)(?:gh[pousr]_[A-Za-z0-9]{20}|github_pat_\w{20}|AKIA[0-9A-Z]{16})"
 )
 _ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|(["\\/bfnrt]))')
 _PLAIN = {"b": " ", "f": " ", "n": "\n", "r": "\n", "t": "\t"}
@@ -197,7 +198,7 @@ def _deleted(path: Path, real: Path) -> Iterator[Finding]:
         while data := file.read(WINDOW):
             match = DELETED.search(carried + data)
             if match:
-                text = match[0].decode("utf-8", "replace")
+                text = match[0][:8].decode("utf-8", "replace")
                 yield Finding(path, "deleted rows", "left in the file; VACUUM removes it", text)
                 return
             carried = data[-OVERLAP:]

@@ -8,7 +8,7 @@ import gzip
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,21 +17,21 @@ import msgspec
 
 from profharness.errors import TraceFormatError, UsageError
 from profharness.parse.nsys_export import MAGIC
-from profharness.record import RUN_FILE, Run, read_run, write_run
+from profharness.parse.packed import unpacked
+from profharness.record import RUN_FILE, Run, TraceFile, read_run, write_run
 from profharness.scrub import kineto, ncu, nsys
 from profharness.scrub.audit import PrivateDataError, audit
-from profharness.scrub.text import Cleaner, machine_names, private_names
+from profharness.scrub.names import names_in
+from profharness.scrub.reports import EXPORTS, check_name, exported
+from profharness.scrub.text import Cleaner, machine_names
 
-NSYS_REPORT = ".nsys-rep"
-NCU_REPORT = ".ncu-rep"
 SHOWN = 5
 # Suffixes of traces, longest first, and what the copy's name ends in.
 SUFFIXES = {
     ".json.gz": ".json.gz",
     ".sqlite.gz": ".sqlite.gz",
     ".csv.gz": ".csv.gz",
-    NSYS_REPORT: ".sqlite",
-    NCU_REPORT: ".csv",
+    **EXPORTS,
 }
 
 
@@ -80,6 +80,8 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
         raise TraceFormatError(source, "no such file or folder", expected="a run folder or a trace")
     output = default_output(source) if output is None else output
     _check_output(source, output, force=force)
+    if source.is_file():
+        check_name(source, output)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as made:
             work = Path(made)
@@ -94,11 +96,13 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
 def _folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     run = read_run(source)
     jobs = {trace.path: _job(source, trace.path, work) for trace in run.traces}
-    cleaner = _cleaner(list(jobs.values()))
+    own = {job.name: job for job in jobs.values() if job.name == job.original}
+    single = {job.name: own.get(job.name, job) for job in jobs.values()}
+    cleaner = _cleaner(list(single.values()), run)
     copy.mkdir()
-    for job in jobs.values():
+    for job in single.values():
         _scrub_one(job, copy / job.name, cleaner)
-    traces = tuple(replace(trace, path=jobs[trace.path].name) for trace in run.traces)
+    traces = _once(run.traces, jobs)
     write_run(copy, scrub_run(replace(run, traces=traces), cleaner))
     _check(copy, source, cleaner)
     used = {RUN_FILE, *jobs}
@@ -158,36 +162,41 @@ def _job(folder: Path, name: str, work: Path) -> _Job:
     if not source.is_file():
         raise TraceFormatError(source, "named in run.json but missing", expected="a raw trace")
     stem, suffix = _split(name)
-    if suffix not in (NSYS_REPORT, NCU_REPORT):
+    if suffix not in EXPORTS:
         return _Job(name, source, name)
-    target = f"{stem}{SUFFIXES[suffix]}"
-    if (folder / target).is_file():
-        return _Job(name, folder / target, target)
-    exported = work / "raw" / target
-    exported.parent.mkdir(parents=True, exist_ok=True)
-    if suffix == NSYS_REPORT:
-        from profharness.nsight.nsys import export_report
-
-        export_report(source, exported)
-    else:
-        from profharness.parse.ncu_write import report_to_csv
-
-        report_to_csv(source, exported)
-    return _Job(name, exported, target)
+    target = f"{stem}{EXPORTS[suffix]}"
+    return _Job(name, exported(source, work / "raw" / target), target)
 
 
-def _cleaner(jobs: list[_Job]) -> Cleaner:
-    """The rules with the names of this machine and of those that the traces tell of."""
-    names: list[str] = []
+def _once(traces: tuple[TraceFile, ...], jobs: dict[str, _Job]) -> tuple[TraceFile, ...]:
+    """The traces under their names in the copy; a report and its export are one trace, of the cells
+    of both.
+    """
+    found: dict[str, TraceFile] = {}
+    for trace in traces:
+        name = jobs[trace.path].name
+        first = found.get(name, replace(trace, path=name))
+        cells = tuple(dict.fromkeys((*first.cells, *trace.cells)))
+        found[name] = replace(first, cells=cells)
+    return tuple(found.values())
+
+
+def _cleaner(jobs: list[_Job], run: Run | None = None) -> Cleaner:
+    """The rules with the names of this machine and of those that the traces and the record tell
+    of."""
+    names = machine_names()
+    if run is not None:
+        names |= names_in([msgspec.json.encode(run).decode()])
     for job in jobs:
-        with _unpacked(job.source) as path:
-            names += _KINDS[_kind(path)].host_names(path)
-    return Cleaner(machine_names() | private_names(names))
+        with _plain(job.source) as path:
+            found: frozenset[str] = _KINDS[_kind(path)].private_names_in(path)
+            names |= found
+    return Cleaner(names)
 
 
 def _scrub_one(job: _Job, target: Path, cleaner: Cleaner) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _unpacked(job.source) as path:
+    with _plain(job.source) as path:
         kind = _kind(path)
         if kind == "nsys":
             plain = target.with_name(f"{target.name}.plain")
@@ -217,21 +226,9 @@ def _kind(path: Path) -> str:
     return "ncu" if path.name.lower().endswith(".csv") else "kineto"
 
 
-@contextmanager
-def _unpacked(path: Path) -> Iterator[Path]:
-    """The file itself, or a compressed export or CSV uncompressed; Kineto's is read packed."""
-    name = path.name.lower()
-    if not name.endswith((".sqlite.gz", ".csv.gz")):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / path.name[:-3]
-        try:
-            with gzip.open(path, "rb") as packed, plain.open("wb") as out:
-                shutil.copyfileobj(packed, out)
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise TraceFormatError(path, f"cannot be decompressed: {error}") from None
-        yield plain
+def _plain(path: Path) -> AbstractContextManager[Path]:
+    """The file itself, or an export or CSV unpacked; Kineto's is read packed."""
+    return nullcontext(path) if path.name.lower().endswith(".json.gz") else unpacked(path)
 
 
 @contextmanager

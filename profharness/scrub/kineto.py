@@ -21,6 +21,8 @@ from profharness.parse.chrome_read import (
     probe,
     skip_space,
 )
+from profharness.scrub.names import names_in_stream
+from profharness.scrub.secrets import HIDDEN, is_secret, may_hold_bytes, names_a_secret
 from profharness.scrub.text import PRIVATE_KEYS, Cleaner, words
 
 HEADER_KEYS = words(
@@ -43,14 +45,21 @@ _decode = msgspec.json.Decoder(_RawEvent).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def host_names(path: Path) -> list[str]:
-    """The host names that the trace tells of before its events."""
+def private_names_in(path: Path) -> frozenset[str]:
+    """Host and user names that the trace tells of anywhere: before, in and behind its events.
+    Raises TraceFormatError when it cannot be read.
+    """
     window = Window(path)
     try:
-        name = probe(window).header.get("host_name")
+        return names_in_stream(_blocks(window))
     finally:
         window.close()
-    return [name] if isinstance(name, str) else []
+
+
+def _blocks(window: Window) -> Iterator[bytes]:
+    while window.fill():
+        yield window.buffer
+        window.seek(window.end)
 
 
 def scrub_kineto(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
@@ -66,8 +75,9 @@ def scrub_kineto(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
         separator = b"\n"
         value = partial(_value, cleaner, {})
         gates = [_KEYS, *cleaner.byte_gates]
-        for event in _events(window, layout):
-            done = _LINE.sub(b" ", event) if _plain(event, gates) else _event(event, value, cleaner)
+        for event, secrets in _events(window, layout):
+            plain = _plain(event, gates) and not (secrets and may_hold_bytes(event))
+            done = _LINE.sub(b" ", event) if plain else _event(event, value, cleaner)
             out.write(separator + done)
             separator = b",\n"
         out.write(b"\n]" if layout.bare else b"\n]" + _tail(window, cleaner) + b"}")
@@ -109,10 +119,13 @@ def _known(header: dict[str, Any], cleaner: Cleaner) -> dict[str, Any]:
     return cleaned
 
 
-def _events(window: Window, layout: Layout) -> Iterator[bytes]:
-    """The events as bytes; leaves the window at the closing bracket."""
+def _events(window: Window, layout: Layout) -> Iterator[tuple[bytes, bool]]:
+    """The events as bytes, and whether the stretch that each stands in may hold a secret (asked once
+    for many events: it costs a tenth); leaves the window at the closing bracket.
+    """
     window.seek(layout.first)
     at = 0
+    secrets = may_hold_bytes(window.buffer)
     while True:
         at = skip_space(window.buffer, at)
         mark = window.buffer[at : at + 1]
@@ -124,7 +137,7 @@ def _events(window: Window, layout: Layout) -> Iterator[bytes]:
             return
         end = _end(window.buffer, at, layout) if mark == b"{" else None
         if end is not None:
-            yield window.buffer[at:end]
+            yield window.buffer[at:end], secrets
             at = end
             continue
         if mark not in (b"", b"{"):
@@ -134,6 +147,7 @@ def _events(window: Window, layout: Layout) -> Iterator[bytes]:
         size = min(max(1 << 17, len(window.buffer)), MAX_PIECE // 4)
         if len(window.buffer) > MAX_PIECE or not window.fill(size):
             raise window.error("the file ends inside traceEvents", expected="a whole event")
+        secrets = may_hold_bytes(window.buffer)
 
 
 def _end(data: bytes, at: int, layout: Layout) -> int | None:
@@ -164,7 +178,12 @@ def _event(data: bytes, clean: Any, cleaner: Cleaner) -> bytes:
 
 
 def _cleaned(values: _RawEvent, clean: Any) -> dict[str, Any]:
-    return {clean(k): clean(v) for k, v in values.items() if k not in PRIVATE_KEYS}
+    kept = ((k, v) for k, v in values.items() if k not in PRIVATE_KEYS)
+    return {clean(k): HIDDEN if _hidden(k, v) else clean(v) for k, v in kept}
+
+
+def _hidden(key: str, value: msgspec.Raw) -> bool:
+    return names_a_secret(key) and is_secret(key, msgspec.json.decode(value))
 
 
 def _metadata(name: msgspec.Raw | None, args: Any, cleaner: Cleaner) -> Any:

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import IO
 
 from profharness.errors import TraceFormatError
-from profharness.scrub.text import Cleaner
+from profharness.parse.ncu_csv import read_table, read_text
+from profharness.scrub.names import names_in
+from profharness.scrub.text import Cleaner, private_names
 
 EMPTIED = ("Host Name", "Process Name")
 NUMBERED = ("Process ID",)
 EXPECTED = "a CSV of ncu (--csv --page raw)"
 
 
-def host_names(path: Path) -> list[str]:
-    """The host names in the CSV."""
-    head, rows = _read(path)
-    if "Host Name" not in head:
-        return []
-    at = head.index("Host Name")
-    return list({row[at] for row in rows if len(row) > at} - {""})
+def private_names_in(path: Path) -> frozenset[str]:
+    """Host and user names that the CSV tells of. Raises TraceFormatError as `scrub_ncu` does."""
+    text = read_text(path)
+    head, rows = read_table(text, path)
+    at = head.index("Host Name") if "Host Name" in head else None
+    hosts = set() if at is None else {row[at] for row in rows} - {""}
+    return private_names(hosts) | names_in([text])
 
 
 def private_columns(path: Path) -> list[str]:
@@ -40,16 +42,17 @@ def private_columns(path: Path) -> list[str]:
 
 def scrub_ncu(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
     """Write the copy: the same columns and rows, names emptied, processes numbered, texts cleaned;
-    lines before the header are left out. Raises TraceFormatError for another kind of CSV.
+    lines around the table are left out. Raises TraceFormatError for another kind of CSV, and for
+    one that is cut off.
     """
-    head, rows = _read(path)
+    head, rows = read_table(read_text(path), path)
     text = io.TextIOWrapper(out, encoding="utf-8", newline="", write_through=True)
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
     writer.writerow([cleaner.clean(name) for name in head])
     numbers: dict[str, str] = {"": ""}
     for row in rows:
         cells = []
-        for name, value in zip(head, row, strict=False):
+        for name, value in zip(head, row, strict=True):
             if name in EMPTIED:
                 value = ""
             elif name in NUMBERED:
@@ -60,7 +63,7 @@ def scrub_ncu(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
 
 
 def _read(path: Path) -> tuple[list[str], Iterator[list[str]]]:
-    """The header and the rows behind it, units row included."""
+    """The header and what stands behind it, whole or not."""
     rows = _rows(path)
     for row in rows:
         if "ID" in row[:1] and "Kernel Name" in row:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from profharness.errors import TraceFormatError
+from profharness.scrub.names import names_in
 from profharness.scrub.nsys_tables import STRINGS, columns_of, row_allowed
-from profharness.scrub.text import Cleaner
+from profharness.scrub.text import Cleaner, private_names
 
 PID_SHIFT = 24
 PID_MASK = (1 << PID_SHIFT) - 1
@@ -19,21 +20,44 @@ BATCH = 10_000
 
 Convert = Callable[[Any], Any]
 _Kept = dict[str, dict[str, str]]  # table to column to mark
-_USER = re.compile(r"(?:HOSTNAME|HOST|USER|LOGNAME|USERNAME)=(?P<name>\S+)")
+HOMES = ("/home", "/Users/", "/users/", "\\Users\\", "USER=", "HOST=", "HOSTNAME=", "LOGNAME=")
 
 
-def host_names(path: Path) -> list[str]:
-    """Host and user names that the export tells of: in its system table and its environment."""
-    found: list[str] = []
+def private_names_in(path: Path) -> frozenset[str]:
+    """Host and user names that the export tells of: in its system table, in its environment, and
+    in any text. Raises TraceFormatError for a file that is no export of nsys.
+    """
     with _opened(path) as source:
-        for table in ("TARGET_INFO_SYSTEM_ENV", "META_DATA_CAPTURE"):
-            if not {"name", "value"} <= set(_columns(source, table)):
+        try:
+            return private_names(_told(source)) | names_in(_texts(source))
+        except sqlite3.Error as error:
+            raise TraceFormatError(
+                path, f"cannot be read: {error}", expected="an SQLite export of nsys"
+            ) from None
+
+
+def _told(source: sqlite3.Connection) -> Iterator[str]:
+    for table in ("TARGET_INFO_SYSTEM_ENV", "META_DATA_CAPTURE"):
+        if not {"name", "value"} <= set(_columns(source, table)):
+            continue
+        for name, value in source.execute(f"SELECT name, value FROM {table}"):
+            if re.search(r"host_?name|user_?name", str(name), re.IGNORECASE):
+                yield str(value)
+
+
+def _texts(source: sqlite3.Connection) -> Iterator[str]:
+    """Texts of any table that can give a name away."""
+    sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
+    for (table,) in source.execute(sql).fetchall():
+        quoted = table.replace('"', '""')
+        for column, kind in source.execute(f'SELECT name, type FROM pragma_table_info("{quoted}")'):
+            if kind.upper().startswith(("INT", "REAL")):
                 continue
-            for name, value in source.execute(f"SELECT name, value FROM {table}"):
-                if re.search(r"host_?name|user_?name", str(name), re.IGNORECASE):
-                    found.append(str(value))
-                found += [match["name"] for match in _USER.finditer(str(value))]
-    return found
+            name = column.replace('"', '""')
+            found = " OR ".join([f'instr("{name}", ?)'] * len(HOMES))
+            where = f"typeof(\"{name}\") = 'text' AND ({found})"
+            rows = source.execute(f'SELECT "{name}" FROM "{quoted}" WHERE {where}', HOMES)
+            yield from (str(text) for (text,) in rows)
 
 
 def scrub_nsys(path: Path, output: Path, cleaner: Cleaner) -> None:

@@ -15,6 +15,16 @@ from functools import lru_cache
 from typing import Any
 
 from profharness.environment import RELEVANT_VARIABLES
+from profharness.scrub.secrets import (
+    ASSIGNED,
+    BEARER,
+    HIDDEN,
+    OPTION,
+    SECRET,
+    TOKENS,
+    is_secret,
+    may_hold,
+)
 
 
 def words(text: str) -> frozenset[str]:
@@ -35,11 +45,16 @@ HARMLESS_VARIABLES = frozenset(
 PUBLIC_HOSTS = ("pytorch.org", "github.com", "nvidia.com", "python.org", "ui.perfetto.dev")
 # Host and user names that half the world has, or that are words of traces.
 COMMON_NAMES = words(
-    "admin app build container cuda debian default device docker fedora flash gpu graph host jovyan "
-    "kernel local localhost math nobody none notebook nvidia process python python3 range root "
-    "runner server stream test thread torch triton ubuntu user users worker"
+    "admin app aten attention autograd backward bench bool build cell char conda const container copy "
+    "cuda cudnn cutlass data debian default dev device docker double ec2-user fedora fill flash float "
+    "forward gemm gpu graph guest half home host index int jovyan kernel launch linuxbrew local "
+    "localhost long lost+found main math max mean memcpy memset min model mul name native nccl nobody "
+    "none notebook nvidia object ops process profharness public python python3 range reduce root run "
+    "runner server shared softmax sort src step stream string sum temp tensor test thread time tmp "
+    "torch train triton ubuntu user username users vector void vscode warmup work worker workspace"
 )
 MIN_NAME = 3
+LONG_NAME = 5
 # JSON keys whose value names a machine, a person or a job, whatever the value looks like.
 PRIVATE_KEYS = words(
     "host_name hostname HOSTNAME traceName trace_id distributedInfo argv cmdline command_line env "
@@ -89,6 +104,7 @@ def _path(match: re.Match[str]) -> str:
 def _url(match: re.Match[str]) -> str | None:
     host = match["host"].lower()
     public = any(host == name or host.endswith(f".{name}") for name in PUBLIC_HOSTS)
+    public = public and not match["login"]
     return None if public else "<url>"
 
 
@@ -122,7 +138,10 @@ def _rule(
     return Rule(kind, re.compile(gate), re.compile(pattern), replace)
 
 
+_SECRETS = tuple(_rule(SECRET, *parts) for parts in (ASSIGNED, OPTION, BEARER, TOKENS))
+SECRET_RULES = len(_SECRETS)
 RULES: tuple[Rule, ...] = (
+    *_SECRETS,
     _rule(
         "command line",
         r"\.(?:py|sh|ipynb)\b|-m |-c |torchrun|srun|mpirun",
@@ -134,7 +153,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "address",
         "://",
-        r"\b[a-z][a-z0-9+.]*://(?:[^\s/@\"'<>]*@)?(?P<host>[\w.-]+)[^\s\"'<>)]*",
+        r"\b[a-z][a-z0-9+.]*://(?P<login>[^\s/@\"'<>]*@)?(?P<host>[\w.-]+)[^\s\"'<>)]*",
         _url,
     ),
     _rule(
@@ -204,7 +223,9 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Match:
-    """One private thing in a text: its kind, its place and its words."""
+    """One private thing in a text: its kind, its place and its words (of a secret, what stands in
+    its place in a copy).
+    """
 
     kind: str
     start: int
@@ -222,7 +243,10 @@ class Cleaner:
         rules = RULES
         if self.names:
             either = "|".join(re.escape(name) for name in sorted(self.names, key=len, reverse=True))
-            pattern = re.compile(rf"(?<![\w-])(?:{either})(?![\w-])")
+            # long names also as a part of `alice_run`; short ones are parts of words too often
+            long = [re.escape(name) for name in self.names if len(name) >= LONG_NAME]
+            parts = f"|(?<![A-Za-z0-9])(?:{'|'.join(long)})(?![A-Za-z0-9])" if long else ""
+            pattern = re.compile(rf"(?<![\w-])(?:{either})(?![\w-]){parts}")
             rules = (
                 *RULES,
                 Rule("host or user name", re.compile(either), pattern, _constant("<name>")),
@@ -231,13 +255,16 @@ class Cleaner:
 
     @property
     def byte_gates(self) -> list[re.Pattern[bytes]]:
-        """The gates for ASCII bytes: where none opens, nothing is to be cleaned."""
-        return [re.compile(rule.gate.pattern.encode()) for rule in self._rules]
+        """The gates for ASCII bytes: where none opens and `may_hold_bytes` denies secrets, nothing is
+        to be cleaned.
+        """
+        rules = [rule for rule in self._rules if rule.kind != SECRET]  # see may_hold_bytes
+        return [re.compile(rule.gate.pattern.encode()) for rule in rules]
 
     def find(self, text: str) -> Iterator[Match]:
         """Everything private in the text, rule by rule; no part of it under one kind twice."""
         covered: dict[str, list[tuple[int, int]]] = {}
-        for rule in self._rules:
+        for rule in self._chosen(text):
             if not rule.gate.search(text):
                 continue
             spans = covered.setdefault(rule.kind, [])
@@ -246,7 +273,8 @@ class Cleaner:
                 if rule.replace(match) is None or any(a <= start and end <= b for a, b in spans):
                     continue
                 spans.append((start, end))
-                yield Match(rule.kind, start, match[0])
+                shown = rule.replace(match) if rule.kind == SECRET else match[0]
+                yield Match(rule.kind, start, shown or "")
 
     def clean(self, text: str) -> str:
         """The text with a placeholder for everything that `find` finds; what resists is removed
@@ -259,13 +287,19 @@ class Cleaner:
             return self.clean(value)
         if isinstance(value, dict):
             kept = ((key, each) for key, each in value.items() if key not in PRIVATE_KEYS)
-            return {self.clean(str(key)): self.clean_json(each) for key, each in kept}
+            return {
+                self.clean(str(key)): HIDDEN if is_secret(str(key), each) else self.clean_json(each)
+                for key, each in kept
+            }
         if isinstance(value, list | tuple):
             return [self.clean_json(each) for each in value]
         return value
 
+    def _chosen(self, text: str) -> tuple[Rule, ...]:
+        return self._rules if may_hold(text) else self._rules[SECRET_RULES:]
+
     def _once(self, text: str) -> str:
-        for rule in self._rules:
+        for rule in self._chosen(text):
             if not rule.gate.search(text):
                 continue
             text = rule.pattern.sub(lambda match, rule=rule: _put(rule, match), text)  # type: ignore[misc]

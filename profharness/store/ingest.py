@@ -1,5 +1,5 @@
 """Run folders and trace files into the store: one transaction a run, a no-op when the content is
-already there.
+already there. A raw trace of a run that cannot be read costs the run that trace alone.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
@@ -16,21 +16,20 @@ import msgspec
 import xxhash
 
 from profharness import record
-from profharness.errors import TraceFormatError
-from profharness.parse import is_trace, open_trace, sniff
+from profharness.errors import StoreError, TraceFormatError
+from profharness.parse import open_trace
 from profharness.store import intern
 from profharness.store.connection import connect, transaction, waiting
 from profharness.store.insert import Inserted, insert_trace, to_json
 from profharness.store.metrics import insert_metrics
 from profharness.store.schema import forget_run
+from profharness.store.sources import Raw, Source, find_sources, problems, read_source
 from profharness.store.telling import tell_cells, unmeasured
 from profharness.store.verifications import insert_verifications
 from profharness.trace import Device, LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
 
-EXPECTED = "a run folder, a trace file, or a folder of these"
-CHUNK = 1 << 20
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
 
 
@@ -49,30 +48,38 @@ class IngestResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Raw:
-    """One raw trace file of a source."""
-
-    profiler: str | None
-    name: str
-    path: Path
-    content_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A source before it is parsed; run is None for a trace file that no run folder holds."""
-
-    path: Path
-    run: record.Run | None
-    raws: tuple[_Raw, ...]
-    content_hash: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Parsed:
-    raw: _Raw
+    raw: Raw
     trace: Trace
     batches: Iterator[LaunchBatch]
+
+
+class _RawError(Exception):
+    """Reading a raw trace failed in the middle. args: the Raw, the TraceFormatError."""
+
+
+class _Writer:
+    """The store, opened when it exists or is needed: a source that cannot be read makes none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+
+    def known(self) -> sqlite3.Connection | None:
+        """The connection, None while there is no file. Raises StoreError."""
+        return self.open() if self._connection or self._path.exists() else None
+
+    def open(self) -> sqlite3.Connection:
+        """The connection, on a store that is made if need be. Raises StoreError."""
+        if self._connection is None:
+            # Checking six references a launch costs as much again as writing it; all ids stem
+            # from here.
+            self._connection = connect(self._path, write=True, foreign_keys=False)
+        return self._connection
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
 
 def ingest_path(
@@ -80,105 +87,79 @@ def ingest_path(
 ) -> list[IngestResult]:
     """Ingest a run folder, a trace file, or every one of them below a folder, in sorted order.
 
-    progress is called with the source's name, launches done and launches in all. Raises
-    TraceFormatError for what cannot be read
-    (the store then keeps what it had before that source) and StoreError for a store that cannot be
-    used.
+    progress is called with the source's name, launches done and launches in all. A run folder's
+    trace that cannot be read becomes a problem of the stored run and a warning. Raises
+    TraceFormatError for any other source that cannot be read (the store then keeps what it had
+    before that source, and none is made), StoreError for a store that cannot be used.
     """
-    sources = find_sources(source)
-    # Checking six references a launch costs as much again as writing it; all ids stem from here.
-    connection = connect(store, write=True, foreign_keys=False)
+    writer = _Writer(store)
+    results = []
     try:
-        return [_ingest(connection, _source(path), progress) for path in sources]
+        for path in find_sources(source):
+            found = read_source(path)
+            try:
+                results.append(_ingest(writer, found, progress))
+            except StoreError as error:
+                raise StoreError(f"{error}{_kept(found)}") from None
+            except sqlite3.Error as error:
+                message = f"{store}: cannot be written: {error}; name another --store"
+                raise StoreError(f"{message}{_kept(found)}") from None
     finally:
-        connection.close()
+        writer.close()
+    return results
 
 
-def find_sources(path: Path) -> list[Path]:
-    """The run folders and trace files that a path stands for. Raises TraceFormatError if there is
-    none.
+def _kept(source: Source) -> str:
+    """What to do with a run folder that a store did not take."""
+    if source.run is None:
+        return ""
+    return (
+        f"\nthe run is kept in {source.path}; to take it in: "
+        f"profharness ingest {source.path} --store OTHER"
+    )
+
+
+def _ingest(writer: _Writer, source: Source, progress: Progress | None) -> IngestResult:
+    """The source into the store; a run's trace that turns out unreadable is left out, at the price
+    of a new start.
     """
-    if path.is_file() or (path / record.RUN_FILE).is_file():
-        return [path]
-    if not path.is_dir():
-        raise TraceFormatError(path, "no such file or folder", expected=EXPECTED)
-    found = list(_walk(path))
-    if not found:
-        raise TraceFormatError(path, "nothing to ingest in this folder", expected=EXPECTED)
-    return found
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
-        if entry.is_dir() and not entry.is_symlink():
-            yield from [entry] if (entry / record.RUN_FILE).is_file() else _walk(entry)
-        elif entry.is_file() and is_trace(entry) and sniff(entry):
-            yield entry
-
-
-def hash_file(path: Path) -> str:
-    """The content hash of a file: XXH3-128 of its bytes, as hex. Raises TraceFormatError if it
-    cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
-
-
-def _source(path: Path) -> _Source:
-    if path.is_file():
-        content_hash = hash_file(path)
-        return _Source(path, None, (_Raw(None, path.name, path, content_hash),), content_hash)
-    run = record.read_run(path)
-    raws = tuple(_raw(path, trace) for trace in run.traces)
-    digest = xxhash.xxh3_128(msgspec.json.encode(run))
-    for raw in raws:
-        digest.update(raw.content_hash.encode())
-    return _Source(path, run, raws, digest.hexdigest())
-
-
-def _raw(folder: Path, trace: record.TraceFile) -> _Raw:
-    path = folder / trace.path
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise TraceFormatError(
-            folder / record.RUN_FILE,
-            f"names a trace outside of its folder: {trace.path!r}",
-            expected="a path inside the run folder",
-        )
-    if not path.is_file():
-        raise TraceFormatError(path, "named in run.json but missing", expected="a raw trace")
-    return _Raw(trace.profiler, trace.path, path, hash_file(path))
-
-
-def _ingest(
-    connection: sqlite3.Connection, source: _Source, progress: Progress | None
-) -> IngestResult:
-    unchanged = waiting(lambda: _unchanged(connection, source))
+    known = writer.known()
+    unchanged = waiting(lambda: _unchanged(known, source)) if known else None
     if unchanged:
         return unchanged
-    with ExitStack() as opened:
-        parsed = [_open(raw, opened) for raw in source.raws]
-        with transaction(connection):
-            return _unchanged(connection, source) or _write(connection, source, parsed, progress)
+    while True:
+        with ExitStack() as opened:
+            try:
+                parsed = [_open(raw, opened) for raw in source.raws if raw.problem is None]
+                connection = writer.open()
+                with transaction(connection):
+                    return _unchanged(connection, source) or _write(
+                        connection, source, parsed, progress
+                    )
+            except _RawError as failed:
+                raw, error = failed.args
+                if source.run is None:
+                    raise error from None
+                bad = replace(raw, problem=str(error))
+                raws = tuple(bad if each is raw else each for each in source.raws)
+                source = replace(source, raws=raws)
 
 
-def _open(raw: _Raw, opened: ExitStack) -> _Parsed:
+def _open(raw: Raw, opened: ExitStack) -> _Parsed:
     """Parse up to the first batch, so that most of the work is done before the store is locked."""
-    trace = open_trace(raw.path)
-    opened.callback(trace.close)
-    if raw.profiler not in (None, trace.profiler):
-        raise TraceFormatError(raw.path, f"a trace of {trace.profiler}", expected=raw.profiler)
-    batches = trace.batches()
-    first = list(islice(batches, 1))
+    try:
+        trace = open_trace(raw.path)
+        opened.callback(trace.close)
+        if raw.profiler not in (None, trace.profiler):
+            raise TraceFormatError(raw.path, f"a trace of {trace.profiler}", expected=raw.profiler)
+        batches = trace.batches()
+        first = list(islice(batches, 1))
+    except TraceFormatError as error:
+        raise _RawError(raw, error) from None
     return _Parsed(raw, trace, chain(first, batches))
 
 
-def _unchanged(connection: sqlite3.Connection, source: _Source) -> IngestResult | None:
+def _unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
     row = connection.execute(
         "SELECT run, (SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
         "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) "
@@ -190,7 +171,7 @@ def _unchanged(connection: sqlite3.Connection, source: _Source) -> IngestResult 
 
 def _write(
     connection: sqlite3.Connection,
-    source: _Source,
+    source: Source,
     parsed: list[_Parsed],
     progress: Progress | None,
 ) -> IngestResult:
@@ -203,7 +184,8 @@ def _write(
     )
     cells = _insert_cells(connection, run_id, run.cells) if run else None
     results = [_insert_raw(connection, run_id, item, cells, progress) for item in parsed]
-    warnings = [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
+    warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
+    warnings += [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
     for item, result in zip(parsed, results, strict=True):
         warnings += [f"{item.raw.name}: range of unknown cell {c}" for c in result.unknown_cells]
     if run:
@@ -221,7 +203,7 @@ def _write(
 
 
 def _insert_run(
-    connection: sqlite3.Connection, source: _Source, name: str, parsed: list[_Parsed]
+    connection: sqlite3.Connection, source: Source, name: str, parsed: list[_Parsed]
 ) -> int:
     run = source.run
     environment = dict(run.environment) if run else dict(parsed[0].trace.environment)
@@ -249,7 +231,7 @@ def _insert_run(
         "protocol": to_json(msgspec.to_builtins(run.protocol)) if run else None,
         "note": run.note if run else None,
         "profharness": run.profharness if run else None,
-        "problems": to_json(msgspec.to_builtins(run.problems if run else ())),
+        "problems": to_json(msgspec.to_builtins(problems(source))),
     }
     cursor = connection.execute(
         f"INSERT INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
@@ -354,7 +336,10 @@ def _insert_raw(
             progress(raw.name, done, trace.num_launches)
 
     before = connection.execute("SELECT coalesce(max(id), 0) FROM launches").fetchone()[0]
-    result = insert_trace(connection, trace_id, trace, parsed.batches, cells, advance)
+    try:
+        result = insert_trace(connection, trace_id, trace, parsed.batches, cells, advance)
+    except TraceFormatError as error:
+        raise _RawError(raw, error) from None
     if trace.metrics is not None:
         insert_metrics(connection, before + 1, trace.metrics, result.kept)
     connection.execute(

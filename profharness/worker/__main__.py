@@ -5,21 +5,16 @@ to the journal.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from profharness.record import JOURNAL_FILE, PLAN_FILE, JournalEntry, Plan
-
-EXIT_DEAD_CONTEXT = 70
-EXIT_PARENT_GONE = 71
-PARENT_POLL_S = 0.5
+from profharness.worker.ending import EXIT_DEAD_CONTEXT, end_with, leave
 
 
 def main(folder: Path) -> NoReturn:
@@ -36,7 +31,8 @@ def main(folder: Path) -> NoReturn:
     import torch
 
     from profharness import environment
-    from profharness.worker.cell import DeadContextError, open_bench, run_cell
+    from profharness.worker.cell import open_bench, run_cell
+    from profharness.worker.failing import DeadContextError
 
     wanted = plan.protocol.device
     device = environment.default_device(torch) if wanted == "auto" else wanted
@@ -55,37 +51,6 @@ def main(folder: Path) -> NoReturn:
             leave(EXIT_DEAD_CONTEXT, wrapped=plan.wrapped)
         write(JournalEntry("end", cell=cell.cell, result=result))
     leave(0, wrapped=plan.wrapped)
-
-
-def end_with(parent: int) -> None:
-    """End this process when its parent has ended, however that went."""
-    try:
-        waiting = os.pidfd_open(parent)
-    except (AttributeError, OSError):
-        while _alive(parent):
-            time.sleep(PARENT_POLL_S)
-    else:
-        select.select([waiting], [], [])
-    os._exit(EXIT_PARENT_GONE)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def leave(code: int, *, wrapped: bool) -> NoReturn:
-    """Everything is on disk: tearing torch and the CUDA context down would only take time. A
-    program around this one needs it: what it injected writes its last records at exit.
-    """
-    if wrapped:
-        sys.exit(code)
-    os._exit(code)
 
 
 if __name__ == "__main__":

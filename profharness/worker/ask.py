@@ -17,7 +17,7 @@ import msgspec
 from profharness import environment
 from profharness.dispatch.live import ANSWERS_FILE
 from profharness.record import JOURNAL_FILE, PLAN_FILE, JournalEntry, Plan
-from profharness.worker.__main__ import end_with, leave
+from profharness.worker.ending import end_with, leave
 
 NO_ADVICE = "--no-advice"
 

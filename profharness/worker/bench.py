@@ -21,7 +21,7 @@ import msgspec
 from profharness import stats
 from profharness.bench_plan import BenchPlan, read_plan, turn_order
 from profharness.record import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan
-from profharness.worker.__main__ import EXIT_DEAD_CONTEXT, end_with, leave
+from profharness.worker.ending import EXIT_DEAD_CONTEXT, end_with, leave
 
 MIN_SAMPLES = 20  # before the interval is asked; a call that is out of time stops at FEWEST
 FEWEST = 5
@@ -41,7 +41,8 @@ Write = Callable[[JournalEntry], None]
 @dataclass
 class Contestant:
     """One cell that is ready to be timed; samplers give samples of each measurement, in ns, and
-    cost_ns is what the last turn of each took a sample.
+    cost_ns is what the last turn of each took a sample. span is from the first kept turn's begin to
+    the last one's end, moments of `time.perf_counter`.
     """
 
     cell: Cell
@@ -55,6 +56,7 @@ class Contestant:
     next_look: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     readings: list[dict[str, Any]] = field(default_factory=list)
+    span: tuple[float, float] | None = None
 
     def wants(self, name: str, plan: BenchPlan) -> int:
         """How many samples the next turn should take; 0 when the measurement is done."""
@@ -124,7 +126,8 @@ def main(folder: Path) -> NoReturn:
 
     from profharness import environment
     from profharness.worker.bench_group import bench_group
-    from profharness.worker.cell import DeadContextError, open_bench
+    from profharness.worker.cell import open_bench
+    from profharness.worker.failing import DeadContextError
 
     wanted = plan.protocol.device
     device = environment.default_device(torch) if wanted == "auto" else wanted
@@ -178,6 +181,7 @@ def take_turns(
                 continue  # clocks rise under the first load
             one.spent_s += end - begin
             one.readings += between(begin, end)
+            one.span = (one.span[0] if one.span else begin, end)
             one.take(name, found, plan)
     raise AssertionError("unreachable")
 

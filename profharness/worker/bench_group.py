@@ -14,7 +14,7 @@ from profharness.bench_plan import BenchPlan
 from profharness.config import Config
 from profharness.record import Cell, JournalEntry
 from profharness.worker import cell as cells
-from profharness.worker import timing
+from profharness.worker import failing, timing
 from profharness.worker.bench import (
     CPU_CACHE_BYTES,
     WARMUP_MAX_S,
@@ -57,9 +57,9 @@ class _Group:
 
     def fail(self, cell: Cell, heard: list[str], error: Exception) -> None:
         """Write down a cell that raised. Raises DeadContextError where nothing can follow."""
-        result = cells._failure(cell, self.bench, heard, error)
-        if cells._context_is_dead(error):
-            raise cells.DeadContextError(result) from None
+        result = failing.failure(cell, self.bench, heard, error)
+        if failing.context_is_dead(error):
+            raise failing.DeadContextError(result) from None
         self.write(JournalEntry("end", cell=cell.cell, result=result))
 
 
@@ -108,7 +108,7 @@ def _ready(cell: Cell, shared: _Group, heard: list[str]) -> Contestant | Cell:
     backend = find_backend(cell.backend, bench.sources)
     shared.stage(cell, "compile" if backend.load is not None else "inputs")
     begin = time.perf_counter_ns()
-    reasons = cells._reasons_beforehand(cell, bench, backend)
+    reasons = cells.reasons_beforehand(cell, bench, backend)
     if reasons:
         message = "; ".join(reason.message for reason in reasons)
         return replace(cell, status="refused", message=message, refusals=reasons)
@@ -118,14 +118,14 @@ def _ready(cell: Cell, shared: _Group, heard: list[str]) -> Contestant | Cell:
     calls = [make_call(cell.config, each, attention) for each in inputs]
     with backend.context():
         if attention is None:
-            cell = replace(cell, choice=cells._choice(cell, inputs[0]))
+            cell = replace(cell, choice=cells.own_choice(cell, inputs[0]))
         else:
             begin = time.perf_counter_ns()
             with heard_warnings(heard):
-                cells._try_out(cell, bench, backend, attention, inputs[0])
+                cells.try_out(cell, bench, backend, attention, inputs[0])
             cell = replace(cell, compile_ns=loaded_ns + time.perf_counter_ns() - begin)
         shared.stage(cell, "warm-up")
-        cell = cells._first_call(cell, bench, calls[0], heard)
+        cell = cells.first_call(cell, bench, calls[0], heard)
         expected_ns = _warmed_up(rotating(calls), bench)
         cell, samplers = _samplers(cell, shared, calls, expected_ns)
     return Contestant(cell, backend.context, calls[0], expected_ns, samplers)
@@ -161,7 +161,7 @@ def _samplers(
         try:
             found["graph"] = timing.open_graph(calls[0], expected_ns)
         except RuntimeError as error:
-            if cells._context_is_dead(error):
+            if failing.context_is_dead(error):
                 raise
             note = f"no CUDA-graph timing: {str(error).splitlines()[0]}"
             cell = replace(cell, warnings=(*cell.warnings, note))
@@ -185,9 +185,17 @@ def _finished(one: Contestant, shared: _Group) -> Cell:
         status="ok",
         samples=one.samples,
         iterations=iterations,
-        clocks=over_time(one.readings) or bench.read_clocks(),
+        clocks=over_time(_readings(one, bench)),
         duration_ns=taken_ns,
     )
+
+
+def _readings(one: Contestant, bench: cells.Bench) -> list[dict[str, Any]]:
+    """The clock readings of its turns; where all were too short for one, the nearest."""
+    reader = bench.read_clocks
+    if one.readings or one.span is None or not isinstance(reader, ClockReader):
+        return one.readings
+    return reader.nearest(*one.span)
 
 
 def _size(inputs: Inputs) -> int:

@@ -18,11 +18,17 @@ from profharness.backends import (
     find_backend,
     read_sources,
 )
-from profharness.backends.sources import where
 from profharness.environment import backend_name
 from profharness.record import Cell, Plan, Refusal
 from profharness.worker import timing
 from profharness.worker.clocks import ClockReader
+from profharness.worker.failing import (
+    DeadContextError,
+    context_is_dead,
+    failure,
+    is_oom,
+    shortened,
+)
 from profharness.worker.inputs import (
     Inputs,
     broken_output,
@@ -32,14 +38,7 @@ from profharness.worker.inputs import (
     make_inputs,
 )
 from profharness.worker.profile import profiled_calls, with_torch_profiler
-from profharness.worker.refusal import heard_warnings, is_refusal, refusals
-
-MAX_MESSAGE = 4000  # a compiler's output can be megabytes
-OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
-
-
-class DeadContextError(Exception):
-    """The CUDA context is lost; this process can compute nothing more. args: the cell's result."""
+from profharness.worker.refusal import heard_warnings, is_refusal
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
     try:
         result = _measure(cell, bench, stage, heard, known)
     except Exception as error:
-        result = _failure(replace(cell, **known), bench, heard, error)
-        if _context_is_dead(error):
+        result = failure(replace(cell, **known), bench, heard, error)
+        if context_is_dead(error):
             raise DeadContextError(
                 replace(result, duration_ns=time.perf_counter_ns() - begin)
             ) from None
@@ -98,7 +97,7 @@ def _measure(
     if backend.load is not None:
         stage("compile")  # importing an implementation may compile it
     begin = time.perf_counter_ns()
-    reasons = _reasons_beforehand(cell, bench, backend)
+    reasons = reasons_beforehand(cell, bench, backend)
     if reasons:
         message = "; ".join(reason.message for reason in reasons)
         return replace(cell, status="refused", message=message, refusals=reasons)
@@ -109,15 +108,15 @@ def _measure(
     call = make_call(cell.config, inputs, attention)
     with backend.context():
         if attention is None:
-            known["choice"] = _choice(cell, inputs)
+            known["choice"] = own_choice(cell, inputs)
         else:
             stage("compile")
             begin = time.perf_counter_ns()
             with heard_warnings(heard):
-                _try_out(cell, bench, backend, attention, inputs)
+                try_out(cell, bench, backend, attention, inputs)
             known["compile_ns"] = loaded_ns + time.perf_counter_ns() - begin
         stage("warm-up")
-        cell = _first_call(replace(cell, **known), bench, call, heard)
+        cell = first_call(replace(cell, **known), bench, call, heard)
         for _ in range(bench.plan.protocol.warmup):
             call()
         bench.sync()
@@ -133,7 +132,7 @@ def _measure(
         )
 
 
-def _reasons_beforehand(cell: Cell, bench: Bench, backend: Backend) -> tuple[Refusal, ...]:
+def reasons_beforehand(cell: Cell, bench: Bench, backend: Backend) -> tuple[Refusal, ...]:
     """Every reason against the cell that shows without a call."""
     device = None
     if bench.device not in backend.devices:
@@ -146,7 +145,7 @@ def _reasons_beforehand(cell: Cell, bench: Bench, backend: Backend) -> tuple[Ref
     return tuple(Refusal(code, reason, "inferred") for code, reason in told if reason)
 
 
-def _try_out(
+def try_out(
     cell: Cell, bench: Bench, backend: Backend, attention: Attention, inputs: Inputs
 ) -> None:
     """The first call of an implementation: it compiles, and what it returns is held to the contract.
@@ -166,15 +165,15 @@ def _try_out(
         bench.sync()
     except backend.refuses as error:
         known = isinstance(error, (RefusedError, ImplementationError))
-        if known or is_refusal(error) or _is_oom(error) or _context_is_dead(error):
+        if known or is_refusal(error) or is_oom(error) or context_is_dead(error):
             raise
         text = f"{type(error).__name__}: {str(error).strip()}"
-        raise RefusedError("unsupported", _shortened(text)) from error
+        raise RefusedError("unsupported", shortened(text)) from error
     except SystemExit as error:
         raise ImplementationError(f"{cell.backend} called exit({error.code})") from error
 
 
-def _first_call(cell: Cell, bench: Bench, call: Callable[[], Any], heard: list[str]) -> Cell:
+def first_call(cell: Cell, bench: Bench, call: Callable[[], Any], heard: list[str]) -> Cell:
     """The call that shows whether the backend takes the config; it also gives the peak memory."""
     before = 0
     if bench.device == "cuda":
@@ -202,13 +201,13 @@ def _timed(cell: Cell, bench: Bench, call: Callable[[], Any]) -> Cell:
     try:
         found["graph"] = timing.time_graph(call, samples, expected_ns)
     except RuntimeError as error:
-        if _context_is_dead(error):
+        if context_is_dead(error):
             raise
         notes = (f"no CUDA-graph timing: {str(error).splitlines()[0]}",)
     return replace(cell, samples=found, clocks=clocks, warnings=cell.warnings + notes)
 
 
-def _choice(cell: Cell, inputs: Inputs) -> str | None:
+def own_choice(cell: Cell, inputs: Inputs) -> str | None:
     """PyTorch's answer beforehand, None where it raises; its warnings come again with the first
     call.
     """
@@ -217,53 +216,3 @@ def _choice(cell: Cell, inputs: Inputs) -> str | None:
             return backend_name(fused_choice(cell.config, inputs))
         except RuntimeError:
             return None
-
-
-def _failure(cell: Cell, bench: Bench, heard: list[str], error: Exception) -> Cell:
-    message = _message(cell, bench, error)
-    if isinstance(error, RefusedError):
-        reason = Refusal(error.code, str(error))
-        return replace(cell, status="refused", message=reason.message, refusals=(reason,))
-    if is_refusal(error):
-        reasons = refusals(cell.backend, heard, error)
-        return replace(cell, status="refused", message=reasons[0].message, refusals=reasons)
-    if _is_oom(error):
-        if bench.device == "cuda":
-            torch.cuda.empty_cache()
-        return replace(cell, status="oom", message=message.splitlines()[0])
-    if _context_is_dead(error):
-        return replace(cell, status="crashed", message=message)
-    return replace(cell, status="error", message=message)
-
-
-def _message(cell: Cell, bench: Bench, error: Exception) -> str:
-    """The error's own words, with the line of the user's file and without the file's folder."""
-    text = str(error).strip()
-    file = None
-    if cell.backend in bench.sources:
-        file = find_backend(cell.backend, bench.sources).file
-        text = text.replace(f"{file.parent}/", "") if file else text
-    known = isinstance(error, ImplementationError)
-    return _shortened(text if known else f"{type(error).__name__}: {text}{where(error, file)}")
-
-
-def _shortened(text: str) -> str:
-    """Head and tail of a long text: a compiler says first what it was, last what went wrong."""
-    left_out = len(text) - MAX_MESSAGE
-    if left_out <= 0:
-        return text
-    head = MAX_MESSAGE // 4
-    tail = text[head + left_out :]
-    return f"{text[:head]}\n[{left_out} characters left out]\n{tail}"
-
-
-def _is_oom(error: Exception) -> bool:
-    kinds = (MemoryError, torch.cuda.OutOfMemoryError)
-    return isinstance(error, kinds) or any(text in str(error) for text in OOM_TEXTS)
-
-
-def _context_is_dead(error: Exception) -> bool:
-    """Whether a CUDA error is one of those after which every later call in the process fails too."""
-    if _is_oom(error) or not torch.cuda.is_available():
-        return False
-    return "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"

@@ -13,17 +13,24 @@ from typing import Any
 
 PERIOD_S = 0.05
 KEPT = 4096  # readings, more than three minutes
+FIRST_S = 5.0  # NVML's first answer can be this late
+
+Questions = dict[str, Callable[[], Any]]
 
 
 class ClockReader:
     """The GPU that torch's device 0 is, read by a thread of its own every PERIOD_S: NVML can take
-    milliseconds an answer. Every value is left out where NVML will not say.
+    milliseconds an answer. Every value is left out where NVML will not say. open_questions gives
+    what is asked, by name; it runs in the thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, open_questions: Callable[[], Questions] | None = None) -> None:
         self._latest: dict[str, Any] = {}
-        self._kept: deque[tuple[float, dict[str, Any]]] = deque(maxlen=KEPT)
-        threading.Thread(target=self._run, daemon=True).start()
+        # each with the moments between which it was asked for and answered
+        self._kept: deque[tuple[float, float, dict[str, Any]]] = deque(maxlen=KEPT)
+        self._begun = threading.Event()
+        ask = open_questions or _questions
+        threading.Thread(target=self._run, args=(ask,), daemon=True).start()
 
     def __call__(self) -> dict[str, Any]:
         """The last reading: sm_mhz, memory_mhz, power_w, temperature_c, throttle_reasons (a bit
@@ -32,17 +39,36 @@ class ClockReader:
         return self._latest
 
     def between(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """The readings finished between two moments of `time.perf_counter`."""
-        return [reading for at, reading in tuple(self._kept) if begin <= at <= end]
+        """The readings under way at some time between two moments of `time.perf_counter`."""
+        return [
+            reading
+            for asked, answered, reading in tuple(self._kept)
+            if asked <= end and begin <= answered
+        ]
 
-    def _run(self) -> None:
+    def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
+        """The one reading that is nearest to a time too short to have one of its own; waits for
+        the first reading of all. Empty where there is no NVML.
+        """
+        self._begun.wait(FIRST_S)
+        kept = tuple(self._kept)
+        if not kept:
+            return []
+        return [min(kept, key=lambda item: max(begin - item[1], item[0] - end, 0.0))[2]]
+
+    def _run(self, open_questions: Callable[[], Questions]) -> None:
         try:
-            questions = _questions()
+            questions = open_questions()
         except Exception:
+            self._begun.set()
             return  # no NVML, no clocks: the cells go without
         while True:
-            self._latest = _ask(questions)
-            self._kept.append((time.perf_counter(), self._latest))
+            asked = time.perf_counter()
+            found = _ask(questions)
+            if found:
+                self._latest = found
+                self._kept.append((asked, time.perf_counter(), found))
+            self._begun.set()
             time.sleep(PERIOD_S)
 
 
@@ -60,7 +86,7 @@ def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {"readings": len(readings)} if found else {}
 
 
-def _questions() -> dict[str, Callable[[], Any]]:
+def _questions() -> Questions:
     import pynvml as nvml
     import torch
 
@@ -76,7 +102,7 @@ def _questions() -> dict[str, Callable[[], Any]]:
     }
 
 
-def _ask(questions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+def _ask(questions: Questions) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, question in questions.items():
         try:

@@ -21,6 +21,7 @@ from profharness.config import Config
 from profharness.record import Cell, Check
 from profharness.verification import values_of
 from profharness.worker import cell as cells
+from profharness.worker import failing
 from profharness.worker.compare import Expected, Got, compare, expect
 from profharness.worker.inputs import Inputs, broken_output, make_forward, make_inputs
 from profharness.worker.poison import NAN_BYTE, OTHER_BYTE, poisoned
@@ -48,9 +49,9 @@ class Verifier:
         try:
             checks = self._checks(cell, stage, heard)
         except Exception as error:
-            result = cells._failure(cell, self.bench, heard, error)
-            if cells._context_is_dead(error):
-                raise cells.DeadContextError(_told(result)) from None
+            result = failing.failure(cell, self.bench, heard, error)
+            if failing.context_is_dead(error):
+                raise failing.DeadContextError(_told(result)) from None
             return _told(result)
         wrong = [check for check in checks if check.passed is False]
         if wrong:
@@ -85,11 +86,11 @@ class Verifier:
 
     def _refused(self, cell: Cell, backend: Backend) -> str | None:
         """Why only the forward pass can be verified, or None. Raises what says that neither can."""
-        reasons = cells._reasons_beforehand(cell, self.bench, backend)
+        reasons = cells.reasons_beforehand(cell, self.bench, backend)
         if not reasons:
             return None
         forward = replace(cell, config=replace(cell.config, bwd=False))
-        if cell.config.bwd and not cells._reasons_beforehand(forward, self.bench, backend):
+        if cell.config.bwd and not cells.reasons_beforehand(forward, self.bench, backend):
             return reasons[0].message
         raise RefusedError(reasons[0].code, "; ".join(each.message for each in reasons))
 
@@ -214,9 +215,9 @@ class _Caller:
             grads = torch.autograd.grad(out, leaves, inputs.grad, allow_unused=True)
             self.bench.sync()
         except Exception as error:
-            if cells._is_oom(error) or cells._context_is_dead(error):
+            if failing.is_oom(error) or failing.context_is_dead(error):
                 raise
-            text = cells._shortened(f"{type(error).__name__}: {str(error).strip()}")
+            text = failing.shortened(f"{type(error).__name__}: {str(error).strip()}")
             if isinstance(error, self.backend.refuses) or is_refusal(error):
                 called.no_gradient = text
             else:
@@ -226,10 +227,10 @@ class _Caller:
 
     def _refusal(self, error: Exception) -> Exception:
         known = isinstance(error, (RefusedError, ImplementationError)) or is_refusal(error)
-        if known or cells._is_oom(error) or cells._context_is_dead(error):
+        if known or failing.is_oom(error) or failing.context_is_dead(error):
             return error
         text = f"{type(error).__name__}: {str(error).strip()}"
-        return RefusedError("unsupported", cells._shortened(text))
+        return RefusedError("unsupported", failing.shortened(text))
 
 
 def _told(result: Cell) -> Cell:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from profharness.record import JOURNAL_FILE, PLAN_FILE, JournalEntry, Plan
-from profharness.worker.__main__ import EXIT_DEAD_CONTEXT, end_with, leave
+from profharness.worker.ending import EXIT_DEAD_CONTEXT, end_with, leave
 
 
 def main(folder: Path) -> NoReturn:
@@ -31,7 +31,8 @@ def main(folder: Path) -> NoReturn:
     import torch
 
     from profharness import environment
-    from profharness.worker.cell import DeadContextError, open_bench
+    from profharness.worker.cell import open_bench
+    from profharness.worker.failing import DeadContextError
     from profharness.worker.verifier import Verifier
 
     wanted = plan.protocol.device

@@ -5,17 +5,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from profharness.backends import BACKENDS, find_backend, find_backends, implementation_names
+from profharness.backends import (
+    BACKENDS,
+    expand_backends,
+    find_backend,
+    find_backends,
+    implementation_names,
+)
 from profharness.config import expand_configs
 from profharness.errors import UsageError
 from profharness.record import Cell, Protocol, Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
+from profharness.verifying import every_backend
+
+ROOT = Path(__file__).resolve().parents[2]
 
 QUICK = Protocol(iterations=1, warmup=0, samples=2, timeout_s=60.0, device="cpu")
 GOOD = """
@@ -157,6 +167,39 @@ def test_unknown_names_and_files_are_told_before_anything_runs(tmp_path: Path) -
         find_backend(f"{tmp_path}/here.py:1x")
     with pytest.raises(UsageError, match=r"flsh.*known are auto, flash.*naive.*kernels/flsh\.py"):
         find_backend("flsh")
+
+
+def test_all_and_kernels_are_two_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernels").mkdir()
+    for name in ("mine", "flash"):
+        (tmp_path / "kernels" / f"{name}.py").write_text(GOOD)
+    offered = [name for name in implementation_names() if name != "flash"]
+    assert "mine" in offered
+    usual = ("auto", "math")
+    assert expand_backends(["all"], usual) == ["auto", "math"]
+    kernels = expand_backends(["kernels"], usual)
+    assert kernels == ["kernels/flash.py", *offered]
+    assert expand_backends(["all", "kernels"], usual) == ["auto", "math", *kernels]
+    assert expand_backends(["math", "all", "mine"], usual) == ["math", "auto", "mine"]
+    assert expand_backends([], usual) == []
+    assert every_backend([], usual) == ["auto", "math", *kernels]
+    assert every_backend(["all"], usual) == ["auto", "math"]
+
+
+def test_kernels_without_an_implementation_is_told(tmp_path: Path) -> None:
+    """A copy of the package, since the checkout has a folder kernels/."""
+    shutil.copytree(ROOT / "profharness", tmp_path / "profharness")
+    code = (
+        "from profharness.backends import expand_backends\n"
+        "print(expand_backends(['all', 'kernels'], ('auto',)))\n"
+        "expand_backends(['kernels'], ('auto',))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.stdout == "['auto']\n", done.stderr
+    assert "UsageError: --backend kernels stands for nothing" in done.stderr
 
 
 def test_names_that_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

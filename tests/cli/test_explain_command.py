@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 import profharness
 from profharness.cli.explain import command
-from profharness.errors import UsageError
+from profharness.errors import CaptureError, UsageError
 from profharness.record import read_run
 from profharness.store import ingest_path
 
@@ -154,6 +154,78 @@ def test_a_patch_release_that_was_not_read_is_unknown() -> None:
     assert "not known" in told("--config", "2,8,512,64,bf16", "--torch", "2.7.0", "--gpu", "H100")
 
 
+@pytest.mark.parametrize("release", ["2.16", "2.4", "2.7.0", "3.1.2"])
+@pytest.mark.parametrize("gpu", ["H100", "cpu"])
+def test_a_release_outside_the_table_is_unknown_and_names_the_known(release: str, gpu: str) -> None:
+    args = ("--config", "2,8,512,64,bf16", "--torch", release, "--gpu", gpu)
+    (row,) = rows(*args)
+    assert (row["predicted"], row["priority_order"]) == ("unknown", [])
+    assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
+    caveat = row["caveats"][0]  # type: ignore[index]
+    assert f"PyTorch {release}" in caveat
+    assert ("known is 2.7.1." if release == "2.7.0" else "known are 2.5.0, 2.5.1") in caveat
+    assert "cannot decide" not in plain(told(*args))
+
+
+def test_a_cu130_build_of_2_9_takes_cudnn_and_is_not_called_a_cu128_one() -> None:
+    config = ("--config", "2,8,512,64,bf16", "--torch", "2.9", "--gpu", "H100")
+    (row,) = rows(*config, "--cuda", "13.0")
+    assert (row["predicted"], row["priority_order"][0]) == ("cudnn", "cudnn")  # type: ignore[index]
+    assert row["environment"]["cudnn"] == 91300  # type: ignore[index]
+    assert "12.8" not in str(row["caveats"])
+    assert "for CUDA 13.0" in row["caveats"][0]  # type: ignore[index]
+
+
+def test_what_is_missing_is_named_and_may_be_said() -> None:
+    config = ("--config", "2,8,512,64,bf16", "--torch", "2.9", "--gpu", "H100", "--cuda", "12.6")
+    (row,) = rows(*config)
+    assert row["predicted"] == "unknown"
+    text = str(row["caveats"])
+    assert "compiled with (--cudnn-compiled VERSION)" in text
+    assert "12.8" not in text and "reasons" not in text
+    for version, choice in (("9.8.0", "flash"), ("9.10.2", "cudnn")):
+        (row,) = rows(*config, "--cudnn-compiled", version)
+        assert (row["predicted"], "cannot decide" in str(row["caveats"])) == (choice, False)
+    frame = profharness.explain(
+        "2,8,512,64,bf16", torch="2.9", gpu="H100", cuda="12.6", cudnn_compiled="9.8"
+    )
+    assert list(frame["predicted"]) == ["flash"]
+    args = ("--config", "2,8,512,64,fp16,dropout=0.5", *ON_H200, "--cuda", "12.8")
+    (row,) = rows(*args)
+    (caveat,) = [each for each in row["caveats"] if "cannot decide" in each]  # type: ignore[attr-defined]
+    assert "hangs on cuDNN's version (--cudnn VERSION)" in caveat
+    assert "whether cudnn can take it is not known, as its reasons say" in caveat
+
+
+def test_by_rule_an_eligible_backend_that_is_not_chosen_has_the_code_that_names_it() -> None:
+    (row,) = rows("--config", "2,8,512,64,bf16", *ON_H200)
+    sides = {side["backend"]: side["advice"] for side in row["backends"]}  # type: ignore[attr-defined]
+    assert sides["cudnn"] == []
+    for name, member in (("flash", "FLASH_ATTENTION"), ("efficient", "EFFICIENT_ATTENTION")):
+        (way,) = sides[name]
+        assert f"sdpa_kernel([SDPBackend.{member}])" in way["code"]
+        assert (way["verified"], way["choice"]) == (True, name)
+
+
+def test_nothing_answered_is_an_error_with_the_rules_still_told() -> None:
+    config = ("--config", "1,2,64,64,fp32", "--device", "cpu", "--timeout", "0.01")
+    result = explain(*config)
+    assert isinstance(result.exception, CaptureError), result.output
+    assert "no config was answered: b1-h2-s64-d64-fp32" in str(result.exception)
+    assert "--timeout SECONDS" in str(result.exception)
+    assert "PyTorch could not be asked" in plain(result.stdout)
+    edges = ("--config", "1,2,{64,65},64,fp32", "--bisect", "seq")  # two values, two processes
+    result = explain(*edges, *config[2:])
+    assert isinstance(result.exception, CaptureError), result.output
+
+
+def test_one_answer_of_several_is_no_error() -> None:
+    """The second config is too large for any memory, so that PyTorch cannot be asked about it."""
+    args = ("--config", "1,2,64,64,fp32", "--config", "60000,60000,60000,60000,fp32")
+    found = rows(*args, "--device", "cpu", "--full")
+    assert [row["error"] is None for row in found] == [True, False]
+
+
 def test_the_cpu_is_a_place_too() -> None:
     (row,) = rows("--config", "2,8,512,64,dropout=0.1", "--torch", "2.13", "--gpu", "cpu")
     assert (row["predicted"], row["priority_order"]) == ("math", ["flash", "math"])
@@ -183,12 +255,13 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
     [
         (("--torch", "2.8", "--gpu", "H2000"), "near matches: H200"),
         (("--torch", "2.8", "--gpu", "warp"), "known are|near matches"),
-        (("--torch", "2.4", "--gpu", "H100"), "known are 2.5 2.6"),
-        (("--torch", "2.99", "--gpu", "H100"), "known are 2.5 2.6"),
         (("--torch", "new", "--gpu", "H100"), "not a version"),
         (("--torch", "2.8..2.99", "--gpu", "H100"), "not inside 2.5.0"),
         (("--cudnn", "9.10.2"), "add --torch or --gpu"),
         (("--cuda", "12.8"), "add --torch or --gpu"),
+        (("--cudnn-compiled", "9.8"), "--cudnn-compiled is for an answer by rule"),
+        (("--torch", "2.8", "--gpu", "H100", "--cudnn-compiled", "old"), "not a version"),
+        (("--torch", "2.16x", "--gpu", "H100"), "not a version"),
         (("--torch", "2.8", "--gpu", "H100", "--cudnn", "nine"), "not a version"),
         (("--torch", "2.8", "--gpu", "H100", "--cuda", "x"), "not a version"),
         (("--torch", "2.8", "--gpu", "cpu", "--cudnn", "9.1"), "say nothing about a CPU"),

@@ -6,13 +6,14 @@ import pytest
 
 from profharness.dispatch import (
     Machine,
-    find_gpu,
     machine_for,
     parse_cudnn,
     parse_release,
     parse_releases,
 )
-from profharness.dispatch.machine import GPUS, RELEASES
+from profharness.dispatch.gpus import GPUS, find_gpu
+from profharness.dispatch.machine import OTHER_BUILDS, RELEASES, build_of
+from profharness.dispatch.told import machine_of
 from profharness.errors import UsageError
 
 
@@ -87,6 +88,19 @@ def test_a_release_outside_the_table_is_not_known() -> None:
 def test_the_wheel_fills_the_machine() -> None:
     assert machine_for("H200", "2.11") == Machine((2, 11, 0), (9, 0), 91900, "13.0", 91900)
     assert machine_for("H200", "2.11", "9.20.0.48").cudnn == 92000
+
+
+def test_a_build_for_another_cuda_brings_what_is_known_of_it() -> None:
+    built = machine_for("H100", "2.9", cuda="13.0")
+    assert (built.cuda, built.cudnn, built.cudnn_compiled) == ("13.0", 91300, 90900)
+    assert build_of((2, 9, 1), "13.0.2") == OTHER_BUILDS[2, 9, 1][0]
+    other = machine_for("H100", "2.9", cuda="12.6")
+    assert (other.cuda, other.cudnn, other.cudnn_compiled) == ("12.6", None, None)
+    said = machine_for("H100", "2.9", "9.10.2", "12.6", "9.8.0")
+    assert said == Machine((2, 9, 1), (9, 0), 91002, "12.6", 90800)
+    assert machine_for("H100", "2.16", cuda="13.0").cuda == "13.0"
+    told = {"torch": "2.9.1+cu130", "torch_cuda": "13.0", "capability": "9.0", "cudnn": 91300}
+    assert machine_of(told) == built
 
 
 def test_cudnn_versions() -> None:

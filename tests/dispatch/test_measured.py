@@ -154,7 +154,12 @@ def test_the_cpu_dispatcher_agrees_on_2000_random_calls() -> None:
     rng = random.Random(2026)
     cases = [random_params(rng) for _ in range(2000)]
     text = "".join(
-        json.dumps(asdict(case) | {"enabled": sorted(case.enabled)}) + "\n" for case in cases
+        json.dumps(
+            asdict(case)
+            | {"enabled": sorted(case.enabled), "mask": case.mask and case.mask._asdict()}
+        )
+        + "\n"
+        for case in cases
     )
     done = subprocess.run(
         [sys.executable, "-c", ASK], input=text, capture_output=True, text=True, timeout=300

@@ -20,6 +20,7 @@ from profharness.dispatch import (
     predict,
     priority_order,
 )
+from profharness.dispatch.predict import undecided
 from profharness.errors import UsageError
 
 PLAIN = AttentionParams(2, 8, 8, 512, 512, 64)
@@ -72,6 +73,36 @@ def test_what_else_decides_the_order() -> None:
     assert priority_order(old_cuda) == FLASH_FIRST
     assert priority_order(replace(old_cuda, cuda=None)) == ()
     assert priority_order(replace(old_cuda, cuda=None, capability=(9, 0))) == CUDNN_FIRST
+    assert priority_order(machine_for("H100", "2.9", cuda="13.0")) == CUDNN_FIRST
+    assert priority_order(machine_for("A100", "2.9", cuda="13.0")) == FLASH_FIRST
+
+
+def test_the_facts_that_the_order_hangs_on() -> None:
+    assert undecided(machine_for("H100", "2.9")) == ()
+    assert undecided(machine_for("H100", "2.9", cuda="12.6")) == ("cudnn_compiled",)
+    assert undecided(machine_for("A100", "2.9", cuda="12.6")) == ()
+    assert undecided(machine_for("H100", "2.11", cuda="12.8")) == ("cudnn",)
+    bare = Machine((2, 13, 0), (10, 7))
+    assert undecided(bare) == ("cudnn", "cuda")
+    assert undecided(replace(bare, capability=(9, 0))) == ("cudnn",)
+    assert undecided(bare, "cpu") == ()
+    assert undecided(machine_for("H100", "2.16")) == ()
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+def test_the_stride_text_has_no_tail_but_the_masks(backend: str) -> None:
+    machine = machine_for("H200", "2.13")
+
+    def said(mask: Mask | None) -> str:
+        call = replace(PLAIN, last_stride=2, mask=mask)
+        (text,) = [r.message for r in check(backend, call, machine) if r.code == "last_dim_stride"]
+        return text
+
+    assert said(None).endswith("Got Query.stride(-1): 2, Key.stride(-1): 2, Value.stride(-1): 2")
+    assert said(Mask((512, 512))).endswith(
+        ", Value.stride(-1): 2, Attn_mask.stride(-1): 1 (GPU backends require attn_mask's last "
+        "dimension to have stride 1 while the CPU does not)."
+    )
 
 
 # backend, code, GPU, changes of the plain call, releases that refuse, releases that do not

@@ -23,6 +23,7 @@ FLAGS = {
     "--csv",
     "--import-source",
 }
+EMPTY_NCU = b"NVR\0" + bytes(4)  # the magic, and a file header of no bytes
 STOP: list[int] = []
 
 
@@ -57,7 +58,7 @@ def write_report(behaviour: dict[str, Any], report: Path) -> None:
     elif behaviour["report_file"]:
         shutil.copyfile(behaviour["report_file"], report)
     else:
-        report.write_bytes(b"a report of the fake " + NAME.encode())
+        report.write_bytes(EMPTY_NCU if NAME == "ncu" else b"a report of the fake nsys")
 
 
 def run_target(behaviour: dict[str, Any], command: list[str]) -> int:

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from profharness.errors import MissingExtraError, TraceFormatError
+from profharness.nsight.ncu_file import check_file
 from profharness.parse import load_parser, open_trace, sniff
 from profharness.parse import ncu_readers as readers
 from profharness.parse.ncu import nanoseconds, parse_ncu
-from profharness.parse.ncu_file import check_file
 from profharness.parse.ncu_package import import_package
 from profharness.parse.ncu_write import report_to_csv
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Trace

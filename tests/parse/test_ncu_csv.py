@@ -154,8 +154,10 @@ def test_a_long_form_that_cannot_be_read_right_is_refused(
 
 def test_a_row_cut_off_is_refused(tmp_path: Path) -> None:
     empty = ",".join(['""'] * 11)
-    with pytest.raises(TraceFormatError, match=r"line 2 after the header has 12 of 17 columns"):
+    with pytest.raises(TraceFormatError, match=r"line 2 after the header is cut off; copy"):
         read(tmp_path, f'{NOW},{METRICS}\n{empty},{UNITS}\n{START},"1234\n')
+    with pytest.raises(TraceFormatError, match=r"line 2 after the header has 12 of 17 columns"):
+        read(tmp_path, f'{NOW},{METRICS}\n{empty},{UNITS}\n{START},"1234"\n')
     with pytest.raises(TraceFormatError, match="no header"):
         read_csv_text("a,b\n1,2\n", Path("x.csv"))
     with pytest.raises(TraceFormatError, match="cannot be read"):
@@ -163,8 +165,60 @@ def test_a_row_cut_off_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_table_without_rows_is_a_trace_without_launches(tmp_path: Path) -> None:
-    trace = read(tmp_path, f"{NOW},{METRICS}\n")
+    empty = ",".join(['""'] * 11)
+    trace = read(tmp_path, f"{NOW},{METRICS}\n{empty},{UNITS}\n==WARNING== nothing\n")
     assert trace.num_launches == 0 and "no kernel" in trace.warnings[0]
+
+
+NUMBERS = '"1234.5","168","0","0","x ""y"""'
+TABLE = "\n".join(
+    [
+        f"{NOW},{METRICS}",
+        ",".join(['""'] * 11) + f",{UNITS}",
+        f'{START},{NUMBERS},"5.25"',
+        START.replace('"0"', '"1"', 1) + f',{NUMBERS},"16"',
+        "",
+    ]
+)
+
+
+def test_a_file_cut_anywhere_is_refused_or_ends_with_a_row(tmp_path: Path) -> None:
+    """Only where a whole line ends is there no telling; never is a value changed or left out."""
+    whole = read(tmp_path, TABLE)
+    assert whole.metrics is not None and whole.num_launches == 2
+    breaks = [at for at, sign in enumerate(TABLE) if sign == "\n"][1:]
+    read_whole = {at for end in breaks for at in (end, end + 1)}
+    for cut in range(len(TABLE) + 1):
+        with suppress(TraceFormatError):
+            trace = read(tmp_path, TABLE[:cut])
+            assert cut in read_whole, cut
+            rows = whole.metrics.values[: trace.num_launches]
+            assert trace.metrics is None or (trace.metrics.values == rows).all()
+            read_whole.remove(cut)
+    assert not read_whole
+
+
+@pytest.mark.parametrize("cut", [3, 4, 5, 6, 7])
+def test_a_cut_after_unquoted_cells_is_refused(tmp_path: Path, cut: int) -> None:
+    """As a spreadsheet saves it; ncu's own lines may follow a table, a cut row may not."""
+    plain = TABLE.replace('"(128, 1, 1)"', "b").replace('"(16, 8, 2)"', "g").replace('"', "")
+    plain = plain.replace("flash<int>(float *)", "k").replace("x y", "x")
+    assert read(tmp_path, plain).num_launches == 2
+    assert read(tmp_path, plain + "==PROF== Disconnected\n1.5 of 2, done\n").num_launches == 2
+    with pytest.raises(TraceFormatError, match=r"line 3 after the header (is cut|has)"):
+        read(tmp_path, plain[:-cut])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 40, 300])
+def test_a_header_cut_off_is_refused(tmp_path: Path, cut: int) -> None:
+    header = f"{NOW},{METRICS}"
+    for tail in ("", "\n", "\n==PROF== Disconnected from process 7\n"):
+        with pytest.raises(TraceFormatError, match=r"cut off|not a trace|no header"):
+            read(tmp_path, f"==PROF== Connected\n{header[:-cut]}{tail}")
+    with pytest.raises(TraceFormatError, match="no row of units"):
+        read(tmp_path, f"{header}\n{TABLE.splitlines()[2]}\n")
+    with pytest.raises(TraceFormatError, match="no first row"):
+        read(tmp_path, f"{LONG}\n")
 
 
 def test_nvtx_cells_as_ncu_writes_them() -> None:

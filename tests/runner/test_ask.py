@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
+from profharness.dispatch import check, from_config
 from profharness.dispatch.live import LiveAnswer, LiveBackend
 from profharness.dispatch.perturb import blockers, rule_oracle
 from profharness.dispatch.told import machine_of, with_flags
@@ -29,6 +30,7 @@ CASES = {
     "1,4,16,32,mask=float_grad": ["mask_grad"],
     "1,4,16,32,head_dim_v=16": ["head_dim"],
     "1,4,16,32,layout=strided_last": ["last_dim_stride"],
+    "1,4,16,32,mask=float,layout=strided_last": ["last_dim_stride"],
     "1,4,16,32,dropout=0.1,mask=float_grad,head_dim_v=16,layout=strided_last,kv_heads=1,causal": [
         "dropout", "mask_grad", "head_dim", "last_dim_stride",
     ],
@@ -120,6 +122,18 @@ def test_a_reason_has_pytorchs_words_or_is_said_to_be_inferred(
     assert "Query.stride(-1): 2" in by_code["last_dim_stride"].message
     assert "Value.size(-1): 16" in by_code["head_dim"].message
     assert {r.source for code, r in by_code.items() if code != "mask_grad"} == {"live"}
+
+
+@pytest.mark.parametrize("mask", ["", ",mask=float"])
+def test_the_stride_text_by_rule_is_pytorchs_own(
+    answers: dict[str, Explanation], mask: str
+) -> None:
+    text = f"1,4,16,32{mask},layout=strided_last"
+    (live,) = side(answers[text], "flash").reasons
+    machine = machine_of(answers[text].environment)
+    (rule,) = check("flash", from_config(parse_config(text), "cpu"), machine)
+    assert live.source == "live"
+    assert rule.message == live.message
 
 
 def test_choice_order_and_surroundings(answers: dict[str, Explanation]) -> None:

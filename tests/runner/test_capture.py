@@ -109,6 +109,7 @@ def test_too_large_a_cell_is_oom_and_the_next_one_runs(tmp_path: Path) -> None:
 SABOTAGE = """
 import os, sys, time
 import profharness.worker.cell as cell
+from profharness.worker import failing
 run_cell = cell.run_cell
 def sabotaged(job, bench, stage):
     stage("sabotage")
@@ -119,7 +120,7 @@ def sabotaged(job, bench, stage):
     if seq == 6:
         os.fork() or time.sleep(3600)
         sys.stderr.write("the last words\\n"); sys.stderr.flush(); os._exit(3)
-    if seq == 7: raise cell.DeadContextError(cell._failure(job, bench, [], RuntimeError("CUDA error: dead")))
+    if seq == 7: raise failing.DeadContextError(failing.failure(job, bench, [], RuntimeError("CUDA error: dead")))
     return run_cell(job, bench, stage)
 cell.run_cell = sabotaged
 import runpy
@@ -287,7 +288,7 @@ import runpy, sys
 import profharness.worker.cell as cell
 def fail(*_):
     raise RuntimeError("no luck")
-cell._first_call = fail
+cell.first_call = fail
 sys.argv = ["worker", sys.argv[1]]
 runpy.run_module("profharness.worker", run_name="__main__")
 """

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 from fake_tools import Behaviour, Scenario, install, invocations
-from nsys_make import Maker
+from nsys_make import Maker, unpacked
 
 from profharness.config import expand_configs
 from profharness.errors import CaptureError
+from profharness.jobs import capture_into_store, resume_into_store
 from profharness.nsight.failures import NsightError
-from profharness.record import Cell, Protocol, Run, read_run
+from profharness.record import Cell, JournalEntry, Protocol, Run, TraceFile, read_run, write_run
 from profharness.runner import CaptureOptions, capture, resume, supervise
+from profharness.runner.book import Book
 from profharness.runner.profilers import PROFILERS, open_session, require_tools
 from profharness.runner.sessions import Grace, NsysSession, Outcome
-from profharness.runner.supervise import run_cells
+from profharness.runner.supervise import LOG_FILE, run_cells
+from profharness.store import open_store
 
 QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=60.0, device="cpu")
 CONFIGS = expand_configs("1,2,{16,32},16")
@@ -144,23 +147,148 @@ def test_a_missing_tool_is_told_before_anything_is_made(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def capture_argv(folder: Path, profilers: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "profharness", "capture", "--config", "1,2,16,16"),
+        *("--backend", "math", "--profiler", profilers, "--device", "cpu"),
+        *("--out", str(folder / "runs"), "--store", str(folder / "s.db")),
+    ]
+
+
 def test_the_command_line_keeps_the_rest_and_exits_1(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=NO_IMPORTER))
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "profharness", "capture", "--config", "1,2,16,16"),
-            *("--backend", "math", "--profiler", "torch,nsys", "--device", "cpu"),
-            *("--out", str(tmp_path / "runs"), "--store", str(tmp_path / "s.db")),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+        capture_argv(tmp_path, "torch,nsys"), capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert "1 cells: 1 ok" in done.stdout
     assert "[importer_missing]" in done.stderr
     assert "remedy:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def damaged(tmp_path: Path, profiler: str, damage: str) -> Scenario:
+    """Tools, one of which leaves a report that is garbage or cut off."""
+    name = "nsys_h200.sqlite.gz" if profiler == "nsys" else "ncu_h200.ncu-rep.gz"
+    path = unpacked(name, tmp_path)
+    data = path.read_bytes()
+    garbage = b"SQLite format 3\0" + bytes(84) if profiler == "nsys" else b"garbage"
+    path.write_bytes(garbage if damage == "garbage" else data[: len(data) // 2])
+    behaviour = Behaviour(report_file=str(path))
+    return Scenario(export=behaviour) if profiler == "nsys" else Scenario(ncu=behaviour)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut off"])
+@pytest.mark.parametrize("profiler", ["nsys", "ncu"])
+def test_a_damaged_report_is_a_problem_and_the_rest_is_stored(
+    tmp_path: Path, tools: Path, export: str, profiler: str, damage: str
+) -> None:
+    install(tools, damaged(tmp_path, profiler, damage))
+    options = CaptureOptions(("torch", profiler), tmp_path / "runs", QUICK)
+    captured = capture_into_store(CONFIGS[:1], ["math"], tmp_path / "s.db", options)
+    (problem,) = captured.run.problems
+    assert (problem.profiler, problem.code) == (profiler, "report_damaged")
+    assert problem.remedy
+    assert [item.profiler for item in captured.run.traces] == ["torch"]
+    assert [(result.status, result.warnings) for result in captured.ingested] == [("new", ())]
+    with open_store(tmp_path / "s.db") as store:
+        assert {row.profiler for row in store.kernels()} == {"torch"}
+    ncu = unpacked("ncu_h200.ncu-rep.gz", tmp_path)
+    whole = Scenario(ncu=Behaviour(report_file=str(ncu)), export=Behaviour(report_file=export))
+    install(tools, whole)
+    mended = read_run(resume(captured.folder))
+    assert not mended.problems
+    assert [item.profiler for item in mended.traces] == ["torch", profiler]
+
+
+def test_a_run_with_a_damaged_report_of_old_resumes(tmp_path: Path, tools: Path) -> None:
+    """Such a folder names the damaged report as a trace."""
+    install(tools, Scenario())
+    folder, run = run_under(tmp_path / "runs", "torch")
+    (folder / "ncu-1.ncu-rep").write_bytes(b"garbage")
+    cells = tuple(cell.cell for cell in run.cells)
+    traces = (*run.traces, TraceFile("ncu", "ncu-1.ncu-rep", cells))
+    write_run(folder, replace(run, profilers=("torch", "ncu"), traces=traces))
+    captured = resume_into_store(folder, tmp_path / "s.db")
+    (result,) = captured.ingested
+    assert result.launches > 0
+    assert [text for text in result.warnings if "ncu-1.ncu-rep" in text]
+
+
+def test_a_killed_tool_is_the_reason_why_its_cells_did_not_run(tmp_path: Path, tools: Path) -> None:
+    install(tools, Scenario(nsys=Behaviour(kill_self=True)))
+    done = subprocess.run(
+        capture_argv(tmp_path, "nsys"), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    (line,) = [text for text in done.stderr.splitlines() if text.startswith("pending:")]
+    assert "math: not run, because of nsys: nsys was killed" in line
+    assert "[killed]" in line
+    folder = next((tmp_path / "runs").iterdir())
+    (cell,) = read_run(folder).cells
+    assert "SIGKILL" in str(cell.message)
+    empty = Maker()
+    empty.gpu()
+    install(tools, Scenario(export=Behaviour(report_file=str(empty.write(tmp_path / "e.sqlite")))))
+    (cell,) = read_run(resume(folder)).cells
+    assert (cell.status, cell.message) == ("ok", None)
+
+
+def test_each_end_of_a_cell_has_a_remedy_of_its_own(tmp_path: Path) -> None:
+    cells = [Cell(f"c000{n}", CONFIGS[0], "math", "ok") for n in range(4)]
+    run = Run("r", "", ("torch", "nsys"), QUICK, tuple(cells))
+    book = Book(tmp_path, run, None)
+    book.begin_pass(PROFILERS["nsys"])
+    for cell, status in zip(cells, ("crashed", "error", "oom", "timeout"), strict=True):
+        book.hear(JournalEntry("end", cell=cell.cell, result=replace(cell, status=status)))
+    remedies = {problem.code: problem.remedy for problem in book.problems}
+    assert len(set(remedies.values())) == 4
+    assert [code for code, remedy in remedies.items() if "--timeout" in remedy] == ["cell_timeout"]
+    assert "memory" in remedies["cell_oom"]
+
+
+CRASHING = """
+import os, runpy, sys
+import profharness.worker.cell as cell
+run_cell = cell.run_cell
+def crashing(job, bench, stage):
+    if bench.plan.wrapped: os._exit(3)
+    sys.stderr.write("words of the first pass\\n"); sys.stderr.flush()
+    return run_cell(job, bench, stage)
+cell.run_cell = crashing
+sys.argv = ["worker", sys.argv[1]]
+runpy.run_module("profharness.worker", run_name="__main__")
+"""
+
+
+def test_last_words_are_those_of_the_start_that_died(tmp_path: Path, tools: Path) -> None:
+    install(tools, Scenario())
+    folder = tmp_path / "run"
+    folder.mkdir()
+    cells = [Cell("c0001", CONFIGS[0], "math")]
+    found = require_tools([PROFILERS["nsys"]])
+    messages: list[str] = []
+
+    def hear(entry: JournalEntry) -> None:
+        messages.extend([str(entry.result.message)] if entry.result else [])
+
+    def command(at: Path) -> list[str]:
+        return [sys.executable, "-c", CRASHING, str(at)]
+
+    run_cells(folder, cells, QUICK, ("events",), hear, command=command)
+    assert "words of the first pass" in (folder / LOG_FILE).read_text()
+    run_cells(
+        folder,
+        cells,
+        QUICK,
+        ("nsys",),
+        hear,
+        lambda: open_session(PROFILERS["nsys"], found, folder, QUICK),
+        command=command,
+    )
+    assert messages[0] == "None"
+    assert "exit code 3" in messages[1]
+    assert "first pass" not in messages[1]
 
 
 HANGING = """

@@ -61,12 +61,13 @@ def test_every_text_column_of_a_database(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_deleted_rows_are_found_in_the_pages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["/home/user7/x", "by ghp_0123456789abcdefABCDEF01"])
+def test_deleted_rows_are_found_in_the_pages(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.db"
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA secure_delete = OFF")
         db.execute("CREATE TABLE t (b TEXT)")
-        db.executemany("INSERT INTO t VALUES (?)", [("/home/user7/x",)] * 50)
+        db.executemany("INSERT INTO t VALUES (?)", [(text,)] * 50)
         db.commit()
         db.execute("DELETE FROM t")
         db.commit()

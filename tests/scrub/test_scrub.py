@@ -325,8 +325,8 @@ def test_only_known_tables_and_rows_are_copied(export: Path) -> None:
 def test_a_raw_report_is_replaced_by_the_export_beside_it(export: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    export.rename(folder / "w1.sqlite")
     (folder / "w1.nsys-rep").write_bytes(b"NVIDIA\0HOSTNAME=blade17")
+    (folder / "w1.sqlite").write_bytes(export.read_bytes())
     record = read_run(H200)
     trace = TraceFile("nsys", "w1.nsys-rep", ())
     write_run(folder, replace(record, traces=(trace,), profilers=("nsys",), problems=()))

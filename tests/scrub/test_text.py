@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profharness.scrub.secrets import SECRET, may_hold, may_hold_bytes
 from profharness.scrub.text import REMOVED, RULES, Cleaner, machine_names, private_names
 
 NAMES = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
@@ -37,6 +38,26 @@ PRIVATE = [
     ("address", "http://build.intern:8080/x?y", "<url>"),
     ("command line", "running python3 -u train.py --lr 3", "running <command>"),
     ("command line", "torchrun --nproc 8 -m my.job", "<command>"),
+    ("address", "https://bob:pw1@github.com/x", "<url>"),
+    ("secret", "token=ghp_0123456789abcdefABCDEF0123456789abcd", "token=<secret>"),
+    ("secret", "with ghp_0123456789abcdefABCDEF0123456789abcd.", "with <secret>."),
+    ("secret", "github_pat_11ABCDEFG0abcdefghijklmnop", "<secret>"),
+    ("secret", "HF_TOKEN: hf_abcdefghijKLMNOPqrst", "HF_TOKEN: <secret>"),
+    ("secret", "log in (hf_abcdefghijKLMNOPqrst)", "log in (<secret>)"),
+    ("secret", "sk-proj-abcDEF0123456789abcd", "<secret>"),
+    ("secret", "sk-abcdefghijklmnopqrstuvwxyz", "<secret>"),
+    ("secret", "id AKIAIOSFODNN7EXAMPLE", "id <secret>"),
+    ("secret", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2ln-_9", "<secret>"),
+    ("secret", "Authorization: Bearer abc.DEF-123", "Authorization: <secret>"),
+    ("secret", "authorization: Basic dXNlcjpwdw==", "authorization: <secret>"),
+    ("secret", "curl, bearer abcdef123456", "curl, bearer <secret>"),
+    ("secret", "password=hunter2, lr=3", "password=<secret>, lr=3"),
+    ("secret", "passwd: 12345", "passwd: <secret>"),
+    ("secret", '{"api_key": "a b", "x": 1}', '{"api_key": "<secret>", "x": 1}'),
+    ("secret", r"{\"client_secret\":\"ab9\"}", r"{\"client_secret\":\"<secret>\"}"),
+    ("secret", "MY_KEY: q9", "MY_KEY: <secret>"),
+    ("secret", "x --auth-token q9 y", "x --auth-token <secret> y"),
+    ("host or user name", "blade17_eth0", "<name>_eth0"),
 ]
 HARMLESS = [
     "b2h8s512d64-fp16/auto",
@@ -51,6 +72,10 @@ HARMLESS = [
     "20261121-151544-59c7",
     "3 / 4, a/b, n/a, 1/2/3",
     "x == y, M==N",
+    "max_token=128, token: 5, next_token == 7",
+    "key: [8, 64], key=value, cache_key=3, hf_attention, sk-learn, tokens: many",
+    "token: Optional, std::token::next, secretary=x",
+    '{"token": "", "key": 1, "password": null}',
     "1 of /2.13.0/2.14.1",
 ]
 
@@ -91,6 +116,8 @@ def test_a_gate_opens_wherever_its_rule_matches(text: str) -> None:
         for match in rule.pattern.finditer(text):
             if rule.replace(match) is not None:
                 assert rule.gate.search(text), (rule.kind, match[0])
+                if rule.kind == SECRET and text.isascii():
+                    assert may_hold(text) and may_hold_bytes(text.encode()), match[0]
 
 
 def test_common_names_are_not_looked_for() -> None:

@@ -9,15 +9,17 @@ import sqlite3
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from nsys_make import unpacked
 
-from profharness.errors import TraceFormatError
+from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import open_trace
-from profharness.record import read_run, write_run
+from profharness.record import TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
-from profharness.store.ingest import find_sources
+from profharness.store.sources import find_sources
 
 Folder = Callable[..., Path]
 
@@ -153,29 +155,117 @@ def test_same_run_with_other_content_is_replaced(tmp_path: Path, run_folder: Fol
     assert {name: len(rows) for name, rows in dump(store).items()} == counts
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing", "outside"])
-def test_damaged_trace_leaves_the_store_as_it_was(
+def add_damaged(folder: Path, damage: str) -> None:
+    """A second trace, of a cell of its own, beside the whole one."""
+    path = folder / "more.json.gz"
+    if damage == "truncated":
+        path.write_bytes((folder / "torch.json.gz").read_bytes()[:20])
+    elif damage == "garbage":
+        path.write_bytes(gzip.compress(b'{"traceEvents": 5}'))
+    elif damage == "another profiler's":
+        path.write_bytes((folder / "torch.json.gz").read_bytes())
+    elif damage == "outside":
+        (folder.parent / "more.json.gz").write_bytes((folder / "torch.json.gz").read_bytes())
+    run = read_run(folder)
+    name = "../more.json.gz" if damage == "outside" else "more.json.gz"
+    profiler = "nsys" if damage == "another profiler's" else "torch"
+    write_run(folder, replace(run, traces=(*run.traces, TraceFile(profiler, name, ("c1",)))))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing", "another profiler's"])
+def test_one_damaged_trace_costs_the_run_that_trace_alone(
     tmp_path: Path, run_folder: Folder, damage: str
+) -> None:
+    store, folder = tmp_path / "p.db", run_folder()
+    add_damaged(folder, damage)
+    (result,) = ingest_path(store, folder)
+    assert (result.status, result.launches, result.cells) == ("new", 9, 3)
+    assert [text for text in result.warnings if "not taken in" in text and "more.json.gz" in text]
+    ((problems,),) = sqlite3.connect(store).execute("SELECT problems FROM runs").fetchall()
+    (problem,) = json.loads(problems)
+    assert (problem["code"], problem["cells"]) == ("trace_unreadable", ["c1"])
+    assert "more.json.gz" in problem["message"] and problem["remedy"]
+    assert ingest_path(store, folder)[0].status == "unchanged"
+    (folder / "more.json.gz").write_bytes((folder / "torch.json.gz").read_bytes())
+    if damage != "another profiler's":
+        assert ingest_path(store, folder)[0].status == "replaced"
+        assert json.loads(dump(store)["runs"][0][-1] or "[]") == []
+    check_integrity(store)
+
+
+def test_an_nsys_export_that_breaks_off_costs_the_run_that_trace_alone(
+    tmp_path: Path, run_folder: Folder
+) -> None:
+    """Its header is whole, so it is the rows that fail, some after the store is locked."""
+    folder = run_folder()
+    whole = unpacked("nsys_h200.sqlite.gz", tmp_path).read_bytes()
+    run = read_run(folder)
+    write_run(folder, replace(run, traces=(*run.traces, TraceFile("nsys", "n.sqlite", ("c1",)))))
+    for part in (0.1, 0.5, 0.9):
+        (folder / "n.sqlite").write_bytes(whole[: int(len(whole) * part)])
+        store = tmp_path / f"{part}.db"
+        (result,) = ingest_path(store, folder)
+        assert result.launches == 9
+        with open_store(store) as opened:
+            assert {row.profiler for row in opened.kernels()} == {"torch"}
+        check_integrity(store)
+
+
+def test_a_run_without_a_single_whole_trace_keeps_its_cells(
+    tmp_path: Path, run_folder: Folder
+) -> None:
+    folder = run_folder()
+    (folder / "torch.json.gz").write_bytes(b"nothing")
+    (result,) = ingest_path(tmp_path / "p.db", folder)
+    assert (result.launches, result.cells) == (0, 3)
+    with open_store(tmp_path / "p.db") as opened:
+        assert opened.cells()[0].samples == {"event": (5, 1, 3, 9)}
+
+
+def test_a_trace_outside_of_its_folder_leaves_the_store_as_it_was(
+    tmp_path: Path, run_folder: Folder
 ) -> None:
     store = tmp_path / "p.db"
     ingest_path(store, run_folder())
     before = dump(store)
     folder = run_folder(samples=[7])
-    trace = folder / "torch.json.gz"
-    if damage == "truncated":
-        trace.write_bytes(trace.read_bytes()[:20])
-    elif damage == "garbage":
-        trace.write_bytes(gzip.compress(b'{"traceEvents": 5}'))
-    elif damage == "missing":
-        trace.unlink()
-    else:
-        text = (folder / "run.json").read_text()
-        (tmp_path / "torch.json.gz").write_bytes(trace.read_bytes())
-        (folder / "run.json").write_text(text.replace('"torch.json.gz"', '"../torch.json.gz"'))
+    add_damaged(folder, "outside")
     with pytest.raises(TraceFormatError) as caught:
         ingest_path(store, folder)
     assert str(folder) in str(caught.value)
     assert dump(store) == before
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"traceEvents": 5}', b"", None])
+def test_a_lone_bad_file_is_an_error_and_makes_no_store(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "bad.json"
+    if content is None:
+        file.symlink_to("/proc/self/mem")  # opens, and then cannot be read
+    else:
+        file.write_bytes(content)
+    with pytest.raises(TraceFormatError, match=r"bad\.json"):
+        ingest_path(tmp_path / "p.db", file)
+    assert not (tmp_path / "p.db").exists()
+
+
+def test_a_store_that_cannot_be_used_names_the_run_and_the_way_out(
+    tmp_path: Path, run_folder: Folder
+) -> None:
+    folder = run_folder()
+    with pytest.raises(StoreError) as caught:
+        ingest_path(tmp_path / "absent" / "p.db", folder)
+    assert f"profharness ingest {folder} --store OTHER" in str(caught.value)
+    store = tmp_path / "p.db"
+    ingest_path(store, run_folder(run="20261121-bbbb"))
+    connection = sqlite3.connect(store)
+    connection.execute(
+        "CREATE TRIGGER t BEFORE INSERT ON runs BEGIN SELECT RAISE(ABORT, 'disk'); END"
+    )
+    connection.close()
+    with pytest.raises(StoreError, match=r"cannot be written.*disk(?s:.*)--store OTHER"):
+        ingest_path(store, folder)
 
 
 def test_failure_in_the_middle_of_the_transaction_rolls_back(

@@ -1,0 +1,90 @@
+"""`profharness ingest` as a process: what one bad source costs, and what is said of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TRACE = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
+CAPBSET_DROP = 24
+DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2
+
+
+@pytest.fixture
+def open_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose locked parts can be removed afterwards."""
+    yield tmp_path
+    for path in tmp_path.iterdir():
+        path.chmod(0o700)
+
+
+def obey_permissions() -> None:
+    """Root without the capabilities that let it pass over file permissions."""
+    libc = ctypes.CDLL(None)
+    for capability in (DAC_OVERRIDE, DAC_READ_SEARCH):
+        libc.prctl(CAPBSET_DROP, capability, 0, 0, 0)
+
+
+def ingest(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run as somebody whom file permissions hold."""
+    return subprocess.run(
+        [sys.executable, "-m", "profharness", "ingest", *words, "--store", "s.db"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=obey_permissions if os.geteuid() == 0 else None,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def unreadable(folder: Path) -> Path:
+    path = folder / "secret.json"
+    path.write_text("{}")
+    path.chmod(0)
+    return path
+
+
+def test_a_source_that_cannot_be_read_costs_only_itself(open_folder: Path) -> None:
+    (open_folder / "good.json.gz").write_bytes(TRACE.read_bytes())
+    (open_folder / "locked").mkdir()
+    (open_folder / "locked" / "a.json").write_text("{}")
+    (open_folder / "locked").chmod(0)
+    unreadable(open_folder)
+    done = ingest(open_folder, "secret.json", "locked", "absent.json", "good.json.gz")
+    assert done.returncode == 1, done.stderr
+    assert "good.json.gz: new, run trace-" in done.stdout
+    assert "error: secret.json: cannot be read: Permission denied" in done.stderr
+    assert "error: locked/run.json: cannot be read: Permission denied" in done.stderr
+    assert "3 of 4 sources could not be taken in" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_report_without_its_tool_costs_only_itself(open_folder: Path) -> None:
+    """The export of an nsys report needs nsys, whose failures are errors of another kind."""
+    (open_folder / "a.nsys-rep").write_bytes(b"no report")
+    (open_folder / "good.json.gz").write_bytes(TRACE.read_bytes())
+    done = ingest(open_folder, "a.nsys-rep", "good.json.gz")
+    assert done.returncode == 1, done.stderr
+    assert "good.json.gz: new, run trace-" in done.stdout
+    assert "1 of 2 sources could not be taken in" in done.stderr
+
+
+def test_a_file_that_cannot_be_read_makes_no_store(open_folder: Path) -> None:
+    unreadable(open_folder)
+    done = ingest(open_folder, "secret.json")
+    assert done.returncode == 1
+    assert not (open_folder / "s.db").exists()
+
+
+def test_the_help_names_every_kind_of_source(open_folder: Path) -> None:
+    text = ingest(open_folder, "--help").stdout
+    for kind in (".json.gz", ".nsys-rep", ".sqlite", ".ncu-rep", ".csv", "run folder"):
+        assert kind in text.lower(), kind

@@ -1,0 +1,153 @@
+"""Interrupts of a capture under a tool that does not heed them: what is said, how long it takes, and
+that no process and no temporary folder is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_tools import Behaviour, Scenario, install
+
+from profharness.runner.interrupts import held
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+STUBBORN = Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none"))
+
+
+def running(marks: tuple[Path, ...]) -> list[str]:
+    """Command lines of living processes that name one of the paths."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line, state = (path / "cmdline").read_bytes(), (path / "stat").read_text()
+        except OSError:
+            continue
+        if any(os.fsencode(mark) in line for mark in marks) and ") Z" not in state:
+            found.append(line.replace(b"\0", b" ").decode())
+    return found
+
+
+def start(folder: Path, scenario: Scenario) -> subprocess.Popen[str]:
+    """A capture whose only cell has ended under nsys, which goes on."""
+    for name in ("bin", "tmp"):
+        (folder / name).mkdir()
+    install(folder / "bin", scenario)
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:/usr/bin:/bin",
+        "TMPDIR": str(folder / "tmp"),
+        "PROFHARNESS_NSYS": "",
+    }
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "profharness", "capture", "--config", "1,2,16,16"),
+            *("--backend", "math", "--profiler", "nsys", "--device", "cpu", "--samples", "0"),
+            *("--out", str(folder / "runs"), "--store", str(folder / "s.db")),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    until(lambda: any(b'"end"' in each.read_bytes() for each in journals(folder)), process)
+    return process
+
+
+def journals(folder: Path) -> list[Path]:
+    return list((folder / "runs").glob("*/journal.jsonl"))
+
+
+def until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ended(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
+    """Exit code and stderr; nothing is left."""
+    _, errors = process.communicate(timeout=60)
+    assert running((folder / "bin", folder / "runs")) == []
+    assert list((folder / "tmp").glob("profharness-*")) == []
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_ends_the_tool_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, STUBBORN)
+    begin = time.monotonic()
+    process.send_signal(number)
+    time.sleep(0.5)
+    process.send_signal(number)
+    code, errors = ended(process, tmp_path)
+    assert time.monotonic() - begin < 8
+    assert code == 128 + number
+    assert "ending nsys so that its report is written (Ctrl-C again ends it at once)" in errors
+    assert "capture --resume" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("pause_s", [0.02, 0.1])
+def test_many_interrupts_skip_nothing(tmp_path: Path, pause_s: float) -> None:
+    process = start(tmp_path, STUBBORN)
+    for _ in range(12):
+        process.send_signal(signal.SIGINT)
+        time.sleep(pause_s)
+        if process.poll() is not None:
+            break
+    code, _ = ended(process, tmp_path)
+    assert code in (130, -signal.SIGINT)  # the last may come while Python itself shuts down
+
+
+def test_one_interrupt_is_told_and_waits_no_longer_than_a_user_does(tmp_path: Path) -> None:
+    process = start(tmp_path, STUBBORN)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, errors = ended(process, tmp_path)
+    assert time.monotonic() - begin < 25
+    assert code == 143
+    assert "ending nsys" in errors
+
+
+def test_an_interrupted_tool_that_obeys_is_no_timeout(tmp_path: Path) -> None:
+    process = start(tmp_path, Scenario(nsys=Behaviour(hang=True)))
+    process.send_signal(signal.SIGINT)
+    code, _ = ended(process, tmp_path)
+    assert code == 130
+    (record,) = (tmp_path / "runs").glob("*/run.json")
+    assert '"timeout"' not in record.read_text().replace('"timeout_s"', "")
+    assert "took too long" not in record.read_text()
+
+
+def test_held_signals_come_after_the_block() -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt):
+        with held():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("inside")
+        steps.append("after")
+    assert steps == ["inside"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_held_does_nothing_in_another_thread() -> None:
+    steps = []
+
+    def work() -> None:
+        with held():
+            steps.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert steps == [signal.default_int_handler]
