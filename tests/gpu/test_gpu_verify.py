@@ -41,15 +41,9 @@ def test_pytorchs_own_are_right_in_every_case(tmp_path: Path, dtype: str, causal
 
 
 def test_mistakes_show_on_the_gpu_too(tmp_path: Path) -> None:
-    words = {
-        "last_row_unwritten": "not written: 256 of 25600 elements",
-        "kv_mapping": "query head h on key head h % Hkv",
-        "tail_of_keys": "without the last 4 of 100 keys",
-        "stale": "is what the call before returned",
-        "wrong_gradient": "times what is expected",
-    }
-    backends = [f"{WRONG}:{name}" for name in words]
+    """What the messages say is tested on the CPU, where memory is handed out the same each time."""
+    names = ("last_row_unwritten", "kv_mapping", "tail_of_keys", "stale", "wrong_gradient")
+    backends = [f"{WRONG}:{name}" for name in names]
     rows = rows_of(tmp_path, "2,4,100,32,bf16,causal,kv_heads=2", backends, "none")
-    for name, text in words.items():
-        wrong = [row for row in failures(rows) if row.backend.endswith(name)]
-        assert wrong and text in str(wrong[0].message), name
+    caught = {name for name in names for row in failures(rows) if row.backend.endswith(name)}
+    assert caught == set(names)
