@@ -15,19 +15,19 @@ from profharness.config import Config
 from profharness.record import Cell, JournalEntry
 from profharness.worker import cell as cells
 from profharness.worker import failing, timing
-from profharness.worker.bench import (
+from profharness.worker.clocks import ClockReader, over_time
+from profharness.worker.inputs import Inputs, make_call, make_inputs
+from profharness.worker.profile import with_torch_profiler
+from profharness.worker.program import Write
+from profharness.worker.refusal import heard_warnings
+from profharness.worker.turns import (
     CPU_CACHE_BYTES,
     WARMUP_MAX_S,
     Contestant,
-    Write,
     copies_of,
     rotating,
     take_turns,
 )
-from profharness.worker.clocks import ClockReader, over_time
-from profharness.worker.inputs import Inputs, make_call, make_inputs
-from profharness.worker.profile import with_torch_profiler
-from profharness.worker.refusal import heard_warnings
 
 
 @dataclass

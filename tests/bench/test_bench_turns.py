@@ -26,7 +26,7 @@ from profharness.errors import UsageError
 from profharness.jobs import Captured, bench_into_store, resume_into_store
 from profharness.record import RUN_FILE, Cell, Protocol, read_run, write_run
 from profharness.runner import CaptureOptions
-from profharness.worker.bench import (
+from profharness.worker.turns import (
     COPIES_MAX,
     MAX_SAMPLES,
     Contestant,

@@ -42,6 +42,7 @@ DEADLY = """
 import os, sys, time
 from pathlib import Path
 from profharness.worker import ask, asker
+from profharness.worker.program import run_program
 
 real = asker.Asker.answer
 
@@ -51,7 +52,8 @@ def answer(self, cell):
     return real(self, cell)
 
 asker.Asker.answer = answer
-ask.main(Path(sys.argv[1]), advice=False)
+sys.argv.append(ask.NO_ADVICE)
+run_program(Path(sys.argv[1]), ask.body)
 """
 
 # The same program in a process that has switched flash off.
@@ -59,9 +61,10 @@ SWITCHED_OFF = """
 import sys, torch
 from pathlib import Path
 from profharness.worker import ask
+from profharness.worker.program import run_program
 
 torch.backends.cuda.enable_flash_sdp(False)
-ask.main(Path(sys.argv[1]), advice=True)
+run_program(Path(sys.argv[1]), ask.body)
 """
 
 # What the ops are that asking runs; a line for each op that is not an allocation or a view.
