@@ -89,11 +89,9 @@ def cells(
     """One row per cell of a run (None: the latest; "all"): status, reasons, latency samples."""
     from profharness.store import open_store, to_frame
 
+    wanted, named = _configs(configs) or None, _names(backends) or None
     with open_store(_store(store)) as opened:
-        rows = opened.cells(
-            run, configs=_configs(configs) or None, backends=_names(backends) or None
-        )
-        return to_frame(rows)
+        return to_frame(opened.cells(run, configs=wanted, backends=named))
 
 
 def kernels(
@@ -210,6 +208,30 @@ def explain(
     return frame
 
 
+def analyze(
+    configs: Configs = None,
+    backends: str | Sequence[str] | None = None,
+    *,
+    run: str | None = None,
+    peaks: str | None = None,
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """What holds each backend back, from stored rows: one row per cell, keys as in the JSON.
+
+    `findings` and `remedies` are lists of dicts; `frame.explode("findings")` has one finding a row.
+    Whole answers: `attrs["analyses"]`. What peaks may be, and errors: `analyzing.analyze_stored`.
+    """
+    import pandas as pd
+
+    from profharness.analyzing import analyze_stored
+    from profharness.report.analyze_view import FIELDS, analyze_record
+
+    found = analyze_stored(_store(store), run, _configs(configs), _names(backends or ()), peaks)
+    frame = pd.DataFrame(map(analyze_record, found), columns=list(FIELDS))
+    frame.attrs["analyses"] = found
+    return frame
+
+
 def verify(
     configs: Configs,
     backends: str | Sequence[str] = (),
@@ -261,27 +283,34 @@ def bench(
 ) -> pd.DataFrame:
     """Time the backends of each config in turns: one row per cell and measurement, times in ns.
 
-    Without backends, or for `all`, PyTorch's own on this device are timed; `kernels` stands for what
-    lies in kernels/. With run nothing is measured, and a stored run answers. The whole answer (winners, losses,
-    conclusions) is in the frame's `attrs["answer"]`. Raises UsageError for what cannot be meant,
-    CaptureError when no worker starts.
+    Without backends, or for `all`, PyTorch's own on this device are timed; `kernels` stands for
+    kernels/. With run nothing is measured, a stored run answers. The whole answer is in the frame's
+    `attrs["answer"]`. Raises UsageError, or CaptureError when no worker starts.
     """
     import dataclasses
 
     import pandas as pd
 
+    from profharness.backends import DEFAULT_BACKENDS
     from profharness.bench_plan import make_plan
     from profharness.benching import BenchRow, benched
-    from profharness.benching.setup import bench_configs, read_baseline
-    from profharness.jobs import bench_into_store
+    from profharness.benching.setup import (
+        bench_configs,
+        read_baseline,
+        stored_backends,
+        stored_configs,
+    )
+    from profharness.jobs import bench_into_store, default_backends
     from profharness.record import Protocol
     from profharness.runner import CaptureOptions
     from profharness.store import open_store
 
     plan = make_plan(_names(measurements), precision, max_time_s, iterations)
     against, path, asked = read_baseline(baseline), _store(store), _configs(configs)
+    measured = run is None
     if run is None:
-        wanted = bench_configs(asked, _names(dtypes), against)
+        here = "cuda" if default_backends(device) == DEFAULT_BACKENDS else "cpu"
+        wanted = bench_configs(asked, _names(dtypes), against, here)
         protocol = Protocol(10, warmup, iterations or 0, float(timeout_s), seed, device)
         options = CaptureOptions(out=Path(out), protocol=protocol, bench=plan)
         run = bench_into_store(wanted, _backends(backends, device), path, options).run.run
@@ -291,8 +320,10 @@ def bench(
             run,
             convention=convention,
             baseline=against,
-            precision=precision,
-            rank_by=plan.measurements,
+            precision=precision if measured else None,
+            rank_by=plan.measurements if measured or measurements else None,
+            configs=None if measured else stored_configs(opened, run, asked, _names(dtypes)),
+            backends=None if measured else stored_backends(opened, run, _names(backends)),
         )
     columns = [each.name for each in dataclasses.fields(BenchRow)]
     frame = pd.DataFrame([dataclasses.asdict(row) for row in answer.rows], columns=columns)

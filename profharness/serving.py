@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from profharness.benching import benched
+from profharness.benching.rows import CHOSEN
 from profharness.errors import MissingExtraError, NotFoundError, UsageError
 from profharness.report.charts import Chart
 from profharness.report.html import render_html
 from profharness.reporting import report_document
 from profharness.store import open_store
+
+if TYPE_CHECKING:
+    from profharness.store import Store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DATABASE = "profharness"  # what the store is called in addresses, whatever its file is called
@@ -70,43 +77,78 @@ QUERIES: dict[str, tuple[str, str, str]] = {
     ),
     "regret": (
         "Regret",
-        "What the choice of `auto` cost against the fastest backend of the same config and run.",
-        """WITH timed AS (
-            SELECT run, config, backend,
-                coalesce(graph_median_ns, event_median_ns, wall_median_ns) AS ns,
-                CASE WHEN graph_median_ns IS NOT NULL THEN 'graph'
-                    WHEN event_median_ns IS NOT NULL THEN 'event' ELSE 'wall' END AS measurement
-            FROM cell_summary s WHERE status = 'ok' {right}),
-        ranked AS (
-            SELECT *, row_number() OVER (
-                PARTITION BY run, config, measurement ORDER BY ns) AS place
-            FROM timed WHERE ns IS NOT NULL AND backend <> 'auto')
-        SELECT a.run, a.config, a.measurement, f.backend AS fastest,
-            round(a.ns / 1000.0, 2) AS auto_us, round(f.ns / 1000.0, 2) AS fastest_us,
-            round(a.ns * 1.0 / f.ns, 2) AS regret
-        FROM timed a JOIN ranked f ON f.run = a.run AND f.config = a.config
-            AND f.measurement = a.measurement AND f.place = 1
-        WHERE a.backend = 'auto' ORDER BY regret DESC""",
+        "What the choice of `auto` cost against the fastest correct backend of each config, as "
+        "`bench` tells it (0.5: half as much again). run: an id, or `all`; without one the newest "
+        "run that has an answer.",
+        """SELECT json_extract(value, '$.run') AS run, json_extract(value, '$.config') AS config,
+            json_extract(value, '$.measurement') AS measurement,
+            json_extract(value, '$.choice') AS choice, json_extract(value, '$.best') AS best,
+            round(json_extract(value, '$.chosen_ns') / 1000.0, 2) AS auto_us,
+            round(json_extract(value, '$.best_ns') / 1000.0, 2) AS best_us,
+            round(json_extract(value, '$.regret'), 4) AS regret,
+            json_extract(value, '$.real') AS real
+        FROM json_each(bench_losses(:run)) ORDER BY regret DESC""",
     ),
 }
-# A cell that a verification found wrong is never the fastest.
-_RIGHT = """AND NOT EXISTS (
-    SELECT 1 FROM verifications v JOIN cells vc ON vc.id = v.cell_id
-        JOIN configs vf ON vf.id = vc.config_id
-    WHERE v.passed = 0 AND vf.label = s.config AND vc.backend = s.backend)"""
 
 
-def queries(path: Path) -> dict[str, dict[str, str]]:
-    """The ready queries as Datasette wants them, for the tables that this store has."""
-    with open_store(path) as store:
-        found = store.connection.execute(
-            "SELECT count(*) FROM sqlite_master WHERE name = 'verifications'"
-        ).fetchone()
-    right = _RIGHT if found[0] else ""
+def queries() -> dict[str, dict[str, str]]:
+    """The ready queries as Datasette wants them."""
     return {
-        name: {"title": title, "description": text, "sql": sql.replace("{right}", right)}
+        name: {"title": title, "description": text, "sql": sql}
         for name, (title, text, sql) in QUERIES.items()
     }
+
+
+class BenchLosses:
+    """The SQL function `bench_losses(run)`: what `auto` cost in a run, by `bench`'s own rules, as a
+    JSON array. run may be empty (the newest run that has an answer) or `all` (the newest runs).
+
+    A run is computed once for each state of the store's file: the intervals of a bench take time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, tuple[object, list[dict[str, Any]]]] = {}
+
+    def __call__(self, run: str | None) -> str:
+        with open_store(self.path) as store:
+            found: list[dict[str, Any]] = []
+            for name in self._runs(store, run):
+                found += self._losses(store, name)
+                if found and not run:
+                    break
+        return json.dumps(found)
+
+    def _runs(self, store: Store, run: str | None) -> list[str]:
+        if not run or run == "all":
+            return [row.run for row in store.runs()[:MAX_RUNS]]
+        try:
+            return [store.resolve(run)]
+        except (NotFoundError, UsageError):
+            return []  # as any query that asks for what is not there
+
+    def _losses(self, store: Store, run: str) -> list[dict[str, Any]]:
+        state = self._state()
+        known = self._known.get(run)
+        if known is None or known[0] != state:
+            known = self._known[run] = state, _bench_losses(store, run)
+        return known[1]
+
+    def _state(self) -> tuple[tuple[int, int], ...]:
+        """Changes whenever a run or a check is added or deleted."""
+        files = (self.path, self.path.with_name(self.path.name + "-wal"))
+        stats = [file.stat() for file in files if file.exists()]
+        # readers make an empty log and delete it again
+        return tuple((each.st_mtime_ns, each.st_size) for each in stats if each.st_size)
+
+
+def _bench_losses(store: Store, run: str) -> list[dict[str, Any]]:
+    if not any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
+        return []
+    answer = benched(store, run)
+    same = {"run": run, "measurement": answer.ranking}
+    return [same | asdict(loss) for loss in answer.losses]
 
 
 def serve(
@@ -167,7 +209,7 @@ def application(path: Path, host: str) -> App:
     # With rich at hand Datasette prints pages of traceback to stdout for every mistyped query; the
     # browser is told the reason anyway.
     handle_exception.rich = None
-    ready = queries(path)
+    ready = queries()
     datasette = Datasette(
         [],
         metadata={
@@ -187,12 +229,15 @@ def _add_store(datasette: Any, path: Path) -> None:
     """The store under a fixed name, read-only; its path may hold any sign."""
     from datasette.database import Database
 
+    losses = BenchLosses(path)
+
     class StoreFile(Database):  # type: ignore[misc]
         def connect(self, write: bool = False) -> sqlite3.Connection:
             if write:
                 raise UsageError("the store is served read-only")
             address = f"{path.absolute().as_uri()}?mode=ro"
             connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            connection.create_function("bench_losses", 1, losses)
             self._all_file_connections.append(connection)
             return connection
 

@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from profharness.analysis import CellAnalysis, analyze, analyze_all, machine_of, sweep
+from profharness.analysis.facts import Facts
 from profharness.analysis.model import DERIVED, MEASURED, SEVERITIES, Machine
+from profharness.analysis.rules_parts import score_traffic
+from profharness.config import parse_config
 from profharness.peaks import Peaks, data_sheet
 from profharness.rows import CellRow, KernelRow
 from profharness.store import ingest_path, open_store
@@ -26,6 +29,7 @@ DECODE = "b1-h32-kv8-sq1-skv4096-d128-bf16"
 ODD = "b2-h8-s512-d100-fp16"
 BACKWARD = "b2-h8-s1024-d64-fp16-causal-bwd"
 MACHINE = Machine(H200, data_sheet("NVIDIA H200"), 62914560)
+MANY_SMS = replace(MACHINE, device=replace(H200, num_sms=10007))  # never a persistent grid
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +230,67 @@ def test_a_launch_gap_allows_for_the_flushed_l2() -> None:
     launch = slow.finding("launch_gap")
     assert launch is not None
     assert launch.factor == pytest.approx(40_000 / (9_100 + 16793600 / 4.8e3), rel=1e-3)
+
+
+@given(
+    seq_q=st.integers(1, 96),
+    seq_kv=st.integers(1, 96),
+    tile=st.sampled_from((1, 8, 16)),
+    causal=st.booleans(),
+)
+@example(seq_q=512, seq_kv=4096, tile=64, causal=True)  # 8 blocks a head: 2.36 MB
+def test_k_and_v_traffic_is_what_the_blocks_read(
+    seq_q: int, seq_kv: int, tile: int, causal: bool
+) -> None:
+    """Against the rows that each block's queries see, counted one by one."""
+    heads = 4
+    text = f"1,{heads},{seq_q},64,fp16,seq_kv={seq_kv}{',causal' if causal else ''}"
+    tiles = [range(first, min(first + tile, seq_q)) for first in range(0, seq_q, tile)]
+    rows = 0
+    for queries in tiles:
+        seen = {key for key in range(seq_kv) if not causal or key <= max(queries)}
+        rows += len(seen)
+    config = parse_config(text).label
+    found = analyze(cell(config), [kernel((len(tiles), heads, 1))], MANY_SMS)
+    if len(tiles) < 2:
+        assert found.finding("kv_reread") is None
+        return
+    told = float(evidence(found, "kv_reread")["K and V traffic"])
+    last = len(tiles[-1]) == tile  # else the grid does not tell where the tiles end
+    assert told == pytest.approx(heads * rows * 2 * 64 * 2, rel=1e-6 if last else 0.5)
+
+
+def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
+    """Kernels of 8 µs with cold caches and a fill of 2 µs leave a call of 12 µs no gap."""
+    main, fill = kernel((256, 1, 1), 7_000), kernel((1, 1, 1), 2_000)
+    fill = replace(fill, kernel="Memset", kernel_short="Memset", kernel_kind="memset")
+    fill = replace(fill, grid=None, block=None, registers_per_thread=None, shared_bytes=None)
+    cold = replace(main, profiler="ncu", duration_ns=8_000)
+    no_peaks = Machine(H200)
+    found = analyze(cell(event=(12_000,)), [main, fill, cold], no_peaks)
+    assert found.finding("launch_gap") is None
+    late = analyze(cell(event=(20_000,)), [main, fill, cold], no_peaks)
+    gap = evidence(late, "launch_gap")
+    assert (gap["cold kernel time"], gap["copies and fills"]) == (8, 2)
+    launch = late.finding("launch_gap")
+    assert launch is not None and "at least 50" in launch.sentence
+    assert launch.factor == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("per_step", "hit"), [(0.5, True), (1.2, False)])
+def test_the_l2_is_named_only_where_dram_saw_less(
+    h200: dict[tuple[str, str], CellAnalysis], per_step: float, hit: bool
+) -> None:
+    each = h200[SQUARE, "math"]
+    assert each.figures is not None
+    steps = sum(phase.bytes for phase in each.phases)
+    figures = replace(each.figures, dram_bytes=per_step * steps)
+    facts = Facts(
+        each.config, "math", each.machine, figures, each.kernels, each.phases, each.kernels[0]
+    )
+    (found,) = score_traffic(facts)
+    assert "ncu counted" in found.sentence
+    assert ("hit the L2" in found.sentence) == hit
 
 
 def test_a_figure_above_its_ceiling_is_explained() -> None:

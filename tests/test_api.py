@@ -57,6 +57,29 @@ def test_profilers_are_named_as_on_the_command_line(store: Path) -> None:
     assert len(profharness.launches(profiler="all", store=store)) > 0
 
 
+def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    profharness.ingest(ROOT / "traces" / "h200-torch-nsys-ncu", store=path)
+    frame = profharness.analyze("2,8,512,64,fp16", ["flash", "math"], store=path)
+    assert list(frame["backend"]) == ["flash", "math"]
+    assert list(frame["bottleneck"]) == ["latency", "score traffic"]
+    assert frame["against"].unique().tolist() == ["data sheet"]
+    found = frame.explode("findings").set_index("backend")["findings"].loc["math"]
+    codes = [finding["code"] for finding in found]
+    assert codes[0] == "bottleneck" and "score_traffic" in codes
+    assert [each.backend for each in frame.attrs["analyses"]] == ["flash", "math"]
+    same = profharness.analyze("2,8,512,64,fp16", "flash", peaks="data-sheet", store=path)
+    assert same["flops_share"][0] == frame["flops_share"][0]
+    every = profharness.analyze(store=path)
+    assert len(every) == len(profharness.cells(store=path))
+    with pytest.raises(UsageError, match="known are measure, data-sheet"):
+        profharness.analyze(peaks="guess", store=path)
+    with pytest.raises(NotFoundError, match="no stored run has"):
+        profharness.analyze("9,9,9,9", store=path)
+    with pytest.raises(NotFoundError, match="has none of: mine"):
+        profharness.analyze(backends="mine", store=path)
+
+
 def test_capture_passes_on_what_ncu_shall_take(tmp_path: Path) -> None:
     profharness.capture(
         "1,1,16,16,fp32",

@@ -16,7 +16,8 @@ from profharness.analysis.facts import (
     size,
 )
 from profharness.analysis.model import KernelFigures
-from profharness.costs import key_bytes, score_count, value_bytes
+from profharness.config import Config
+from profharness.costs import key_bytes, value_bytes
 
 TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # part of the SM time that the last wave leaves idle
 MANY_WAVES = 8
@@ -127,9 +128,8 @@ def kv_traffic(facts: Facts) -> list[Finding]:
         times = readers(facts, kernel)
         if times is None or times < SEVERAL_READERS:
             continue
-        seen = score_count(config) / (config.seq_len_q * config.seq_len_kv)
-        both = key_bytes(config) + value_bytes(config)
-        moved = times * both * seen
+        both = key_bytes(config) + value_bytes(config)  # with causal, of the rows that are seen
+        moved = times * both * _seen_part(config, times)
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
         alone = rows <= 1
         text = (
@@ -150,6 +150,19 @@ def kv_traffic(facts: Facts) -> list[Finding]:
         severity = "major" if alone or not fits else "note"
         found.append(Finding("kv_reread", f"{text}.", severity, DERIVED, evidence))
     return found
+
+
+def _seen_part(config: Config, times: float) -> float:
+    """Which part of the rows of K and V that some query sees a block reads, on average over `times`
+    blocks: with `causal` a block stops at the last row that its last query sees.
+    """
+    if not config.causal:
+        return 1.0
+    blocks = times * config.num_kv_heads / config.num_heads  # of one query head
+    tile = math.ceil(config.seq_len_q / max(1.0, blocks))
+    ends = [min(end, config.seq_len_q) for end in range(tile, config.seq_len_q + tile, tile)]
+    seen = min(config.seq_len_q, config.seq_len_kv)
+    return sum(min(end, seen) for end in ends) / (len(ends) * seen)
 
 
 def working_set(facts: Facts) -> list[Finding]:

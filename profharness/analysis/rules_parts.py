@@ -42,7 +42,8 @@ def score_traffic(facts: Facts) -> list[Finding]:
     )
     if figures.dram_bytes is not None:
         evidence.append(Evidence("DRAM bytes", figures.dram_bytes, "B", "ncu dram__bytes"))
-        text += f" (ncu counted {size(figures.dram_bytes)} from and to DRAM, the rest hit the L2)"
+        rest = ", the rest hit the L2" if figures.dram_bytes < by_phases else ""
+        text += f" (ncu counted {size(figures.dram_bytes)} from and to DRAM{rest})"
     if figures.peak_memory_bytes:
         peak = figures.peak_memory_bytes
         evidence.append(Evidence("peak memory", peak, "B", "allocator"))

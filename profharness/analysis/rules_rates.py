@@ -176,8 +176,9 @@ def launch_gap(facts: Facts) -> list[Finding]:
 
 
 def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
-    """The kernels' time with cold caches, as an upper bound: ncu's own (it flushes caches), or the
-    profiled time and that of reading everything from DRAM once more.
+    """The kernels' time with cold caches, as an upper bound: ncu's own (it flushes caches) and the
+    profiled time of the copies and fills, which it does not profile; or the profiled time and that
+    of reading everything from DRAM once more.
     """
     figures, peaks = facts.figures, facts.machine.peaks
     warm = figures.kernels_ns or 0.0
@@ -193,8 +194,11 @@ def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
             for kernel in facts.kernels
             if kernel.blocks is not None
         )
-        if cold > busy:
-            busy, evidence = cold, [us("cold kernel time", cold, "ncu gpu__time_duration")]
+        rest = sum(kernel.call_ns or 0 for kernel in facts.kernels if kernel.blocks is None)
+        if cold + rest > busy:
+            busy, evidence = cold + rest, [us("cold kernel time", cold, "ncu gpu__time_duration")]
+            if rest:
+                evidence.append(us("copies and fills", rest, BASIS_SOURCE["kernel"]))
     return busy, evidence
 
 

@@ -1,16 +1,20 @@
-"""What follows from the rows of a bench: the best backend of each config, what PyTorch's choice
-cost against it, and conclusions in words.
+"""What follows from the rows of a bench: the best backend of each config, and what PyTorch's choice
+cost against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from profharness import stats
-from profharness.bench_plan import PRECISION, RANKING
-from profharness.benching.rows import CHOSEN, REFERENCES, BenchRow, all_samples, bench_rows
+from profharness.bench_plan import PRECISION, RANKING, BenchPlan, read_plan
+from profharness.benching.rows import CHOSEN, BenchRow, all_samples, bench_rows, run_cells
+from profharness.benching.words import conclude, why_open
 from profharness.config import Config, parse_config
 from profharness.dispatch.rewrite import SDP_BACKENDS, call_code
 
@@ -21,12 +25,14 @@ if TYPE_CHECKING:
 
 SETTINGS = ("auto", "all-disabled")  # they leave the choice to PyTorch
 Samples = Mapping[str, Mapping[str, tuple[int, ...]]]
+SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The fastest correct backend of a config; ties are those that the samples do not tell from it.
-    code selects it.
+    """The correct backend with the lowest median on a config; ties are those within
+    `stats.THRESHOLD` of it. open are those that are slower by their medians but not by their
+    samples, and why: while there are any, it is not known which is fastest. code selects it.
     """
 
     config: str
@@ -34,13 +40,15 @@ class Winner:
     median_ns: float
     ties: tuple[str, ...]
     code: str
+    open: tuple[str, ...] = ()
+    why_open: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What `auto` cost on a config. choice is the backend that it took, where known; regret is its
-    median over the best one's, less 1; real: the samples tell the two apart, and they are not
-    one backend.
+    median over the best one's, less 1; real: the samples show that `auto` is slower, and the two
+    are not one backend. verdict is `auto` against the best, `unknown` for why_open.
     """
 
     config: str
@@ -51,6 +59,13 @@ class Loss:
     regret: float
     real: bool
     code: str
+    verdict: stats.Speed = "same"
+    why_open: str = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether it is not known that `auto` is slower, or not."""
+        return self.verdict == "unknown" and self.choice != self.best
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,10 @@ class Benched:
         """One row a cell, by the measurement that ranks; cells without samples too."""
         return [row for row in self.rows if row.measurement in (self.ranking, None)]
 
+    def figures(self) -> list[BenchRow]:
+        """The ranking rows that have one; what is told of `n of m` figures counts these."""
+        return [row for row in self.ranking_rows() if row.median_ns is not None]
+
 
 def benched(
     store: Store,
@@ -81,16 +100,20 @@ def benched(
     *,
     convention: str = "exact",
     baseline: Config | None = None,
-    precision: float = PRECISION,
+    precision: float | None = None,
     configs: Sequence[Config] | None = None,
     backends: Sequence[str] | None = None,
     verifications: Sequence[str] = (),
-    rank_by: Sequence[str] = RANKING,
+    rank_by: Sequence[str] | None = None,
 ) -> Benched:
     """The answer of a stored run (None: the latest); the first of rank_by that it has ranks.
-    Raises as `bench_rows` does.
+    precision and rank_by: None for what the run was measured with, as its folder says. configs and
+    backends: of these alone. Raises as `bench_rows` does.
     """
     name = store.resolve(run or "latest")
+    plan = _plan_of(store, name)
+    precision = (plan.precision if plan else PRECISION) if precision is None else precision
+    rank_by = (plan.measurements if plan else RANKING) if rank_by is None else rank_by
     rows = bench_rows(
         store,
         name,
@@ -101,21 +124,17 @@ def benched(
         backends=backends,
         verifications=verifications,
     )
-    cells = store.cells(name, configs=configs, backends=backends)
+    cells = run_cells(store, name, configs, backends, baseline)
     samples = all_samples(store, name, cells)
     ranking = _ranking(rows, rank_by)
-    ranked = [row for row in rows if row.measurement == ranking and row.ranked]
     by_cell = {(cell.config, cell.backend): cell for cell in cells}
 
     def samples_of(row: BenchRow) -> tuple[int, ...]:
         return samples[by_cell[row.config, row.backend].cell][ranking]
 
-    winners, losses = [], []
-    for label in dict.fromkeys(cell.config for cell in cells):
-        alike = [row for row in ranked if row.config == label]
-        winners += [_winner(alike, samples_of)] if alike else []
-        losses += _losses(alike, by_cell, samples_of)
-    losses.sort(key=lambda each: -each.regret)
+    figures = [row for row in rows if row.measurement == ranking]
+    winners, losses = _compared(figures, by_cell, samples_of)
+    told = conclude(figures, winners, losses, samples_of, against_config=baseline is not None)
     return Benched(
         run=name,
         rows=tuple(rows),
@@ -125,11 +144,40 @@ def benched(
         precision=precision,
         peaks=store.peaks(name),
         environment=store.environment(name),
-        winners=tuple(winners),
-        losses=tuple(losses),
-        conclusions=tuple(conclude(rows, ranked, winners, losses, baseline)),
+        winners=winners,
+        losses=losses,
+        conclusions=tuple(told),
         samples=samples,
     )
+
+
+def _compared(
+    figures: Sequence[BenchRow],
+    by_cell: Mapping[tuple[str, str], CellRow],
+    samples_of: SamplesOf,
+) -> tuple[tuple[Winner, ...], tuple[Loss, ...]]:
+    """The winner of each config, and what `auto` lost, the largest loss first."""
+    winners, losses = [], []
+    for label in dict.fromkeys(row.config for row in figures):
+        alike = [row for row in figures if row.config == label and row.ranked]
+        winners += [_winner(alike, samples_of)] if alike else []
+        losses += _losses(alike, by_cell, samples_of)
+    return tuple(winners), tuple(sorted(losses, key=lambda each: -each.regret))
+
+
+def _plan_of(store: Store, run: str) -> BenchPlan | None:
+    """The plan in the run's folder, whose path may be relative to the store's; None if it is no
+    bench, or the folder is not there any more.
+    """
+    path = next(each.path for each in store.runs() if each.run == run)
+    for folder in (Path(path), store.path.parent / path):
+        try:
+            plan = read_plan(folder)
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if plan is not None:
+            return plan
+    return None
 
 
 def _ranking(rows: Sequence[BenchRow], rank_by: Sequence[str]) -> str:
@@ -138,19 +186,27 @@ def _ranking(rows: Sequence[BenchRow], rank_by: Sequence[str]) -> str:
     return next((one for one in (*rank_by, *RANKING) if one in seen), RANKING[0])
 
 
-def _winner(alike: Sequence[BenchRow], samples_of: Any) -> Winner:
+def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
     best = _best([row for row in alike if row.backend != SETTINGS[1]] or alike)
-    ties = [
-        row.backend
-        for row in alike
-        if row is not best and stats.compare(samples_of(best), samples_of(row)).verdict == "same"
-    ]
-    median_ns = float(best.median_ns or 0)
-    return Winner(best.config, best.backend, median_ns, tuple(ties), selecting(best))
+    ties, unproven = [], []
+    for row in alike:
+        if row is not best:
+            verdict = stats.compare(samples_of(best), samples_of(row)).verdict
+            ties += [row] if verdict == "same" else []
+            unproven += [row] if verdict == "unknown" else []
+    return Winner(
+        best.config,
+        best.backend,
+        float(best.median_ns or 0),
+        tuple(row.backend for row in ties),
+        selecting(best),
+        tuple(row.backend for row in unproven),
+        " or ".join(dict.fromkeys(why_open(best, row) for row in unproven)),
+    )
 
 
 def _losses(
-    alike: Sequence[BenchRow], by_cell: Mapping[tuple[str, str], CellRow], samples_of: Any
+    alike: Sequence[BenchRow], by_cell: Mapping[tuple[str, str], CellRow], samples_of: SamplesOf
 ) -> list[Loss]:
     """The loss of `auto` on one config; none where it was not timed, or timed alone."""
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
@@ -160,11 +216,20 @@ def _losses(
     best = _best(others)
     chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
     choice = by_cell[chosen.config, CHOSEN].choice
-    slower = stats.compare(samples_of(best), samples_of(chosen)).verdict == "slower"
-    real = slower and choice != best.backend
-    regret = max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0
+    verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
     return [
-        Loss(chosen.config, choice, chosen_ns, best.backend, best_ns, regret, real, selecting(best))
+        Loss(
+            chosen.config,
+            choice,
+            chosen_ns,
+            best.backend,
+            best_ns,
+            max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
+            verdict == "slower" and choice != best.backend,
+            selecting(best),
+            verdict,
+            why_open(best, chosen) if verdict == "unknown" else "",
+        )
     ]
 
 
@@ -183,80 +248,3 @@ def selecting(row: BenchRow) -> str:
         f"# {row.backend} is none of scaled_dot_product_attention's backends: call it itself\n"
         f"# with q, k, v in the layout [batch, heads, seq_len, head_dim]"
     )
-
-
-def conclude(
-    rows: Sequence[BenchRow],
-    ranked: Sequence[BenchRow],
-    winners: Sequence[Winner],
-    losses: Sequence[Loss],
-    baseline: Config | None = None,
-) -> list[str]:
-    """Sentences that follow from the rows, each from figures that the table shows."""
-    found = []
-    if len({row.config for row in ranked}) > 1:
-        found += _across_configs(ranked)
-    for each in winners:
-        timed = sum(row.config == each.config for row in ranked)
-        if timed > 1 and len(winners) <= 3:
-            tied = f", not told apart from {', '.join(each.ties)}" if each.ties else ""
-            found.append(f"{each.config}: {each.backend} is fastest{tied}")
-    found += _slower_than_plain(ranked)
-    found += _regret_in_words(losses)
-    wrong = [f"{row.config} {row.backend}" for row in rows if row.verified is False]
-    if wrong:
-        found.append(f"not ranked, for its output is wrong: {', '.join(dict.fromkeys(wrong))}")
-    if baseline is not None:
-        found.append(
-            "speed-ups against another config are ratios of latencies; where the work differs, "
-            "FLOP/s say which is used better"
-        )
-    doubtful = sum(bool(row.doubts) for row in ranked)
-    if doubtful:
-        found.append(f"{doubtful} of {len(ranked)} figures are doubtful; the notes say why")
-    return found
-
-
-def _across_configs(ranked: Sequence[BenchRow]) -> list[str]:
-    quick = _best(ranked)
-    found = [
-        f"lowest latency: {quick.config} on {quick.backend}, {(quick.median_ns or 0) / 1e3:,.2f} µs"
-    ]
-    sound = [row for row in ranked if row.flops_per_s and not _impossible(row)]
-    if sound:
-        best = max(sound, key=lambda row: row.flops_per_s or 0)
-        found.append(
-            f"most work a second: {best.config} on {best.backend}, "
-            f"{(best.flops_per_s or 0) / 1e12:,.4g} TFLOP/s"
-        )
-    return found
-
-
-def _impossible(row: BenchRow) -> bool:
-    return row.efficiency is not None and row.efficiency > 1
-
-
-def _slower_than_plain(ranked: Sequence[BenchRow]) -> list[str]:
-    """Where the plain reference is faster than `auto`."""
-    return [
-        f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}"
-        for row in ranked
-        if row.backend == CHOSEN
-        and row.baseline in REFERENCES
-        and row.speedup
-        and row.speedup < 1 / (1 + stats.THRESHOLD)
-    ]
-
-
-def _regret_in_words(losses: Sequence[Loss]) -> list[str]:
-    if not losses:
-        return []
-    real = [each for each in losses if each.real]
-    if not real:
-        return [f"auto is as fast as the fastest backend on all {len(losses)} config(s)"]
-    worst = real[0]
-    took = f" (it took {worst.choice})" if worst.choice else ""
-    return [
-        f"auto is slower than another correct backend on {len(real)} of {len(losses)} config(s); "
-        f"most on {worst.config}{took}: {worst.regret:.1%} over {worst.best}"
-    ]

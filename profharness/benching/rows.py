@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,16 +76,15 @@ def bench_rows(
     """The rows of a run (None: the latest) in its order, measurements as in `RANKING`.
 
     baseline is the config that speed-ups are told against, on `auto` (without it: `naive`, else
-    `math`, on the same config). precision: half an interval over its median that is wide. verifications: runs
-    of `verify` whose checks say that a backend is right; what is wrong counts anyway. Raises
-    NotFoundError if the run does not have the baseline, UsageError for an unknown convention.
+    `math`, on the same config). precision: half an interval over its median that is wide. configs
+    and backends: of these alone, and the baseline. verifications: runs of `verify` whose checks say
+    that a backend is right; what is wrong counts anyway. Raises NotFoundError if the run does not
+    have the baseline, a config or a backend asked for, UsageError for an unknown convention.
     """
     if convention not in costs.CONVENTIONS:
         raise UsageError(f"no convention {convention!r}; known are {', '.join(costs.CONVENTIONS)}")
     name = store.resolve(run or "latest")
-    cells = store.cells(name, configs=configs, backends=backends)
-    if baseline is not None and not any(_is(baseline, cell) for cell in cells):
-        raise NotFoundError(f"run {name} has no cell of the baseline {baseline}")
+    cells = run_cells(store, name, configs, backends, baseline)
     facts = _Facts(
         store.peaks(name),
         bool(store.environment(name).get("tf32")),
@@ -96,6 +95,50 @@ def bench_rows(
     samples = all_samples(store, name, cells)
     rows = [row for cell in cells for row in _cell_rows(cell, samples[cell.cell], facts)]
     return with_regret(with_speedup(rows, baseline))
+
+
+def run_cells(
+    store: Store,
+    run: str,
+    configs: Sequence[Config] | None = None,
+    backends: Sequence[str] | None = None,
+    baseline: Config | None = None,
+) -> list[CellRow]:
+    """The cells of a run, those of the configs (and the baseline) and backends asked for; of two
+    with the same config and backend the first. Raises NotFoundError for what the run does not have.
+    """
+    found: dict[tuple[str, str], CellRow] = {}
+    for cell in store.cells(run):
+        found.setdefault((cell.config, cell.backend), cell)
+    held = {label: parse_config(label) for label, _ in found}
+    if baseline is not None and not any(map(baseline.matches, held.values())):
+        raise NotFoundError(
+            f"run {run} has no cell of the baseline {baseline}; it has {_few(held)}"
+        )
+    for config in configs or ():
+        if not any(map(config.matches, held.values())):
+            raise NotFoundError(f"run {run} has no cell of config {config}; it has {_few(held)}")
+    names = dict.fromkeys(backend for _, backend in found)
+    for name in backends or ():
+        if name not in names:
+            raise NotFoundError(f"run {run} has no cell of backend {name}; it has {_few(names)}")
+    asked = [*(configs or ()), *([baseline] if baseline is not None else [])]
+    kept = [
+        cell
+        for (label, backend), cell in found.items()
+        if (configs is None or any(each.matches(held[label]) for each in asked))
+        and (backends is None or backend in backends)
+    ]
+    if not kept and (configs or backends):
+        raise NotFoundError(f"run {run} has no cell of these configs on these backends")
+    return kept
+
+
+def _few(names: Iterable[str], shown: int = 8) -> str:
+    """The first names, and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - shown} more" if len(found) > shown else ""
+    return ", ".join(found[:shown]) + more
 
 
 class _Facts(NamedTuple):
@@ -250,7 +293,3 @@ def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
         else row
         for row in rows
     ]
-
-
-def _is(baseline: Config, cell: CellRow) -> bool:
-    return baseline.matches(parse_config(cell.config))

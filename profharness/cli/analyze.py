@@ -12,7 +12,6 @@ from profharness.cli._options import (
     config_options,
     output_options,
     read_configs,
-    split_names,
     store_option,
 )
 from profharness.cli._output import emit, hint
@@ -72,13 +71,13 @@ def command(
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
     """
-    from profharness.cli.kernels import find_rows
+    from profharness.cli.kernels import find_rows, stored_names
     from profharness.errors import NotFoundError
     from profharness.report.analyze_view import analyze_document
 
     check_output(output, force=force)
     configs = read_configs(config, configs_file)
-    rows, cells = find_rows(store, run, configs, split_names(backend), ())
+    rows, cells = find_rows(store, run, configs, stored_names(backend), ())
     if not cells:
         raise NotFoundError(
             "analyze needs the configs of a captured run; a foreign trace has none, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from profharness.errors import UsageError
 from profharness.files import atomic_file, check_output
 
 if TYPE_CHECKING:
+    from profharness.benching import Benched
     from profharness.config import Config
     from profharness.jobs import Captured
     from profharness.report.document import Document
@@ -31,6 +32,35 @@ WARMUP = 10
 PROFILED_CALLS = 10
 FOLDER_FILES = {"json": "bench.json", "jsonl": "bench.jsonl", "csv": "bench.csv", "md": "bench.md"}
 ENVIRONMENT_FILE = "environment.json"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The options, by click's names. run None: measure."""
+
+    config: tuple[str, ...]
+    configs_file: Path | None
+    backend: tuple[str, ...]
+    dtype: tuple[str, ...]
+    measurement: tuple[str, ...]
+    warmup: int
+    iterations: int | None
+    precision: str | None
+    max_time: str
+    baseline: str | None
+    convention: str
+    explain: bool
+    verify: bool
+    raw: bool
+    seed: int
+    timeout_s: float
+    device: str
+    run: str | None
+    out: Path
+    store: Path
+    format_: str | None
+    output: Path | None
+    force: bool
 
 
 @click.command()
@@ -49,9 +79,9 @@ ENVIRONMENT_FILE = "environment.json"
 @click.option("--iterations", type=click.IntRange(1), help="Exactly so many samples each.")
 @click.option(
     "--precision",
-    default="1%",
-    show_default=True,
-    help="Sample until half the 95 % interval of the median is at most this part of it.",
+    metavar="PART",
+    help="Sample until half the 95 % interval of the median is at most this part of it.  "
+    "[default: 1%; with --run what the run was measured with]",
 )
 @click.option(
     "--max-time", default="10s", show_default=True, help="Time that sampling one cell may take."
@@ -79,7 +109,11 @@ ENVIRONMENT_FILE = "environment.json"
 @click.option(
     "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
 )
-@click.option("--run", metavar="RUN", help="Measure nothing: answer from a stored run.")
+@click.option(
+    "--run",
+    metavar="RUN",
+    help="Measure nothing: answer from a stored run, all of it or the configs and backends named.",
+)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -102,31 +136,7 @@ ENVIRONMENT_FILE = "environment.json"
     help="A file, or a folder (out/) for all formats and the environment.",
 )
 @click.option("--force", is_flag=True, help="Overwrite the file or the files of -o.")
-def command(
-    config: tuple[str, ...],
-    configs_file: Path | None,
-    backend: tuple[str, ...],
-    dtype: tuple[str, ...],
-    measurement: tuple[str, ...],
-    warmup: int,
-    iterations: int | None,
-    precision: str,
-    max_time: str,
-    baseline: str | None,
-    convention: str,
-    explain: bool,
-    verify: bool,
-    raw: bool,
-    seed: int,
-    timeout_s: float,
-    device: str,
-    run: str | None,
-    out: Path,
-    store: Path,
-    format_: str | None,
-    output: Path | None,
-    force: bool,
-) -> None:
+def command(**options: Any) -> None:
     """Time backends on configs, side by side.
 
     All backends of a config are made ready first and then sampled in turns, in an order drawn anew
@@ -142,48 +152,90 @@ def command(
       profharness bench --config '32,8,{128:2048:*2},64' --baseline 32,8,512,64
       profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
     """
-    from profharness.bench_plan import make_plan, parse_precision, parse_seconds
+    asked = _Asked(**options)
+    _check_output(asked.output, force=asked.force)
+    answer = _stored(asked) if asked.run is not None else _measured(asked)
+    _write(answer, asked)
+
+
+def _measured(asked: _Asked) -> Benched:
+    """The answer of a new run."""
+    from profharness.backends import DEFAULT_BACKENDS
+    from profharness.bench_plan import PRECISION, make_plan, parse_precision, parse_seconds
     from profharness.benching import benched
     from profharness.benching.setup import bench_configs, read_baseline
+    from profharness.jobs import default_backends
     from profharness.record import Protocol
-    from profharness.report.bench_view import bench_document
     from profharness.runner import CaptureOptions
     from profharness.store import open_store
 
-    _check_output(output, force=force)
-    plan = make_plan(
-        split_names(measurement), parse_precision(precision), parse_seconds(max_time), iterations
+    precision = parse_precision(asked.precision) if asked.precision else PRECISION
+    seconds = parse_seconds(asked.max_time)
+    plan = make_plan(split_names(asked.measurement), precision, seconds, asked.iterations)
+    against = read_baseline(asked.baseline)
+    configs = read_configs(asked.config, asked.configs_file)
+    device_type = "cuda" if default_backends(asked.device) == DEFAULT_BACKENDS else "cpu"
+    configs = bench_configs(configs, split_names(asked.dtype), against, device_type)
+    fixed = asked.iterations or 0
+    protocol = Protocol(
+        PROFILED_CALLS, asked.warmup, fixed, asked.timeout_s, asked.seed, asked.device
     )
-    against = read_baseline(baseline)
-    configs = read_configs(config, configs_file)
-    checked: tuple[str, ...] = ()
-    if run is None:
-        configs = bench_configs(configs, split_names(dtype), against)
-        protocol = Protocol(PROFILED_CALLS, warmup, iterations or 0, timeout_s, seed, device)
-        options = CaptureOptions(out=out, protocol=protocol, bench=plan)
-        captured = _measure(configs, split_names(backend), store, options)
-        run = captured.run.run
-        checked = (_verified(captured, store),) if verify else ()
-    elif verify:
-        raise UsageError("--verify measures; leave --run out, or use profharness verify")
-    with open_store(store) as opened:
-        answer = benched(
+    options = CaptureOptions(out=asked.out, protocol=protocol, bench=plan)
+    captured = _measure(configs, split_names(asked.backend), asked.store, options)
+    checked = (_verified(captured, asked.store),) if asked.verify else ()
+    with open_store(asked.store) as opened:
+        return benched(
             opened,
-            run,
-            convention=convention,
+            captured.run.run,
+            convention=asked.convention,
             baseline=against,
-            precision=plan.precision,
+            precision=precision,
             rank_by=plan.measurements,
             verifications=checked,
         )
+
+
+def _stored(asked: _Asked) -> Benched:
+    """The answer of a stored run, by its own precision and ranking unless others are asked for."""
+    from profharness.bench_plan import PRECISION, make_plan, parse_precision, parse_seconds
+    from profharness.benching import benched
+    from profharness.benching.setup import read_baseline, stored_backends, stored_configs
+    from profharness.store import open_store
+
+    if asked.verify:
+        raise UsageError("--verify measures; leave --run out, or use profharness verify")
+    precision = parse_precision(asked.precision) if asked.precision else None
+    named, seconds = split_names(asked.measurement), parse_seconds(asked.max_time)
+    ranking = make_plan(named, PRECISION, seconds).measurements if named else None
+    against = read_baseline(asked.baseline)
+    configs = read_configs(asked.config, asked.configs_file)
+    with open_store(asked.store) as opened:
+        run = opened.resolve(str(asked.run))
+        return benched(
+            opened,
+            run,
+            convention=asked.convention,
+            baseline=against,
+            precision=precision,
+            configs=stored_configs(opened, run, configs, split_names(asked.dtype)),
+            backends=stored_backends(opened, run, split_names(asked.backend)),
+            rank_by=ranking,
+        )
+
+
+def _write(answer: Benched, asked: _Asked) -> None:
+    """The answer where it is wanted: printed, a file, or every format in a folder."""
+    from profharness.report.bench_view import bench_document
+
+    output, format_ = asked.output, asked.format_
+    document = bench_document(answer, explain=asked.explain, raw=asked.raw)
+    if output is not None and _is_folder(output):
+        _write_folder(document, output, answer.environment, force=asked.force)
+        emit(document, "table")
+        return
     if format_ is None and output is not None and output.suffix == ".jsonl":
         format_ = "jsonl"
-    document = bench_document(answer, explain=explain, raw=raw)
-    if output is not None and _is_folder(output):
-        _write_folder(document, output, answer.environment, force=force)
-        emit(document, "table")
-    else:
-        emit(document, format_, output, force=force)
+    emit(document, format_, output, force=asked.force)
 
 
 def _measure(

@@ -104,7 +104,7 @@ def command(
         raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
     check_output(output, force=force)
     configs = read_configs(config, configs_file)
-    rows, cells = find_rows(store, run, configs, _stored_names(backend), wanted, by_op=steps)
+    rows, cells = find_rows(store, run, configs, stored_names(backend), wanted, by_op=steps)
     if not profiler:
         rows = _first_profiler(rows)
     if steps:
@@ -120,7 +120,7 @@ def command(
         _gate(expected, rows, cells)
 
 
-def _stored_names(values: tuple[str, ...]) -> tuple[str, ...]:
+def stored_names(values: tuple[str, ...]) -> tuple[str, ...]:
     """Backends as cells name them: `all` means no filter, a file is known by its reduced name."""
     from profharness.backends import ALL, find_backend
     from profharness.errors import UsageError

@@ -5,12 +5,15 @@ errors into exit codes.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 
 import click
+from click.core import ParameterSource
 
 from profharness import __version__
 from profharness.errors import ProfharnessError
@@ -90,10 +93,7 @@ def main() -> None:
         folder = getattr(stop, "folder", None) or getattr(stop.__cause__, "folder", None)
         click.echo("interrupted", err=True)
         if folder is not None:
-            click.echo(
-                f"what was done is kept; go on with: profharness capture --resume {folder}",
-                err=True,
-            )
+            click.echo(f"what was done is kept; go on with: {_going_on(folder)}", err=True)
         told = stop if isinstance(stop, TerminatedError) else stop.__cause__
         sys.exit(told.exit_code if isinstance(told, TerminatedError) else EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -104,6 +104,24 @@ def main() -> None:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _going_on(folder: Path) -> str:
+    """What finishes the run in that folder (which --out is a part of), in the store that was named,
+    and then shows it as the command that was interrupted would have.
+    """
+    words = sys.argv[1:]
+    name = next(word for word in words if word in COMMANDS)
+    rest = words[words.index(name) + 1 :]
+    command: click.Command = import_module(COMMANDS[name][0]).command
+    context = command.make_context(name, rest, resilient_parsing=True)
+    store: list[str] = []
+    if context.get_parameter_source("store") is ParameterSource.COMMANDLINE:
+        store = ["--store", str(context.params["store"])]
+    text = shlex.join(["profharness", "capture", "--resume", str(folder), *store])
+    if name == "bench":
+        text += " && " + shlex.join(["profharness", "bench", "--run", folder.name, *store])
+    return text
 
 
 def _end_in_order() -> None:

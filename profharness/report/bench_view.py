@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from profharness.bench_plan import WIDE
 from profharness.config import parse_config
 from profharness.report.document import Block, Code, Column, Document, Heading, Note, Table
+from profharness.stats import THRESHOLD
 
 if TYPE_CHECKING:
     from profharness.benching import Benched, BenchRow, Loss
@@ -250,10 +251,11 @@ def _is_wide(row: BenchRow) -> bool:
 
 
 def _doubts(answer: Benched) -> Iterator[Note]:
-    wide = sum(_is_wide(row) for row in answer.ranking_rows())
+    figures = answer.figures()
+    wide = sum(map(_is_wide, figures))
     if wide:
         text = f"the interval is wider than ±{answer.precision:.1%}; more samples would narrow it"
-        yield Note(text, f"[~] {wide} of {len(answer.ranking_rows())}", "warning")
+        yield Note(text, f"[~] {wide} of {len(figures)} figures", "warning")
     for number, ((config, backend), texts) in enumerate(_doubtful(answer).items(), start=1):
         yield Note("; ".join(texts), f"[{number}] {config} {backend}", "warning")
 
@@ -314,7 +316,11 @@ def _regret(answer: Benched) -> Iterator[Block]:
 def _told(loss: Loss) -> str:
     if loss.real:
         return ""
-    return "the same one" if loss.choice == loss.best else "not told apart"
+    if loss.choice == loss.best:
+        return "the same one"
+    if loss.verdict == "unknown":
+        return f"not told apart: {loss.why_open}"
+    return "auto is faster" if loss.verdict == "faster" else f"as fast, within {THRESHOLD:.0%}"
 
 
 def _conclusion(answer: Benched) -> Iterator[Block]:

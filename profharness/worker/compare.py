@@ -148,13 +148,26 @@ def _fault(
         return None
     where = _where(bad[0], wanted, allowance)
     if _identical(bad[0], got.earlier.get(name)) and not torch.equal(bad[0], wanted):
-        return f"is what the call before returned, for other inputs: state is kept; {where}"
+        return f"{_same_again(bad[0])}; {where}"
     if len(bad) == 1 or not _identical(first, second):
         off = _errors(first, second.double())
         if not _within(off, allowance):
             return f"two calls on the same inputs differ by up to {off[0]:.3g}; {where}"
     guess = _guess(config, inputs, name, bad[0], expected) if bad[0].isfinite().all() else None
     return f"{where}; {guess}" if guess else where
+
+
+def _same_again(got: Any) -> str:
+    """Words for a result that the call before returned too, for other inputs."""
+    value = got.flatten()[0]
+    if got.numel() > 1 and bool((got == value).all()):
+        return (
+            f"every element is {float(value):.6g} for other inputs too: the inputs do not reach it"
+        )
+    return (
+        "is what the call before returned, for other inputs: state is kept, or the inputs are not "
+        "read"
+    )
 
 
 def _unwritten(first: Any, second: Any, wanted: Any) -> str | None:

@@ -5,69 +5,23 @@ store, against figures reckoned by hand.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from written_samples import STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
 
-from profharness.benching import Benched, BenchRow, bench_rows, benched
+from profharness.benching import BenchRow, bench_rows
 from profharness.benching.doubts import clock_doubts
 from profharness.benching.rows import with_regret, with_speedup
 from profharness.benching.setup import bench_configs
 from profharness.config import expand_configs, parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.record import Cell, Protocol, Refusal, Run, write_run
+from profharness.record import Refusal
 from profharness.report.bench_view import FIELDS, bench_document
 from profharness.report.renderers import RENDERERS
 from profharness.store import ingest_path, open_store
-
-# The config of the L4 autotune study with the highest bandwidth: Q, K, V and the output are 4 MiB
-# each, its FLOPs 4 * 32 * 8 * 128 * 128 * 64.
-STUDY = "32,8,128,64,fp16"
-STUDY_BYTES = 4 * 32 * 8 * 128 * 64 * 2
-STUDY_FLOPS = 4 * 32 * 8 * 128 * 128 * 64
-L4 = {"device_type": "cuda", "gpu": "NVIDIA L4", "torch": "2.8.0", "tf32": False}
-
-
-def steady(nanoseconds: int, count: int = 40) -> list[int]:
-    """Samples whose median is exact and whose spread is a fifth of a percent."""
-    return [nanoseconds + nanoseconds * offset // 1000 for offset in (-1, 0, 0, 1)] * (count // 4)
-
-
-def cell(config: str, backend: str, samples: Mapping[str, list[int]], **more: Any) -> Cell:
-    told: dict[str, Any] = {"status": "ok", "samples": dict(samples), **more}
-    return Cell(f"{config} {backend}", parse_config(config), backend, **told)
-
-
-def answer(
-    folder: Path, cells: Sequence[Cell], environment: Mapping[str, Any] = L4, **options: Any
-) -> Benched:
-    """The answer of a store that holds one run of these cells."""
-    named = tuple(
-        replace(each, cell=f"c{number:04d}") for number, each in enumerate(cells, start=1)
-    )
-    run = Run(
-        "20260101-000000-aaaa", "2026-01-01T00:00:00+00:00", ("events",), Protocol(), named,
-        dict(environment),
-    )  # fmt: skip
-    place = folder / run.run
-    place.mkdir()
-    write_run(place, run)
-    ingest_path(folder / "store.db", place)
-    with open_store(folder / "store.db") as store:
-        return benched(store, **options)
-
-
-def row_of(found: Benched, backend: str, config: str | None = None) -> BenchRow:
-    label = None if config is None else parse_config(config).label
-    (row,) = [
-        row
-        for row in found.ranking_rows()
-        if row.backend == backend and label in (None, row.config)
-    ]
-    return row
 
 
 def test_figures_are_those_reckoned_by_hand(tmp_path: Path) -> None:
@@ -221,48 +175,6 @@ def test_a_baseline_that_was_not_timed_is_told(tmp_path: Path) -> None:
             [cell(STUDY, "auto", {"event": steady(1000)})],
             baseline=parse_config("1,1,8,8"),
         )
-
-
-def regretful() -> list[Cell]:
-    return [
-        cell("1,1,512,64,fp16", "auto", {"event": steady(100_000)}, choice="flash"),
-        cell("1,1,512,64,fp16", "flash", {"event": steady(100_000)}),
-        cell("1,1,512,64,fp16", "cudnn", {"event": steady(80_000)}),
-        cell("1,1,128,64,fp16", "auto", {"event": steady(369_000)}, choice="efficient"),
-        cell("1,1,128,64,fp16", "math", {"event": steady(127_000)}),
-        cell("1,1,64,64,fp16", "auto", {"event": steady(50_000)}, choice="flash"),
-        cell("1,1,64,64,fp16", "flash", {"event": steady(50_100)}),
-        cell("1,1,32,64,fp16", "auto", {"event": steady(60_000)}, choice="flash"),
-        cell("1,1,32,64,fp16", "flash", {"event": steady(50_000)}),
-    ]
-
-
-def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
-    found = answer(tmp_path, regretful())
-    told = [(each.config, each.best, round(each.regret, 3), each.real) for each in found.losses]
-    assert told == [
-        ("b1-h1-s128-d64-fp16", "math", 1.906, True),
-        ("b1-h1-s512-d64-fp16", "cudnn", 0.25, True),
-        ("b1-h1-s32-d64-fp16", "flash", 0.2, False),  # auto took it: one backend, timed twice
-        ("b1-h1-s64-d64-fp16", "flash", 0.0, False),
-    ]
-    assert "SDPBackend.MATH" in found.losses[0].code
-    assert any(
-        "2 of 4 config(s); most on b1-h1-s128-d64-fp16" in text for text in found.conclusions
-    )
-    winners = {each.config: (each.backend, each.ties) for each in found.winners}
-    assert winners["b1-h1-s512-d64-fp16"] == ("cudnn", ())
-    assert winners["b1-h1-s64-d64-fp16"] == ("auto", ("flash",))
-
-
-def test_all_disabled_is_no_backend_to_choose(tmp_path: Path) -> None:
-    cells = [
-        cell("1,1,64,64,fp16", name, {"event": steady(time)})
-        for name, time in (("auto", 60_000), ("all-disabled", 40_000), ("cudnn", 50_000))
-    ]
-    found = answer(tmp_path, cells)
-    assert [each.backend for each in found.winners] == ["cudnn"]
-    assert [(each.best, each.regret) for each in found.losses] == [("cudnn", pytest.approx(0.2))]
 
 
 def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:

@@ -174,6 +174,16 @@ def test_an_odd_length_is_only_wrong_where_it_is_odd(tmp_path: Path) -> None:
         assert (asked, rows[0].backend) in named_wrong
 
 
+def test_a_result_that_no_input_reaches_is_not_called_state(tmp_path: Path) -> None:
+    """It reads the zeros before its inputs, so it returns the same zeros for any inputs."""
+    rows = rows_of(tmp_path, "1,2,32,16,fp32", ["ignores_offset"], "large_offset")
+    (wrong,) = failures(rows)
+    assert wrong.case == "large_offset"
+    told = str(wrong.message)
+    assert "every element is 0 for other inputs too: the inputs do not reach it; at [" in told
+    assert "state" not in told
+
+
 def test_masked_rows_and_masks(tmp_path: Path) -> None:
     config = "2,2,40,16,fp32,mask={bool,float_bh},bwd"
     rows = rows_of(tmp_path, config, ["math", "flash", "right"], "masked_row")

@@ -1,0 +1,196 @@
+"""What a bench says of its figures: who is fastest, what is not told apart, which cells and which
+precision an answer is for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from written_samples import STUDY, answer, cell, regretful, steady
+
+from profharness.bench_plan import BenchPlan, write_plan
+from profharness.benching import benched
+from profharness.benching.setup import bench_configs, stored_backends, stored_configs
+from profharness.config import parse_config
+from profharness.errors import NotFoundError
+from profharness.record import Cell
+from profharness.report.bench_view import bench_document
+from profharness.report.renderers import RENDERERS
+from profharness.store import open_store
+
+
+def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
+    found = answer(tmp_path, regretful())
+    told = [(each.config, each.best, round(each.regret, 3), each.real) for each in found.losses]
+    assert told == [
+        ("b1-h1-s128-d64-fp16", "math", 1.906, True),
+        ("b1-h1-s512-d64-fp16", "cudnn", 0.25, True),
+        ("b1-h1-s32-d64-fp16", "flash", 0.2, False),  # auto took it: one backend, timed twice
+        ("b1-h1-s64-d64-fp16", "flash", 0.0, False),
+    ]
+    assert "SDPBackend.MATH" in found.losses[0].code
+    assert any(
+        "2 of 4 config(s); most on b1-h1-s128-d64-fp16" in text for text in found.conclusions
+    )
+    winners = {each.config: (each.backend, each.ties) for each in found.winners}
+    assert winners["b1-h1-s512-d64-fp16"] == ("cudnn", ())
+    assert winners["b1-h1-s64-d64-fp16"] == ("auto", ("flash",))
+
+
+def test_all_disabled_is_no_backend_to_choose(tmp_path: Path) -> None:
+    cells = [
+        cell("1,1,64,64,fp16", name, {"event": steady(time)})
+        for name, time in (("auto", 60_000), ("all-disabled", 40_000), ("cudnn", 50_000))
+    ]
+    found = answer(tmp_path, cells)
+    assert [each.backend for each in found.winners] == ["cudnn"]
+    assert [(each.best, each.regret) for each in found.losses] == [("cudnn", pytest.approx(0.2))]
+
+
+def apart(few: int = 3) -> list[Cell]:
+    """Three samples a side: nine times apart by the medians, and nothing is proven."""
+    return [
+        cell("1,2,128,64,fp16", "auto", {"event": steady(900_000)[:few]}),
+        cell("1,2,128,64,fp16", "math", {"event": steady(300_000)[:few]}),
+        cell("1,2,128,64,fp16", "naive", {"event": steady(100_000)[:few]}),
+    ]
+
+
+def test_what_is_not_proven_is_neither_as_fast_nor_slower_nor_fastest(tmp_path: Path) -> None:
+    found = answer(tmp_path, apart())
+    said = " / ".join(found.conclusions)
+    for text in ("is as fast", "x slower than", "is fastest", "is slower"):
+        assert text not in said
+    assert (
+        "naive has the lowest median, but is not told apart from auto, math: too few samples"
+        in said
+    )
+    assert "the median of auto is 9.00x that of naive, but they are not told apart: too few" in said
+    assert "not told apart from the fastest other backend on 1 of 1 config(s): too few" in said
+    assert "800.0% over naive, by the medians" in said
+    (loss,), (winner,) = found.losses, found.winners
+    assert (loss.real, loss.open, loss.verdict) == (False, True, "unknown")
+    assert (winner.ties, winner.open) == ((), ("auto", "math"))
+    table = RENDERERS["md"](bench_document(found))
+    assert "not told apart: too few samples" in table
+
+
+def test_samples_that_overlap_are_the_reason_where_there_are_enough(tmp_path: Path) -> None:
+    cells = [
+        cell("1,1,64,64,fp16", "auto", {"event": [100_000, 110_000, 120_000, 90_000, 140_000]}),
+        cell("1,1,64,64,fp16", "math", {"event": [100_000, 105_000, 130_000, 95_000, 90_000]}),
+    ]
+    found = answer(tmp_path, cells)
+    assert [(each.verdict, each.why_open) for each in found.losses] == [
+        ("unknown", "the samples overlap")
+    ]
+    assert not any("as fast as" in text for text in found.conclusions)
+
+
+def test_proven_losses_and_open_ones_are_told_side_by_side(tmp_path: Path) -> None:
+    found = answer(tmp_path, [*regretful(), *apart()])
+    said = " / ".join(found.conclusions)
+    assert "another correct backend on 2 of 5 config(s); most on b1-h1-s128-d64-fp16" in said
+    assert "the fastest other backend on 1 of 5 config(s): too few samples" in said
+
+
+def test_within_the_threshold_auto_is_as_fast(tmp_path: Path) -> None:
+    cells = [
+        cell("1,1,64,64,fp16", "auto", {"event": steady(50_000)}),
+        cell("1,1,64,64,fp16", "math", {"event": steady(50_100)}),
+    ]
+    found = answer(tmp_path, cells)
+    assert "auto is as fast as the fastest backend on all 1 config(s)" in found.conclusions
+    assert any(
+        text.endswith("auto is fastest, with math within 3% of it") for text in found.conclusions
+    )
+    assert "as fast, within 3%" in RENDERERS["md"](bench_document(found))
+
+
+def test_of_two_cells_with_one_config_and_backend_the_first_counts(tmp_path: Path) -> None:
+    cells = [
+        cell(STUDY, "auto", {"event": steady(80_000)}),
+        cell(STUDY, "auto", {"event": steady(40_000)}),
+        cell(STUDY, "math", {"event": steady(160_000)}),
+    ]
+    found = answer(tmp_path, cells)
+    assert [(row.backend, row.median_ns) for row in found.rows] == [
+        ("auto", 80_000), ("math", 160_000),
+    ]  # fmt: skip
+    assert [len(found.cells), found.winners[0].median_ns] == [2, 80_000]
+    assert not any("apart from auto" in text for text in found.conclusions)
+    told = json.loads(RENDERERS["json"](bench_document(found, raw=True)))
+    assert told["rows"][0]["samples_ns"] == steady(80_000)
+
+
+def test_a_stored_run_answers_for_the_configs_and_backends_asked(tmp_path: Path) -> None:
+    asked = parse_config("1,1,64,64")
+    found = answer(tmp_path, regretful(), configs=[asked], backends=["flash"])
+    assert [(row.config, row.backend) for row in found.rows] == [
+        ("b1-h1-s64-d64-fp16", "flash"),
+    ]  # fmt: skip
+    with open_store(tmp_path / "store.db") as store:
+        both = benched(store, configs=[asked], baseline=parse_config("1,1,512,64"))
+        assert {row.config for row in both.rows} == {"b1-h1-s64-d64-fp16", "b1-h1-s512-d64-fp16"}
+        with pytest.raises(NotFoundError, match="no cell of config b5-h5-s5-d5; it has b1-h1-s512"):
+            benched(store, configs=[asked, parse_config("5,5,5,5")])
+        with pytest.raises(NotFoundError, match="no cell of backend nosuch; it has auto, flash"):
+            benched(store, backends=["auto", "nosuch"])
+        with pytest.raises(NotFoundError, match="no cell of these configs on these backends"):
+            benched(store, configs=[asked], backends=["math"])
+
+
+def test_words_for_many_backends_and_dtypes_mean_what_the_run_has(tmp_path: Path) -> None:
+    found = answer(tmp_path, [*regretful(), cell("1,1,8,64,bf16", "mine.py", {"event": [9] * 9})])
+    with open_store(tmp_path / "store.db") as store:
+        named = stored_backends(store, found.run, ["all", "mine.py"])
+        assert named == ["auto", "flash", "cudnn", "math", "mine.py"]
+        assert stored_backends(store, found.run, []) is None
+        assert stored_configs(store, found.run, []) is None
+        held = stored_configs(store, found.run, [], ["bf16"])
+        assert held == [parse_config("1,1,8,64,bf16")]
+        with pytest.raises(NotFoundError, match="no config in fp32; it has bf16, fp16"):
+            stored_configs(store, found.run, [], ["fp32"])
+
+
+@pytest.mark.parametrize("precision", [None, 0.02])
+def test_a_run_is_judged_by_the_precision_it_was_measured_with(
+    tmp_path: Path, precision: float | None
+) -> None:
+    wide = [80_000 + 800 * step for step in range(-10, 11)]
+    cells = [cell(STUDY, "auto", {"event": wide, "graph": wide})]
+    found = answer(tmp_path, cells)
+    assert (found.precision, found.ranking) == (0.01, "event")  # no plan in the folder
+    write_plan(tmp_path / found.run, BenchPlan(("graph", "event"), 0.4))
+    with open_store(tmp_path / "store.db") as store:
+        again = benched(store, precision=precision)
+    assert (again.precision, again.ranking) == (precision or 0.4, "graph")
+    assert bool(again.rows[0].doubts) is (precision is not None)
+    (tmp_path / found.run / "bench.json").write_text("{")
+    with open_store(tmp_path / "store.db") as store:
+        assert benched(store).precision == 0.01
+
+
+def test_figures_are_counted_in_one_way(tmp_path: Path) -> None:
+    wide = [80_000 + 800 * step for step in range(-10, 11)]
+    cells = [
+        cell(STUDY, "auto", {"event": wide}),
+        cell(STUDY, "math", {"event": steady(90_000)}),
+        cell(STUDY, "flash", {}, status="refused", message="no"),
+    ]
+    found = answer(tmp_path, cells)
+    assert "1 of 2 figures are doubtful; the notes say why" in found.conclusions
+    assert "[~] 1 of 2 figures" in RENDERERS["table"](bench_document(found), width=160)
+
+
+def test_a_config_is_asked_once_whatever_its_dtype_is_called() -> None:
+    asked, baseline = [parse_config("1,2,64,16")], parse_config("1,2,64,16,fp32")
+    assert bench_configs(asked, (), baseline, "cpu") == [baseline]
+    assert bench_configs(asked, (), baseline, "cuda") == [baseline, *asked]
+    assert bench_configs([baseline], (), asked[0], "cpu") == asked
+    assert bench_configs(asked, ("fp16", "fp32"), baseline, "cpu") == [
+        baseline, replace(baseline, dtype="fp16"),
+    ]  # fmt: skip

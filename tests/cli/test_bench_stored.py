@@ -1,0 +1,114 @@
+"""`profharness bench` on a run that is there already, and what an interrupt says goes on: real
+processes, a real worker, a real store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = (sys.executable, "-m", "profharness")
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PROGRAM, "bench", *arguments],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=180,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a bench whose baseline is its one config, the dtype spelled out."""
+    place = tmp_path_factory.mktemp("stored")
+    done = bench(
+        place, "--config", "1,2,64,16", "--baseline", "1,2,64,16,fp32", "--backend", "auto,math",
+        "--device", "cpu", "--iterations", "8", "--warmup", "1", "--precision", "90%",
+        "--format", "json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (place / "first.json").write_text(done.stdout)
+    return place
+
+
+def test_a_config_is_not_measured_twice_for_its_baseline(folder: Path) -> None:
+    (record,) = (folder / "traces" / "runs").glob("*/run.json")
+    cells = json.loads(record.read_text())["cells"]
+    assert [cell["backend"] for cell in cells] == ["auto", "math"]
+    told = json.loads((folder / "first.json").read_text())
+    assert not any("apart from auto" in text for text in told["conclusions"] if "auto is f" in text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--config", "5,5,5,5"), "no cell of config b5-h5-s5-d5; it has b1-h2-s64-d16-fp32"),
+        (("--backend", "nosuch"), "no cell of backend nosuch; it has auto, math"),
+        (("--dtype", "bf16"), "no config in bf16; it has fp32"),
+    ],
+)
+def test_what_a_stored_run_does_not_have_is_told(
+    folder: Path, arguments: tuple[str, ...], text: str
+) -> None:
+    done = bench(folder, "--run", "latest", *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert text in done.stderr
+
+
+def test_a_stored_run_answers_for_one_backend_by_its_own_precision(
+    folder: Path, tmp_path: Path
+) -> None:
+    done = bench(folder, "--run", "latest", "--backend", "math", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    assert [row["backend"] for row in json.loads(done.stdout)["rows"]] == ["math"]
+    own = bench(folder, "--run", "latest")
+    strict = bench(folder, "--run", "latest", "--precision", "0.0001%")
+    elsewhere = bench(tmp_path, "--run", "latest", "--store", str(folder / "profharness.db"))
+    assert "wider than" not in own.stdout and "wider than" in strict.stdout
+    assert elsewhere.stdout == own.stdout
+
+
+def test_the_command_that_an_interrupt_names_goes_on_in_the_same_store(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [
+            *PROGRAM, "bench", "--config", "1,4,{8,512},64", "--backend", "auto", "--device", "cpu",
+            "--precision", "0.0001%", "--max-time", "3s",
+            "--store", "my store.db", "--out", "my runs",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert "[1/2]" in process.stderr.readline()
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (run,) = (tmp_path / "my runs").iterdir()
+    resume, show = told.split("go on with: ")[1].strip().split(" && ")
+    store = ["--store", "my store.db"]
+    assert shlex.split(resume) == [
+        "profharness", "capture", "--resume", f"my runs/{run.name}", *store,
+    ]  # fmt: skip
+    assert shlex.split(show) == ["profharness", "bench", "--run", run.name, *store]
+    for command in (resume, show):
+        done = subprocess.run(
+            [*PROGRAM, *shlex.split(command)[1:]], cwd=tmp_path, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "profharness.db").exists()
+    assert b"b1-h4-s512" in done.stdout
