@@ -9,6 +9,7 @@ from profharness.analysis import CellAnalysis, analyze_all, machine_of
 from profharness.config import Config
 from profharness.errors import NotFoundError, UsageError
 from profharness.peaks import DATA_SHEET
+from profharness.rows import CellRow, KernelRow
 from profharness.store import Store, open_store
 
 MEASURE, TABLE = "measure", "data-sheet"
@@ -34,17 +35,50 @@ def analyze_stored(
     with open_store(path) as store:
         name = _run_with(store, run, configs, backends)
         cells = store.cells(name, configs=configs or None, backends=backends or None)
-        device = _device(store, name)
+        rows = store.kernels(name, configs=configs or None, backends=backends or None)
     if not cells:
         asked = ", ".join([*(config.label for config in configs), *backends]) or "captured cells"
         raise NotFoundError(f"run {name} has none of: {asked}; profharness.capture(…) makes them")
     if peaks == MEASURE:
-        _measure(path, device)
+        measure_here(path, cells)
+    return analyze_rows(path, cells, rows, peaks)
+
+
+def analyze_rows(
+    path: Path, cells: Sequence[CellRow], rows: Sequence[KernelRow], peaks: str | None
+) -> list[CellAnalysis]:
+    """The analyses of cells of any runs with their kernels; peaks as for `analyze_stored`."""
+    source = DATA_SHEET if peaks == TABLE else None
+    found: list[CellAnalysis] = []
     with open_store(path) as store:
-        found = store.peaks(name, DATA_SHEET if peaks == TABLE else None)
-        machine = machine_of(store.environment(name), store.devices(name), found)
-        rows = store.kernels(name, configs=configs or None, backends=backends or None)
-        return analyze_all(cells, rows, machine, store.wrong(name), store.cells(name))
+        for run in dict.fromkeys(cell.run for cell in cells):
+            own = [cell for cell in cells if cell.run == run]
+            mine = [row for row in rows if row.run == run]
+            machine = machine_of(
+                store.environment(run), store.devices(run), store.peaks(run, source)
+            )
+            found += analyze_all(own, mine, machine, store.wrong(run), store.cells(run))
+    return found
+
+
+def measure_here(path: Path, cells: Sequence[CellRow]) -> None:
+    """Measure this machine's device and keep it in the store. Raises UsageError for cells that did
+    not run on such a device.
+    """
+    from profharness.runner.peaks import measure_peaks
+    from profharness.store.peaks import device_name
+
+    with open_store(path) as store:
+        devices = {device_name(store.environment(cell.run)) for cell in cells}
+    measured = measure_peaks()
+    if devices and measured.peaks.device not in devices:
+        there = ", ".join(sorted(str(name) for name in devices))
+        raise UsageError(
+            f"peaks {MEASURE}: this machine has {measured.peaks.device}, the cells ran on {there}; "
+            f"measure there, or take the {TABLE}"
+        )
+    with open_store(path, write=True) as store:
+        store.add_peaks(measured.peaks, measured.created, measured.environment)
 
 
 def _run_with(
@@ -57,23 +91,3 @@ def _run_with(
         labels = ", ".join(config.label for config in configs)
         raise NotFoundError(f"no stored run has {labels}; profharness.capture(…) makes one")
     return found
-
-
-def _device(store: Store, run: str) -> str | None:
-    from profharness.store.peaks import device_name
-
-    return device_name(store.environment(run))
-
-
-def _measure(path: Path, device: str | None) -> None:
-    """Measure here and keep it; the cells must have run on such a device."""
-    from profharness.runner.peaks import measure_peaks
-
-    measured = measure_peaks()
-    if measured.peaks.device != device:
-        raise UsageError(
-            f"peaks={MEASURE!r}: this machine has {measured.peaks.device}, the cells ran on "
-            f"{device}; measure there, or use peaks={TABLE!r}"
-        )
-    with open_store(path, write=True) as store:
-        store.add_peaks(measured.peaks, measured.created, measured.environment)

@@ -20,8 +20,7 @@ from profharness.files import check_output
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from profharness.analysis import CellAnalysis
-    from profharness.rows import CellRow, KernelRow
+    from profharness.rows import CellRow
 
 
 @click.command()
@@ -71,6 +70,7 @@ def command(
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
     """
+    from profharness.analyzing import analyze_rows
     from profharness.cli.kernels import find_rows, stored_names
     from profharness.errors import NotFoundError
     from profharness.report.analyze_view import analyze_document
@@ -87,30 +87,8 @@ def command(
         _measure(store, cells)
     elif peaks_from is None:
         _measure_once(store, cells)
-    document = analyze_document(_analyses(store, cells, rows, peaks_from), full=full)
+    document = analyze_document(analyze_rows(store, cells, rows, peaks_from), full=full)
     emit(document, format_, output, force=force)
-
-
-def _analyses(
-    path: Path,
-    cells: Sequence[CellRow],
-    rows: Sequence[KernelRow],
-    peaks_from: str | None,
-) -> list[CellAnalysis]:
-    from profharness.analysis import analyze_all, machine_of
-    from profharness.peaks import DATA_SHEET
-    from profharness.store import open_store
-
-    source = DATA_SHEET if peaks_from == "data-sheet" else None
-    found: list[CellAnalysis] = []
-    with open_store(path) as store:
-        for run in dict.fromkeys(cell.run for cell in cells):
-            own = [cell for cell in cells if cell.run == run]
-            peaks = store.peaks(run, source)
-            machine = machine_of(store.environment(run), store.devices(run), peaks)
-            mine = [row for row in rows if row.run == run]
-            found += analyze_all(own, mine, machine, store.wrong(run), store.cells(run))
-    return found
 
 
 def _measure_once(path: Path, cells: Sequence[CellRow]) -> None:
@@ -136,21 +114,7 @@ def _measure_once(path: Path, cells: Sequence[CellRow]) -> None:
 
 
 def _measure(path: Path, cells: Sequence[CellRow]) -> None:
-    """Measure here and keep it; the cells must have run on such a device."""
-    from profharness.errors import UsageError
-    from profharness.runner.peaks import measure_peaks
-    from profharness.store import open_store
-    from profharness.store.peaks import device_name
+    from profharness.analyzing import measure_here
 
-    with open_store(path) as store:
-        devices = {device_name(store.environment(cell.run)) for cell in cells}
     hint("measuring copy bandwidth and matrix rates, some seconds")
-    measured = measure_peaks()
-    if devices and measured.peaks.device not in devices:
-        there = ", ".join(sorted(str(name) for name in devices))
-        raise UsageError(
-            f"--peaks measure: this machine has {measured.peaks.device}, the cells ran on {there}; "
-            "measure there, or use --peaks data-sheet"
-        )
-    with open_store(path, write=True) as store:
-        store.add_peaks(measured.peaks, measured.created, measured.environment)
+    measure_here(path, cells)
