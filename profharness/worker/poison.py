@@ -24,7 +24,8 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
 
     On CUDA, free blocks of the caching allocator are filled, those of the sizes of `like` among
     them; memory that the driver hands out anew, or to another stream, is not. On a CPU with glibc,
-    malloc fills what it hands out; elsewhere only freed blocks of those sizes are filled.
+    malloc fills what it hands out, but for the first 16 bytes of a block of up to 1 KiB that comes
+    from its thread cache; elsewhere only freed blocks of those sizes are filled.
     """
     sizes = sorted({tensor.numel() * tensor.element_size() for tensor in like})
     _fill_freed(byte, sizes, device)

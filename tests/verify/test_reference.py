@@ -97,13 +97,19 @@ def test_a_variant_is_not_the_reference() -> None:
         assert not torch.allclose(right, other)
 
 
-@pytest.mark.parametrize("numel", [1, 7, 100, 5000, 400_000, 40_000_000])
+THREAD_CACHED = 1032 // 4  # floats in the largest block that glibc's thread cache hands out again
+LINKS = 16 // 4  # floats at the head of such a block that hold the cache's own links
+
+
+@pytest.mark.parametrize("numel", [7, 100, 5000, 400_000, 40_000_000])
 def test_memory_comes_poisoned(numel: int) -> None:
     like = [torch.empty(numel)]
+    skipped = LINKS if numel <= THREAD_CACHED else 0
     with poisoned(NAN_BYTE, like, "cpu"):
-        assert torch.empty(numel).isnan().all()
+        assert torch.empty(numel)[skipped:].isnan().all()
     with poisoned(OTHER_BYTE, like, "cpu"):
-        assert (torch.empty(numel) == poison_value(OTHER_BYTE, torch.float32)).all()
+        fresh = torch.empty(numel)[skipped:]
+        assert (fresh == poison_value(OTHER_BYTE, torch.float32)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
