@@ -1,0 +1,99 @@
+"""Captures under the real nsys, on any machine that has one: without a GPU it sees no CUDA work, and
+says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profharness.config import expand_configs
+from profharness.nsight.failures import NsightError
+from profharness.nsight.nsys import export_report
+from profharness.nsight.tools import find_tool
+from profharness.parse import open_trace
+from profharness.record import Cell, Protocol, Run, read_run
+from profharness.runner import CaptureOptions, capture
+from profharness.runner.profilers import PROFILERS, open_session, require_tools
+from profharness.runner.sessions import Outcome, find_workers
+from profharness.runner.supervise import run_cells
+
+pytestmark = [
+    pytest.mark.nsys,
+    pytest.mark.skipif(find_tool("nsys") is None, reason="Nsight Systems is not installed"),
+]
+
+QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=60.0, device="cpu")
+CONFIGS = expand_configs("1,2,{16,32},16")
+HANGING = """
+import sys, time
+from pathlib import Path
+import profharness.worker.cell as cell
+from profharness.worker.__main__ import body
+from profharness.worker.program import run_program
+run_cell = cell.run_cell
+def hanging(job, bench, stage):
+    if job.config.seq_len_q == 16: time.sleep(3600)
+    return run_cell(job, bench, stage)
+cell.run_cell = hanging
+run_program(Path(sys.argv[1]), body)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """One capture under torch and nsys on the CPU."""
+    options = CaptureOptions(("torch", "nsys"), tmp_path_factory.mktemp("runs"), QUICK)
+    folder = capture(CONFIGS, ["math"], options)
+    return folder, read_run(folder)
+
+
+def test_a_cpu_run_has_a_report_and_says_that_it_saw_no_cuda(run: tuple[Path, Run]) -> None:
+    folder, record = run
+    assert [cell.status for cell in record.cells] == ["ok", "ok"]
+    assert [problem.code for problem in record.problems] == ["no_cuda_events"]
+    assert {path.suffix for path in folder.glob("nsys-1.*")} == {".nsys-rep", ".sqlite"}
+
+
+@pytest.mark.parametrize("name", ["nsys-1.sqlite", "nsys-1.nsys-rep"])
+def test_report_and_export_are_read(run: tuple[Path, Run], tmp_path: Path, name: str) -> None:
+    alone = tmp_path / name
+    alone.write_bytes((run[0] / name).read_bytes())
+    trace = open_trace(alone)
+    assert trace.profiler == "nsys"
+    assert trace.num_launches == 0
+    assert trace.warnings
+    trace.close()
+
+
+def test_garbage_is_no_report(tmp_path: Path) -> None:
+    (tmp_path / "a.nsys-rep").write_bytes(b"no report at all" * 100)
+    with pytest.raises(NsightError) as caught:
+        export_report(tmp_path / "a.nsys-rep", tmp_path / "a.sqlite")
+    assert caught.value.failure.remedy
+    assert [path.name for path in tmp_path.iterdir()] == ["a.nsys-rep"]
+
+
+def test_a_hanging_cell_leaves_no_process(tmp_path: Path) -> None:
+    profiler = PROFILERS["nsys"]
+    tools = require_tools([profiler])
+    ends: dict[str, str] = {}
+    outcomes: list[Outcome] = []
+    run_cells(
+        tmp_path,
+        [Cell(f"c000{n}", config, "math") for n, config in enumerate(CONFIGS, start=1)],
+        replace(QUICK, timeout_s=10),
+        ("nsys",),
+        lambda entry: (
+            ends.update({entry.result.cell: entry.result.status}) if entry.result else None
+        ),
+        lambda: open_session(profiler, tools, tmp_path, QUICK),
+        outcomes.append,
+        lambda folder: [sys.executable, "-c", HANGING, str(folder)],
+    )
+    assert ends == {"c0001": "timeout", "c0002": "ok"}
+    assert not find_workers(tmp_path)
+    assert len(list(tmp_path.glob("*.nsys-rep"))) == 2
