@@ -10,6 +10,8 @@ import os
 import platform
 from typing import Any
 
+from profharness import nvml
+
 RELEVANT_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -98,17 +100,8 @@ def _cuda(torch: Any) -> dict[str, Any]:
 
 def driver() -> dict[str, Any]:
     """The driver's version through NVML, and nothing where there is no NVIDIA driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        return {}
-    try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-        return {"driver": version.decode() if isinstance(version, bytes) else version}
-    finally:
-        pynvml.nvmlShutdown()
+    version = nvml.driver_version()
+    return {} if version is None else {"driver": version}
 
 
 def _flags(torch: Any) -> dict[str, Any]:

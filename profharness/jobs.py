@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from profharness import nvml
 from profharness.backends import ALL, CPU_BACKENDS, DEFAULT_BACKENDS, expand_backends
 from profharness.bench_plan import BenchPlan
 from profharness.config import Config
@@ -77,7 +78,7 @@ def resume_into_store(folder: Path, store: Path, progress: Progress | None = Non
 
 def default_backends(device: str = "auto") -> tuple[str, ...]:
     """auto flash efficient cudnn math where there is an NVIDIA GPU, else auto flash math."""
-    wanted = device if device != "auto" else ("cuda" if _gpu_present() else "cpu")
+    wanted = device if device != "auto" else ("cuda" if nvml.gpu_present() else "cpu")
     return DEFAULT_BACKENDS if wanted == "cuda" else CPU_BACKENDS
 
 
@@ -112,17 +113,3 @@ def _take_in(folder: Path, store: Path) -> Captured:
     except KeyboardInterrupt as stop:
         stop.folder = folder  # type: ignore[attr-defined]
         raise
-
-
-def _gpu_present() -> bool:
-    """Asks NVML, not torch: the parent process never imports torch."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        return False
-    try:
-        return int(pynvml.nvmlDeviceGetCount()) > 0
-    finally:
-        pynvml.nvmlShutdown()

@@ -58,6 +58,24 @@ def backend_option(function: F) -> F:
     )(function)
 
 
+def out_option(function: F) -> F:
+    """--out DIRECTORY as `out: Path`."""
+    return click.option(
+        "--out",
+        type=click.Path(file_okay=False, path_type=Path),
+        default="traces/runs",
+        show_default=True,
+        help="Where run folders go.",
+    )(function)
+
+
+def device_option(function: F) -> F:
+    """--device as `device: str`: auto, cuda or cpu."""
+    return click.option(
+        "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
+    )(function)
+
+
 def output_options(function: F) -> F:
     """--format, -o and --force as `format_: str | None`, `output: Path | None`, `force: bool`."""
     function = click.option(

@@ -94,8 +94,8 @@ def command(
 def _measure_once(path: Path, cells: Sequence[CellRow]) -> None:
     """Measure if the cells ran on a GPU like this machine's and the store has no measurement."""
     from profharness.errors import CaptureError
+    from profharness.nvml import gpu_name
     from profharness.peaks import MEASURED
-    from profharness.runner.peaks import gpu_here
     from profharness.store import open_store
 
     with open_store(path) as store:
@@ -105,7 +105,7 @@ def _measure_once(path: Path, cells: Sequence[CellRow]) -> None:
             for run in runs
             if store.peaks(run, MEASURED) is None and store.environment(run).get("gpu")
         }
-    if not lacking or gpu_here() not in lacking:
+    if not lacking or gpu_name() not in lacking:
         return
     try:
         _measure(path, cells)

@@ -13,6 +13,8 @@ from profharness.cli._options import (
     FORMATS,
     backend_option,
     config_options,
+    device_option,
+    out_option,
     read_configs,
     split_names,
     store_option,
@@ -106,21 +108,13 @@ class _Asked:
     show_default=True,
     help="Seconds that one step of a cell may take.",
 )
-@click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
-)
+@device_option
 @click.option(
     "--run",
     metavar="RUN",
     help="Measure nothing: answer from a stored run, all of it or the configs and backends named.",
 )
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="traces/runs",
-    show_default=True,
-    help="Where run folders go.",
-)
+@out_option
 @store_option
 @click.option(
     "--format",

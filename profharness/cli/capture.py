@@ -11,6 +11,8 @@ import click
 from profharness.cli._options import (
     backend_option,
     config_options,
+    device_option,
+    out_option,
     read_configs,
     split_names,
     store_option,
@@ -31,13 +33,7 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     metavar="NAME",
     help="torch (default), events (timing only), nsys, ncu. Repeatable, or separated by commas.",
 )
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="traces/runs",
-    show_default=True,
-    help="Where run folders go.",
-)
+@out_option
 @store_option
 @click.option(
     "--iterations",
@@ -82,9 +78,7 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     help="Sections that ncu takes, as in `ncu --list-sections`; each costs more passes. Repeatable.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
-@click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
-)
+@device_option
 @click.option("--note", help="A remark that is kept with the run.")
 @click.option(
     "--resume",

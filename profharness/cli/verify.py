@@ -9,6 +9,8 @@ import click
 from profharness.cli._options import (
     backend_option,
     config_options,
+    device_option,
+    out_option,
     output_options,
     read_configs,
     split_names,
@@ -38,16 +40,8 @@ from profharness.files import check_output
     help="Seconds that one case of one backend may take.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
-@click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
-)
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="traces/runs",
-    show_default=True,
-    help="Where run folders go.",
-)
+@device_option
+@out_option
 @output_options
 @store_option
 def command(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from profharness import nvml
 from profharness.dispatch.gpus import GPUS, find_gpu
 from profharness.dispatch.machine import (
     Machine,
@@ -100,7 +101,7 @@ def find_places(
                 "--cudnn, --cuda and --cudnn-compiled say nothing about a CPU; leave them out"
             )
         return [Place(Machine(torch=release), "cpu", None) for release in releases]
-    name = gpu or local_gpu()
+    name = gpu or nvml.gpu_name()
     if name is None:
         names = ", ".join(each.name for each in GPUS)
         raise UsageError(
@@ -113,25 +114,6 @@ def find_places(
         Place(each, "cuda", found, cudnn is None and build_of(each.torch, cuda) is not None)
         for each in machines
     ]
-
-
-def local_gpu() -> str | None:
-    """The first GPU's name as NVML tells it; None without one."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        return None
-    try:
-        if not pynvml.nvmlDeviceGetCount():
-            return None
-        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-        return name.decode() if isinstance(name, bytes) else str(name)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _installed() -> tuple[int, ...]:

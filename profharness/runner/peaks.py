@@ -65,25 +65,6 @@ def measure_peaks(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Measure
     return Measured(found.peaks, found.environment, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
-def gpu_here() -> str | None:
-    """The name of this machine's first NVIDIA GPU as CUDA tells it, asked of NVML; None without."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        return None
-    try:
-        if not pynvml.nvmlDeviceGetCount():
-            return None
-        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-    except Exception:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-    return name.decode() if isinstance(name, bytes) else str(name)
-
-
 def _importable() -> dict[str, str]:
     """This process's environment with profharness importable, behind the user's own path."""
     root = str(Path(__file__).resolve().parents[2])

@@ -284,9 +284,9 @@ def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:
 
 def test_without_a_config_or_a_gpu_it_says_what_is_missing() -> None:
     assert "needs a config" in str(explain().exception)
-    from profharness.explaining.places import local_gpu
+    from profharness.nvml import gpu_name
 
-    if local_gpu() is None:
+    if gpu_name() is None:
         assert "--gpu NAME; known are V100" in str(
             explain("--config", "2,8,512,64", "--torch", "2.8").exception
         )

@@ -9,19 +9,20 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli.analyze import command
+from profharness.nvml import gpu_name
 from profharness.peaks import data_sheet
-from profharness.runner.peaks import gpu_here, measure_peaks
+from profharness.runner.peaks import measure_peaks
 from profharness.store import open_store
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(gpu_here() is None, reason="no NVIDIA GPU"),
+    pytest.mark.skipif(gpu_name() is None, reason="no NVIDIA GPU"),
 ]
 
 
 def test_measured_peaks_lie_below_the_data_sheet_and_not_far() -> None:
     peaks = measure_peaks("cuda").peaks
-    assert peaks.device == gpu_here()
+    assert peaks.device == gpu_name()
     assert {"fp16", "fp32"} <= set(peaks.flops_per_s)
     assert peaks.bandwidth_bytes_per_s is not None
     sheet = data_sheet(peaks.device)
