@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("stored")
     done = bench(
         place, "--config", "1,2,64,16", "--baseline", "1,2,64,16,fp32", "--backend", "auto,math",
-        "--device", "cpu", "--iterations", "8", "--warmup", "1", "--precision", "90%",
+        "--device", "cpu", "--iterations", "60", "--warmup", "5", "--precision", "90%",
         "--format", "json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
