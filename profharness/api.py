@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profharness.config import Config, expand_configs
-from profharness.errors import NotFoundError, UsageError
+from profharness.arguments import (
+    ALL,
+    Configs,
+    PathLike,
+    backend_tuple,
+    config_list,
+    name_tuple,
+    profiler_tuple,
+    store_path,
+)
+from profharness.errors import NotFoundError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PathLike = str | os.PathLike[str]
-Configs = str | Config | Iterable[str | Config] | None
-
-STORE_VARIABLE = "PROFHARNESS_STORE"
-DEFAULT_STORE = "profharness.db"
-ALL = "all"
+    from profharness.benching import Benched
 
 
 def capture(
@@ -52,12 +55,14 @@ def capture(
 
     protocol = Protocol(
         *(iterations, warmup, samples, float(timeout_s), seed, device),
-        metrics=_names(metrics),
-        sections=_names(sections),
+        metrics=name_tuple(metrics),
+        sections=name_tuple(sections),
     )
-    options = CaptureOptions(_names(profilers), Path(out), protocol, note)
-    path = _store(store)
-    captured = capture_into_store(_configs(configs), _backends(backends, device), path, options)
+    options = CaptureOptions(name_tuple(profilers), Path(out), protocol, note)
+    path = store_path(store)
+    captured = capture_into_store(
+        config_list(configs), backend_tuple(backends, device), path, options
+    )
     return cells(captured.run.run, store=path)
 
 
@@ -67,7 +72,7 @@ def ingest(*sources: PathLike, store: PathLike | None = None) -> pd.DataFrame:
     """
     from profharness.store import ingest_path, to_frame
 
-    path = _store(store)
+    path = store_path(store)
     return to_frame([result for source in sources for result in ingest_path(path, Path(source))])
 
 
@@ -75,7 +80,7 @@ def runs(*, store: PathLike | None = None) -> pd.DataFrame:
     """One row per stored run, the newest first."""
     from profharness.store import open_store, to_frame
 
-    with open_store(_store(store)) as opened:
+    with open_store(store_path(store)) as opened:
         return to_frame(opened.runs())
 
 
@@ -89,8 +94,8 @@ def cells(
     """One row per cell of a run (None: the latest; "all"): status, reasons, latency samples."""
     from profharness.store import open_store, to_frame
 
-    wanted, named = _configs(configs) or None, _names(backends) or None
-    with open_store(_store(store)) as opened:
+    wanted, named = config_list(configs) or None, name_tuple(backends) or None
+    with open_store(store_path(store)) as opened:
         return to_frame(opened.cells(run, configs=wanted, backends=named))
 
 
@@ -110,18 +115,18 @@ def kernels(
     """
     from profharness.store import open_store, to_frame
 
-    watched = _profilers(profilers)
-    wanted = _configs(configs)
-    with open_store(_store(store)) as opened:
+    watched = profiler_tuple(profilers)
+    wanted = config_list(configs)
+    with open_store(store_path(store)) as opened:
         if run is None and wanted:
-            run = opened.latest_run_with(wanted, _names(backends) or None)
+            run = opened.latest_run_with(wanted, name_tuple(backends) or None)
             if run is None:
                 labels = ", ".join(config.label for config in wanted)
                 raise NotFoundError(f"no stored run has {labels}; profharness.capture(…) makes one")
         rows = opened.kernels(
             run,
             configs=wanted or None,
-            backends=_names(backends) or None,
+            backends=name_tuple(backends) or None,
             profilers=watched or None,
         )
         return to_frame(rows)
@@ -140,8 +145,8 @@ def launches(
     from profharness.store import open_store, to_frame
 
     watched = None if profiler in (None, ALL) else str(profiler)
-    _profilers(watched or ())
-    with open_store(_store(store)) as opened:
+    profiler_tuple(watched or ())
+    with open_store(store_path(store)) as opened:
         return to_frame(list(opened.launches(run, profiler=watched, cell=cell)))
 
 
@@ -164,8 +169,8 @@ def diff(
     from profharness.sides import find_side
     from profharness.store import open_store
 
-    wanted = _configs(configs)
-    with open_store(_store(store)) as opened:
+    wanted = config_list(configs)
+    with open_store(store_path(store)) as opened:
         sides = [find_side(opened, text, wanted) for text in (baseline, candidate)]
     found = diff_cells(*sides, threshold=stats.THRESHOLD if threshold is None else threshold)
     told = found.to_json()
@@ -201,7 +206,7 @@ def explain(
 
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     answers = explain_all(
-        _configs(configs), places, device=device, timeout_s=timeout_s, store=_store(store)
+        config_list(configs), places, device=device, timeout_s=timeout_s, store=store_path(store)
     )
     frame = pd.DataFrame([flat_record(answer) for answer in answers])
     frame.attrs["answers"] = answers
@@ -226,7 +231,9 @@ def analyze(
     from profharness.analyzing import analyze_stored
     from profharness.report.analyze_view import FIELDS, analyze_record
 
-    found = analyze_stored(_store(store), run, _configs(configs), _names(backends or ()), peaks)
+    found = analyze_stored(
+        store_path(store), run, config_list(configs), name_tuple(backends or ()), peaks
+    )
     frame = pd.DataFrame(map(analyze_record, found), columns=list(FIELDS))
     frame.attrs["analyses"] = found
     return frame
@@ -256,9 +263,9 @@ def verify(
     from profharness.verifying import every_backend, verify_into_store
 
     protocol = Protocol(0, 0, 0, float(timeout_s), seed, device)
-    options = VerifyOptions(_names(cases), grad, Path(out), protocol)
-    names = every_backend(_names(backends), default_backends(device))
-    verified = verify_into_store(_configs(configs), names, _store(store), options)
+    options = VerifyOptions(name_tuple(cases), grad, Path(out), protocol)
+    names = every_backend(name_tuple(backends), default_backends(device))
+    verified = verify_into_store(config_list(configs), names, store_path(store), options)
     return to_frame(list(verified.rows))
 
 
@@ -287,33 +294,23 @@ def bench(
     kernels/. With run nothing is measured, a stored run answers. The whole answer is in the frame's
     `attrs["answer"]`. Raises UsageError, or CaptureError when no worker starts.
     """
-    import dataclasses
-
-    import pandas as pd
-
     from profharness.backends import DEFAULT_BACKENDS
     from profharness.bench_plan import make_plan
-    from profharness.benching import BenchRow, benched
-    from profharness.benching.setup import (
-        bench_configs,
-        read_baseline,
-        stored_backends,
-        stored_configs,
-    )
+    from profharness.benching import benched, setup
     from profharness.jobs import bench_into_store, default_backends
     from profharness.record import Protocol
     from profharness.runner import CaptureOptions
     from profharness.store import open_store
 
-    plan = make_plan(_names(measurements), precision, max_time_s, iterations)
-    against, path, asked = read_baseline(baseline), _store(store), _configs(configs)
+    plan = make_plan(name_tuple(measurements), precision, max_time_s, iterations)
+    against, path, asked = setup.read_baseline(baseline), store_path(store), config_list(configs)
     measured = run is None
     if run is None:
         here = "cuda" if default_backends(device) == DEFAULT_BACKENDS else "cpu"
-        wanted = bench_configs(asked, _names(dtypes), against, here)
+        wanted = setup.bench_configs(asked, name_tuple(dtypes), against, here)
         protocol = Protocol(10, warmup, iterations or 0, float(timeout_s), seed, device)
         options = CaptureOptions(out=Path(out), protocol=protocol, bench=plan)
-        run = bench_into_store(wanted, _backends(backends, device), path, options).run.run
+        run = bench_into_store(wanted, backend_tuple(backends, device), path, options).run.run
     with open_store(path) as opened:
         answer = benched(
             opened,
@@ -322,9 +319,21 @@ def bench(
             baseline=against,
             precision=precision if measured else None,
             rank_by=plan.measurements if measured or measurements else None,
-            configs=None if measured else stored_configs(opened, run, asked, _names(dtypes)),
-            backends=None if measured else stored_backends(opened, run, _names(backends)),
+            configs=None
+            if measured
+            else setup.stored_configs(opened, run, asked, name_tuple(dtypes)),
+            backends=None if measured else setup.stored_backends(opened, run, name_tuple(backends)),
         )
+    return _bench_frame(answer)
+
+
+def _bench_frame(answer: Benched) -> pd.DataFrame:
+    import dataclasses
+
+    import pandas as pd
+
+    from profharness.benching import BenchRow
+
     columns = [each.name for each in dataclasses.fields(BenchRow)]
     frame = pd.DataFrame([dataclasses.asdict(row) for row in answer.rows], columns=columns)
     frame.attrs["answer"] = answer
@@ -346,7 +355,7 @@ def export(
     from profharness.exports import write_run_file
     from profharness.store import open_store
 
-    with open_store(_store(store)) as opened:
+    with open_store(store_path(store)) as opened:
         return write_run_file(
             opened, opened.resolve(run), Path(path), profiler=profiler, force=force
         )
@@ -362,47 +371,5 @@ def query(
     from profharness.store import open_store
     from profharness.store import query as run_query
 
-    with open_store(_store(store)) as opened:
+    with open_store(store_path(store)) as opened:
         return run_query(opened, sql, params)
-
-
-def _store(store: PathLike | None) -> Path:
-    return Path(store if store is not None else os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
-
-
-def _names(names: str | Sequence[str]) -> tuple[str, ...]:
-    words = names.split(",") if isinstance(names, str) else names
-    return tuple(word.strip() for word in words if word.strip())
-
-
-def _backends(names: str | Sequence[str], device: str) -> tuple[str, ...]:
-    """The names, with what `all` and `kernels` stand for on the device."""
-    from profharness.backends import expand_backends
-    from profharness.jobs import default_backends
-
-    found = _names(names)
-    return tuple(expand_backends(found, default_backends(device))) if found else ()
-
-
-def _profilers(names: str | Sequence[str]) -> tuple[str, ...]:
-    """The profilers that leave traces; empty for every one. Raises UsageError for another name."""
-    from profharness.runner.profilers import PROFILERS
-
-    found = _names(names)
-    known = [profiler.name for profiler in PROFILERS.values() if profiler.suffix]
-    for name in found:
-        if name not in (ALL, *known):
-            raise UsageError(
-                f"no launches of a profiler {name!r}; known are {', '.join(known)}, {ALL}"
-            )
-    return () if ALL in found else found
-
-
-def _configs(configs: Configs) -> list[Config]:
-    if configs is None:
-        return []
-    items = [configs] if isinstance(configs, str | Config) else list(configs)
-    found: list[Config] = []
-    for item in items:
-        found += [item] if isinstance(item, Config) else expand_configs(item)
-    return list(dict.fromkeys(found))

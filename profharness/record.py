@@ -59,7 +59,8 @@ class Cell:
     samples: measurement name (`event`, `graph`, `wall`) to raw nanoseconds, one number a call.
     choice is what PyTorch itself said it would choose (`_fused_sdp_choice`) for the inputs in the
     backend's own context. iterations counts the profiled calls. compile_ns is what loading and the
-    first call took, for backends besides PyTorch's own. A cell of `verify` names its case and the
+    first call took, for backends besides PyTorch's own. tuning is what an implementation says that it
+    chose for the last call, where it has `tuning()`. A cell of `verify` names its case and the
     label of the config that the case was derived from.
     """
 
@@ -80,6 +81,7 @@ class Cell:
     case: str | None = None
     asked: str | None = None
     checks: tuple[Check, ...] = ()
+    tuning: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

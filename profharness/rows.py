@@ -33,7 +33,7 @@ class CellRow:
     (`aten::_scaled_dot_product_flash_attention`), a witness of the backend that is independent of
     the kernels' names; choice is what PyTorch said beforehand; predicted what the dispatch rules
     say: a backend or `none` for `auto`, `eligible` or `refused` for a forced backend, None where
-    the rules of its machine are not known.
+    the rules of its machine are not known. tuning is what an implementation says that it chose.
     """
 
     run: str
@@ -51,6 +51,7 @@ class CellRow:
     peak_memory_bytes: int | None = None
     clocks: dict[str, Any] = field(default_factory=dict)
     predicted: str | None = None
+    tuning: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ import pytest
 import profharness
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
+from profharness.profiler_names import PROFILERS
 from profharness.record import read_run
+from profharness.runner.profilers import PROFILERS as REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "1,2,64,32,fp32"
@@ -55,6 +57,10 @@ def test_profilers_are_named_as_on_the_command_line(store: Path) -> None:
     with pytest.raises(UsageError, match="'bogus'"):
         profharness.launches(profiler="bogus", store=store)
     assert len(profharness.launches(profiler="all", store=store)) > 0
+
+
+def test_the_names_of_profilers_are_those_that_leave_traces() -> None:
+    assert list(PROFILERS) == [one.name for one in REGISTRY.values() if one.suffix]
 
 
 def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:

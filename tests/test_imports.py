@@ -151,9 +151,9 @@ def test_torch_is_imported_inside_functions_outside_of_the_worker() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def loaded(work: str, folder: Path) -> list[str]:
-    """Which of HEAVY a fresh interpreter has loaded after doing the work."""
-    code = PROBE.format(work=work, heavy=HEAVY)
+def loaded(work: str, folder: Path, watched: tuple[str, ...] = HEAVY) -> list[str]:
+    """Which of the watched modules a fresh interpreter has loaded after doing the work."""
+    code = PROBE.format(work=work, heavy=watched)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False
     )
@@ -184,3 +184,13 @@ def test_reading_a_store_loads_nothing_heavy(tmp_path: Path) -> None:
     assert "torch" not in ingest
     for command in ("kernels", "runs"):
         assert loaded(COMMAND.format(arguments=[command, *store]), tmp_path) == []
+
+
+def test_kernels_load_the_dispatch_rules_only_for_what_the_rules_know(tmp_path: Path) -> None:
+    watched = ("profharness.dispatch", "profharness.backends", "profharness.report.html", "cxxfilt")
+    folder = ROOT / "traces" / "h200-torch2.11"
+    for source, rules in ((TRACE, []), (folder, ["profharness.dispatch"])):
+        store = ["--store", str(tmp_path / f"{source.name}.db")]
+        loaded(COMMAND.format(arguments=["ingest", str(source), *store]), tmp_path)
+        work = COMMAND.format(arguments=["kernels", *store])
+        assert loaded(work, tmp_path, watched) == rules

@@ -86,7 +86,7 @@ def test_real_names_have_the_right_family_and_backend() -> None:
 def test_nsys_spelling_says_the_same() -> None:
     for row in real_names():
         kineto, nsys = parse_kernel_name(row["name"]), parse_kernel_name(as_nsys(row["name"]))
-        same = ("short", "family", "backend", "dtype", "head_dim", "tile_m", "tile_n", "causal")
+        same = ("short", "family", "backend", "dtype", "head_dim", "tile", "causal")
         for field in same:
             assert getattr(kineto, field) == getattr(nsys, field), (row["name"], field)
 
@@ -113,6 +113,116 @@ def test_real_names_are_decoded_as_listed() -> None:
         assert found.dtype == row["dtype"], row["name"]
         checked += 1
     assert checked > 1600
+
+
+# How tiles stand in names, apart from what the parser knows of their makers.
+TILES = (
+    re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<\d+, (\d+), (\d+)"),
+    re.compile(r"_knob_\d+_(\d+)x(\d+)x(\d+)"),
+    re.compile(r"fmha_cutlass[FB]_\w+?_(\d+)x(\d+)_"),
+    re.compile(r"tilesize(\d+)x(\d+)x(\d+)"),
+    re.compile(r"nvjet_\w+?_(\d+)x(\d+)_"),
+    re.compile(r"gemm_(?:\w+?_)?(\d+)x(\d+)_"),
+    re.compile(r"Collective\w+Sm\d+<.*?tuple<cute::C<(\d\d+)>, cute::C<(\d\d+)>"),
+)
+
+
+def test_tiles_are_those_that_the_names_spell_out() -> None:
+    checked = 0
+    for row in real_names():
+        found = next(filter(None, (pattern.search(row["name"]) for pattern in TILES)), None)
+        if found:
+            assert parse_kernel_name(row["name"]).tile == "x".join(found.groups()), row["name"]
+            checked += 1
+    assert checked > 1600
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<cute::C<16>, ", None),
+        ("ampere_sgemm_128x64_tn", "128x64"),
+        ("cutlass3x_sm100_simt_sgemm_f32_f32_f32_f32_f32_128x64x16_1x1x1_3_tnn", "128x64x16"),
+        ("void gemv2T_kernel_val<int, int, float, float, float, float, 128>(int)", None),
+        ("", None),
+    ],
+)
+def test_a_tile_needs_rows_and_columns(name: str, tile: str | None) -> None:
+    assert parse_kernel_name(name).tile == tile
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "short", "tile", "dtype"),
+    [
+        (
+            "void tiled_attention<float, 64, 32, 512, 8>(Params<float>)",
+            *("other", "tiled_attention<fp32,64x32,512,8>", "64x32", "fp32"),
+        ),
+        (
+            "void tiled_attention<fp16, (int)64, (int)128, (bool)1>(fp16 const*)",
+            *("other", "tiled_attention<fp16,64x128,true>", "64x128", "fp16"),
+        ),
+        (
+            "void tiled_attention<bf16, 128, 64, 32, 1024, 16, 4, 2, true, false, true, 1>(int)",
+            "other",
+            "tiled_attention<bf16,128x64,32,1024,16,4,2,one,split,1>",
+            *("128x64", "bf16"),
+        ),
+        ("void single_query<fp16>(fp16 const*)", "other", "single_query<fp16>", None, "fp16"),
+        ("tiled_attention", "other", "tiled_attention", None, None),
+        ("void tiled_attention<64, 128>(int)", "other", "tiled_attention<64,128>", None, None),
+        ("void tiled_attention<T, BM, BN>(int)", "other", "tiled_attention<T,BM,BN>", None, None),
+        (
+            "void single_query_attention<__nv_bfloat16>(__nv_bfloat16 const*, float*, int)",
+            *("other", "single_query_attention<bf16>", None, "bf16"),
+        ),
+        (
+            "void combine_splits<bf16, 128, 4>(float const*)",
+            *("other", "combine_splits<bf16,128,4>", None, "bf16"),
+        ),
+        ("flash_forward", "triton", "flash_forward", None, None),
+        ("flash_backward_dkdv", "triton", "flash_backward_dkdv", None, None),
+        ("flash_backward_dq", "triton", "flash_backward_dq", None, None),
+        ("flash_backward_delta", "triton", "flash_backward_delta", None, None),
+    ],
+)
+def test_kernels_of_the_implementations_that_come_with_profharness(
+    name: str, family: str, short: str, tile: str | None, dtype: str | None
+) -> None:
+    found = parse_kernel_name(name)
+    assert (found.family, found.short, found.tile, found.dtype) == (family, short, tile, dtype)
+    assert found.direction == ("bwd" if "backward" in name else "fwd")
+    assert parse_kernel_name(as_nsys(name)).short == short
+
+
+def test_variants_of_the_tiled_kernel_are_told_apart() -> None:
+    flags = ("true", "false")
+    names = [
+        f"void tiled_attention<float, 64, 64, 32, 512, 8, 3, 2, {one}, {grid}, {split}, 2>(int)"
+        for one in flags
+        for grid in flags
+        for split in flags
+    ]
+    assert len({short_name(name) for name in names}) == len(names)
+    assert {parse_kernel_name(name).stages for name in names} == {3}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flash_forward(float const*)",
+        "my_flash_forward",
+        "flash_backward_dk",
+        "void mine::tiled_attention<float, 64, 64>(int)",
+        "void attention_forward<float>(float const*)",
+    ],
+)
+def test_somebody_elses_kernels_stay_other(name: str) -> None:
+    found = parse_kernel_name(name)
+    assert (found.family, found.backend, found.tile, found.direction) == (
+        *("other", "unknown"),
+        *(None, None),
+    )
 
 
 FA2 = (

@@ -15,6 +15,8 @@ from profharness.rows import CellRow, KernelRow
 
 TIMED_BY = ("torch", "nsys", "ncu")  # whose kernel times count, best first
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
+# what ncu's hierarchical rooflines are made of; not among the default metrics of a capture
+L1_BYTES, L2_BYTES = "l1tex__t_bytes.sum", "lts__t_bytes.sum"
 ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 WAVES = "launch__waves_per_multiprocessor"
 FUSED_ROLES = ("attention", "attention_bwd")
@@ -157,6 +159,8 @@ def _kernel(
         dram_write_bytes=_counter(counters, DRAM_WRITE),
         ncu_ns=float(ncu.duration_ns) if ncu and ncu.duration_ns else None,
         grid=row.grid,
+        l1_bytes=_counter(counters, L1_BYTES),
+        l2_bytes=_counter(counters, L2_BYTES),
     )
 
 

@@ -80,8 +80,8 @@ def machine_of(
 @dataclass(frozen=True, slots=True)
 class KernelFigures:
     """One kernel of a cell. Times in ns per call; waves = blocks over blocks that fit on the
-    device at once; achieved_occupancy, dram_read_bytes, dram_write_bytes and ncu_ns are ncu's,
-    per launch.
+    device at once; achieved_occupancy, dram_read_bytes, dram_write_bytes, ncu_ns, l1_bytes and
+    l2_bytes (what moved through those caches, taken on request alone) are ncu's, per launch.
     """
 
     role: str
@@ -103,6 +103,8 @@ class KernelFigures:
     dram_write_bytes: float | None
     ncu_ns: float | None
     grid: tuple[int, int, int] | None = None
+    l1_bytes: float | None = None
+    l2_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ REMEDIES: tuple[tuple[tuple[str, ...], Words], ...] = (
         ),
     ),
     (
-        ("kv_reread", "unused_shared"),
+        ("kv_reread", "cache_traffic", "unused_shared"),
         lambda _, __: (
             "Give a block more query rows, so that a tile of K and V in shared memory serves all of "
             "them."

@@ -15,6 +15,7 @@ from profharness.analysis.facts import (
     percent,
     size,
 )
+from profharness.analysis.figures import L1_BYTES, L2_BYTES
 from profharness.analysis.model import KernelFigures
 from profharness.config import Config
 from profharness.costs import key_bytes, value_bytes
@@ -25,6 +26,16 @@ LOW_OCCUPANCY = 0.25
 FAR_BELOW = 0.6  # achieved over theoretical occupancy
 UNUSED_SHARED = 0.25
 SEVERAL_READERS = 2
+DISPROVED = 0.5  # counted bytes over those that the grid says, below which the grid says nothing
+LOW_INTENSITY = 1.0  # FLOPs per byte that a kernel reads
+# Families whose blocks are known to read all of a head's K and V. Any other kernel may share out
+# head_dim or the keys over its blocks, which the grid does not show.
+READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
+UNCOUNTED = (
+    " (if every block reads a whole head; `capture --profiler torch,ncu --metrics "
+    f"{L1_BYTES},{L2_BYTES}` counts it)"
+)
+CACHES = (("L1", L1_BYTES, "l1_bytes"), ("L2", L2_BYTES, "l2_bytes"))
 # Unified L1 and shared memory of one SM in KiB, by compute capability (CUDA C++ Programming Guide,
 # "Technical Specifications per Compute Capability").
 L1_KIB = {(7, 0): 128, (7, 5): 96, (8, 0): 192, (8, 6): 128, (8, 7): 192, (8, 9): 128}
@@ -102,7 +113,8 @@ def occupancy(facts: Facts) -> list[Finding]:
 
 def readers(facts: Facts, kernel: KernelFigures) -> float | None:
     """How many blocks read the same row of K and V in a forward kernel, from its grid; None where
-    the grid does not tell (persistent kernels, splits that cannot be seen).
+    the grid does not tell (persistent kernels, splits that cannot be seen), or ncu counted so few
+    bytes in the caches that its blocks must share out head_dim or the keys.
     """
     config = facts.config
     heads = config.batch * config.num_kv_heads
@@ -117,7 +129,17 @@ def readers(facts: Facts, kernel: KernelFigures) -> float | None:
         return None
     most = config.seq_len_q * config.num_heads // config.num_kv_heads
     found = kernel.blocks / heads / splits
-    return found if 1 <= found <= most else None
+    counted = [each for each in (kernel.l1_bytes, kernel.l2_bytes) if each is not None]
+    if not 1 <= found <= most or (
+        counted and max(counted) < DISPROVED * _read_bytes(config, found)
+    ):
+        return None
+    return found
+
+
+def _read_bytes(config: Config, times: float) -> float:
+    """Bytes of K and V that are read if `times` blocks read those of each head."""
+    return times * (key_bytes(config) + value_bytes(config)) * _seen_part(config, times)
 
 
 def kv_traffic(facts: Facts) -> list[Finding]:
@@ -129,19 +151,24 @@ def kv_traffic(facts: Facts) -> list[Finding]:
         if times is None or times < SEVERAL_READERS:
             continue
         both = key_bytes(config) + value_bytes(config)  # with causal, of the rows that are seen
-        moved = times * both * _seen_part(config, times)
+        moved = _read_bytes(config, times)
+        per_byte = facts.figures.flops / moved
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
         alone = rows <= 1
         text = (
             f"{kernel.kernel} reads every row of K and V from {times:.0f} blocks, {size(moved)} in "
             f"all for {size(both)} of K and V; a block has {rows:.0f} query row(s) to use them for"
         )
+        if kernel.family not in READS_ALL and kernel.l1_bytes is None and kernel.l2_bytes is None:
+            text += UNCOUNTED
         fits = bool(l2) and both <= (l2 or 0)
+        text += f", {per_byte:.2f} FLOPs per byte"
         text += f", and the repeats {'can' if fits else 'cannot all'} be served by the L2"
         evidence: tuple[Evidence, ...] = (
             Evidence("blocks per K/V head", times, "", f"grid of {kernel.kernel}"),
             Evidence("K and V traffic", round(moved), "B", "blocks x K and V of a head"),
             Evidence("K and V", both, "B", "shapes and dtype"),
+            Evidence("intensity of it", round(per_byte, 3), "FLOP/B", "FLOPs / K and V traffic"),
             Evidence("L2", l2 or "unknown", "B", "device"),
         )
         if kernel.call_ns:
@@ -150,6 +177,35 @@ def kv_traffic(facts: Facts) -> list[Finding]:
         severity = "major" if alone or not fits else "note"
         found.append(Finding("kv_reread", f"{text}.", severity, DERIVED, evidence))
     return found
+
+
+def cache_traffic(facts: Facts) -> list[Finding]:
+    """Bytes that ncu counted in L1 and L2, where it was asked for them, against compulsory bytes."""
+    figures = facts.figures
+    evidence, words, most = [], [], 0.0
+    for name, counter, attribute in CACHES:
+        per_kernel = [getattr(each, attribute) for each in facts.kernels if each.blocks is not None]
+        if not per_kernel or None in per_kernel:
+            continue
+        moved = sum(
+            (getattr(each, attribute) or 0) * each.launches_per_call for each in facts.kernels
+        )
+        most = max(most, moved)
+        evidence.append(Evidence(f"{name} bytes", round(moved), "B", f"ncu {counter}"))
+        words.append(f"{size(moved)} through the {name}")
+    if not most:
+        return []
+    ratio, per_byte = most / figures.compulsory_bytes, figures.flops / most
+    evidence += [
+        Evidence("compulsory bytes", figures.compulsory_bytes, "B", "shapes and dtype"),
+        Evidence("intensity of it", round(per_byte, 3), "FLOP/B", "FLOPs / the larger count"),
+    ]
+    text = (
+        f"ncu counted {' and '.join(words)}: up to {ratio:.1f} times the compulsory "
+        f"{size(figures.compulsory_bytes)}, {per_byte:.2f} FLOPs per byte."
+    )
+    severity = "major" if per_byte < LOW_INTENSITY else "note"
+    return [Finding("cache_traffic", text, severity, MEASURED, tuple(evidence))]
 
 
 def _seen_part(config: Config, times: float) -> float:
@@ -221,4 +277,7 @@ def unused_shared(facts: Facts) -> list[Finding]:
     return [Finding("unused_shared", text, "minor", DERIVED, evidence)]
 
 
-RULES: tuple[Rule, ...] = (blocks_and_waves, occupancy, kv_traffic, working_set, unused_shared)
+RULES: tuple[Rule, ...] = (
+    *(blocks_and_waves, occupancy, kv_traffic, cache_traffic),
+    *(working_set, unused_shared),
+)

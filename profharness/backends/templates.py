@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from profharness.backends.cuda_template import CUDA_CHECK, CUDA_IMPLEMENTATION
+
 KINDS = ("torch", "triton", "cuda")
 
 _SIGNATURE = '''def attention(
@@ -148,96 +150,6 @@ def supports(config: Config) -> str | None:
 '''
 )
 
-_CUDA = (
-    '''"""{name}: forward attention as a CUDA kernel that is compiled at the first call; one warp per
-query row, sums in fp32."""
-
-from __future__ import annotations
-
-import functools
-import math
-from typing import TYPE_CHECKING
-
-import torch
-
-if TYPE_CHECKING:
-    from profharness.config import Config
-
-CUDA = r"""
-#include <torch/extension.h>
-#include <ATen/Dispatch.h>
-#include <ATen/cuda/CUDAContext.h>
-
-constexpr int WARP = 32, MAX_HEAD_DIM = 256;
-
-template <typename T>
-__global__ void attention_forward(const T* q, const T* k, const T* v, T* out, float scale,
-                                  int batches, int heads, int kv_heads, int rows, int columns, int d, bool causal) {
-  long at = blockIdx.x * (long)blockDim.y + threadIdx.y;
-  int row = at % rows, head = at / rows % heads;
-  long batch = at / rows / heads;
-  if (at >= (long)batches * heads * rows) return;
-  const T* q_row = q + at * d;
-  long kv = (batch * kv_heads + head / (heads / kv_heads)) * columns * d;
-  float sums[MAX_HEAD_DIM / WARP] = {}, best = -INFINITY, total = 0;
-  int last = causal ? min(row + 1, columns) : columns;
-  for (int column = 0; column < last; ++column) {
-    float score = 0;
-    for (int i = threadIdx.x; i < d; i += WARP)
-      score += float(q_row[i]) * float(k[kv + (long)column * d + i]);
-    for (int lane = WARP / 2; lane > 0; lane /= 2) score += __shfl_xor_sync(~0u, score, lane);
-    score *= scale;
-    float new_best = fmaxf(best, score), shrink = expf(best - new_best), weight = expf(score - new_best);
-    total = total * shrink + weight;
-    for (int i = threadIdx.x, n = 0; i < d; i += WARP, ++n)
-      sums[n] = sums[n] * shrink + weight * float(v[kv + (long)column * d + i]);
-    best = new_best;
-  }
-  for (int i = threadIdx.x, n = 0; i < d; i += WARP, ++n) out[at * d + i] = T(sums[n] / total);
-}
-
-torch::Tensor forward(torch::Tensor q, torch::Tensor k, torch::Tensor v, double scale, bool causal) {
-  q = q.contiguous(); k = k.contiguous(); v = v.contiguous();
-  auto out = torch::empty_like(q);
-  constexpr int WARPS = 4;
-  long blocks = (q.size(0) * q.size(1) * q.size(2) + WARPS - 1) / WARPS;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
-    attention_forward<scalar_t><<<blocks, dim3(WARP, WARPS), 0, at::cuda::getCurrentCUDAStream()>>>(
-        q.data_ptr<scalar_t>(), k.data_ptr<scalar_t>(), v.data_ptr<scalar_t>(), out.data_ptr<scalar_t>(),
-        scale, q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), causal);
-  });
-  C10_CUDA_CHECK(cudaGetLastError());
-  return out;
-}
-"""
-CPP = """
-#include <torch/extension.h>
-torch::Tensor forward(torch::Tensor q, torch::Tensor k, torch::Tensor v, double scale, bool causal);
-"""
-
-
-@functools.cache
-def extension():
-    from torch.utils.cpp_extension import load_inline
-
-    return load_inline("{name}", cpp_sources=CPP, cuda_sources=CUDA, functions=["forward"])
-
-
-'''
-    + _SIGNATURE
-    + '''    return extension().forward(q, k, v, scale, is_causal)
-
-
-def supports(config: Config) -> str | None:
-    """A reason against a config, or None. Masks and dropout never get here."""
-    if config.bwd:
-        return "has no backward kernel yet"
-    if config.value_dim != config.head_dim or config.head_dim > 256:
-        return "takes one head_dim up to 256"
-    return None
-'''
-)
-
 _TEST = '''"""{name} against the plain attention in fp64."""
 
 from __future__ import annotations
@@ -263,7 +175,7 @@ def reference(q, k, v, **arguments):
     return attention(q.double(), k.double(), v.double(), **arguments)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+{marks}@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "rows", "columns", "head_dim", "scale"),
     [(2, 2, 64, 64, 32, None), (4, 2, 65, 130, 16, 0.5), (2, 1, 1, 7, 8, None), (1, 1, 130, 3, 64, None)],
@@ -277,14 +189,13 @@ def test_it_agrees_with_naive(heads, kv_heads, rows, columns, head_dim, scale, i
     out = find_backend(KERNEL).load()(q, k, v, **arguments)
     assert out.dtype == q.dtype
     torch.testing.assert_close(out.double(), reference(q, k, v, **arguments), atol=1e-5, rtol=1e-4)
-'''
+{more}'''
 
 _TRITON_IMPORTS = """import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its interpreter runs on the CPU
 """
-_CUDA_DEVICE = """DEVICE = "cuda"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and nvcc")
+_CUDA_MARKS = """@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 """
 _DEVICES = {
     "torch": ("", 'DEVICE = "cpu"\n'),
@@ -292,9 +203,13 @@ _DEVICES = {
         _TRITON_IMPORTS,
         'pytest.importorskip("triton", reason="needs Triton: pip install triton")\nDEVICE = "cpu"\n',
     ),
-    "cuda": ("", _CUDA_DEVICE),
+    "cuda": ("", 'DEVICE = "cuda"\n'),
 }
-_KERNELS = {"torch": _TORCH, "triton": _TRITON, "cuda": _CUDA}
+_KERNELS = {
+    "torch": _TORCH,
+    "triton": _TRITON,
+    "cuda": CUDA_IMPLEMENTATION.replace("{signature}", _SIGNATURE),
+}
 
 
 def kernel_text(name: str, kind: str) -> str:
@@ -306,4 +221,7 @@ def check_text(name: str, kind: str, file: str) -> str:
     """The file `test_NAME.py`; file is where the implementation lies, seen
     from the folder of the test."""
     imports, device = _DEVICES[kind]
-    return _TEST.format(name=name, imports=imports, device=device, file=file)
+    marks, more = (_CUDA_MARKS, CUDA_CHECK) if kind == "cuda" else ("", "")
+    return _TEST.format(
+        name=name, imports=imports, device=device, file=file, marks=marks, more=more
+    )

@@ -1,4 +1,6 @@
-"""PyTorch's other ways to attention: flex_attention, varlen_attn, and SDPA with FA3 or FA4 put in."""
+"""PyTorch's other ways to attention: flex_attention, varlen_attn, SDPA with FA3 or FA4 put in, and
+the plain form under torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,11 @@ from profharness.backends.base import (
     needs_module,
     outside_contract,
     wants,
+)
+from profharness.backends.compiled import (
+    NAIVE_COMPILED,
+    load_naive_compiled,
+    naive_compiled_absent,
 )
 
 HALF = ("fp16", "bf16")
@@ -224,5 +231,15 @@ TORCH_BACKENDS = (
         "flash_attn.cute",
         FA4_REMEDY,
         (9, 10),
+    ),
+    # On a CPU Inductor writes C++: other kernels than those asked for, as for flex above.
+    Backend(
+        NAIVE_COMPILED,
+        "torch.compile of kernels/naive.py, which Inductor may replace by SDPA",
+        ("cuda",),
+        load=loaded(NAIVE_COMPILED, load_naive_compiled),
+        supports=outside_contract,
+        absent=naive_compiled_absent,
+        refuses=(Exception,),
     ),
 )

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("table", "json", "jsonl", "csv", "md", "html")
-PROFILERS = ("torch", "nsys", "ncu")
 
 
 def store_option(function: F) -> F:

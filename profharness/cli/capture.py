@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,9 @@ from profharness.cli._options import (
 )
 
 if TYPE_CHECKING:
+    from profharness.config import Config
     from profharness.jobs import Captured
+    from profharness.record import Protocol
 
 FAILED = ("crashed", "timeout", "oom", "error", "pending")
 
@@ -128,31 +131,53 @@ def command(
       profharness capture --config 2,8,512,64 --backend auto,flash,math
       profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
     """
-    from profharness.cli._progress import capture_progress
-    from profharness.errors import UsageError
-    from profharness.jobs import capture_into_store, resume_into_store
     from profharness.record import Protocol
-    from profharness.runner import CaptureOptions
 
     configs = read_configs(config, configs_file)
+    backends = split_names(backend)
     if resume_folder is not None:
-        if configs or backend:
-            raise UsageError(
-                "--resume goes on with the run's own cells; leave --config, --configs and --backend out"
-            )
-        with capture_progress() as progress:
-            folder = _find_folder(resume_folder, out)
-            captured = resume_into_store(folder, store, progress)
+        captured = _resume(resume_folder, out, store, bool(configs or backends))
     else:
         more = split_names(metrics), split_names(sections)
         protocol = Protocol(iterations, warmup, samples, timeout_s, seed, device, *more)
         profilers = split_names(profiler) or ("torch",)
-        if any(more) and "ncu" not in profilers:
-            raise UsageError("--metrics and --section are ncu's; add --profiler ncu")
-        options = CaptureOptions(profilers, out, protocol, note)
-        with capture_progress() as progress:
-            captured = capture_into_store(configs, split_names(backend), store, options, progress)
+        captured = _capture(configs, backends, profilers, protocol, out, store, note)
     _report(captured)
+
+
+def _capture(
+    configs: Sequence[Config],
+    backends: tuple[str, ...],
+    profilers: tuple[str, ...],
+    protocol: Protocol,
+    out: Path,
+    store: Path,
+    note: str | None,
+) -> Captured:
+    from profharness.cli._progress import capture_progress
+    from profharness.errors import UsageError
+    from profharness.jobs import capture_into_store
+    from profharness.runner import CaptureOptions
+
+    if (protocol.metrics or protocol.sections) and "ncu" not in profilers:
+        raise UsageError("--metrics and --section are ncu's; add --profiler ncu")
+    options = CaptureOptions(profilers, out, protocol, note)
+    with capture_progress() as progress:
+        return capture_into_store(configs, backends, store, options, progress)
+
+
+def _resume(text: str, out: Path, store: Path, named: bool) -> Captured:
+    """Go on with a run folder; named says whether configs or backends were asked for as well."""
+    from profharness.cli._progress import capture_progress
+    from profharness.errors import UsageError
+    from profharness.jobs import resume_into_store
+
+    if named:
+        raise UsageError(
+            "--resume goes on with the run's own cells; leave --config, --configs and --backend out"
+        )
+    with capture_progress() as progress:
+        return resume_into_store(_find_folder(text, out), store, progress)
 
 
 def _find_folder(text: str, out: Path) -> Path:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from profharness.cli._options import (
-    PROFILERS,
     backend_option,
     config_options,
     output_options,
@@ -19,6 +18,7 @@ from profharness.cli._options import (
 )
 from profharness.cli._output import emit, hint
 from profharness.files import check_output
+from profharness.profiler_names import PROFILERS
 
 if TYPE_CHECKING:
     from profharness.config import Config
@@ -93,8 +93,6 @@ def command(
     """
     from profharness.errors import UsageError
     from profharness.report.expect import check_expected_names
-    from profharness.report.kernels_view import kernels_document
-    from profharness.report.witness_view import witness_document
 
     side_by_side = "all" in profiler
     wanted = PROFILERS if side_by_side else profiler
@@ -111,8 +109,14 @@ def command(
         from profharness.report.steps_view import steps_document
 
         document = steps_document(rows, cells)
+    elif side_by_side:
+        from profharness.report.witness_view import witness_document
+
+        document = witness_document(rows, cells, full=full)
     else:
-        document = (witness_document if side_by_side else kernels_document)(rows, cells, full=full)
+        from profharness.report.kernels_view import kernels_document
+
+        document = kernels_document(rows, cells, full=full)
     emit(document, format_, output, force=force)
     if format_ == "csv" or (format_ is None and output and output.suffix == ".csv"):
         _tell_without_kernels(cells)
@@ -122,10 +126,12 @@ def command(
 
 def stored_names(values: tuple[str, ...]) -> tuple[str, ...]:
     """Backends as cells name them: `all` means no filter, a file is known by its reduced name."""
+    names = split_names(values)
+    if not names:
+        return ()
     from profharness.backends import ALL, find_backend
     from profharness.errors import UsageError
 
-    names = split_names(values)
     found = []
     for name in () if ALL in names else names:
         try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from profharness import stats
 from profharness.differ.model import Change, DiffRow, Side, Verdict
@@ -11,7 +10,6 @@ from profharness.rows import CellRow
 
 MEASUREMENTS = ("graph", "event", "wall")
 MAX_CLOCK_RATIO = 1.05
-_CLOCK_KEYS = ("sm_mhz", "sm_mhz_median", "sm_clock_mhz", "sm_mhz_mean")
 
 
 def incomparable(
@@ -26,24 +24,10 @@ def incomparable(
     on_cpu = base.get("device_type") == cand.get("device_type") == "cpu"
     if on_cpu and base.get("cpu") != cand.get("cpu"):
         reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")
-    clocks = [sm_clock(cell.clocks) if cell else None for cell in (base_cell, cand_cell)]
-    if (
-        clocks[0]
-        and clocks[1]
-        and max(clocks[0], clocks[1]) / min(clocks[0], clocks[1]) > MAX_CLOCK_RATIO
-    ):
+    clocks = [cell.clocks.get("sm_mhz", 0) if cell else 0 for cell in (base_cell, cand_cell)]
+    if all(clocks) and max(clocks) / min(clocks) > MAX_CLOCK_RATIO:
         reasons.append(f"SM clocks differ by more than 5 % ({clocks[0]:g} and {clocks[1]:g} MHz)")
     return tuple(reasons)
-
-
-def sm_clock(clocks: Mapping[str, Any]) -> float | None:
-    """The SM clock in MHz that a cell recorded (median of several readings), None without one."""
-    value = next((clocks[key] for key in _CLOCK_KEYS if clocks.get(key) is not None), None)
-    if isinstance(value, Mapping):
-        value = next((value[key] for key in ("median", "mean") if key in value), None)
-    if isinstance(value, (list, tuple)):
-        return stats.summarize([float(v) for v in value]).median if value else None
-    return float(value) if isinstance(value, (int, float)) and value > 0 else None
 
 
 def status_row(config: str, baseline: CellRow, candidate: CellRow) -> DiffRow | None:

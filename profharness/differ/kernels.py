@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from profharness import stats
 from profharness.differ.model import Change, Verdict
+from profharness.kernel_names import parse_kernel_name
+from profharness.profiler_names import PROFILERS
 from profharness.roles import ROLES, assign_roles, role_order
 from profharness.rows import KernelRow
 
@@ -16,7 +17,6 @@ Groups = dict[str, tuple[KernelRow, ...]]
 
 MIN_LAUNCHES = 3
 RESOLUTION_NS = 64  # two ticks of the 32 ns clock that device timestamps are read from
-PROFILERS = ("torch", "nsys", "ncu")
 FORWARD = (
     *("attention", "combine", "qk", "softmax", "softmax_guard", "pv", "qk+pv"),
     *("mask", "scale", "dropout", "cast", "copy"),
@@ -38,16 +38,6 @@ MERGES: tuple[tuple[str, tuple[str, ...]], ...] = (
 FIELDS = (
     *("kernel", "tile", "grid", "block", "registers_per_thread"),
     *("shared_bytes", "static_shared_bytes", "dynamic_shared_bytes", "launches_per_call"),
-)
-
-_TILES = (
-    re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<\d+, (\d+), (\d+)"),
-    re.compile(r"_knob_\d+_(\d+)x(\d+)x(\d+)"),
-    re.compile(r"fmha_cutlass[FB]_\w+?_(\d+)x(\d+)_"),
-    re.compile(r"tilesize(\d+)x(\d+)x(\d+)"),
-    re.compile(r"nvjet_\w+?_(\d+)x(\d+)_"),
-    re.compile(r"gemm_(?:\w+?_)?(\d+)x(\d+)_"),
-    re.compile(r"Collective\w+Sm\d+<.*?tuple<cute::C<(\d\d+)>, cute::C<(\d\d+)>"),
 )
 
 
@@ -101,14 +91,6 @@ def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tu
         if _differs(base, cand):
             found.append(Change(field, _scalar(base), _scalar(cand)))
     return tuple(found)
-
-
-def tile(kernel: str) -> str | None:
-    """The tile that a kernel's name carries, as `128x64`; None where it carries none."""
-    for pattern in _TILES:
-        if found := pattern.search(kernel):
-            return "x".join(found.groups())
-    return None
 
 
 def call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
@@ -177,7 +159,11 @@ def _summed(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> f
 
 
 def _value(row: KernelRow, field: str) -> Any:
-    return tile(row.kernel) if field == "tile" else getattr(row, field)
+    return _tile(row) if field == "tile" else getattr(row, field)
+
+
+def _tile(row: KernelRow) -> str | None:
+    return parse_kernel_name(row.kernel, row.kernel_kind).tile
 
 
 def _identity(row: KernelRow) -> tuple[Any, ...]:

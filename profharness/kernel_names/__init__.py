@@ -12,6 +12,7 @@ from profharness.kernel_names.attention import parse_attention
 from profharness.kernel_names.libraries import parse_library
 from profharness.kernel_names.native import parse_native
 from profharness.kernel_names.ops import op_family
+from profharness.kernel_names.own import parse_own
 from profharness.kernel_names.text import (
     Head,
     KernelName,
@@ -51,6 +52,7 @@ PARSERS: tuple[Callable[[str, Head], KernelName | None], ...] = (
     parse_attention,
     parse_library,
     parse_native,
+    parse_own,
 )
 
 _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)

@@ -241,6 +241,7 @@ def _cudnn(_text: str, head: Head, match: re.Match[str]) -> KernelName:
         head_dim=k,
         tile_m=m,
         tile_n=n,
+        tile_k=k,
         direction=direction,
     )
 

@@ -59,6 +59,7 @@ def _gemm(text: str, head: Head, match: re.Match[str]) -> KernelName:
         dtype=_element(name),
         tile_m=int(tile[1]) if tile else None,
         tile_n=int(tile[2]) if tile else None,
+        tile_k=int(tile[3]) if tile and tile[3] else None,
         stages=int(next(filter(None, stages.groups()))) if stages else None,
     )
 
@@ -85,6 +86,7 @@ def _xmma(_text: str, head: Head, match: re.Match[str]) -> KernelName:
         dtype=_element(word) if word else None,
         tile_m=int(tile[1]) if tile else None,
         tile_n=int(tile[2]) if tile else None,
+        tile_k=int(tile[3]) if tile else None,
         stages=int(stage[1]) if stage else None,
     )
 

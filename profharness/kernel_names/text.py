@@ -7,8 +7,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-import cxxfilt
-
 MAX_DEMANGLED = 8192  # Kineto leaves longer mangled names as they are
 MAX_READ = 16384
 MAX_SHORT = 64
@@ -22,7 +20,9 @@ class KernelName:
     flashinfer trtllm sage vllm flex triton cublas cutlass nccl cub aten cuda unknown`. arch is
     `sm90` and the like, the code's and not the device's. head_dim is the bucket compiled for
     (65536 stands for any in the efficient kernels); tile_m and tile_n count query and key rows in
-    attention, output rows and columns in GEMM. causal and dropout are compile-time flags.
+    attention, output rows and columns in GEMM; tile_k is a tile's third number where the name has
+    one: the depth of a step in GEMM, the head dim in cuDNN attention. causal and dropout are
+    compile-time flags.
     """
 
     name: str
@@ -39,6 +39,15 @@ class KernelName:
     direction: str | None = None
     causal: bool | None = None
     dropout: bool | None = None
+    tile_k: int | None = None
+
+    @property
+    def tile(self) -> str | None:
+        """`128x64`, or `128x64x32` with tile_k; None unless rows and columns are both known."""
+        if self.tile_m is None or self.tile_n is None:
+            return None
+        sizes = (self.tile_m, self.tile_n, self.tile_k)
+        return "x".join(str(size) for size in sizes if size is not None)
 
     def clipped(self) -> KernelName:
         """The same with a short name of at most 64 characters."""
@@ -90,6 +99,8 @@ def canonical(name: str) -> str:
     """
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
+    import cxxfilt  # brings ctypes, which who reads a store does not need
+
     try:
         return str(cxxfilt.demangle(name))
     except (cxxfilt.Error, UnicodeError, OSError):

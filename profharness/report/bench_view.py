@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from profharness.bench_plan import WIDE
 from profharness.config import parse_config
 from profharness.report.document import Block, Code, Column, Document, Heading, Note, Table
+from profharness.report.replaced import replacement_notes, replacements
 from profharness.stats import THRESHOLD
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def bench_document(
         *(_charts(answer) if charts else ()),
         Note(_header(answer), "figures"),
         *_marks(answer),
+        *_replaced(answer),
         *_failed(answer, explain),
         *_doubts(answer),
         *_regret(answer),
@@ -93,6 +95,7 @@ def bench_document(
             "winners": [_plain(each) for each in answer.winners],
             "losses": [_plain(each) for each in answer.losses],
             "conclusions": list(answer.conclusions),
+            "replaced": [_plain(each) for each in replacements(answer.cells)],
             "cells": [_cell(cell) for cell in answer.cells],
             "environment": answer.environment,
         },
@@ -142,6 +145,7 @@ def _cell(cell: CellRow) -> dict[str, Any]:
         "choice": cell.choice,
         "peak_memory_bytes": cell.peak_memory_bytes,
         "clocks": cell.clocks,
+        "tuning": cell.tuning,
         "refusals": [
             {"code": code, "message": message, "source": source}
             for code, message, source in cell.refusals
@@ -267,6 +271,12 @@ def _marks(answer: Benched) -> Iterator[Note]:
     baselines = dict.fromkeys(row.baseline for row in answer.ranking_rows() if row.baseline)
     if baselines:
         yield Note(f"against {'; '.join(baselines)}", "speed-up")
+
+
+def _replaced(answer: Benched) -> Iterator[Note]:
+    """Cells whose figures are SDPA's and not those of the form that was asked for."""
+    for where, text in replacement_notes(replacements(answer.cells)):
+        yield Note(text, where, "warning")
 
 
 def _failed(answer: Benched, explain: bool) -> Iterator[Note]:

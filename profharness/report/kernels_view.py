@@ -58,6 +58,7 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
         "predicted": cell.predicted,
         "choice": cell.choice,
         "sdpa_op": cell.sdpa_op,
+        "tuning": cell.tuning,
         "refusals": [
             {"code": code, "message": message, "source": source}
             for code, message, source in cell.refusals

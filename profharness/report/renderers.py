@@ -21,7 +21,6 @@ from profharness.report.document import (
     formatted_rows,
     one_line,
 )
-from profharness.report.html import render_html
 from profharness.report.terminal import render_table
 
 TRIPLES = ("grid", "block")  # split into _x, _y, _z in a CSV, as the store's views do
@@ -164,6 +163,13 @@ def _markdown_table(table: Table) -> str:
     lines.append("| " + " | ".join(rule(column) for column in table.columns) + " |")
     lines += [row(cells) for cells in formatted_rows(table)]
     return "\n".join(lines)
+
+
+def render_html(document: Document, *, width: int = 100, color: bool = False) -> str:
+    """One page that needs nothing beside it; imported when somebody asks for one."""
+    from profharness.report.html import render_html as render
+
+    return render(document, width=width, color=color)
 
 
 RENDERERS: dict[str, Renderer] = {

@@ -5,6 +5,7 @@ already there. A raw trace of a run that cannot be read costs the run that trace
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from profharness.trace import Device, LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
 
+MAX_INT = (1 << 63) - 1  # of SQLite
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
 
 
@@ -123,6 +125,8 @@ def _ingest(writer: _Writer, source: Source, progress: Progress | None) -> Inges
     """The source into the store; a run's trace that turns out unreadable is left out, at the price
     of a new start.
     """
+    if source.run is not None:
+        _check_record(source.path / record.RUN_FILE, source.run)
     known = writer.known()
     unchanged = waiting(lambda: _unchanged(known, source)) if known else None
     if unchanged:
@@ -143,6 +147,29 @@ def _ingest(writer: _Writer, source: Source, progress: Progress | None) -> Inges
                 bad = replace(raw, problem=str(error))
                 raws = tuple(bad if each is raw else each for each in source.raws)
                 source = replace(source, raws=raws)
+
+
+def _check_record(path: Path, run: record.Run) -> None:
+    """Raise TraceFormatError for a record that parses and that the tables cannot hold: told here,
+    before there is a store, and not by SQLite.
+    """
+    (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
+    if count > 1:
+        raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
+    for cell in run.cells:
+        if _largest(msgspec.to_builtins(cell)) > MAX_INT:
+            raise TraceFormatError(
+                path, f"a number of cell {cell.cell!r} is too large", expected="64 bits at most"
+            )
+
+
+def _largest(value: object) -> int:
+    """The largest absolute integer anywhere in plain data, 0 without one."""
+    if isinstance(value, dict):
+        return max(map(_largest, value.values()), default=0)
+    if isinstance(value, list | tuple):
+        return max(map(_largest, value), default=0)
+    return abs(value) if isinstance(value, int) else 0
 
 
 def _open(raw: Raw, opened: ExitStack) -> _Parsed:
@@ -299,11 +326,12 @@ def _insert_cell(
 ) -> int:
     cursor = connection.execute(
         "INSERT INTO cells (run_id, cell, config_id, backend, status, message, choice, iterations, "
-        "peak_memory_bytes, duration_ns, clocks, warnings) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+        "peak_memory_bytes, duration_ns, clocks, warnings, tuning) "
+        "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
         (
             run_id, cell.cell, config_id, cell.backend, cell.status, cell.message, cell.choice,
             cell.iterations, cell.peak_memory_bytes, cell.duration_ns, to_json(cell.clocks),
-            to_json(list(cell.warnings)),
+            to_json(list(cell.warnings)), to_json(cell.tuning) if cell.tuning else None,
         ),
     )  # fmt: skip
     return int(cursor.lastrowid or 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,6 +101,8 @@ def _medians(
     group_of = {row[0]: row[1:] for row in launches if row[1:] in wanted}
     if not group_of:
         return {}
+    from statistics import median  # slow to import, and most runs have no metrics
+
     lists: dict[Group, dict[str, list[float]]] = {group: {} for group in group_of.values()}
     units: dict[str, str] = {}
     last, mine = None, None

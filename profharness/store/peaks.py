@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from profharness.peaks import MEASURED, Peaks, data_sheet
+if TYPE_CHECKING:
+    from profharness.peaks import Peaks
 
 # No reference to environments: they go with the last run that has them, a measurement stays.
 TABLES_5 = (
@@ -57,6 +58,8 @@ def measured_peaks(connection: sqlite3.Connection, device: str) -> Peaks | None:
     ).fetchone()
     if row is None:
         return None
+    from profharness.peaks import MEASURED, Peaks
+
     return Peaks(device, MEASURED, row[0], json.loads(row[1]), *row[2:])
 
 
@@ -66,6 +69,8 @@ def peaks_of(
     """Peaks of an environment's device: measured if there, else from the data sheet. source asks
     for one of the two alone.
     """
+    from profharness.peaks import MEASURED, data_sheet
+
     device = device_name(environment)
     if device is None:
         return None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from profharness.dispatch import Machine
 
 FORCED = ("flash", "efficient", "cudnn", "math")
+PREDICTED = frozenset((*FORCED, "auto", "all-disabled"))
 ELIGIBLE = "eligible"
 REFUSED = "refused"
 
@@ -43,19 +44,17 @@ def predicted(
 
 class Predictions:
     """Predictions for the cells of one answer; environments and cells that are the same are judged
-    once.
+    once. The rules are imported for the first cell that they may have a word on.
     """
 
     def __init__(self) -> None:
-        self._environments: dict[int, tuple[Mapping[str, Any], Machine | None]] = {}
+        self._environments: dict[int, Mapping[str, Any]] = {}
+        self._machine = lru_cache(maxsize=256)(self._find_machine)
         self._known = lru_cache(maxsize=4096)(self._ask)
 
     def add(self, environment_id: int, environment: Mapping[str, Any]) -> None:
         """Make an environment known by its id."""
-        from profharness.dispatch.told import is_told, machine_of
-
-        machine = machine_of(environment) if is_told(environment) else None
-        self._environments[environment_id] = (environment, machine)
+        self._environments[environment_id] = environment
 
     def has(self, environment_id: int) -> bool:
         """Whether `add` has seen this id."""
@@ -63,12 +62,19 @@ class Predictions:
 
     def of(self, label: str, backend: str, environment_id: int) -> str | None:
         """`predicted` for a config's label in an environment."""
-        if self._environments[environment_id][1] is None:
+        if backend not in PREDICTED or "device_type" not in self._environments[environment_id]:
             return None
         return self._known(label, backend, environment_id)
 
     def _ask(self, label: str, backend: str, environment_id: int) -> str | None:
-        environment, machine = self._environments[environment_id]
-        if machine is None or backend not in (*FORCED, "auto", "all-disabled"):
+        machine = self._machine(environment_id)
+        if machine is None:
             return None
+        environment = self._environments[environment_id]
         return predicted(parse_config(label), backend, environment, machine)
+
+    def _find_machine(self, environment_id: int) -> Machine | None:
+        from profharness.dispatch.told import is_told, machine_of
+
+        environment = self._environments[environment_id]
+        return machine_of(environment) if is_told(environment) else None

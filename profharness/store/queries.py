@@ -8,13 +8,10 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from profharness.config import Config
 from profharness.errors import NotFoundError
-from profharness.peaks import Peaks
-from profharness.record import Problem
 from profharness.rows import CellRow, KernelRow, RunRow
 from profharness.store.connection import connect, transaction
 from profharness.store.kernel_query import kernel_rows
@@ -24,7 +21,11 @@ from profharness.store.reading import config_ids, in_list
 from profharness.store.schema import forget_run
 from profharness.store.verifications import verification_rows, wrong_backends
 from profharness.trace import Device
-from profharness.verification import VerificationRow
+
+if TYPE_CHECKING:
+    from profharness.peaks import Peaks
+    from profharness.record import Problem
+    from profharness.verification import VerificationRow
 
 FAILED = ("oom", "error", "crashed", "timeout")
 CANDIDATES_SHOWN = 8
@@ -101,12 +102,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -215,7 +211,8 @@ class Store:
             values += backends
         rows = self.connection.execute(
             "SELECT c.id, r.run, c.cell, cf.label, c.backend, c.status, c.message, c.choice, "
-            "c.sdpa_op, c.iterations, c.warnings, c.peak_memory_bytes, c.clocks, r.environment_id "
+            "c.sdpa_op, c.iterations, c.warnings, c.peak_memory_bytes, c.clocks, r.environment_id, "
+            "c.tuning "
             "FROM cells c JOIN runs r ON r.id = c.run_id JOIN configs cf ON cf.id = c.config_id "
             f"WHERE {' AND '.join(where)} ORDER BY r.created DESC, r.id DESC, c.id",
             values,
@@ -239,7 +236,9 @@ class Store:
         if not predictions.has(row[13]):
             predictions.add(row[13], self._environment(row[13]))
         predicted = predictions.of(row[3], row[4], row[13])
-        values = (*row[1:10], tuple(refusals), warnings, samples_ns, row[11], clocks, predicted)
+        tuning = json.loads(row[14]) if row[14] else None
+        told = (samples_ns, row[11], clocks, predicted, tuning)
+        values = (*row[1:10], tuple(refusals), warnings, *told)
         return CellRow(*values)
 
     def _environment(self, environment_id: int) -> dict[str, Any]:
@@ -282,6 +281,8 @@ class Store:
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
         """What the profilers of a run failed to do, and what helps; empty for a foreign trace."""
+        from profharness.record import Problem
+
         row = self.connection.execute(
             "SELECT problems FROM runs WHERE run = ?", (self.resolve(run or LATEST),)
         ).fetchone()

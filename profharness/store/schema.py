@@ -12,7 +12,7 @@ from profharness.store.peaks import TABLES_5
 from profharness.store.verifications import TABLES_4
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MIGRATION_SET = "profharness"
 
 TABLES_1 = (
@@ -130,6 +130,8 @@ TABLES_2 = (
     "ALTER TABLE runs ADD COLUMN problems TEXT NOT NULL DEFAULT '[]'",
 )
 
+TABLES_6 = ("ALTER TABLE cells ADD COLUMN tuning TEXT",)
+
 GEOMETRY = """lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y, lc.block_z,
     lc.registers_per_thread, lc.static_shared_bytes, lc.dynamic_shared_bytes, lc.shared_bytes"""
 
@@ -224,6 +226,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     migrations(name="003_metrics")(_metrics)
     migrations(name="004_verifications")(_verifications)
     migrations(name="005_peaks")(_peaks)
+    migrations(name="006_tuning")(_tuning)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -282,4 +285,9 @@ def _verifications(db: Any) -> None:
 
 def _peaks(db: Any) -> None:
     for statement in TABLES_5:
+        db.execute(statement)
+
+
+def _tuning(db: Any) -> None:
+    for statement in TABLES_6:
         db.execute(statement)

@@ -8,11 +8,13 @@ import json
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profharness.config import Config, parse_config
-from profharness.record import Cell
-from profharness.verification import VerificationRow
+
+if TYPE_CHECKING:
+    from profharness.record import Cell
+    from profharness.verification import VerificationRow
 
 TABLES_4 = (
     """CREATE TABLE verifications (
@@ -116,5 +118,7 @@ def _code(environment: Mapping[str, Any], backend: str) -> Any:
 
 
 def _row(row: tuple[Any, ...]) -> VerificationRow:
+    from profharness.verification import VerificationRow
+
     passed = None if row[10] is None else bool(row[10])
     return VerificationRow(*(*row[:10], passed, *row[11:]))

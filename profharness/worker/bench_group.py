@@ -20,6 +20,7 @@ from profharness.worker.inputs import Inputs, make_call, make_inputs
 from profharness.worker.profile import with_torch_profiler
 from profharness.worker.program import Write
 from profharness.worker.refusal import heard_warnings
+from profharness.worker.tuning import tuning_of
 from profharness.worker.turns import (
     CPU_CACHE_BYTES,
     WARMUP_MAX_S,
@@ -123,7 +124,8 @@ def _ready(cell: Cell, shared: _Group, heard: list[str]) -> Contestant | Cell:
             begin = time.perf_counter_ns()
             with heard_warnings(heard):
                 cells.try_out(cell, bench, backend, attention, inputs[0])
-            cell = replace(cell, compile_ns=loaded_ns + time.perf_counter_ns() - begin)
+            taken_ns = loaded_ns + time.perf_counter_ns() - begin
+            cell = replace(cell, compile_ns=taken_ns, tuning=tuning_of(attention))
         shared.stage(cell, "warm-up")
         cell = cells.first_call(cell, bench, calls[0], heard)
         expected_ns = _warmed_up(rotating(calls), bench)

@@ -39,6 +39,7 @@ from profharness.worker.inputs import (
 )
 from profharness.worker.profile import profiled_calls, with_torch_profiler
 from profharness.worker.refusal import heard_warnings, is_refusal
+from profharness.worker.tuning import tuning_of
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def _measure(
             with heard_warnings(heard):
                 try_out(cell, bench, backend, attention, inputs)
             known["compile_ns"] = loaded_ns + time.perf_counter_ns() - begin
+            known["tuning"] = tuning_of(attention)
         stage("warm-up")
         cell = first_call(replace(cell, **known), bench, call, heard)
         for _ in range(bench.plan.protocol.warmup):

@@ -27,6 +27,7 @@ from profharness.worker.inputs import Inputs, broken_output, make_forward, make_
 from profharness.worker.poison import NAN_BYTE, OTHER_BYTE, poisoned
 from profharness.worker.reference import GRADIENTS
 from profharness.worker.refusal import heard_warnings, is_refusal
+from profharness.worker.tuning import tuning_of
 
 LARGE = 5.5  # q and k times this: scores of 30 standard deviations, and exp(90) overflows fp32
 OFFSET = 1 << 20  # elements; keeps every alignment that the allocator gives
@@ -47,12 +48,13 @@ class Verifier:
         heard: list[str] = []
         torch.use_deterministic_algorithms(cell.config.deterministic)
         try:
-            checks = self._checks(cell, stage, heard)
+            checks, tuning = self._checks(cell, stage, heard)
         except Exception as error:
             result = failing.failure(cell, self.bench, heard, error)
             if failing.context_is_dead(error):
                 raise failing.DeadContextError(_told(result)) from None
             return _told(result)
+        cell = replace(cell, tuning=tuning)
         wrong = [check for check in checks if check.passed is False]
         if wrong:
             message = f"wrong {wrong[0].what}: {wrong[0].message}"
@@ -61,7 +63,8 @@ class Verifier:
 
     def _checks(
         self, cell: Cell, stage: Callable[[str], None], heard: list[str]
-    ) -> tuple[Check, ...]:
+    ) -> tuple[tuple[Check, ...], dict[str, Any] | None]:
+        """The checks, and what the implementation chose for its last call."""
         backend = find_backend(cell.backend, self.bench.sources)
         stage("compile")
         forward_only = self._refused(cell, backend)
@@ -82,7 +85,7 @@ class Verifier:
         elif got.backward_error:
             text = f"the backward pass failed: {got.backward_error}"
             checks += [Check(name, False, text) for name in GRADIENTS if name not in got.names]
-        return tuple(checks)
+        return tuple(checks), tuning_of(attention)
 
     def _refused(self, cell: Cell, backend: Backend) -> str | None:
         """Why only the forward pass can be verified, or None. Raises what says that neither can."""

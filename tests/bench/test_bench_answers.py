@@ -194,3 +194,24 @@ def test_a_config_is_asked_once_whatever_its_dtype_is_called() -> None:
     assert bench_configs(asked, ("fp16", "fp32"), baseline, "cpu") == [
         baseline, replace(baseline, dtype="fp16"),
     ]  # fmt: skip
+
+
+def test_a_backend_that_sdpa_replaced_is_named_with_its_configs(tmp_path: Path) -> None:
+    labels = ("1,1,16,8192,fp16", "1,1,32,64,fp16")
+    cells = [
+        cell(config, name, {"graph": steady(time)})
+        for config in labels
+        for name, time in (("naive", 11_400), ("naive-compiled", 107_000))
+    ]
+    found = answer(tmp_path, cells)
+    assert "replaced" not in RENDERERS["md"](bench_document(found))
+    op = "aten::_scaled_dot_product_efficient_attention"
+    seen = tuple(replace(each, sdpa_op=op) for each in found.cells[:2])  # naive's is no replacement
+    document = bench_document(replace(found, cells=(*seen, *found.cells[2:])))
+    assert (
+        "naive-compiled at b1-h1-s16-d8192-fp16**: torch.compile replaced it by "
+        "scaled_dot_product_attention, which took efficient"
+    ) in RENDERERS["md"](document)
+    assert document.extra["replaced"] == [
+        {"backend": "naive-compiled", "config": "b1-h1-s16-d8192-fp16", "took": "efficient"}
+    ]

@@ -250,6 +250,37 @@ def test_a_lone_bad_file_is_an_error_and_makes_no_store(
     assert not (tmp_path / "p.db").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"cell": "c0002"}, "2 cells are called 'c0002'"),
+        ({"samples": {"event": [1, -(1 << 63)]}}, "cell 'c0001' is too large"),
+        ({"peak_memory_bytes": 1 << 63}, "cell 'c0001' is too large"),
+        ({"duration_ns": 1 << 200}, "cell 'c0001' is too large"),
+    ],
+)
+def test_a_record_that_no_table_can_hold_is_an_error_and_makes_no_store(
+    tmp_path: Path, run_folder: Folder, change: dict[str, object], told: str
+) -> None:
+    folder = run_folder(cells={"c0001": ["flash"], "c0002": ["math"]})
+    file = folder / "run.json"
+    said = json.loads(file.read_text())
+    said["cells"][0] |= change
+    file.write_text(json.dumps(said))
+    with pytest.raises(TraceFormatError, match=rf"run\.json: .*{told}"):
+        ingest_path(tmp_path / "p.db", folder)
+    assert list(tmp_path.glob("p.db*")) == []
+
+
+def test_the_largest_number_that_a_table_can_hold_is_taken(
+    tmp_path: Path, run_folder: Folder
+) -> None:
+    largest = (1 << 63) - 1
+    ingest_path(tmp_path / "p.db", run_folder(samples=[largest]))
+    with open_store(tmp_path / "p.db") as store:
+        assert store.cells()[0].samples["event"] == (largest,)
+
+
 def test_a_store_that_cannot_be_used_names_the_run_and_the_way_out(
     tmp_path: Path, run_folder: Folder
 ) -> None:

@@ -1,0 +1,262 @@
+"""FlashAttention-2 in Triton: forward and backward, head_dim up to 256, fp16, bf16 and true fp32,
+tiles chosen by measuring. The contract is that of naive.py; the kernels are in
+_flash_triton_kernels.py, the tiles to choose from in _flash_triton_tiles.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LOG2_E = 1.4426950408889634
+
+try:
+    import _flash_triton_kernels as kernels
+    import _flash_triton_tiles as tiles
+    import triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("triton"):
+        raise
+    triton = None
+
+_chosen: dict[str, object] = {}
+_forced: dict[str, Any] = {}
+
+
+def supports(config: Config) -> str | None:
+    """One head_dim up to 256 for queries, keys and values; no mask, no dropout."""
+    if triton is None:
+        return "package triton is not installed (pip install triton)"
+    if config.mask != "none":
+        return f"takes no attention mask (mask={config.mask}); causal is an argument of its own"
+    if config.dropout:
+        return "takes no dropout"
+    if config.value_dim != config.head_dim:
+        return "takes one head_dim for query, key and value"
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"takes head_dim up to {MAX_HEAD_DIM}"
+    return None
+
+
+def tuning() -> dict[str, object] | None:
+    """The tiles that the last call ran with: `forward`, and after a backward pass `backward_kv` and
+    `backward_q`, each with BLOCK_M, BLOCK_N, num_warps, num_stages and variant (`pointers` or
+    `tma`). None before the first call.
+    """
+    return dict(_chosen) or None
+
+
+def force(name: str, tile: Any) -> None:
+    """Run a kernel (`forward`, `backward_kv`, `backward_q`) with one triton.Config from now on; with
+    None, with the one that autotuning finds. What a script that measures each needs.
+    """
+    _forced[name] = tile
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """[B, Hq, Sq, D] in q's dtype. Differentiable once. Raises ValueError for shapes that do not fit
+    together, NotImplementedError for what the kernels cannot do here.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads != kv_heads and (not enable_gqa or heads % kv_heads):
+        raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
+    _check(q, k, v)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if scale < 0:  # the maximum of the scaled scores is that of the scores times the scale
+        q, scale = -q, -scale
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
+        return _Attention.apply(q, k, v, is_causal, scale)
+    return _forward(q, k, v, is_causal, scale, save=False)[0]
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    batch, _, _, head_dim = q.shape
+    same = k.shape == v.shape and k.shape[0] == batch and k.shape[-1] == head_dim
+    if not same or head_dim > MAX_HEAD_DIM:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v))
+        raise NotImplementedError(f"no kernel for the shapes {shapes}")
+    if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
+        raise NotImplementedError(f"no kernel for {q.dtype}, {k.dtype}, {v.dtype}")
+    if triton is None:
+        raise NotImplementedError("package triton is not installed (pip install triton)")
+    if tiles.INTERPRETED:
+        return
+    if q.device.type != "cuda":
+        raise NotImplementedError(
+            f"Triton compiles for GPUs, not for {q.device.type}; TRITON_INTERPRET=1 runs its kernels "
+            "on a CPU, slowly"
+        )
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        raise NotImplementedError("needs compute capability 8.0 or newer")
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        is_causal: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        out, lse = _forward(q, k, v, is_causal, scale, save=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_backward(*ctx.saved_tensors, grad, ctx.is_causal, ctx.scale), None, None
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, *, save: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out like q, and lse [B, H, padded] in powers of two where it is to be saved."""
+    batch, heads, sq, head_dim = q.shape
+    kv_heads, skv = k.shape[1], k.shape[2]
+    _chosen.clear()
+    out = torch.empty_like(q)
+    padded = tiles.padded(sq)
+    lse = q.new_empty((batch, heads, padded), dtype=torch.float32) if save else None
+    if out.numel() == 0 or skv == 0:
+        return out.zero_(), lse
+    kernel = _kernel("forward", head_dim, q.dtype, _tma_fits(q, k, v))
+    with _on(q):
+        kernel[lambda meta: (triton.cdiv(sq, meta["BLOCK_M"]) * batch * heads,)](
+            q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+            heads, heads // kv_heads, sq, skv, padded, scale * LOG2_E, tiles.span(sq, skv),
+            D=head_dim, CAUSAL=is_causal, SAVE=save, BLOCK_D=tiles.block_d(head_dim),
+        )  # fmt: skip
+    _chosen["forward"] = tiles.facts(kernel.best_config)
+    return out, lse
+
+
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv, like q, k and v."""
+    batch, heads, sq, head_dim = q.shape
+    kv_heads, skv = k.shape[1], k.shape[2]
+    dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
+    if out.numel() == 0 or skv == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    delta = torch.empty_like(lse)
+    block_d = tiles.block_d(head_dim)
+    shared = {
+        "heads": heads, "group": heads // kv_heads, "sq": sq, "skv": skv, "padded": lse.shape[2],
+        "qk_scale": scale * LOG2_E, "scale": scale, "span": tiles.span(sq, skv),
+        "D": head_dim, "CAUSAL": is_causal, "BLOCK_D": block_d,
+    }  # fmt: skip
+    strides = (*q.stride(), *k.stride(), *v.stride(), *grad.stride())
+    tma = _tma_fits(q, k, v, grad)
+    with _on(q):
+        rows = tiles.delta_rows(block_d)
+        kernels.deltas[(lse.shape[2] // rows * batch * heads,)](
+            out, grad, lse, delta, *out.stride(), *grad.stride(), heads, sq, lse.shape[2],
+            D=head_dim, BLOCK_D=block_d, BLOCK_M=rows,
+        )  # fmt: skip
+        of_kv = _kernel("backward_kv", head_dim, q.dtype, tma)
+        of_kv[lambda meta: (triton.cdiv(skv, meta["BLOCK_N"]) * batch * kv_heads,)](
+            q, k, v, grad, lse, delta, dk, dv, *strides, *dk.stride(), *dv.stride(), **shared
+        )
+        of_q = _kernel("backward_q", head_dim, q.dtype, tma)
+        of_q[lambda meta: (triton.cdiv(sq, meta["BLOCK_M"]) * batch * heads,)](
+            q, k, v, grad, lse, delta, dq, *strides, *dq.stride(), **shared
+        )
+    _chosen["backward_kv"] = tiles.facts(of_kv.best_config)
+    _chosen["backward_q"] = tiles.facts(of_q.best_config)
+    return dq, dk, dv
+
+
+def _kernel(name: str, head_dim: int, dtype: torch.dtype, tma: bool) -> Any:
+    forced = _forced.get(name)
+    return _tuned(name, head_dim, dtype, tma) if forced is None else _with_tiles(name, (forced,))
+
+
+@functools.cache
+def _tuned(name: str, head_dim: int, dtype: torch.dtype, tma: bool) -> Any:
+    """A kernel that measures its tiles at the first call of a bucket of lengths."""
+    return _with_tiles(name, tuple(choices_of(name, head_dim, dtype, tma=tma)))
+
+
+def choices_of(name: str, head_dim: int, dtype: torch.dtype, *, tma: bool) -> list[Any]:
+    """The triton.Configs that autotuning measures; tma where the tensors are such that TMA reads
+    them.
+    """
+    return tiles.choices(name, tiles.block_d(head_dim), dtype.itemsize, tma=tma)
+
+
+@functools.cache
+def _with_tiles(name: str, choices: tuple[Any, ...]) -> Any:
+    kernel = getattr(kernels, name)
+    made = [each for each in kernel.arg_names if each.endswith("_desc")]
+    kernel = triton.heuristics({each: functools.partial(_descriptor, each) for each in made})(
+        kernel
+    )
+    return triton.autotune(list(choices), key=["D", "CAUSAL", "span"], cache_results=True)(kernel)
+
+
+def _descriptor(name: str, arguments: dict[str, Any]) -> Any:
+    """The TMA descriptor of a tensor for the tile that is being called, None for pointers."""
+    if not arguments["TMA"]:
+        return None
+    name = name.removesuffix("_desc")
+    rows = arguments["BLOCK_M" if name in ("q", "grad") else "BLOCK_N"]
+    tensor = arguments[name]
+    block = [1, 1, rows, arguments["BLOCK_D"]]
+    return TensorDescriptor(tensor, list(tensor.shape), _tma_strides(tensor), block)
+
+
+def _tma_strides(tensor: torch.Tensor) -> list[int]:
+    """Strides in elements; one of a dimension of 1 is never walked and becomes an allowed one."""
+    allowed = 16 // tensor.element_size()
+    return [
+        allowed if size == 1 and place < 3 else stride
+        for place, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    ]
+
+
+def _tma_fits(*tensors: torch.Tensor) -> bool:
+    """Whether TMA can read the tensors: rows of contiguous elements, all aligned to 16 bytes."""
+    if tensors[0].element_size() != 2:
+        return False
+    device = tensors[0].device
+    capable = tiles.INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
+    return capable and all(
+        each.stride(3) == 1
+        and each.data_ptr() % 16 == 0
+        and all(s > 0 and s * each.element_size() % 16 == 0 for s in _tma_strides(each)[:3])
+        for each in tensors
+    )
+
+
+def _on(tensor: torch.Tensor) -> Any:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device if tensor.device.type == "cuda" else -1)

@@ -1,0 +1,85 @@
+"""The classic slow attention kernel: a block per query row, K and V read again for every row, all
+scores of the row in shared memory. A teaching case, not to be optimised; single_query.cu says what
+is wrong with it. The contract is that of naive.py; forward only.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from profharness.backends.cuda_source import CudaSource
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+
+SOURCE = CudaSource(Path(__file__).with_suffix(".cu"))
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "float"}
+THREADS = 256
+WARPS = THREADS // 32
+MAX_KEYS = 24 * 1024
+"""96 KB of scores: what every GPU since compute capability 8.0 has for one block."""
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """[B, Hq, Sq, Dv] in q's dtype, contiguous. Raises ValueError for head counts that do not fit,
+    NotImplementedError for what the kernel has no code for.
+    """
+    (batch, heads, rows, head_dim), (kv_heads, columns) = q.shape, k.shape[1:3]
+    if heads != kv_heads and (not enable_gqa or heads % kv_heads):
+        raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
+    if not q.is_cuda or q.dtype not in TYPES:
+        raise NotImplementedError(
+            f"takes fp16, bf16 and fp32 on a GPU, not {q.dtype} on {q.device}"
+        )
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
+        raise NotImplementedError("has no backward kernel")
+    if columns > MAX_KEYS:
+        raise NotImplementedError(f"takes up to {MAX_KEYS} keys: it keeps all scores of a row")
+    out = torch.empty((batch, heads, rows, v.shape[-1]), dtype=q.dtype, device=q.device)
+    name, shared_bytes, arguments = launch_of(
+        q, k, v, out, is_causal, 1 / math.sqrt(head_dim) if scale is None else scale
+    )
+    kernel = SOURCE.kernel(name, shared_bytes=shared_bytes)
+    kernel.launch((batch * heads * rows,), (THREADS,), *arguments)
+    return out
+
+
+def launch_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[str, int, list[object]]:
+    """The kernel's name, its bytes of dynamic shared memory, and its arguments."""
+    (_, heads, rows, head_dim), (kv_heads, columns) = q.shape, k.shape[1:3]
+    q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
+    sizes = [heads, heads // kv_heads, rows, columns, head_dim, v.shape[-1]]
+    strides = [np.int64(step) for each in (q, k, v) for step in each.stride()[:3]]
+    # in steps of 1 KB, so that neighbouring lengths share one loaded kernel
+    shared_bytes = math.ceil((columns + WARPS) * 4 / 1024) * 1024
+    arguments = [q, k, v, out, float(scale), bool(is_causal), *sizes, *strides]
+    return f"single_query<{TYPES[q.dtype]}>", shared_bytes, arguments
+
+
+def supports(config: Config) -> str | None:
+    """A reason against a config, or None. Masks and dropout never get here."""
+    if config.bwd:
+        return "has no backward kernel"
+    if config.seq_len_kv > MAX_KEYS:
+        return f"takes up to {MAX_KEYS} keys: it keeps all scores of a row in shared memory"
+    return None

@@ -1,0 +1,190 @@
+"""CUDA sources compiled at run time by NVRTC: no ATen, no link step, no host compiler."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from profharness.backends.base import ImplementationError, RefusedError
+from profharness.backends.cuda_cache import (
+    CompiledSource,
+    cache_folder,
+    cache_key,
+    local_files,
+    read_cached,
+    write_cached,
+)
+
+if TYPE_CHECKING:
+    from profharness.backends.cuda_launch import CudaKernel
+
+__all__ = ["CompileError", "CompiledSource", "CudaSource"]
+
+LOG = logging.getLogger(__name__)
+REMEDY = "pip install 'profharness[kernels]'"
+LOG_MARK = "compilation log:"
+
+
+class CompileError(ImplementationError):
+    """A CUDA source does not compile; the text is the compiler's, with file and line."""
+
+
+class CudaSource:
+    """A `.cu` file, or CUDA text in a Python file. Making one imports and compiles nothing.
+
+    text is the source where it stands in the Python file path as a string; lines in errors are then
+    those of that file.
+
+    options are those of cuda.core's ProgramOptions, for instance `{"max_register_count": 128}` or
+    `{"define_macro": [("TILE", "64")]}`; -std=c++17 and -lineinfo are set unless they say otherwise.
+    Files beside the source can be included as `"name.cuh"`. What was loaded stays loaded: a source
+    that is edited takes effect in the next process.
+    """
+
+    def __init__(
+        self, path: Path, options: Mapping[str, Any] | None = None, *, text: str | None = None
+    ) -> None:
+        # absolute: -lineinfo keeps the name, and ncu looks for the source under it
+        self.path = Path(path).resolve()
+        self._given = text
+        self._options: dict[str, Any] = {"std": "c++17", "lineinfo": True, **(options or {})}
+        self._kernels: dict[tuple[int, str, int, int], CudaKernel] = {}
+
+    def cubin(self, names: Sequence[str], arch: str) -> CompiledSource:
+        """The kernels of these names for an architecture such as `sm_90a`; needs no GPU, no driver.
+
+        names are C++ name expressions (`tile<float, 64>`) or names of `extern "C"` kernels. Taken
+        from the cache where nothing changed. Raises CompileError with the compiler's output,
+        RefusedError (`absent`) without cuda-core or NVRTC.
+        """
+        version = nvrtc_version()
+        try:
+            files = local_files(self.path, self._text())
+        except OSError as error:
+            raise CompileError(f"{self.path.name} cannot be read: {error.strerror}") from None
+        parts = [arch, version, *names, *(f"{k}={v!r}" for k, v in sorted(self._options.items()))]
+        stem = f"{self.path.stem}-{arch}-{cache_key(files, parts)}.cubin"
+        place = cache_folder() / stem
+        cached = read_cached(place)
+        if cached is not None:
+            LOG.debug("%s for %s taken from %s", ", ".join(names), arch, place)
+            return cached
+        compiled = self._compile(files[self.path], names, arch, version)
+        if not write_cached(place, compiled):
+            LOG.debug("%s cannot be written to; the next process compiles again", place.parent)
+        return compiled
+
+    def kernel(self, name: str, *, shared_bytes: int = 0, cluster: int = 1) -> CudaKernel:
+        """The kernel on torch's current device, compiled for its own architecture and loaded.
+
+        shared_bytes is the dynamic shared memory of every launch; cluster the number of blocks in
+        a cluster, (cluster, 1, 1) unless a launch says otherwise. The same call again costs a
+        lookup. Raises as `cubin`, LaunchError if the device cannot take the kernel.
+        """
+        import torch
+
+        device = torch.cuda.current_device()
+        key = (device, name, shared_bytes, cluster)
+        found = self._kernels.get(key)
+        if found is None:
+            from profharness.backends.cuda_launch import load_kernel
+
+            compiled = self.cubin([name], architecture(*torch.cuda.get_device_capability(device)))
+            found = load_kernel(compiled, name, device, shared_bytes, cluster)
+            self._kernels[key] = found
+        return found
+
+    def _text(self) -> bytes:
+        content = self.path.read_bytes()
+        if self._given is None:
+            return content
+        text = self._given.encode()
+        at = content.find(text)
+        if at < 0:  # made by the program, or a string with escapes: there are no lines to point to
+            return text
+        line = content[:at].count(b"\n") + 1
+        return f'#line {line} "{self.path}"\n'.encode() + text
+
+    def _compile(
+        self, text: bytes, names: Sequence[str], arch: str, version: str
+    ) -> CompiledSource:
+        program_type, options_type = _compiler()
+        folder = str(self.path.parent)
+        begin = time.perf_counter()
+        log = io.StringIO()
+        try:
+            options = options_type(
+                name=str(self.path), arch=arch, include_path=[folder], **self._options
+            )
+            program = program_type(text.decode(errors="replace"), "c++", options)
+            try:
+                code = program.compile("cubin", name_expressions=tuple(names), logs=log)
+            finally:
+                program.close()
+        except Exception as error:
+            # cuda.core has an exception type of its own in each place where it raises
+            raise CompileError(self._explained(str(error), arch)) from error
+        LOG.debug(
+            "%s compiled from %s for %s by NVRTC %s in %.2f s %s",
+            ", ".join(names), self.path, arch, version, time.perf_counter() - begin, log.getvalue(),
+        )  # fmt: skip
+        # public since cuda.core 0.6
+        mangled = getattr(code, "symbol_mapping", None) or getattr(code, "_sym_map", {})
+        return CompiledSource(
+            bytes(code.code), {name: _decoded(mangled[name]) for name in names}, arch, version
+        )
+
+    def _explained(self, text: str, arch: str) -> str:
+        """The compiler's text with file names as seen from the source's folder."""
+        _, found, log = text.partition(LOG_MARK)
+        told = (log if found else text).replace("\0", "").strip()
+        told = told.replace(f"{self.path.parent}{os.sep}", "")
+        return f"{self.path.name} does not compile for {arch}:\n{told}"
+
+
+def architecture(major: int, minor: int) -> str:
+    """The name for NVRTC of a compute capability: `sm_90a` for 9.0 (wgmma and TMA stand behind the
+    `a`), else `sm_XY`.
+    """
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def nvrtc_version() -> str:
+    """`13.0` and so on. Raises RefusedError (`absent`) where there is no NVRTC."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise RefusedError(
+            "absent", f"CUDA sources need the package cuda-bindings ({REMEDY})"
+        ) from error
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:
+        text = f"CUDA sources need NVRTC, which cannot be loaded ({REMEDY}): {error}"
+        raise RefusedError("absent", text) from error
+    if int(status):
+        raise RefusedError("absent", f"NVRTC does not tell its version: {status.name} ({REMEDY})")
+    return f"{major}.{minor}"
+
+
+def _compiler() -> tuple[Any, Any]:
+    """cuda.core's Program and ProgramOptions."""
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError:
+        try:  # where they stood before cuda.core 0.5
+            from cuda.core.experimental import Program, ProgramOptions
+        except ImportError as error:
+            raise RefusedError(
+                "absent", f"CUDA sources need the package cuda-core ({REMEDY})"
+            ) from error
+    return Program, ProgramOptions
+
+
+def _decoded(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name

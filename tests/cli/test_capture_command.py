@@ -1,0 +1,54 @@
+"""`profharness capture`: what goes together, a run and its resumption; on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from profharness.cli.main import cli
+from profharness.record import read_run, write_run
+
+QUICK = ("--device", "cpu", "--samples", "2", "--iterations", "1", "--warmup", "0")
+
+
+def capture(folder: Path, *arguments: str) -> Result:
+    """The command with its run folders and its store below a folder."""
+    places = ("--store", str(folder / "s.db"), "--out", str(folder / "runs"))
+    return CliRunner().invoke(cli, ["capture", *places, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--resume", "x", "--config", "1,1,16,16"), "leave --config, --configs and --backend out"),
+        (("--resume", "x", "--backend", "math"), "leave --config, --configs and --backend out"),
+        (("--resume", "x"), "no run folder 'x'"),
+        (("--config", "1,1,16,16", "--metrics", "m"), "add --profiler ncu"),
+        (("--config", "1,1,16,16", "--section", "S", "--profiler", "nsys"), "add --profiler ncu"),
+    ],
+)
+def test_what_does_not_go_together_starts_nothing(
+    tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    done = capture(tmp_path, *arguments)
+    assert done.exit_code != 0
+    assert told in str(done.exception) + done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_and_the_rest_of_it(tmp_path: Path) -> None:
+    done = capture(tmp_path, "--config", "1,1,16,16", "--backend", "math", "--note", "n", *QUICK)
+    assert done.exit_code == 0, done.output
+    assert "1 cells: 1 ok" in done.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    run = read_run(folder)
+    assert (run.note, run.profilers, run.protocol.samples) == ("n", ("torch",), 2)
+
+    pending = [type(cell)(cell.cell, cell.config, cell.backend) for cell in run.cells]
+    write_run(folder, type(run)(run.run, run.created, run.profilers, run.protocol, tuple(pending)))
+    (folder / "journal.jsonl").unlink(missing_ok=True)
+    again = capture(tmp_path, "--resume", "latest")
+    assert again.exit_code == 0, again.output
+    assert [cell.status for cell in read_run(folder).cells] == ["ok"]
