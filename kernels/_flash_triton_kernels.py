@@ -110,7 +110,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def forward(
+def flash_forward(
     q, k, v, out, lse,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, o_b, o_h, o_s, o_d,
     heads, group, sq, skv, padded, qk_scale, span, q_desc, k_desc, v_desc,
@@ -164,7 +164,7 @@ def forward(
 
 
 @triton.jit
-def deltas(
+def flash_backward_delta(
     out, grad, lse, delta, o_b, o_h, o_s, o_d, g_b, g_h, g_s, g_d, heads, sq, padded,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +219,7 @@ def _gather(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def backward_kv(
+def flash_backward_dkdv(
     q, k, v, grad, lse, delta, dk, dv,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, g_b, g_h, g_s, g_d,
     dk_b, dk_h, dk_s, dk_d, dv_b, dv_h, dv_s, dv_d,
@@ -301,7 +301,7 @@ def _descend(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def backward_q(
+def flash_backward_dq(
     q, k, v, grad, lse, delta, dq,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, g_b, g_h, g_s, g_d,
     dq_b, dq_h, dq_s, dq_d, heads, group, sq, skv, padded, qk_scale, scale, span,
@@ -348,3 +348,12 @@ def backward_q(
     )  # fmt: skip
     dq = _head(dq, batch, head, dq_b, dq_h)
     _store(dq, dq_s, dq_d, first, sq, dq_tile * scale, D, BLOCK_M, BLOCK_D)
+
+
+PASSES = {
+    "forward": flash_forward,
+    "backward_delta": flash_backward_delta,
+    "backward_kv": flash_backward_dkdv,
+    "backward_q": flash_backward_dq,
+}
+"""The kernel of each pass; tables of tiles and `tuning` name passes, profilers name kernels."""

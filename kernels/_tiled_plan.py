@@ -82,19 +82,16 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        """Layout::TOTAL of tiled.cu."""
+        """Layout::TOTAL of tiled_memory.cuh."""
         part = self.rows * (self.keys + 8) * 4
         weights = self.rows * (self.keys + 16 // self.element_bytes) * self.element_bytes
         staging = self._staging_bytes
         staging_at = 0 if staging <= part else part + weights
         stages = min(self.stages, self.slices) * self.stage_bytes
         phases = max(stages, self._groups * part, part + weights, staging_at + staging)
+        copies = min(self.value_stages, self.units)
         values = self.value_keys * self.columns * self.element_bytes
-        return (
-            math.ceil(phases / 128) * 128
-            + min(self.value_stages, self.units) * values
-            + 4 * self.rows * 4
-        )
+        return math.ceil(phases / 1024) * 1024 + copies * values + 4 * self.rows * 4
 
     @property
     def scratch_floats(self) -> int:

@@ -18,6 +18,11 @@ struct bf16 {
     unsigned short bits;
 };
 
+template <class T>
+constexpr bool is_bf16 = false;
+template <>
+constexpr bool is_bf16<bf16> = true;
+
 // Conversions, to nearest even.
 
 __device__ __forceinline__ float to_float(float value) { return value; }
@@ -202,22 +207,27 @@ __device__ __forceinline__ void load_l2(float (&to)[4], const float* from) {
 // Barriers of `blocks` blocks that are resident together (a cooperative launch); all their threads call it. `counter` is
 // theirs alone and zero before its first use; exactly one of them is `first`. Its bit 31, the phase, turns when the last one
 // arrives, and the bits below are zero again: nothing is to be reset. Call gpu_phase() once, before the first barrier of a
-// launch; every barrier takes the phase that the one before gave.
+// launch; every wait takes the phase that the one before gave. What was written before gpu_arrive() is seen after gpu_wait().
 __device__ __forceinline__ unsigned gpu_phase(const unsigned* counter) {
     unsigned value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(counter)) : "memory");
     return value & 0x80000000u;
 }
 
-__device__ __forceinline__ unsigned gpu_barrier(unsigned* counter, unsigned phase, bool first, int blocks) {
+__device__ __forceinline__ void gpu_arrive(unsigned* counter, bool first, int blocks) {
     __syncthreads();
     if (threadIdx.x == 0) {
         const unsigned step = first ? 0x80000000u - static_cast<unsigned>(blocks - 1) : 1u;
-        unsigned now;
         asm volatile("red.release.gpu.global.add.u32 [%0], %1;"
                      :
                      : "l"(__cvta_generic_to_global(counter)), "r"(step)
                      : "memory");
+    }
+}
+
+__device__ __forceinline__ unsigned gpu_wait(const unsigned* counter, unsigned phase) {
+    if (threadIdx.x == 0) {
+        unsigned now;
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
                          : "=r"(now)

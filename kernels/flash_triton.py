@@ -178,7 +178,7 @@ def _backward(
     tma = _tma_fits(q, k, v, grad)
     with _on(q):
         rows = tiles.delta_rows(block_d)
-        kernels.deltas[(lse.shape[2] // rows * batch * heads,)](
+        kernels.flash_backward_delta[(lse.shape[2] // rows * batch * heads,)](
             out, grad, lse, delta, *out.stride(), *grad.stride(), heads, sq, lse.shape[2],
             D=head_dim, BLOCK_D=block_d, BLOCK_M=rows,
         )  # fmt: skip
@@ -215,7 +215,7 @@ def choices_of(name: str, head_dim: int, dtype: torch.dtype, *, tma: bool) -> li
 
 @functools.cache
 def _with_tiles(name: str, choices: tuple[Any, ...]) -> Any:
-    kernel = getattr(kernels, name)
+    kernel = kernels.PASSES[name]
     made = [each for each in kernel.arg_names if each.endswith("_desc")]
     kernel = triton.heuristics({each: functools.partial(_descriptor, each) for each in made})(
         kernel

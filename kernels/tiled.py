@@ -87,14 +87,15 @@ def run(
         shared_bytes=plan.shared_bytes,
         cluster=1 if plan.grid else plan.parts,
     )
+    shape = (heads, heads // k.shape[1], rows, k.shape[2], width, plan.parts)
+    strides = (np.int64(step) for each in (q, k, v) for step in each.stride()[:3])
+    tiles = math.ceil(rows / plan.rows)
     kernel.launch(
-        (batch * heads * plan.parts, math.ceil(rows / plan.rows), plan.splits),
+        (batch * heads * plan.parts, tiles, plan.splits),
         (256,),
-        *(q, k, v, target, log_sums, scratch, counters),
-        scale * LOG2_E,
-        *(heads, heads // k.shape[1], rows, k.shape[2], width, plan.parts, plan.splits),
+        *(q, k, v, target, log_sums, scratch, counters, scale * LOG2_E, *shape, plan.splits),
         bool(is_causal),
-        *(np.int64(step) for each in (q, k, v) for step in each.stride()[:3]),
+        *strides,
         cooperative=plan.grid,
     )
     if plan.splits > 1:

@@ -13,6 +13,7 @@ struct Fp32Tile {
     static constexpr int STAGE_BYTES = (BM + BN) * STAGE_PITCH * 4;
     static constexpr int V_BYTES = VK * PC * 4;
     static constexpr int WEIGHTS_PITCH = BN + 4;
+    static constexpr int WEIGHTS_BYTES = BM * WEIGHTS_PITCH * 4;
     static constexpr int STAGING_BYTES = 0;
 
     // Scores: TM x TN a thread, one warp is 4 x 8 threads; GROUPS of threads share out the columns of a stage.
@@ -21,6 +22,8 @@ struct Fp32Tile {
     static constexpr int GROUP_THREADS = BM / TM * 8;
     static constexpr int GROUPS = THREADS / GROUP_THREADS;
     static_assert(GROUP_THREADS <= THREADS && BK % 32 == 0 && BK / 4 >= GROUPS, "scores");
+
+    static constexpr int UNROLL = TM * TN <= 64 ? 4 : 2;  // more does not fit the instruction cache
 
     // Output: OM x ON a thread.
     static constexpr int AREA = BM * PC / THREADS;
@@ -32,6 +35,8 @@ struct Fp32Tile {
 
     __device__ static int stage_offset(int row, int chunk) { return row * STAGE_PITCH * 4 + chunk * 16; }
     __device__ static int value_offset(int key, int chunk) { return key * PC * 4 + chunk * 16; }
+    __device__ static int weight_offset(int row, int column) { return (row * WEIGHTS_PITCH + column) * 4; }
+    __device__ static void publish() {}
 
     struct Scores {
         float sum[TM][TN];
@@ -43,6 +48,7 @@ struct Fp32Tile {
                 for (int j = 0; j < TN; ++j) sum[i][j] = 0;
         }
 
+        __device__ void finish() {}
         __device__ static int group() { return threadIdx.x / GROUP_THREADS; }
         __device__ static int row() { return threadIdx.x % GROUP_THREADS / 8; }
         __device__ static int column() { return threadIdx.x % 8; }
@@ -50,7 +56,7 @@ struct Fp32Tile {
         __device__ void add(const unsigned char* stage) {
             const float* queries = reinterpret_cast<const float*>(stage) + row() * STAGE_PITCH;
             const float* keys = reinterpret_cast<const float*>(stage) + (BM + column()) * STAGE_PITCH;
-#pragma unroll 1
+#pragma unroll UNROLL
             for (int step = 0; step < BK / 4 / GROUPS; ++step) {
                 const int at = (step * GROUPS + group()) * 4;
                 float4 a[TM];
@@ -92,6 +98,7 @@ struct Fp32Tile {
                 for (int j = 0; j < ON; ++j) sum[i][j] = 0;
         }
 
+        __device__ void finish() {}
         // A warp is 4 rows x 8 columns of threads; warps go down the rows first.
         __device__ static int row() {
             return threadIdx.x / 32 % (ROW_THREADS / 4) * 4 + threadIdx.x % 32 / 8;
@@ -113,7 +120,7 @@ struct Fp32Tile {
         __device__ void add(const float* weights, const unsigned char* values, int key) {
             const float* p = weights + row() * WEIGHTS_PITCH + key;
             const float* v = reinterpret_cast<const float*>(values) + column();
-#pragma unroll 1
+#pragma unroll UNROLL
             for (int quad = 0; quad < VK; quad += 4) {
                 float4 a[OM];
 #pragma unroll

@@ -13,6 +13,7 @@ struct HalfTile {
     static constexpr int STAGE_BYTES = (BM + BN) * BK * 2;
     static constexpr int V_BYTES = VK * PC * 2;
     static constexpr int WEIGHTS_PITCH = BN + 8;
+    static constexpr int WEIGHTS_BYTES = BM * WEIGHTS_PITCH * 2;
     static_assert(BK % 64 == 0 && PC % 64 == 0 && BM % 16 == 0 && BN % 16 == 0, "whole swizzled rows");
 
     // Scores: WM x WN warps; GROUPS of them share out the columns of a stage, the rest of the warps wait.
@@ -33,6 +34,10 @@ struct HalfTile {
     __device__ static int swizzled(int row, int chunk) { return (chunk & ~7) | ((chunk ^ row) & 7); }
     __device__ static int stage_offset(int row, int chunk) { return row * BK * 2 + swizzled(row, chunk) * 16; }
     __device__ static int value_offset(int key, int chunk) { return key * PC * 2 + swizzled(key, chunk) * 16; }
+    __device__ static int weight_offset(int row, int column) { return (row * WEIGHTS_PITCH + column) * 2; }
+    __device__ static void publish() {}
+    // The byte offset of chunk c + x in a row, from `lane_part` = x ^ row % 8: x is 0 or 1, c even. Constant but for the lane.
+    __device__ static int spot(int lane_part, int c) { return ((lane_part ^ (c & 7)) + (c & ~7)) * 16; }
     __device__ static int lane() { return threadIdx.x % 32; }
     __device__ static int warp() { return threadIdx.x / 32; }
 
@@ -48,24 +53,27 @@ struct HalfTile {
                     for (int e = 0; e < 4; ++e) sum[i][j][e] = 0;
         }
 
-        __device__ static int group() { return warp() / (WM * WN); }
+        __device__ void finish() {}
+        __device__ static int group() { return WM * WN == WARPS ? 0 : warp() / (WM * WN); }
         __device__ static int row() { return warp() % WM * SM * 16; }
         __device__ static int column() { return warp() / WM % WN * SN * 16; }
 
         __device__ void add(const unsigned char* stage) {
             if (group() >= GROUPS) return;
+            const int in_eight = lane() % 8;
+            const unsigned char* queries = stage + (row() + lane() % 16) * BK * 2;
+            const unsigned char* keys = stage + (BM + column() + lane() / 16 * 8 + in_eight) * BK * 2;
+            const int query_part = lane() / 16 ^ in_eight, key_part = lane() / 8 % 2 ^ in_eight;
 #pragma unroll
             for (int step = 0; step < BK / 16 / GROUPS; ++step) {
                 const int chunk = (step * GROUPS + group()) * 2;
                 unsigned a[SM][4];
 #pragma unroll
-                for (int i = 0; i < SM; ++i)
-                    ldmatrix4(a[i], stage + stage_offset(row() + i * 16 + lane() % 16, chunk + lane() / 16));
+                for (int i = 0; i < SM; ++i) ldmatrix4(a[i], queries + i * 16 * BK * 2 + spot(query_part, chunk));
 #pragma unroll
                 for (int j = 0; j < SN; ++j) {
                     unsigned b[4];
-                    const int key = column() + j * 16 + lane() / 16 * 8 + lane() % 8;
-                    ldmatrix4(b, stage + stage_offset(BM + key, chunk + lane() / 8 % 2));
+                    ldmatrix4(b, keys + j * 16 * BK * 2 + spot(key_part, chunk));
                     const unsigned low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
 #pragma unroll
                     for (int i = 0; i < SM; ++i) {
@@ -103,6 +111,7 @@ struct HalfTile {
                     for (int e = 0; e < 4; ++e) sum[i][j][e] = 0;
         }
 
+        __device__ void finish() {}
         __device__ static bool idle() { return warp() >= OWM * OWN; }
         __device__ static int row() { return warp() % OWM * OM * 16; }
         __device__ static int column() { return warp() / OWM * ON * 16; }
@@ -126,16 +135,18 @@ struct HalfTile {
 
         __device__ void add(const T* weights, const unsigned char* values, int key) {
             if (idle()) return;
+            const T* p = weights + (row() + lane() % 16) * WEIGHTS_PITCH + key + lane() / 16 * 8;
+            const unsigned char* v = values + lane() % 16 * PC * 2;
+            const int first = column() / 8, part = lane() / 16 ^ lane() % 8;
 #pragma unroll
             for (int k = 0; k < VK; k += 16) {
                 unsigned a[OM][4];
 #pragma unroll
-                for (int i = 0; i < OM; ++i)
-                    ldmatrix4(a[i], weights + (row() + i * 16 + lane() % 16) * WEIGHTS_PITCH + key + k + lane() / 16 * 8);
+                for (int i = 0; i < OM; ++i) ldmatrix4(a[i], p + i * 16 * WEIGHTS_PITCH + k);
 #pragma unroll
                 for (int j = 0; j < ON; ++j) {
                     unsigned b[4];
-                    ldmatrix4_trans(b, values + value_offset(k + lane() % 16, (column() + j * 16) / 8 + lane() / 16));
+                    ldmatrix4_trans(b, v + k * PC * 2 + spot(part, first + 2 * j));
                     const unsigned low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
 #pragma unroll
                     for (int i = 0; i < OM; ++i) {

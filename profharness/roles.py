@@ -60,12 +60,20 @@ _SPLIT_K = re.compile(r"splitKreduce")
 _NAMED: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (role, re.compile(pattern))
     for role, pattern in (
-        ("combine", r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction"),
-        ("bwd_preprocess", r"dot_do_o|FlashAttnBwdPreprocess|flash_bwd_preprocess"),
+        (
+            "combine",
+            r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction|\bcombine_splits\b",
+        ),
+        (
+            "bwd_preprocess",
+            r"dot_do_o|FlashAttnBwdPreprocess|flash_bwd_preprocess|^flash_backward_delta$",
+        ),
         (
             "bwd_postprocess",
             r"convert_dq|convert_dkv|FlashAttnBwdPostprocess|flash_bwd_postprocess|fmha_reduce_head",
         ),
+        ("softmax_bwd", r"^triton_\w*softmax_backward"),
+        ("softmax", r"^triton_\w*softmax"),
         ("helper", r"prepare_varlen|^triton_(poi|red|per|for)_"),
         (
             "attention_bwd",

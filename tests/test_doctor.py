@@ -34,6 +34,7 @@ from profharness.doctor.surroundings import (
     may_administer,
     process_names,
 )
+from profharness.doctor.system import check_compilers
 from profharness.nsight.tools import Tool
 
 LDD = """\tlinux-vdso.so.1 (0x00007ffc)
@@ -300,6 +301,27 @@ def test_dcgm_by_its_real_process(tmp_path: Path) -> None:
 )
 def test_sandbox(version: str | None, found: bool) -> None:
     assert bool(check_sandbox(version)) == found
+
+
+def test_what_compiles_kernels() -> None:
+    there, nvrtc = check_compilers({"triton": "3.6.0"})
+    assert (there.state, there.detail) == ("ok", "3.6.0")
+    assert (nvrtc.state, nvrtc.detail.partition(".")[0].isdigit()) == ("ok", True)
+    for told in ({"triton": None}, "no worker starts"):
+        absent = check_compilers(told)[0]
+        assert (absent.state, "profharness[kernels]" in absent.remedy) == ("absent", True)
+
+
+def test_nvrtc_that_is_not_installed_is_told_with_its_remedy() -> None:
+    code = (
+        "import sys; sys.modules['cuda'] = None\n"
+        "from profharness.doctor.system import check_nvrtc\n"
+        "print(check_nvrtc())"
+    )
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert "state='absent'" in done.stdout
+    assert "pip install 'profharness[kernels]'" in done.stdout
 
 
 def test_run_checks_without_a_worker(clean: Path, tmp_path: Path) -> None:

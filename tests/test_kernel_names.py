@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profharness.kernel_names import FAMILIES, canonical, parse_kernel_name, short_name
+from profharness.kernel_names.own import TILED_PARAMETERS
 
 csv.field_size_limit(sys.maxsize)
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 TABLE = Path(__file__).parent / "data" / "kernel_names.tsv.gz"
 
 # The list's words for what a name is -> family by direction, and backend.
@@ -163,9 +165,9 @@ def test_a_tile_needs_rows_and_columns(name: str, tile: str | None) -> None:
             *("other", "tiled_attention<fp16,64x128,true>", "64x128", "fp16"),
         ),
         (
-            "void tiled_attention<bf16, 128, 64, 32, 1024, 16, 4, 2, true, false, true, 1>(int)",
+            "void tiled_attention<bf16, 128, 64, 32, 1024, 16, 4, 2, true, false, true, 1, 256>(int)",
             "other",
-            "tiled_attention<bf16,128x64,32,1024,16,4,2,one,split,1>",
+            "tiled_attention<bf16,128x64,32,1024,16,4,2,one,split,1,256>",
             *("128x64", "bf16"),
         ),
         ("void single_query<fp16>(fp16 const*)", "other", "single_query<fp16>", None, "fp16"),
@@ -195,10 +197,29 @@ def test_kernels_of_the_implementations_that_come_with_profharness(
     assert parse_kernel_name(as_nsys(name)).short == short
 
 
+def test_every_kernel_in_kernels_is_known_with_the_arguments_it_has() -> None:
+    """Held against the sources, so that a kernel that is renamed or changed there is found here."""
+    cuda = "\n".join(path.read_text() for path in KERNELS.glob("*.cu"))
+    names = re.findall(r"__global__\s+\w+\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", cuda)
+    assert {"tiled_attention", "combine_splits"} < set(names)
+    for name in names:
+        assert parse_kernel_name(f"void {name}<fp16>(int)").dtype == "fp16", name
+    declared = re.search(r"template <([^>]*)>\s+__global__[^;{]*?\btiled_attention\(", cuda)
+    assert declared is not None
+    assert tuple(re.findall(r"(\w+)(?:,|$)", declared[1])) == TILED_PARAMETERS
+    triton = (KERNELS / "_flash_triton_kernels.py").read_text()
+    names = re.findall(r"^def ([a-z]\w+)", triton, re.MULTILINE)
+    assert len(names) == 4
+    for name in names:
+        parsed = parse_kernel_name(name)
+        expected = ("triton", "bwd" if "backward" in name else "fwd")
+        assert (parsed.family, parsed.direction) == expected, name
+
+
 def test_variants_of_the_tiled_kernel_are_told_apart() -> None:
     flags = ("true", "false")
     names = [
-        f"void tiled_attention<float, 64, 64, 32, 512, 8, 3, 2, {one}, {grid}, {split}, 2>(int)"
+        f"void tiled_attention<float, 64, 64, 32, 512, 8, 3, 2, {one}, {grid}, {split}, 2, 256>(int)"
         for one in flags
         for grid in flags
         for split in flags

@@ -174,3 +174,30 @@ def test_products_outside_of_attention_are_helpers() -> None:
     row = next(r for r in kernel_rows() if r.family == "gemm")
     linear = replace(row, op_path="aten::linear;aten::addmm")
     assert [name for name, _ in assign_roles([linear])] == ["helper"]
+
+
+def bare(family: str, *names: str) -> list[KernelRow]:
+    """Kernels in this order, of one length, as profilers without op stacks see them."""
+    row = replace(rows_of("b2h8s512d64-fp16", "flash")[0], op_path=None, family=family)
+    return [replace(row, kernel=name, first_ns=at) for at, name in enumerate(names)]
+
+
+def test_kernels_of_the_implementations_that_come_with_profharness() -> None:
+    passes = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
+    flash = assign_roles(bare("triton", *(f"flash_{name}" for name in passes)))
+    expected = ["attention", "bwd_preprocess", "attention_bwd", "attention_bwd"]
+    assert [name for name, _ in flash] == expected
+    tiled = bare("other", "void tiled_attention<fp16>(int)", "void combine_splits<fp16>(int)")
+    assert [name for name, _ in assign_roles(tiled)] == ["attention", "combine"]
+
+
+def test_softmax_that_inductor_wrote_tells_the_products_apart() -> None:
+    (product,) = bare("gemm", "sm90_xmma_gemm_f16f16")
+    (softmax,) = bare("triton", "triton_per_fused__softmax_mul_0")
+    rows = [product, softmax, replace(product, kernel="sm90_xmma_gemm_bf16")]
+    rows = [replace(row, first_ns=at, launches_per_call=1.0) for at, row in enumerate(rows)]
+    assert [name for name, _ in assign_roles(rows)] == ["qk", "softmax", "pv"]
+    assert (
+        role(replace(softmax, kernel="triton_red_fused__softmax_backward_data_1")) == "softmax_bwd"
+    )
+    assert role(replace(softmax, kernel="triton_poi_fused_mul_0")) == "helper"

@@ -43,9 +43,10 @@ class Backend:
     devices are where it can exist; context opens the state in which the call runs. load gives the
     callable, inside the worker; without it the call is `scaled_dot_product_attention` with all its
     arguments. absent says why it is not there (worker only), supports why it cannot take a config;
-    None: nothing stands against it. Exceptions of `refuses` in the first call are refusals, others
-    errors. source says where the worker finds an implementation: `/folder/file.py:function` or
-    `package.module:function`; file is its file, packages are the distributions it rests on.
+    None: nothing stands against it. tuning tells what the last call ran with, where the loaded
+    function has no `tuning` of its own. Exceptions of `refuses` in the first call are refusals,
+    others errors. source says where the worker finds an implementation: `/folder/file.py:function`
+    or `package.module:function`; file is its file, packages are the distributions it rests on.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Backend:
     load: Callable[[], Attention] | None = None
     supports: Callable[[Config], str | None] = _nothing
     absent: Callable[[], str | None] = _nothing
+    tuning: Callable[[], Any] = _nothing
     refuses: tuple[type[Exception], ...] = ()
     source: str | None = None
     file: Path | None = None

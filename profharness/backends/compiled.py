@@ -9,9 +9,8 @@ from typing import Any
 
 from profharness.backends.base import Attention, RefusedError, needs_module
 from profharness.backends.sources import find_implementation
+from profharness.rows import REPLACEMENTS
 
-NAIVE_COMPILED = "naive-compiled"
-REPLACEMENTS = "sdpa_replacements"  # key in what `tuning` of the attention tells
 _PLAIN = "naive"
 _MISSING = (
     "there is no kernels/naive.py in the working directory or beside the package; run in a "
@@ -41,7 +40,7 @@ def load_naive_compiled() -> Attention:
         raise RefusedError("absent", _MISSING)
     before = counters["inductor"]["fuse_attention"]
     compiled: Attention = torch.compile(
-        _code_of_its_own(found.load()),
+        code_of_its_own(found.load()),
         dynamic=False,
         fullgraph=True,
         # a graph from the cache on disk passes no pattern matcher, so nothing would be counted
@@ -60,7 +59,7 @@ def load_naive_compiled() -> Attention:
     return attention
 
 
-def _code_of_its_own(function: Any) -> Any:
+def code_of_its_own(function: Any) -> Any:
     """The same function with a new code object, which is what Dynamo counts recompiles by and keeps
     graphs with: each cell starts anew, and no other compiled backend of the process loses its
     graphs, as after torch._dynamo.reset().

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from profharness.backends.base import Attention, Backend, ImplementationError, outside_contract
+from profharness.backends.parts import parts_of
 from profharness.config import Config
 from profharness.errors import UsageError
 
@@ -71,6 +73,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
         DEVICES,
         load=lambda: _implementation(source).attention,
         supports=lambda config: _supports(source, config),
+        tuning=lambda: _tuning(source),
         refuses=(NotImplementedError,),
         source=source,
         file=found,
@@ -78,11 +81,11 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
 
 
 def fingerprint(backend: Backend) -> str | None:
-    """What tells one version of a backend's code from another: the hash of its file, or the
-    versions of its packages; None where there is neither.
+    """What tells one version of a backend's code from another: the hash of its file and of what
+    belongs to it, or the versions of its packages; None where there is neither.
     """
     if backend.file is not None and backend.file.is_file():
-        return f"sha256:{hashlib.sha256(backend.file.read_bytes()).hexdigest()[:16]}"
+        return f"sha256:{_digest(backend.file)}"
     from importlib import metadata
 
     versions = []
@@ -94,6 +97,19 @@ def fingerprint(backend: Backend) -> str | None:
     return ", ".join(versions) or None
 
 
+def _digest(file: Path) -> str:
+    """16 hex digits; those of the content alone where the file is all there is."""
+    parts = parts_of(file)
+    if len(parts) == 1:
+        return hashlib.sha256(parts[file]).hexdigest()[:16]
+    named = {os.path.relpath(path, file.parent): content for path, content in parts.items()}
+    digest = hashlib.sha256()
+    for name in sorted(named):
+        for text in (os.fsencode(name), named[name]):
+            digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.hexdigest()[:16]
+
+
 def where(error: BaseException, file: Path | None) -> str:
     """` (file.py, line 12)`: the innermost line of the file that an exception came through."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -103,10 +119,13 @@ def where(error: BaseException, file: Path | None) -> str:
 
 @dataclass(frozen=True)
 class _Implementation:
-    """What a source holds; error is why it cannot be used."""
+    """What a source holds. tuning is the source's own, else that of the module which defines the
+    function.
+    """
 
     attention: Attention
     supports: Callable[[Config], Any] | None
+    tuning: Callable[[], Any] | None
 
 
 def _of_file(path: Path, function: str, text: str) -> Backend:
@@ -174,6 +193,11 @@ def _supports(source: str, config: Config) -> str | None:
     return answer
 
 
+def _tuning(source: str) -> Any:
+    tuning = _implementation(source).tuning
+    return tuning() if tuning is not None else None
+
+
 def _implementation(source: str) -> _Implementation:
     found = _load(source)
     if isinstance(found, ImplementationError):
@@ -200,8 +224,13 @@ def _load(source: str) -> _Implementation | ImplementationError:
             f"{shown} has no function {function!r}; the contract is "
             f"{function}(q, k, v, *, is_causal=False, scale=None, enable_gqa=False)"
         )
-    supports = getattr(module, "supports", None)
-    return _Implementation(attention, supports if callable(supports) else None)
+    home = sys.modules.get(getattr(attention, "__module__", None) or "")
+    tunings = (getattr(each, "tuning", None) for each in (module, home))
+    return _Implementation(
+        attention,
+        supports if callable(supports := getattr(module, "supports", None)) else None,
+        next(filter(callable, tunings), None),
+    )
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -20,10 +20,11 @@ from profharness.backends.base import (
     wants,
 )
 from profharness.backends.compiled import (
-    NAIVE_COMPILED,
+    code_of_its_own,
     load_naive_compiled,
     naive_compiled_absent,
 )
+from profharness.rows import NAIVE_COMPILED
 
 HALF = ("fp16", "bf16")
 FA4_REMEDY = "pip install flash-attn-4"
@@ -50,9 +51,9 @@ def _flex(kernel_options: dict[str, Any] | None) -> Callable[[], Attention]:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        # past dynamo's recompile limit flex_attention would run uncompiled: start each cell anew
-        torch._dynamo.reset()
-        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        # past Dynamo's recompile limit it would run uncompiled: start each cell anew
+        own = code_of_its_own(flex_attention)
+        compiled = torch.compile(own, dynamic=False, fullgraph=True)
         masks: dict[tuple[int, int], Any] = {}
 
         def causal(_batch: Any, _head: Any, row: Any, column: Any) -> Any:

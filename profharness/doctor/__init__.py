@@ -23,6 +23,7 @@ from profharness.doctor.surroundings import (
     read,
 )
 from profharness.doctor.system import (
+    check_compilers,
     check_cuda,
     check_driver,
     check_python,
@@ -45,6 +46,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         check_python(),
         check_torch(environment),
         *check_cuda(environment),
+        *check_compilers(environment),
         *check_profilers(driver),
         ncu_reader(),
         check_counters(read(DRIVER_PARAMETERS), privileged=may_administer()),

@@ -11,6 +11,7 @@ from typing import Any
 from profharness.doctor.model import Check
 
 TORCH_MIN = (2, 5)
+KERNELS_REMEDY = "pip install 'profharness[kernels]'"
 SQLITE_MIN = (3, 37, 0)  # STRICT tables
 
 
@@ -75,6 +76,28 @@ def check_driver() -> Check:
     if version:
         return Check("driver", "ok", str(version))
     return Check("driver", "absent", "no NVIDIA driver answers")
+
+
+def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
+    """What implementations in kernels/ are compiled by: Triton as a worker sees it, and NVRTC."""
+    triton = None if isinstance(environment, str) else environment.get("triton")
+    return [
+        Check("Triton", "ok", str(triton))
+        if triton
+        else Check("Triton", "absent", "not installed", KERNELS_REMEDY),
+        check_nvrtc(),
+    ]
+
+
+def check_nvrtc() -> Check:
+    """NVRTC, which compiles CUDA sources; that a driver can run them is not asked."""
+    from profharness.backends.base import RefusedError
+    from profharness.backends.cuda_source import nvrtc_version
+
+    try:
+        return Check("NVRTC", "ok", nvrtc_version())
+    except RefusedError as error:
+        return Check("NVRTC", "absent", str(error))
 
 
 def check_sqlite() -> Check:

@@ -84,7 +84,20 @@ def _joined(answer: Explanation, memory: _Memory) -> Explanation:
         )
         for side in answer.backends
     )
-    return replace(answer, observed=observed, backends=backends)
+    replaced = [text for cell in cells if (text := _replaced(cell, memory))]
+    caveats = (*answer.caveats, *replaced[:1])
+    return replace(answer, observed=observed, backends=backends, caveats=caveats)
+
+
+def _replaced(cell: CellRow, memory: _Memory) -> str | None:
+    """What torch.compile put in the place of the plain form, None for any other cell."""
+    from profharness.report.replaced import replacement, replacement_text
+    from profharness.rows import NAIVE_COMPILED
+
+    if cell.backend != NAIVE_COMPILED:
+        return None
+    found = replacement(cell, memory.store.kernels(cell.run, cells=[cell.cell]))
+    return f"{cell.backend}: {replacement_text([found])}, in run {cell.run}" if found else None
 
 
 def _seen(cell: CellRow, memory: _Memory) -> str | None:

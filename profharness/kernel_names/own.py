@@ -20,9 +20,13 @@ _CUDA = frozenset({"single_query", "single_query_attention", "tiled_attention", 
 # A Triton kernel has no parameter list in its name; a CUDA kernel of the same name has.
 _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
 _DTYPES = frozenset({"fp16", "bf16", "fp32"})
-# kernels/tiled.cu: T, BM, BN, BK, CHUNK, PC, STAGES, VALUE_STAGES, ONE, GRID, SPLIT, PER_SM
-_TILED_LENGTH, _TILED_STAGES = 12, 6
-_TILED_FLAGS = {8: "one", 9: "grid", 10: "split"}
+# the template parameters of tiled_attention in kernels/tiled.cu
+TILED_PARAMETERS = (
+    *("T", "BM", "BN", "BK", "CHUNK", "PC", "STAGES", "VALUE_STAGES"),
+    *("ONE", "GRID", "SPLIT", "PER_SM", "THREADS"),
+)
+_TILED_STAGES = TILED_PARAMETERS.index("STAGES")
+_TILED_FLAGS = {TILED_PARAMETERS.index(name): name.lower() for name in ("ONE", "GRID", "SPLIT")}
 
 
 def parse_own(text: str, head: Head) -> KernelName | None:
@@ -43,7 +47,7 @@ def parse_own(text: str, head: Head) -> KernelName | None:
         shown, sizes = reduced_arguments(arguments), [None, None]
     else:
         shown = [word, f"{sizes[0]}x{sizes[1]}", *_rest(arguments)]
-    is_whole = sizes[0] is not None and len(arguments) == _TILED_LENGTH
+    is_whole = sizes[0] is not None and len(arguments) == len(TILED_PARAMETERS)
     return KernelName(
         head.name,
         join_short(head.base, *shown),
@@ -59,7 +63,7 @@ def parse_own(text: str, head: Head) -> KernelName | None:
 
 def _rest(arguments: list[str]) -> list[str]:
     """What follows type and tile: the numbers, and the flags that are set by their names."""
-    if len(arguments) != _TILED_LENGTH:
+    if len(arguments) != len(TILED_PARAMETERS):
         return reduced_arguments(arguments[3:])
     words = [
         _TILED_FLAGS[place] if place in _TILED_FLAGS and argument == "true" else argument

@@ -8,6 +8,7 @@ from typing import Any
 
 from profharness.report.agreement import disagreements
 from profharness.report.document import Block, Column, Document, Heading, Note, Table
+from profharness.report.replaced import replacement, replacement_text
 from profharness.rows import CellRow, KernelRow
 
 SCHEMA = "profharness.kernels/1"
@@ -175,8 +176,8 @@ def _backend_order(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> dict[
 
 
 def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
-    """What is to be said below the table: why a backend has no kernels, each disagreement
-    of the four witnesses, warnings."""
+    """What is to be said below the table: why a backend has no kernels, what torch.compile
+    replaced, each disagreement of the four witnesses, warnings."""
     notes: list[Note] = []
     if cell.status != "ok":
         level = "note" if cell.status == "refused" else "error"
@@ -185,6 +186,9 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
         notes.append(
             Note("no kernels recorded by the profilers asked for", cell.backend, "warning")
         )
+    replaced = replacement(cell, rows)
+    if replaced is not None:
+        notes.append(Note(replacement_text([replaced]), cell.backend, "warning"))
     notes += [Note(text, cell.backend, "warning") for text in disagreements(cell, rows)]
     notes += [Note(text, cell.backend, "warning") for text in cell.warnings]
     return notes

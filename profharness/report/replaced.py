@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from profharness.backends.compiled import NAIVE_COMPILED, REPLACEMENTS
 from profharness.report.expect import backend_of_op, ran_backends
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, CellRow, KernelRow
 
 SHOWN = 3
 
@@ -35,7 +34,7 @@ def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | 
     op = cell.sdpa_op or next((row.sdpa_op for row in rows if row.sdpa_op), None)
     # `triton` is what Inductor writes for the plain form itself
     ran = {backend_of_op(op), *ran_backends(rows)} - {None, "triton"}
-    counted = (getattr(cell, "tuning", None) or {}).get(REPLACEMENTS)
+    counted = (cell.tuning or {}).get(REPLACEMENTS)
     if not ran and not counted:
         return None
     return Replacement(cell.backend, cell.config, " and ".join(sorted(map(str, ran))) or None)

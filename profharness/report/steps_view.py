@@ -73,7 +73,7 @@ BACKEND_COLUMNS = (
 class Step:
     """One step of one cell. Times in ns: mean_ns of one launch, call_ns of all in one call; share
     is of the call (its event or wall time if that was taken, else the sum of its kernels). tile
-    is M x N of its longest kernel, from the kernel's name.
+    is that of its longest kernel, from the kernel's name.
     """
 
     backend: str
@@ -144,8 +144,6 @@ def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float) 
     known = [each for each in times if each is not None]
     total = sum(known) if len(known) == len(times) else None
     longest = max(rows, key=lambda row: row.total_ns or 0)
-    parsed = parse_kernel_name(longest.kernel, longest.kernel_kind)
-    tile = f"{parsed.tile_m}x{parsed.tile_n}" if parsed.tile_m and parsed.tile_n else None
     return Step(
         backend=cell.backend,
         step=name,
@@ -153,7 +151,7 @@ def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float) 
         mean_ns=total / per_call if total is not None and per_call else None,
         call_ns=total,
         share=total / whole_ns if total is not None and whole_ns else None,
-        tile=tile,
+        tile=parse_kernel_name(longest.kernel, longest.kernel_kind).tile,
         kernels=tuple(dict.fromkeys(row.kernel_short for row in rows)),
         profiler=longest.profiler,
     )

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from profharness.profiler_names import PROFILERS
 from profharness.report.document import Block, Column, Document, Heading, Note, Table
 from profharness.report.kernels_view import FIELDS, SCHEMA, cell_notes, cell_record, kernel_record
-from profharness.report.witnesses import PROFILERS, Witnesses, cold_ratio, join
+from profharness.report.witnesses import Witnesses, cold_ratio, join
 from profharness.rows import CellRow, KernelRow
 
 ACHIEVED_OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from profharness.profiler_names import PROFILERS
 from profharness.rows import KernelRow, Triple
 
-PROFILERS = ("torch", "nsys", "ncu")
 MAX_TIME_RATIO = 1.25
 MIN_TIME_DIFFERENCE_NS = 2000
 UNSEEN_BY_NCU = ("memcpy", "memset", "op")  # ncu profiles kernels alone

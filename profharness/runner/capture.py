@@ -21,6 +21,7 @@ from profharness.backends import (
 from profharness.bench_plan import BenchPlan, read_plan, write_plan
 from profharness.config import Config
 from profharness.errors import CaptureError, UsageError
+from profharness.logs import log_wanted
 from profharness.nsight.tools import Tool
 from profharness.record import (
     JOURNAL_FILE,
@@ -193,12 +194,13 @@ def _wrapped_pass(
 
 def _tidy(folder: Path, run: Run) -> None:
     """After a complete run the journal and the plan say nothing that run.json does not; the log
-    stays if a cell failed.
+    stays if a cell failed, and where PROFHARNESS_LOG asks for it.
     """
     (folder / JOURNAL_FILE).unlink(missing_ok=True)
     (folder / PLAN_FILE).unlink(missing_ok=True)
     (folder / SOURCES_FILE).unlink(missing_ok=True)
-    if all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems:
+    went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems
+    if went_well and not log_wanted():
         (folder / LOG_FILE).unlink(missing_ok=True)
 
 

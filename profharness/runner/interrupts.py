@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+POLL_S = 0.02
 
 
 @contextlib.contextmanager
@@ -22,18 +25,42 @@ def held() -> Iterator[None]:
         yield
         return
     caught: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        caught.append(number)
-
+    holds = False
     before = {number: signal.getsignal(number) for number in SIGNALS}
     handled = {number: handler for number, handler in before.items() if callable(handler)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if holds:
+            caught.append(number)
+        else:  # came while handlers are being changed, which what it raises then leaves half-done
+            handled[signal.Signals(number)](number, frame)
+
     for number in handled:
         signal.signal(number, note)
+    holds = True
     try:
         yield
     finally:
+        holds = False
         for number, handler in handled.items():
             signal.signal(number, handler)
         for late in dict.fromkeys(caught):
             signal.raise_signal(late)
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has ended. An exception inside of Popen.poll(), which a signal raises, can
+    leave its lock taken: no wait() would return any more.
+    """
+    with held():
+        return process.poll() is not None
+
+
+def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait for the end of a process that long; whether it came. Interrupts come through."""
+    deadline = time.monotonic() + seconds
+    while not has_ended(process):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -31,6 +31,7 @@ from profharness.nsight.failures import (
 from profharness.nsight.ncu_file import check_file
 from profharness.nsight.tools import Tool
 from profharness.record import Problem, Protocol, TraceFile
+from profharness.runner.interrupts import wait_for
 
 Argv = list[str]
 
@@ -175,8 +176,7 @@ class NsightSession(Session):
         )
         for act, seconds in waits:
             act()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
+            if wait_for(process, seconds):
                 return
         kill_group(process)
 

@@ -19,7 +19,7 @@ import msgspec
 
 from profharness.errors import CaptureError
 from profharness.record import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan, Protocol
-from profharness.runner.interrupts import held
+from profharness.runner.interrupts import has_ended, held
 from profharness.runner.journal import Journal
 from profharness.runner.sessions import Ended, Outcome, Session
 
@@ -132,7 +132,7 @@ def _follow(
     on_entry: Callable[[JournalEntry], None],
 ) -> int | None:
     """Until the process ends: its return code, or None if it takes too long."""
-    while process.poll() is None:
+    while not has_ended(process):
         _take(journal.entries(), watch, pending, on_entry)
         limit = timeout_s if watch.cell is not None else max(START_TIMEOUT_S, timeout_s)
         if time.monotonic() - watch.since > limit:
@@ -240,7 +240,7 @@ def _started(
 def _finish(session: Session, process: subprocess.Popen[bytes], stop: _Stop) -> None:
     """End it, which a second interrupt cuts short, and clear up, which no interrupt does."""
     try:
-        if process.poll() is None:
+        if not has_ended(process):
             _end(session, process, stop)
     finally:
         with held():

@@ -125,7 +125,7 @@ def _ready(cell: Cell, shared: _Group, heard: list[str]) -> Contestant | Cell:
             with heard_warnings(heard):
                 cells.try_out(cell, bench, backend, attention, inputs[0])
             taken_ns = loaded_ns + time.perf_counter_ns() - begin
-            cell = replace(cell, compile_ns=taken_ns, tuning=tuning_of(attention))
+            cell = replace(cell, compile_ns=taken_ns, tuning=tuning_of(backend, attention))
         shared.stage(cell, "warm-up")
         cell = cells.first_call(cell, bench, calls[0], heard)
         expected_ns = _warmed_up(rotating(calls), bench)

@@ -116,7 +116,7 @@ def _measure(
             with heard_warnings(heard):
                 try_out(cell, bench, backend, attention, inputs)
             known["compile_ns"] = loaded_ns + time.perf_counter_ns() - begin
-            known["tuning"] = tuning_of(attention)
+            known["tuning"] = tuning_of(backend, attention)
         stage("warm-up")
         cell = first_call(replace(cell, **known), bench, call, heard)
         for _ in range(bench.plan.protocol.warmup):

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from profharness.logs import start_log
 from profharness.record import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan
 from profharness.worker.ending import EXIT_DEAD_CONTEXT, end_with, leave
 
@@ -41,6 +42,7 @@ def run_program(folder: Path, body: Callable[[Program], None]) -> NoReturn:
     """
     # without Python's handler an interrupt ends also a program that waits inside of CUDA
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    start_log()
     plan = msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
     threading.Thread(target=end_with, args=(plan.parent,), daemon=True).start()
     journal = os.open(folder / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

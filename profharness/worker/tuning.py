@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import msgspec
 
-from profharness.backends import Attention, ImplementationError
+from profharness.backends import Attention, Backend, ImplementationError
 
 
-def tuning_of(attention: Attention | None) -> dict[str, Any] | None:
-    """The answer of `tuning()`, an attribute of the function or of the module that defines it; None
-    where there is neither, or no choice was made. Raises ImplementationError for an answer that is
-    not a dict that JSON can hold.
+def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
+    """What the loaded function says of its last call by an attribute `tuning`, else what its backend
+    says; None where neither says anything. Raises ImplementationError for an answer that is not a
+    dict that JSON can hold.
     """
-    module = sys.modules.get(getattr(attention, "__module__", None) or "")
-    tuning = getattr(attention, "tuning", None) or getattr(module, "tuning", None)
-    if not callable(tuning):
-        return None
-    answer = tuning()
+    own = getattr(attention, "tuning", None)
+    answer = own() if callable(own) else backend.tuning()
     if answer is None:
         return None
     try:

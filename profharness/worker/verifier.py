@@ -85,7 +85,7 @@ class Verifier:
         elif got.backward_error:
             text = f"the backward pass failed: {got.backward_error}"
             checks += [Check(name, False, text) for name in GRADIENTS if name not in got.names]
-        return tuple(checks), tuning_of(attention)
+        return tuple(checks), tuning_of(backend, attention)
 
     def _refused(self, cell: Cell, backend: Backend) -> str | None:
         """Why only the forward pass can be verified, or None. Raises what says that neither can."""

@@ -1,4 +1,4 @@
-"""The backend naive-compiled: Inductor on this CPU with real compiles, and what is told where it put
+"""The backends naive-compiled and flex: Inductor on this CPU with real compiles, and what is told where it put
 SDPA in the place of the plain form.
 """
 
@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 
 from profharness.backends import BACKENDS
-from profharness.backends.compiled import NAIVE_COMPILED, REPLACEMENTS
+from profharness.config import parse_config
+from profharness.explaining.jobs import explain_all
+from profharness.explaining.places import named_places
+from profharness.explaining.stored import with_store
+from profharness.record import Cell, Protocol, Run, write_run
+from profharness.report.kernels_view import cell_notes
 from profharness.report.replaced import replacement, replacement_notes, replacements
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, CellRow, KernelRow
+from profharness.store import ingest_path
 
 ROOT = Path(__file__).parents[2]
 COMPILE = """
@@ -44,14 +50,49 @@ with torch.no_grad():
     first(q, q, q, is_causal=False, scale=2.0, enable_gqa=False)  # keeps its graph
     print(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
 """
+FLEX = """
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.functional import scaled_dot_product_attention
+from profharness.backends.compiled import load_naive_compiled
+from profharness.backends.torch_impls import TORCH_BACKENDS
+
+def call(attention, head_dim, causal):
+    q = torch.randn(1, 2, 32, head_dim)
+    k, v = torch.randn(2, 1, 1, 32, head_dim)
+    arguments = {"is_causal": causal, "scale": None, "enable_gqa": True}
+    with torch.no_grad():
+        out = attention(q, k, v, **arguments)
+    assert (out - scaled_dot_product_attention(q, k, v, **arguments)).abs().max() < 1e-4
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+load = next(backend.load for backend in TORCH_BACKENDS if backend.name == "flex")
+naive, first = load_naive_compiled(), load()
+call(naive, 16, False)
+call(first, 16, True)
+before = graphs()
+for size in range(1, 11):  # beyond Dynamo's recompile limit of 8 graphs for one code object
+    call(load(), 16 * size, size % 2 == 0)
+print(graphs() - before)
+before = graphs()
+call(naive, 16, False)
+call(first, 16, True)
+print(graphs() - before)
+"""
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on a CPU")
 
 
 def counted(cache: Path, graphs: int) -> str:
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return printed(COMPILE, str(graphs), **own)
+
+
+def printed(code: str, *arguments: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(graphs)],
-        capture_output=True, text=True, env=env, cwd=ROOT, check=False,
+        [sys.executable, "-W", "error::UserWarning", "-c", code, *arguments],
+        capture_output=True, text=True, env=os.environ | variables, cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -63,6 +104,11 @@ def test_inductor_puts_sdpa_in_the_place_of_naive_and_it_is_counted_with_a_warm_
 ) -> None:
     assert counted(tmp_path, 10) == f"{[1] * 10}\n1\n"
     assert counted(tmp_path, 1) == "[1]\n1\n"  # from the cache on disk nothing would be counted
+
+
+def test_each_load_of_flex_compiles_anew_and_no_other_loses_its_graph() -> None:
+    """Dynamo's part of it, which is the same on a CPU; what Inductor makes of it is not."""
+    assert printed(FLEX, TORCH_COMPILE_OVERRIDE_BACKENDS=">=0:aot_eager") == "10\n0\n"
 
 
 def test_it_exists_on_a_gpu_alone_and_needs_the_plain_form() -> None:
@@ -101,12 +147,44 @@ def test_each_witness_alone_tells_of_a_replacement() -> None:
 
 
 def test_what_the_worker_counted_tells_of_it_without_a_trace() -> None:
-    if "tuning" not in CellRow.__dataclass_fields__:
-        pytest.skip("cells have no tuning yet")
     found = replacement(cell(tuning={REPLACEMENTS: 1}))
     assert found is not None
     assert found.took is None
     assert replacement(cell(tuning={REPLACEMENTS: 0})) is None
+
+
+def test_kernels_says_so_below_the_table() -> None:
+    def said(one: CellRow, *rows: KernelRow) -> list[str]:
+        notes = cell_notes(one, rows)
+        return [note.text for note in notes if note.text.startswith("torch.compile replaced it")]
+
+    assert said(cell(), kernel("flash")) == [
+        "torch.compile replaced it by scaled_dot_product_attention, which took flash"
+    ]
+    assert said(cell(tuning={REPLACEMENTS: 1})) == [
+        "torch.compile replaced it by scaled_dot_product_attention"
+    ]
+    assert said(cell(), kernel("triton")) == said(cell(backend="naive"), kernel("flash")) == []
+
+
+def test_explain_says_so_of_the_newest_run_that_tells_of_it(tmp_path: Path) -> None:
+    plain = parse_config("2,8,512,64,bf16")
+    for day, counted in ((1, 1), (2, 2), (3, 0)):
+        cells = (
+            Cell("c1", plain, NAIVE_COMPILED, "ok", tuning={REPLACEMENTS: counted}),
+            Cell("c2", plain, "naive", "ok"),
+        )
+        name, when = f"r{day}", f"2026-01-0{day}T00:00:00+00:00"
+        told = {"torch": "2.11.0", "device_type": "cuda", "capability": "9.0"}
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, Run(name, when, ("events",), Protocol(), cells, told))
+        ingest_path(tmp_path / "s.db", tmp_path / name)
+    places = named_places("2.11", "H200", None, None, None)
+    answers = explain_all([plain, parse_config("2,8,256,64,bf16")], places)
+    same, other = (answer.caveats for answer in with_store(answers, tmp_path / "s.db"))
+    said = "torch.compile replaced it by scaled_dot_product_attention, in run r2"
+    assert [text for text in same if "replaced" in text] == [f"{NAIVE_COMPILED}: {said}"]
+    assert not [text for text in other if "replaced" in text]
 
 
 def test_a_note_names_few_configs_and_how_many_more() -> None:

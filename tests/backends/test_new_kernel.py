@@ -41,7 +41,7 @@ def test_what_is_written_is_right_or_skips_with_a_reason(kind: str, tmp_path: Pa
     checked = subprocess.run(
         argv,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         check=False,

@@ -22,6 +22,7 @@ from profharness.runner import CaptureOptions, capture
 from profharness.runner.probe import probe_backends
 
 OTHERS = (*TORCH_BACKENDS, *LIBRARY_BACKENDS)
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=60.0, device="cpu")
 
 
@@ -126,11 +127,15 @@ def test_backends_lists_all_with_their_reasons(
     (tmp_path / "kernels" / "broken.py").write_text("import gone_for_good\n")
     monkeypatch.chdir(tmp_path)
     states = {state.backend: state for state in probe_backends()}
-    assert [*BACKENDS, "broken", "naive"] == list(states)
+    own = [path.stem for path in sorted((ROOT / "kernels").glob("[!_]*.py"))]
+    assert {"naive", "single_query", "flash_triton", "tiled"} <= set(own)
+    assert [*BACKENDS, "broken", *own] == list(states)
     assert (states["math"].runs, states["math"].status, states["math"].code) == (True, "ok", None)
     assert (states["broken"].runs, states["broken"].status) == (False, "error")
     assert "gone_for_good" in str(states["broken"].reason)
     assert states["naive"].runs
+    for name in {*own} - {"naive"}:  # none of them is an error where there is no GPU for it
+        assert (states[name].runs, states[name].status) == (False, "refused"), states[name]
     document = backends_document(list(states.values()))
     assert document.fields[:5] == ("backend", "runs", "reason", "device", "summary")
     assert [row["backend"] for row in document.records] == list(states)

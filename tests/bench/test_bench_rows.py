@@ -21,6 +21,7 @@ from profharness.errors import NotFoundError, UsageError
 from profharness.record import Refusal
 from profharness.report.bench_view import FIELDS, bench_document
 from profharness.report.renderers import RENDERERS
+from profharness.rows import NAIVE_COMPILED, REPLACEMENTS
 from profharness.store import ingest_path, open_store
 
 
@@ -278,3 +279,14 @@ def test_kernel_times_of_a_captured_h200_run_add_up(tmp_path: Path) -> None:
         assert row.mean_ns == pytest.approx(total_ns / iterations)
     flash = rows["b2-h8-s512-d64-fp16", "flash", "graph"]
     assert flash.median_ns == pytest.approx(13_410, rel=0.001)  # as docs/measuring.md has it
+
+
+@pytest.mark.parametrize(("counted", "said"), [(1, True), (0, False)])
+def test_a_bench_without_a_trace_says_what_torch_compile_replaced(
+    counted: int, said: bool, tmp_path: Path
+) -> None:
+    samples = {"graph": steady(80_000)}
+    compiled = cell(STUDY, NAIVE_COMPILED, samples, tuning={REPLACEMENTS: counted})
+    found = answer(tmp_path, [compiled, cell(STUDY, "naive", samples)])
+    text = RENDERERS["md"](bench_document(found))
+    assert ("torch.compile replaced it by scaled" in text.replace("\\", "")) == said

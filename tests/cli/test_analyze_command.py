@@ -96,7 +96,7 @@ def test_steps_of_math_add_up_to_the_call(store: Path) -> None:
     assert sum(row["call_ns"] for row in found) == pytest.approx(153888)  # the median event sample
     assert sum(row["launches_per_call"] or 0 for row in found) == 14
     assert steps["softmax"]["launches_per_call"] == 5
-    assert steps["QK^T"]["tile"] == "128x128"
+    assert steps["QK^T"]["tile"] == "128x128x8"
     assert steps["QK^T"]["mean_ns"] == pytest.approx(22460, abs=10)
     assert steps["scale and mask"]["mean_ns"] == pytest.approx(
         steps["scale and mask"]["call_ns"] / 2

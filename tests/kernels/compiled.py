@@ -43,10 +43,10 @@ def compile_tile(
     """Registers, bytes on the stack and shared bytes of a tile, the numbers of its instructions, and
     the seconds that it took to compile.
     """
-    kernel = getattr(kernels, name)
+    kernel = kernels.PASSES[name]
     block_d = tiles.block_d(head_dim)
     meta = {"D": head_dim, "CAUSAL": causal, "SAVE": True, "BLOCK_D": block_d}
-    if name == "deltas":
+    if name == "backward_delta":
         meta |= {"BLOCK_M": tile[0]}
         options = {"num_warps": tile[2], "num_stages": tile[3]}
     else:

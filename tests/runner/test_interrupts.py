@@ -5,6 +5,7 @@ that no process and no temporary folder is left.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from fake_tools import Behaviour, Scenario, install
 
-from profharness.runner.interrupts import held
+from profharness.runner.interrupts import has_ended, held, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -151,3 +152,50 @@ def test_held_does_nothing_in_another_thread() -> None:
     thread.start()
     thread.join()
     assert steps == [signal.default_int_handler]
+
+
+def storm(seconds: float, body: Callable[[], object]) -> int:
+    """Interrupt the body over and over, microseconds after it began; how often it was. Ctrl-C is
+    handled throughout: each interrupt is raised, none is swallowed.
+    """
+    interrupted, end = 0, time.monotonic() + seconds
+    chance = random.Random(1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while time.monotonic() < end:
+            timer = threading.Timer(chance.uniform(0, 5e-4), signal.raise_signal, (signal.SIGINT,))
+            try:
+                timer.start()
+                for _ in range(1000):
+                    body()
+                timer.join()
+                time.sleep(0.001)
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            assert signal.getsignal(signal.SIGINT) is not None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return interrupted
+
+
+def test_interrupts_at_any_moment_leave_a_process_that_can_be_waited_for() -> None:
+    """With Popen.poll() alone its lock is soon left taken, and wait() never returns."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert storm(4, lambda: has_ended(process)) > 20
+    finally:
+        process.kill()
+    assert wait_for(process, 20)
+    assert process.wait(1) == -signal.SIGKILL
+
+
+def test_wait_for_gives_up() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        begin = time.monotonic()
+        assert not wait_for(process, 0.2)
+        assert 0.2 <= time.monotonic() - begin < 5
+    finally:
+        process.kill()
+        process.wait()

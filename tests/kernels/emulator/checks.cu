@@ -201,13 +201,15 @@ __global__ void meeting(float* numbers, float* out, unsigned* counter) {
     unsigned phase = gpu_phase(counter);
     for (int round = 0; round < 2; ++round) {
         if (threadIdx.x == 0) numbers[block] = block + 100 * round;
-        phase = gpu_barrier(counter, phase, block == 0, blocks);
+        gpu_arrive(counter, block == 0, blocks);
+        phase = gpu_wait(counter, phase);
         for (int other = 0; other < blocks; ++other) {
             float got[1];
             load_l2(got, numbers + other);
             sum += got[0];
         }
-        phase = gpu_barrier(counter, phase, block == 0, blocks);
+        gpu_arrive(counter, block == 0, blocks);
+        phase = gpu_wait(counter, phase);
     }
     out[block * blockDim.x + threadIdx.x] = sum;
 }

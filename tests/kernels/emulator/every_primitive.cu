@@ -21,7 +21,9 @@ __global__ void __launch_bounds__(128) every_primitive(float* out, const T* in, 
     const unsigned packed = pack2<T>(c[0], c[1]);
     const float4 four = *reinterpret_cast<const float4*>(memory + 16 * thread);
     cluster_sync();
-    gpu_barrier(counter, gpu_phase(counter), blockIdx.x == 0, gridDim.x);
+    const unsigned phase = gpu_phase(counter);
+    gpu_arrive(counter, blockIdx.x == 0, gridDim.x);
+    gpu_wait(counter, phase);
     float one[1], two[2], all[4];
     load_l2(one, out + 4 * thread);
     load_l2(two, out + 4 * thread);

@@ -20,6 +20,11 @@ inline float to_float(fp16 value) { return static_cast<float>(std::bit_cast<_Flo
 inline float to_float(bf16 value) { return std::bit_cast<float>(static_cast<unsigned>(value.bits) << 16); }
 
 template <class T>
+constexpr bool is_bf16 = false;
+template <>
+constexpr bool is_bf16<bf16> = true;
+
+template <class T>
 T from_float(float value);
 
 template <>
@@ -243,17 +248,79 @@ void load_l2(float (&to)[N], const float* from) {
 inline unsigned gpu_phase(const unsigned* counter) { return *counter & 0x80000000u; }
 
 // The blocks of a grid-wide barrier are emulated as one cluster: only these are there at the same time.
-inline unsigned gpu_barrier(unsigned* counter, unsigned phase, bool first, int blocks,
-                            emulator::Place place = emulator::Place::current()) {
+inline void gpu_arrive(unsigned* counter, bool first, int blocks, emulator::Place place = emulator::Place::current()) {
     const int present = static_cast<int>(emulator::machine.blocks.size());
-    if (blocks != present) emulator::fail(place, "gpu_barrier of %d blocks in a cluster of %d", blocks, present);
-    emulator::block_barrier("gpu_barrier", place);
+    if (blocks != present) emulator::fail(place, "gpu_arrive of %d blocks in a cluster of %d", blocks, present);
+    emulator::block_barrier("gpu_arrive", place);
     if (emulator::current->thread.x == 0) *counter += first ? 0x80000000u - static_cast<unsigned>(blocks - 1) : 1u;
-    emulator::arrive_at_cluster(place);
-    emulator::wait_for_cluster(place);
-    if (*counter & 0x7fffffffu) emulator::fail(place, "gpu_barrier: not exactly one block of %d is the first", blocks);
-    if (*counter == phase) emulator::fail(place, "gpu_barrier: the phase is not that of the counter");
-    emulator::arrive_at_cluster(place);  // nobody adds for the next barrier before all have looked
-    emulator::wait_for_cluster(place);
-    return *counter;
+}
+
+inline unsigned gpu_wait(const unsigned* counter, unsigned phase, emulator::Place place = emulator::Place::current()) {
+    if (emulator::current->thread.x == 0) {
+        for (int turns = 0; (*counter & 0x80000000u) == phase; ++turns) {
+            if (turns == 1'000'000) emulator::fail(place, "gpu_wait: some block never arrives, or two are the first");
+            emulator::current->place = place;
+            emulator::give_way();
+        }
+    }
+    emulator::block_barrier("gpu_wait", place);
+    return phase ^ 0x80000000u;
+}
+
+// wgmma: each lane computes its own sums when it is called; what is missing is only that they come late.
+#define WGMMA 1
+inline void fence_async_shared() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int N>
+void wgmma_wait() {}
+
+template <int N>
+void wgmma_hold(float (&)[N]) {}
+
+struct WgmmaOperand {
+    const unsigned char* shared;
+    int leading, stride;
+};
+
+inline WgmmaOperand wgmma_operand(const void* shared, int leading, int stride,
+                                  emulator::Place place = emulator::Place::current()) {
+    emulator::check_shared(shared, "wgmma_operand", place);
+    return {static_cast<const unsigned char*>(shared), leading, stride};
+}
+
+namespace emulator {
+
+// The 16-bit value `at` bytes into an operand of rows of 128 bytes, swizzled by the address in shared memory.
+template <class T>
+float swizzled(const WgmmaOperand& operand, std::ptrdiff_t at, const Place& place) {
+    const std::ptrdiff_t plain = operand.shared + at - current->block->shared, size = machine.shared_bytes;
+    const std::ptrdiff_t place_of = plain ^ ((plain >> 7 & 7) << 4);
+    if (place_of < 0 || place_of + 2 > size) fail(place, "wgmma: byte %td of %td bytes of shared memory", place_of, size);
+    T value;
+    std::memcpy(&value, current->block->shared + place_of, 2);
+    return to_float(value);
+}
+
+}  // namespace emulator
+
+template <class T, int N, bool ROWS_SUMMED>
+void wgmma(float (&c)[N / 2], const WgmmaOperand& a, const WgmmaOperand& b,
+           emulator::Place place = emulator::Place::current()) {
+    using emulator::swizzled;
+    const int lane = emulator::current->lane, warp = static_cast<int>(emulator::current->thread.x) / 32 % 4;
+    for (int half = 0; half < 2; ++half) {
+        const int row = 16 * warp + lane / 4 + 8 * half;
+        float from_a[16];
+        for (int k = 0; k < 16; ++k) from_a[k] = swizzled<T>(a, row / 8 * a.stride + row % 8 * 128 + k * 2, place);
+        for (int j = 0; j < N / 8; ++j)
+            for (int e = 0; e < 2; ++e) {
+                const int n = 8 * j + 2 * (lane % 4) + e;
+                for (int k = 0; k < 16; ++k) {
+                    const int at = ROWS_SUMMED ? n / 64 * b.leading + n % 64 * 2 + k / 8 * b.stride + k % 8 * 128
+                                               : n / 8 * b.stride + n % 8 * 128 + k * 2;
+                    c[4 * j + 2 * half + e] += from_a[k] * swizzled<T>(b, at, place);
+                }
+            }
+    }
 }

@@ -1,0 +1,177 @@
+"""What an implementation is made of, whose hash is kept with a run; and where its `tuning` is found."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from profharness.backends import find_backend
+from profharness.backends.parts import parts_of
+from profharness.backends.sources import fingerprint
+from profharness.config import expand_configs
+from profharness.logs import LOG_VARIABLE, start_log
+from profharness.record import Protocol, read_run
+from profharness.runner import CaptureOptions, capture
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=60.0, device="cpu")
+GOOD = """
+from torch.nn.functional import scaled_dot_product_attention
+def attention(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+"""
+CUDA_TEXT = 'CUDA = """\n#include "text.cuh"\n"""\n'
+BELONGS = {
+    "mine.py": f"import numpy\nfrom _tiles import best\nimport sub.deep\n{CUDA_TEXT}{GOOD}",
+    "mine.cu": '#include "near.cuh"\n  #  include "../shared.cuh"\n#include <cuda_fp16.h>\n',
+    "near.cuh": '#include "far.cuh"\n#include "gone.cuh"\n',
+    "far.cuh": '#include "near.cuh"\n',  # a circle
+    "../shared.cuh": "\n",
+    "text.cuh": "\n",
+    "_tiles.py": "def best():\n    from _late import late\nSOURCE = 'other.cu'\nimport mine\n",
+    "_late.py": "late = 1\n",
+    "other.cu": "\n",
+    "sub/__init__.py": "from . import inner\n",
+    "sub/inner.py": "from .. import up\n",
+    "sub/deep.py": "\n",
+    "up.py": "\n",
+}
+OTHERS = {
+    "_unused.py": "\n",
+    "unused.cuh": "\n",
+    "sub/unused.py": "\n",
+    "broken.py": "def (\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in (BELONGS | OTHERS).items():
+        path = tmp_path / "own" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "own"
+
+
+def told(folder: Path) -> str:
+    text = fingerprint(find_backend(str(folder / "mine.py")))
+    assert text is not None and re.fullmatch(r"sha256:[0-9a-f]{16}", text)
+    return text
+
+
+def test_what_belongs_to_a_file(folder: Path) -> None:
+    found = parts_of(folder / "mine.py")
+    assert {os.path.relpath(path, folder) for path in found} == set(BELONGS)
+    assert all(content == path.read_bytes() for path, content in found.items())
+
+
+@pytest.mark.parametrize("name", BELONGS)
+def test_an_edit_of_any_part_is_another_version(name: str, folder: Path) -> None:
+    before = told(folder)
+    assert told(folder) == before
+    with (folder / name).open("a") as file:
+        file.write("# edited\n")
+    assert told(folder) != before
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_edit_of_any_other_file_is_the_same_version(name: str, folder: Path) -> None:
+    before = told(folder)
+    (folder / name).write_text("edited = 1\n")
+    assert told(folder) == before
+
+
+def test_the_version_is_that_of_a_copy_elsewhere_too(folder: Path, tmp_path: Path) -> None:
+    before = told(folder)
+    (tmp_path / "elsewhere").mkdir()
+    moved = folder.rename(tmp_path / "elsewhere" / "own")
+    (tmp_path / "shared.cuh").rename(tmp_path / "elsewhere" / "shared.cuh")
+    assert told(moved) == before
+    near, far = moved / "near.cuh", moved / "far.cuh"
+    texts = near.read_text(), far.read_text()
+    far.write_text(texts[0])
+    near.write_text(texts[1])
+    assert told(moved) != before  # the same contents under other names
+
+
+def test_a_file_that_is_no_python_has_a_version_all_the_same(folder: Path) -> None:
+    assert set(parts_of(folder / "broken.py")) == {folder / "broken.py"}
+    (folder / "broken.py").write_bytes(b"x = '\0'\n")
+    assert set(parts_of(folder / "broken.py")) == {folder / "broken.py"}
+    long = f"x = '{'y' * 5000}.cu'\n"
+    (folder / "broken.py").write_text(long)
+    assert set(parts_of(folder / "broken.py")) == {folder / "broken.py"}
+
+
+def test_parts_of_what_is_in_kernels() -> None:
+    def names(stem: str) -> set[str]:
+        return {path.name for path in parts_of(ROOT / "kernels" / f"{stem}.py")}
+
+    assert names("naive") == {"naive.py"}
+    assert names("flash_triton") >= {"_flash_triton_kernels.py", "_flash_triton_tiles.py"}
+    assert names("tiled") >= {"_tiled_plan.py", "tiled.cu", "device.cuh", "tiled_half.cuh"}
+
+
+TUNINGS = {
+    "home.py": GOOD + "def tuning(): return {'at': 'home'}\n",
+    "shows.py": "from home import attention\n",
+    "own.py": "from home import attention\ndef tuning(): return {'at': 'own'}\n",
+    "says.py": GOOD
+    + "def tuning(): return {'at': 'module'}\nattention.tuning = lambda: {'at': 'function'}\n",
+    "silent.py": GOOD + "tuning = {'at': 'no function'}\n",
+    "wrong.py": GOOD + "def tuning(): return 3\n",
+}
+
+
+def test_tuning_is_found_where_the_function_came_from_elsewhere(tmp_path: Path) -> None:
+    for name, text in TUNINGS.items():
+        (tmp_path / name).write_text(text)
+    options = CaptureOptions(("events",), tmp_path / "runs", QUICK)
+    files = [str(tmp_path / name) for name in TUNINGS]
+    cells = {
+        c.backend: c for c in read_run(capture(expand_configs("1,1,8,8"), files, options)).cells
+    }
+    assert {name: (cell.tuning or {}).get("at") for name, cell in cells.items()} == {
+        "home.py": "home",
+        "shows.py": "home",
+        "own.py": "own",
+        "says.py": "function",
+        "silent.py": None,
+        "wrong.py": None,
+    }
+    assert cells["wrong.py"].status == "error"
+    assert "must return a dict" in str(cells["wrong.py"].message)
+
+
+SAYS = "import logging\nlogging.getLogger('profharness.mine').debug('heard')\n" + GOOD
+
+
+@pytest.mark.parametrize(("level", "kept"), [("debug", True), ("error", True), ("", False)])
+def test_the_log_is_kept_where_it_is_asked_for(
+    level: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "says.py").write_text(SAYS)
+    monkeypatch.setenv(LOG_VARIABLE, level)
+    options = CaptureOptions(("events",), tmp_path / "runs", QUICK)
+    folder = capture(expand_configs("1,1,8,8"), [str(tmp_path / "says.py")], options)
+    log = folder / "worker.log"
+    assert log.exists() == kept
+    if kept:
+        assert ("DEBUG profharness.mine: heard" in log.read_text()) == (level == "debug")
+
+
+def test_a_level_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_VARIABLE, "loud")
+    with pytest.raises(ValueError, match="take debug, info, warning, error"):
+        start_log()
+    done = subprocess.run(
+        [sys.executable, "-m", "profharness", "capture", "--config", "1,1,8,8"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "PROFHARNESS_LOG=loud: no such level" in done.stderr

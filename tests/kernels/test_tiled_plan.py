@@ -1,0 +1,238 @@
+"""The plans of tiled: valid for every problem, of the size that the kernel says, compiled without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulator import COMPILER, emulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiled_emulated import (
+    KERNELS,
+    MAX_CLUSTER,
+    SHARED_BYTES,
+    SOURCE,
+    Plan,
+    Problem,
+    choose_plan,
+    instance,
+)  # fmt: skip
+
+from profharness.backends.cuda_source import CudaSource
+
+MULTIPROCESSORS = 132
+"""Of an H100 SXM and an H200."""
+
+
+def _tune_tiled() -> Any:
+    path = KERNELS.parent / "scripts" / "tune_tiled.py"
+    spec = importlib.util.spec_from_file_location("tune_tiled", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tune_tiled = _tune_tiled()
+TUNED = [tune_tiled.problem_of(shape)[0] for shape in tune_tiled.SHAPES]
+GENERAL = [
+    Problem(8, 1000, 1000, 64, 2, causal=True), Problem(32, 1, 4096, 128, 2), Problem(2, 3, 7, 33, 4),
+    Problem(4, 300, 500, 1000, 4), Problem(64, 512, 512, 512, 2),
+]  # fmt: skip
+
+lengths = st.integers(1, 300) | st.integers(1, 200_000)
+problems = st.builds(
+    Problem,
+    heads=st.integers(1, 64) | st.integers(1, 4096),
+    rows=lengths,
+    keys=st.integers(1, 140) | lengths,
+    head_dim=st.integers(1, 300) | st.integers(1, 8192) | st.sampled_from([512, 2048, 4096, 8192]),
+    element_bytes=st.sampled_from([2, 4]),
+    causal=st.booleans(),
+)
+
+
+def power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def check_tile(plan: Plan) -> None:
+    """What the kernel asserts when it is compiled, and what it takes for granted."""
+    size = plan.element_bytes
+    assert all(map(power_of_two, (plan.rows, plan.keys)))
+    assert 16 <= plan.rows <= 128 and 16 <= plan.keys <= 128
+    assert plan.chunk % plan.slice == 0 and plan.chunk % plan.columns == 0
+    assert plan.keys % plan.value_keys == 0 and plan.units >= 1
+    assert plan.stages >= 2 and plan.value_stages >= 2
+    assert plan.one or plan.columns == plan.chunk
+    assert not (plan.one and plan.splits > 1)
+    for row in (plan.slice, plan.columns):  # a row is copied by whole threads
+        assert plan.threads % (row * size // 16) == 0
+    if size == 4:
+        assert plan.slice % 32 == 0
+        area = plan.rows * plan.columns // plan.threads
+        width = 16 if area >= 128 else 8 if area >= 32 else 4
+        height = area // width
+        assert height >= 1 and (plan.rows // height) * (plan.columns // width) == plan.threads
+        assert plan.rows // height % 4 == 0
+    else:
+        assert plan.slice % 64 == 0 and plan.columns % 64 == 0
+    assert (
+        plan.rows * plan.columns <= 128 * plan.threads
+    )  # a thread's output is 128 registers at most
+
+
+def check_fit(plan: Plan, problem: Problem, multiprocessors: int) -> None:
+    """The plan covers head_dim, and its blocks have room on the GPU."""
+    assert plan.element_bytes == problem.element_bytes
+    assert plan.shared_bytes <= SHARED_BYTES
+    assert plan.parts * plan.chunk >= problem.head_dim > (plan.parts - 1) * plan.chunk
+    row_tiles = math.ceil(problem.rows / plan.rows)
+    blocks = problem.heads * row_tiles * plan.splits * plan.parts
+    if plan.grid:
+        assert plan.parts > 1 and blocks <= multiprocessors  # all are resident together
+    else:
+        assert plan.parts <= MAX_CLUSTER
+
+
+@given(problems, st.sampled_from([132, 114, 144, 78, 16, 1]))
+@settings(max_examples=400, deadline=None)
+def test_a_plan_is_valid_for_every_problem(problem: Problem, multiprocessors: int) -> None:
+    plan = choose_plan(problem, multiprocessors)
+    assert plan == choose_plan(problem, multiprocessors)
+    check_tile(plan)
+    check_fit(plan, problem, multiprocessors)
+    if plan.one:
+        assert problem.keys <= plan.keys and plan.splits == 1
+    tiles = math.ceil(problem.keys / plan.keys)
+    assert 1 <= plan.splits <= max(1, tiles)
+    each = math.ceil(tiles / plan.splits)
+    assert each * (plan.splits - 1) < tiles  # no split without keys
+
+
+@given(problems)
+@settings(max_examples=50, deadline=None)
+def test_a_plan_describes_itself(problem: Problem) -> None:
+    plan = choose_plan(problem, MULTIPROCESSORS)
+    told = json.loads(json.dumps(plan.described()))
+    assert told["tile"] == f"{plan.rows}x{plan.keys}"
+    assert told["exchange"] in ("grid", "cluster", "block")
+    assert (told["exchange"] == "block") == (plan.parts == 1)
+    assert told["shared_bytes"] == plan.shared_bytes
+
+
+@pytest.mark.parametrize("problem", TUNED, ids=str)
+def test_what_is_tried_on_a_gpu_is_valid(problem: Problem) -> None:
+    tried = set(tune_tiled.candidates(problem, MULTIPROCESSORS))
+    assert len(tried) >= 4
+    assert {plan.grid for plan in tried} == {False, True}
+    for plan in tried:
+        check_tile(plan)
+        check_fit(plan, problem, MULTIPROCESSORS)
+
+
+def test_a_shape_is_read() -> None:
+    told = tune_tiled.problem_of("2,4,64,512,bf16")
+    assert told == (Problem(8, 64, 64, 512, 2), torch.bfloat16, (2, 4, 64, 512))
+
+
+LAYOUT = """
+#include "tiled.cu"
+template <class T, int BM, int BN, int BK, int CHUNK, int PC, int STAGES, int VALUE_STAGES,
+          bool ONE, bool GRID, bool SPLIT, int PER_SM, int THREADS>
+int total() {
+    using Tile = typename TileOf<T, BM, BN, BK, PC, THREADS>::type;
+    constexpr int UNITS = BN / Tile::VK * (CHUNK / PC);
+    return Layout<Tile, BM, BN, smaller(STAGES, CHUNK / BK), smaller(VALUE_STAGES, UNITS)>::TOTAL;
+}
+__global__ void totals(int* out) {
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_the_shared_memory_of_a_plan_is_the_kernels(tmp_path: Path) -> None:
+    wide = range(1, 8193, 911)
+    cases = [
+        (d, n, size)
+        for d in (*wide, 64, 512, 8192)
+        for n in (9, 30, 64, 128, 300)
+        for size in (2, 4)
+    ]
+    plans = [choose_plan(Problem(4, n, n, d, size), MULTIPROCESSORS) for d, n, size in cases]
+    plans += [choose_plan(each, MULTIPROCESSORS) for each in TUNED + GENERAL]
+    plans = list(dict.fromkeys(plans))
+    lines = [f"out[{i}] = total<{_type(p)}, {p.template}>();" for i, p in enumerate(plans)]
+    source = tmp_path / "totals.cu"
+    source.write_text(LAYOUT + "\n".join(lines) + "\n}\n")
+    out = torch.zeros(len(plans), dtype=torch.int32)
+    emulate(source, "totals", 1, 1, [out])
+    assert out.tolist() == [plan.shared_bytes for plan in plans]
+
+
+@pytest.fixture(scope="module")
+def resources() -> dict[Problem, str]:
+    """What cuobjdump says of the plan of each problem, compiled for sm_90a."""
+    pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'profharness[kernels]'")
+    source = CudaSource(SOURCE)
+    made = {}
+    for problem in TUNED + GENERAL:
+        plan = choose_plan(problem, MULTIPROCESSORS)
+        made[problem] = source.cubin([instance(_dtype(plan), plan)], "sm_90a")
+    return {problem: _resources(each.cubin) for problem, each in made.items()}
+
+
+def test_the_plans_compile_for_hopper_without_a_gpu(resources: dict[Problem, str]) -> None:
+    for problem, told in resources.items():
+        found = re.search(r"REG:(\d+)", told)
+        assert found is None or 16 <= int(found[1]) <= 255, f"{problem}: {told}"
+
+
+@pytest.mark.parametrize("problem", TUNED, ids=str)
+def test_the_tuned_shapes_use_no_local_memory(
+    resources: dict[Problem, str], problem: Problem
+) -> None:
+    told = resources[problem]
+    found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+    if found is None:
+        pytest.skip("there is no cuobjdump")
+    assert found.groups() == ("0", "0"), told
+
+
+def test_the_other_kernels_compile_too() -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'profharness[kernels]'")
+    names = [f"combine_splits<{each}>" for each in ("float", "fp16", "bf16")]
+    plan = choose_plan(TUNED[1], MULTIPROCESSORS)
+    names += [instance(torch.bfloat16, plan)]
+    assert set(CudaSource(SOURCE).cubin(names, "sm_90a").names) == set(names)
+
+
+def _resources(cubin: bytes) -> str:
+    """Empty where there is no cuobjdump; Triton brings one."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return ""
+    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.is_file():
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words = [str(tool), "--dump-resource-usage", file.name]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+def _dtype(plan: Plan) -> torch.dtype:
+    return torch.float32 if plan.element_bytes == 4 else torch.float16
+
+
+def _type(plan: Plan) -> str:
+    return "float" if plan.element_bytes == 4 else "fp16"
