@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -14,6 +16,14 @@ SHARED_BYTES_OF_TWO = 113 * 1024
 MAX_CLUSTER = 16
 MAX_ONE_TILE = 128
 """Keys that are one tile."""
+START_US = 2.6
+SM_BYTES_PER_NS = 60
+MEMORY_BYTES_PER_NS = 5500
+FP32_FLOP_PER_NS = 300
+WGMMA_FLOP_PER_NS = 2500
+MMA_FLOP_PER_NS = 1250
+EXCHANGE_US = {"block": (0.3, 0.0), "cluster": (1.4, 0.03), "grid": (3.0, 0.06)}
+"""What an exchange takes, and what each part adds to it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Plan:
     grid: bool = False
     per_sm: int = 1
 
-    @property
+    @cached_property
     def template(self) -> str:
         """The kernel's template arguments after its element type."""
         numbers = (self.rows, self.keys, self.slice, self.chunk, self.columns)
@@ -60,6 +70,11 @@ class Plan:
         words = [*map(str, (*numbers, self.stages, self.value_stages))]
         words += [str(flag).lower() for flag in flags]
         return ", ".join([*words, str(self.per_sm)])
+
+    @property
+    def exchange(self) -> str:
+        """Where the parts of a tile exchange scores: `grid`, `cluster`, or `block` for one part."""
+        return "grid" if self.grid else "cluster" if self.parts > 1 else "block"
 
     @property
     def stage_bytes(self) -> int:
@@ -80,7 +95,7 @@ class Plan:
         """Copies of V that a tile takes."""
         return self.keys // self.value_keys * (self.chunk // self.columns)
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         """Layout::TOTAL of tiled_memory.cuh."""
         part = self.rows * (self.keys + 8) * 4
@@ -122,37 +137,49 @@ class Plan:
             "chunk": self.chunk,
             "parts": self.parts,
             "splits": self.splits,
-            "exchange": "grid" if self.grid else "cluster" if self.parts > 1 else "block",
+            "exchange": self.exchange,
             "stages": self.stages,
             "value_stages": self.value_stages,
             "shared_bytes": self.shared_bytes,
         }
 
 
-def choose_plan(problem: Problem, multiprocessors: int) -> Plan:
-    """The plan for a problem on a GPU with that many SMs."""
-    if problem.keys <= MAX_ONE_TILE:
-        return _one_tile(problem, multiprocessors)
-    return _many_tiles(problem, multiprocessors)
+@lru_cache(maxsize=1024)
+def choose_plan(problem: Problem, multiprocessors: int, exchange: str | None = None) -> Plan:
+    """The plan for a problem on a GPU with that many SMs. exchange limits the choice: `block` (one
+    block a tile: nothing to exchange), `cluster` or `grid`; without it the fastest is taken.
+    """
+    if problem.keys > MAX_ONE_TILE:
+        return _many_tiles(problem, multiprocessors)
+    plans = [
+        plan
+        for plan in one_tile_plans(problem, multiprocessors)
+        if exchange is None or plan.exchange == exchange
+    ]
+    if not plans:
+        raise NotImplementedError(f"no plan exchanges through a {exchange} for {problem}")
+    return min(plans, key=lambda plan: expected_us(plan, problem, multiprocessors))
 
 
-def _one_tile(problem: Problem, multiprocessors: int) -> Plan:
-    """All keys at once: enough parts to give every SM a block, in a grid where a cluster is too small."""
+def one_tile_plans(problem: Problem, multiprocessors: int) -> Iterator[Plan]:
+    """All keys at once: every tile of rows, every number of parts, every exchange that can be."""
     size = problem.element_bytes
-    rows = min(128, max(16, _power_of_two(problem.rows)))
     keys = max(16, _power_of_two(problem.keys))
-    chunk = min(_power_of_two(problem.head_dim), 512)
-    while _blocks(problem, rows, chunk // 2) <= multiprocessors and chunk > 64:
-        chunk //= 2
-    chunk = max(64, chunk)
-    parts = math.ceil(problem.head_dim / chunk)
-    while parts > MAX_CLUSTER and _blocks(problem, rows, chunk) > multiprocessors:
-        chunk, parts = chunk * 2, math.ceil(problem.head_dim / (chunk * 2))
-    grid = parts > 1 and _blocks(problem, rows, chunk) <= multiprocessors
-    columns = min(chunk, 512, 32768 // rows // (2 if size == 2 and rows == 128 else 1))
-    slice_ = 64 if size == 2 else 32
-    plan = Plan(size, rows, keys, slice_, chunk, columns, 3, 2, parts, grid=grid)
-    return _with_copies(plan)
+    width = max(64, _power_of_two(problem.head_dim))
+    for rows in (16, 32, 64, 128):
+        if rows > max(16, _power_of_two(problem.rows)):
+            continue
+        chunk = 64
+        while chunk <= width:
+            parts = math.ceil(problem.head_dim / chunk)
+            columns = min(chunk, 512, 32768 // rows // (2 if size == 2 and rows == 128 else 1))
+            wide = 128 if rows == 16 else 64 if size == 2 or chunk >= 256 else 32
+            plan = Plan(size, rows, keys, min(wide, chunk), chunk, columns, 2, 2, parts)
+            if parts <= MAX_CLUSTER:
+                yield _with_copies(plan)
+            if parts > 1 and _blocks(problem, plan) <= multiprocessors:
+                yield _with_copies(replace(plan, grid=True))
+            chunk *= 2
 
 
 def _many_tiles(problem: Problem, multiprocessors: int) -> Plan:
@@ -162,30 +189,53 @@ def _many_tiles(problem: Problem, multiprocessors: int) -> Plan:
     size = problem.element_bytes
     rows = min(64, max(16, _power_of_two(problem.rows)))
     chunk = min(512, max(64, _power_of_two(problem.head_dim)))
+    if size == 2 and chunk <= 128 and problem.rows > 64:
+        rows = 128
     parts = math.ceil(problem.head_dim / chunk)
-    tiles = math.ceil(problem.keys / 64)
-    splits = max(1, min(tiles // 2, multiprocessors // _blocks(problem, rows, chunk)))
-    splits = math.ceil(tiles / math.ceil(tiles / splits))
     slice_ = 64 if size == 2 else 32
-    plan = Plan(size, rows, 64, slice_, chunk, chunk, 3, 2, parts, splits, one=False)
-    return _with_copies(plan)
+    plan = Plan(size, rows, 64, slice_, chunk, chunk, 2, 2, parts, one=False)
+    tiles = math.ceil(problem.keys / plan.keys)
+    splits = max(1, min(tiles // 2, multiprocessors // _blocks(problem, plan)))
+    splits = math.ceil(tiles / math.ceil(tiles / splits))
+    return _with_copies(replace(plan, splits=splits))
 
 
 def _with_copies(plan: Plan) -> Plan:
-    """As many copies under way as the shared memory holds."""
-    plan = replace(plan, stages=min(plan.stages, plan.slices + 1))
-    for values in range(plan.units + 1, 2, -1):
-        more = replace(plan, value_stages=values)
-        if more.shared_bytes <= SHARED_BYTES:
-            return more
-    return replace(plan, value_stages=2)
+    """As many copies under way as the shared memory holds: five of values if it can be, then all of
+    queries and keys.
+    """
+    for values in range(min(plan.units + 1, 5), 1, -1):
+        for stages in range(plan.slices + 1, 1, -1):
+            more = replace(plan, stages=stages, value_stages=values)
+            if more.shared_bytes <= SHARED_BYTES:
+                return more
+    raise ValueError(f"{plan} does not fit into {SHARED_BYTES} bytes of shared memory")
 
 
-def _blocks(problem: Problem, rows: int, chunk: int) -> int:
-    tiles = math.ceil(problem.rows / rows)
-    return tiles * problem.heads * math.ceil(problem.head_dim / max(chunk, 64))
+def expected_us(plan: Plan, problem: Problem, multiprocessors: int) -> float:
+    """A rough time on an H200, for comparing plans: copies, arithmetic and exchange one after the
+    other. The rates were fitted to what scripts/tune_tiled.py measured.
+    """
+    blocks = _blocks(problem, plan)
+    waves = math.ceil(blocks / multiprocessors)
+    if plan.exchange == "cluster":
+        # a cluster stands within a GPC; of 16 or 18 SMs some stay unused
+        waves = math.ceil(blocks / (multiprocessors - 4 - plan.parts))
+    bytes_ = (plan.rows * 2 + plan.keys * 2) * plan.chunk * plan.element_bytes
+    rate = min(SM_BYTES_PER_NS, MEMORY_BYTES_PER_NS / min(blocks, multiprocessors))
+    flop = 4 * plan.rows * plan.keys * plan.chunk
+    half_rate = WGMMA_FLOP_PER_NS if plan.rows == 128 else MMA_FLOP_PER_NS
+    arithmetic = flop / (FP32_FLOP_PER_NS if plan.element_bytes == 4 else half_rate)
+    copies = bytes_ / rate
+    spent = max(copies, arithmetic) + min(copies, arithmetic) / 2
+    exchange, each = EXCHANGE_US[plan.exchange]
+    return START_US + waves * (spent / 1000 + exchange + each * plan.parts)
+
+
+def _blocks(problem: Problem, plan: Plan) -> int:
+    return math.ceil(problem.rows / plan.rows) * problem.heads * plan.parts
 
 
 def _power_of_two(number: int) -> int:
     """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()
+    return 1 << (max(1, number) - 1).bit_length()

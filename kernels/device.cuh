@@ -184,6 +184,12 @@ __device__ __forceinline__ float exp2_fast(float value) {
     return result;
 }
 
+// A launch with overlap starts while the kernel before it ends. wait_for_previous() stands before the first access to memory
+// that the other may still use; let_next_start() lets the next kernel in the stream start as early.
+
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
 // Through L2, where blocks of one launch see each other's writes.
 
 __device__ __forceinline__ void load_l2(float (&to)[1], const float* from) {

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(256, PER_SM)
     const int row0 = (gridDim.y - 1 - blockIdx.y) * BM;  // causal: the longest first
     const long long lines = static_cast<long long>(gridDim.x / parts) * rows;
     Partners partners{rank, parts, scratch + static_cast<long long>(unit) * ((parts + 1) * BM * BN + 2 * BM),
-                            counters + unit * 32, GRID ? gpu_phase(counters + unit * 32) : 0u};
+                            counters + unit * 32, 0};
     const int column0 = rank * CHUNK, width = smaller(CHUNK, head_dim - column0);
     q += batch * q_batch + head * q_head + row0 * q_row + column0;
     k += batch * k_batch + head / group * k_head + column0;
@@ -54,6 +54,9 @@ __global__ void __launch_bounds__(256, PER_SM)
     const int first_tile = split * per_split;
     const int end_tile = ONE ? first_tile + 1 : larger(first_tile + 1, smaller(tiles, first_tile + per_split));
 
+    let_next_start();
+    wait_for_previous();
+    if (GRID) partners.phase = gpu_phase(partners.counter);
     typename Tile::Output output;
     for (int tile = first_tile; tile < end_tile; ++tile) {
         const int key0 = tile * BN, keys = larger(0, columns - key0);

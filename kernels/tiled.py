@@ -23,10 +23,11 @@ SOURCE = CudaSource(Path(__file__).with_suffix(".cu"))
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "float"}
 LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 8192
-COUNTERS = 1 << 12
-"""Launches that may be in flight at once before two of them share a barrier."""
+MAX_ROWS = 65535 * 64
+"""As many tiles as the y dimension of a grid has."""
+WORDS_OF_CAPTURES = 1 << 13
 
-_last: dict[str, object] | None = None
+_last: Plan | None = None
 
 
 def attention(
@@ -41,17 +42,75 @@ def attention(
     """[B, Hq, Sq, D] in q's dtype, contiguous. Raises ValueError for head counts that do not fit,
     NotImplementedError for what the kernel has no code for.
     """
+    return _planned(q, k, v, None, is_causal, scale, enable_gqa)
+
+
+def one_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`attention` with all of head_dim in one block, up to 128 keys: a step on the way, not a fast one."""
+    return _planned(q, k, v, "block", is_causal, scale, enable_gqa)
+
+
+def one_cluster(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`attention` with head_dim split over the blocks of a cluster, up to 128 keys; the same."""
+    return _planned(q, k, v, "cluster", is_causal, scale, enable_gqa)
+
+
+def _planned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    exchange: str | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    _check(q, k, v, enable_gqa)
+    if not q.numel() or not k.shape[2]:
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    problem = Problem(
+        q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.element_size(), is_causal
+    )
+    plan = choose_plan(problem, _multiprocessors(q.device.index), exchange)
+    return run(plan, q, k, v, is_causal=is_causal, scale=scale)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and (not enable_gqa or heads % kv_heads):
         raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
-    if not q.is_cuda or q.dtype not in TYPES:
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v))
+        raise NotImplementedError(f"takes one batch and one head_dim for q, k and v, not {shapes}")
+    if not (q.is_cuda and q.device == k.device == v.device):
         raise NotImplementedError(
-            f"takes fp16, bf16 and fp32 on a GPU, not {q.dtype} on {q.device}"
+            f"takes tensors on one GPU, not {q.device}, {k.device}, {v.device}"
+        )
+    if q.dtype not in TYPES or not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError(
+            f"takes fp16, bf16 or fp32 for all three, not {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if q.shape[3] > MAX_HEAD_DIM or q.shape[2] > MAX_ROWS:
+        raise NotImplementedError(
+            f"takes head_dim up to {MAX_HEAD_DIM} and {MAX_ROWS} rows, not {q.shape[3]}, {q.shape[2]}"
         )
     if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
         raise NotImplementedError("has no backward kernel")
-    plan = choose_plan(_problem(q, k, is_causal), _multiprocessors(q.device.index))
-    return run(plan, q, k, v, is_causal=is_causal, scale=scale)
 
 
 def run(
@@ -81,7 +140,7 @@ def run(
     if plan.grid:
         floats = units * plan.scratch_floats
         scratch = torch.empty(floats, dtype=torch.float32, device=q.device)
-        counters = _next_counters(q.device.index, units)
+        counters = _counters(q.device.index, units)
     kernel = SOURCE.kernel(
         f"tiled_attention<{element}, {plan.template}>",
         shared_bytes=plan.shared_bytes,
@@ -97,17 +156,18 @@ def run(
         bool(is_causal),
         *strides,
         cooperative=plan.grid,
+        overlap=True,
     )
     if plan.splits > 1:
         combine = SOURCE.kernel(f"combine_splits<{element}>")
         combine.launch((lines,), (256,), target, log_sums, out, plan.splits, width)
-    _last = plan.described()
+    _last = plan
     return out if width == head_dim else out[..., :head_dim].contiguous()
 
 
 def tuning() -> dict[str, object] | None:
     """The plan of the last call."""
-    return _last
+    return None if _last is None else _last.described()
 
 
 def supports(config: Config) -> str | None:
@@ -118,14 +178,11 @@ def supports(config: Config) -> str | None:
         return "takes one head_dim for query, key and value"
     if config.head_dim > MAX_HEAD_DIM:
         return f"takes head_dim up to {MAX_HEAD_DIM}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
-        return "needs thread block clusters (compute capability 9.0)"
+    if config.seq_len_q > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} query rows"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10):
+        return "needs clusters and 227 KB of shared memory a block (compute capability 9.0 or 10.0)"
     return None
-
-
-def _problem(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> Problem:
-    batch, heads, rows, head_dim = q.shape
-    return Problem(batch * heads, rows, k.shape[2], head_dim, q.element_size(), is_causal)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +192,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     per = 16 // tensor.element_size()
     short = -tensor.shape[-1] % per
     if short:
-        return torch.nn.functional.pad(tensor, (0, short))
+        return torch.nn.functional.pad(tensor, (0, short)).contiguous()
     strides = [s for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1]
     straight = tensor.stride(-1) == 1 and not any(step % per for step in strides)
     return (
@@ -150,17 +207,30 @@ def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-_counters: dict[int, tuple[torch.Tensor, int]] = {}
+_of_stream: dict[tuple[int, int], torch.Tensor] = {}
+_of_captures: dict[int, tuple[torch.Tensor, int]] = {}
 
 
-def _next_counters(device: int, units: int) -> torch.Tensor:
-    """A barrier's words for each tile of a launch, 128 bytes each and zero between launches. They are
-    handed out in turn, so that launches in flight together do not share any.
+def _counters(device: int, units: int) -> torch.Tensor:
+    """A barrier's words for each tile of a launch, 128 bytes each, zero between launches. Launches on
+    one stream come one after the other and share them; every captured launch has its own, since
+    graphs may be replayed side by side.
     """
-    memory, used = _counters.get(device, (None, 0))
-    if memory is None:
-        memory = torch.zeros((COUNTERS, 32), dtype=torch.int32, device=f"cuda:{device}")
-    if used + units > COUNTERS:
-        used = 0
-    _counters[device] = (memory, used + units)
-    return memory[used : used + units]
+    if torch.cuda.is_current_stream_capturing():
+        memory, used = _of_captures.get(device, (None, 0))
+        if memory is None or used + units > len(memory):
+            # zeroed by the graph itself if it is made in a capture
+            memory, used = _zeroed(device, max(units, WORDS_OF_CAPTURES)), 0
+        _of_captures[device] = (memory, used + units)
+        return memory[used : used + units]
+    if device not in _of_captures:
+        _of_captures[device] = (_zeroed(device, WORDS_OF_CAPTURES), 0)
+        torch.cuda.current_stream(device).synchronize()
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _of_stream or len(_of_stream[key]) < units:
+        _of_stream[key] = _zeroed(device, max(units, 256))
+    return _of_stream[key][:units]
+
+
+def _zeroed(device: int, units: int) -> torch.Tensor:
+    return torch.zeros((units, 32), dtype=torch.int32, device=f"cuda:{device}")

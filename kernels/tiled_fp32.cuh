@@ -23,7 +23,7 @@ struct Fp32Tile {
     static constexpr int GROUPS = THREADS / GROUP_THREADS;
     static_assert(GROUP_THREADS <= THREADS && BK % 32 == 0 && BK / 4 >= GROUPS, "scores");
 
-    static constexpr int UNROLL = TM * TN <= 64 ? 4 : 2;  // more does not fit the instruction cache
+    static constexpr int UNROLL = TM * TN <= 64 ? 4 : 1;  // more does not fit the instruction cache
 
     // Output: OM x ON a thread.
     static constexpr int AREA = BM * PC / THREADS;

@@ -87,10 +87,11 @@ struct WideTile {
 
         __device__ void add(const T* weights, const unsigned char* values, int key) {
             const unsigned char* p = reinterpret_cast<const unsigned char*>(weights) + weight_offset(group_row(), key);
+            static_assert(VK % 64 == 0, "whole blocks of weights");
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < VK; k += 16)
-                wgmma<T, PC, true>(this->sum, wgmma_operand(p + k * 2, 16, 1024),
+                wgmma<T, PC, true>(this->sum, wgmma_operand(p + k / 64 * (BM * 128) + k % 64 * 2, 16, 1024),
                                    wgmma_operand(values + k * 128, VK * 128, 1024));
             wgmma_commit();
         }

@@ -32,10 +32,22 @@ PATH = (
         "Where the path starts: every block reads all of K and V for one row of Q.",
     ),
     Step(
+        "kernels/tiled.py:one_block",
+        "Tiles of queries",
+        "A block has a tile of queries and all of head_dim: K and V are read once a tile, not once "
+        "a query. There are as few blocks as there are tiles.",
+    ),
+    Step(
+        "kernels/tiled.py:one_cluster",
+        "head_dim split over a cluster",
+        "The blocks of a cluster have a part of head_dim each. They add up their parts of the "
+        "scores through distributed shared memory.",
+    ),
+    Step(
         "tiled",
-        "Tiles of queries, split over head_dim",
-        "A block has a tile of queries and a part of head_dim; the parts of the scores are summed "
-        "up between blocks.",
+        "As many parts as there are SMs",
+        "A cluster has at most 16 blocks, and clusters leave SMs over. Where that is too few, the "
+        "parts are blocks of a cooperative launch that exchange through L2; the plan says which.",
     ),
 )
 

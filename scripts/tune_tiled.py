@@ -17,7 +17,6 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,62 +41,22 @@ SHAPES = (
     "8,4,128,2048,fp16",
 )
 CALLS, SAMPLES = 20, 15
+WORTH = 1.6
 
 
-def candidates(problem: plans.Problem, multiprocessors: int) -> Iterator[plans.Plan]:
-    """Every plan of the grid below that fits: one key tile, all blocks at once."""
-    keys = max(16, 1 << (problem.keys - 1).bit_length())
-    size = problem.element_bytes
-    for rows, parts in itertools.product((16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64)):
-        if rows > max(16, problem.rows):
-            continue
-        blocks = math.ceil(problem.rows / rows) * problem.heads * parts
-        chunk = math.ceil(problem.head_dim / parts)
-        chunk = max(64, 1 << (chunk - 1).bit_length())
-        if chunk > 1024 or blocks > 2 * multiprocessors or blocks < multiprocessors // 10:
-            continue
-        if math.ceil(problem.head_dim / chunk) != parts:
-            continue
-        for grid in (False, True):
-            if (not grid and parts > plans.MAX_CLUSTER) or (
-                grid and (parts == 1 or blocks > multiprocessors)
-            ):
-                continue
-            for slice_ in (32, 64) if size == 4 else (64,):
-                columns = min(chunk, 512, 32768 // rows // (2 if size == 2 and rows == 128 else 1))
-                wide = 128 if rows == 16 and chunk >= 128 else slice_
-                yield from _staged(
-                    problem, rows, keys, min(wide, chunk), chunk, columns, parts, grid
-                )
-
-
-def _staged(
-    problem: plans.Problem,
-    rows: int,
-    keys: int,
-    slice_: int,
-    chunk: int,
-    columns: int,
-    parts: int,
-    grid: bool,
-) -> Iterator[plans.Plan]:
-    seen = set()
-    for stages, per_sm in itertools.product((3, 8), (1, 2)):
-        if per_sm == 2 and grid:
-            continue
-        limit = plans.SHARED_BYTES if per_sm == 1 else plans.SHARED_BYTES_OF_TWO
-        for values in (33, 17, 15, 12, 10, 8, 6, 5, 4, 3, 2):
-            plan = plans.Plan(
-                problem.element_bytes, rows, keys, slice_, chunk, columns,
-                min(stages, chunk // slice_ + 1), values, parts, grid=grid, per_sm=per_sm,
-            )  # fmt: skip
-            values = min(values, plan.units + 1)
-            plan = plans.replace(plan, value_stages=values)
-            if plan.shared_bytes <= limit and values >= 2:
-                if plan not in seen:
-                    seen.add(plan)
-                    yield plan
-                break
+def candidates(problem: plans.Problem, multiprocessors: int) -> list[plans.Plan]:
+    """The plan that is chosen, then the others: every tile of rows, number of parts and exchange that
+    is expected to take at most WORTH times as long as the best; half of the stages too.
+    """
+    chosen = plans.choose_plan(problem, multiprocessors)
+    found = {chosen: None}
+    least = plans.expected_us(chosen, problem, multiprocessors)
+    for plan in plans.one_tile_plans(problem, multiprocessors):
+        if plans.expected_us(plan, problem, multiprocessors) <= WORTH * least:
+            found[plan] = None
+            if plan.stages > 3:
+                found[plans.replace(plan, stages=plan.stages // 2 + 1)] = None
+    return list(found)
 
 
 def problem_of(shape: str) -> tuple[plans.Problem, torch.dtype, tuple[int, int, int, int]]:
@@ -144,7 +103,14 @@ def median_us(call: Any) -> float:
     return statistics.median(times)
 
 
-def measure(shape: str, chosen: list[plans.Plan] | None = None) -> list[dict[str, Any]]:
+def instance(dtype: torch.dtype, plan: plans.Plan) -> str:
+    """The name expression of a plan's kernel."""
+    import tiled
+
+    return f"tiled_attention<{tiled.TYPES[dtype]}, {plan.template}>"
+
+
+def measure(shape: str) -> list[dict[str, Any]]:
     """A row for each plan, the fastest first."""
     import tiled
 
@@ -152,29 +118,17 @@ def measure(shape: str, chosen: list[plans.Plan] | None = None) -> list[dict[str
     count = torch.cuda.get_device_properties(0).multi_processor_count
     torch.manual_seed(0)
     q, k, v = (torch.randn(size, device="cuda", dtype=dtype) for _ in range(3))
-    right = (
-        torch.softmax(q.double() @ k.double().transpose(-1, -2) / math.sqrt(size[-1]), -1)
-        @ v.double()
-    )
+    scores = q.double() @ k.double().transpose(-1, -2) / math.sqrt(size[-1])
+    right = torch.softmax(scores, -1) @ v.double()
     rows = []
-    for plan in chosen if chosen is not None else list(candidates(problem, count)):
-        row: dict[str, Any] = {
-            "shape": shape,
-            "plan": plan.template,
-            "parts": plan.parts,
-            **plan.described(),
-        }
+    for number, plan in enumerate(candidates(problem, count)):
+        row: dict[str, Any] = {"shape": shape, "plan": plan.template, "chosen": number == 0}
+        row.update(plan.described())
         try:
             out = tiled.run(plan, q, k, v)
             torch.cuda.synchronize()
             row["error"] = float((out.double() - right).norm() / right.norm())
             row["us"] = median_us(lambda plan=plan: tiled.run(plan, q, k, v))
-            kernel = tiled.SOURCE.kernel(
-                f"tiled_attention<{tiled.TYPES[dtype]}, {plan.template}>",
-                shared_bytes=plan.shared_bytes,
-                cluster=1 if plan.grid else plan.parts,
-            )
-            row.update(registers=kernel.registers, local=kernel.local_bytes)
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {error}"[:200]
         rows.append(row)
@@ -190,31 +144,31 @@ def main() -> None:
         "--shape", action="append", help="batch,heads,rows,head_dim,dtype; default: the ten"
     )
     parser.add_argument("--json", type=Path, help="write all rows there")
-    parser.add_argument("--top", type=int, default=6, help="plans to print for each shape")
+    parser.add_argument("--top", type=int, default=4, help="plans to print for each shape")
     options = parser.parse_args()
     shapes = options.shape or list(SHAPES)
     count = torch.cuda.get_device_properties(0).multi_processor_count
     names = set()
     for shape in shapes:
         problem, dtype, _ = problem_of(shape)
-        element = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "float"}[dtype]
-        names |= {
-            f"tiled_attention<{element}, {plan.template}>" for plan in candidates(problem, count)
-        }
-    print(f"{len(names)} instances to compile", flush=True)
+        names |= {instance(dtype, plan) for plan in candidates(problem, count)}
+    print(f"{torch.cuda.get_device_name()}: {len(names)} instances to compile", flush=True)
     precompile(sorted(names), "sm_90a")
     everything = []
     for shape in shapes:
         rows = measure(shape)
         everything += rows
-        bad = [
-            row
-            for row in rows
-            if "failed" in row or row["error"] > 1e-2 or math.isnan(row["error"])
-        ]
-        print(f"\n{shape}: {len(rows)} plans, {len(bad)} wrong or failed")
-        for row in rows[: options.top] + bad[:2]:
-            print("  ", {key: value for key, value in row.items() if key != "shape"}, flush=True)
+        fastest = rows[0].get("us", math.nan)
+        wrong = sum("failed" in row or not row["error"] < 1e-2 for row in rows)
+        print(f"\n{shape}: {len(rows)} plans, {wrong} wrong or failed")
+        for rank, row in enumerate(rows, start=1):
+            if rank <= options.top or row["chosen"] or "failed" in row:
+                mark = "chosen" if row["chosen"] else ""
+                told = row.get("failed") or f"{row['us']:8.2f} us {row['us'] / fastest:5.2f}"
+                words = (
+                    f"{row['exchange']:8}{row['tile']:9}x {row['parts']:3} parts  <{row['plan']}>"
+                )
+                print(f"{rank:4} {told}  {words} {mark}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(everything))
 

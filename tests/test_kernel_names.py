@@ -165,9 +165,9 @@ def test_a_tile_needs_rows_and_columns(name: str, tile: str | None) -> None:
             *("other", "tiled_attention<fp16,64x128,true>", "64x128", "fp16"),
         ),
         (
-            "void tiled_attention<bf16, 128, 64, 32, 1024, 16, 4, 2, true, false, true, 1, 256>(int)",
+            "void tiled_attention<bf16, 128, 64, 32, 1024, 16, 4, 2, true, false, true, 1>(int)",
             "other",
-            "tiled_attention<bf16,128x64,32,1024,16,4,2,one,split,1,256>",
+            "tiled_attention<bf16,128x64,32,1024,16,4,2,one,split,1>",
             *("128x64", "bf16"),
         ),
         ("void single_query<fp16>(fp16 const*)", "other", "single_query<fp16>", None, "fp16"),
@@ -219,7 +219,7 @@ def test_every_kernel_in_kernels_is_known_with_the_arguments_it_has() -> None:
 def test_variants_of_the_tiled_kernel_are_told_apart() -> None:
     flags = ("true", "false")
     names = [
-        f"void tiled_attention<float, 64, 64, 32, 512, 8, 3, 2, {one}, {grid}, {split}, 2, 256>(int)"
+        f"void tiled_attention<float, 64, 64, 32, 512, 8, 3, 2, {one}, {grid}, {split}, 2>(int)"
         for one in flags
         for grid in flags
         for split in flags

@@ -109,18 +109,21 @@ class CudaKernel:
         *args: Any,
         cluster: Dim | None = None,
         cooperative: bool = False,
+        overlap: bool = False,
     ) -> None:
         """Launch on torch's current stream of the kernel's device. Nothing waits for it.
 
         grid counts blocks, also with clusters; it must be a multiple of the cluster. cooperative:
-        all blocks are resident together, or the launch is refused. A tensor is
+        all blocks are resident together, or the launch is refused. overlap: blocks may start while
+        the kernel before in the stream ends, so the kernel must wait by itself (griddepcontrol.wait)
+        before it reads or writes. A tensor is
         passed as its pointer, None as a null pointer, bool and int as int32, float as float32,
         numpy scalars as they are. Raises LaunchError if the arguments are not those of the
         kernel, or with the driver's reason.
         """
         types = tuple(map(type, args))
         arguments = self._arguments.get(types) or self._learn(types, args)
-        key = (grid, block, cluster, self._stream(self.device), cooperative)
+        key = (grid, block, cluster, self._stream(self.device), cooperative, overlap)
         config = self._configs.get(key) or self._configured(*key)
         buffer = arguments.fill(args)
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, buffer[1], 0)
@@ -135,7 +138,7 @@ class CudaKernel:
 
     def max_active_clusters(self, grid: Dim, block: Dim, cluster: Dim) -> int:
         """How many clusters of such a launch can be on the device at once; 0 if none fits."""
-        config = self._configured(grid, block, cluster, 0, False)
+        config = self._configured(grid, block, cluster, 0, False, False)
         answer = self._driver.cuOccupancyMaxActiveClusters(self._function, config)
         return int(_checked(f"clusters of {self.name}", answer))
 
@@ -176,7 +179,13 @@ class CudaKernel:
             return None
 
     def _configured(
-        self, grid: Dim, block: Dim, cluster: Dim | None, stream: int, cooperative: bool
+        self,
+        grid: Dim,
+        block: Dim,
+        cluster: Dim | None,
+        stream: int,
+        cooperative: bool,
+        overlap: bool,
     ) -> Any:
         driver = self._driver
         config = driver.CUlaunchConfig()
@@ -197,12 +206,19 @@ class CudaKernel:
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             attribute.value.cooperative = 1
             attributes.append(attribute)
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
         if attributes:
             config.attrs = attributes
             config.numAttrs = len(attributes)
         if len(self._configs) >= _MAX_CONFIGS:
             self._configs.clear()
-        self._configs[grid, block, cluster, stream, cooperative] = config
+        self._configs[grid, block, cluster, stream, cooperative, overlap] = config
         return config
 
 

@@ -23,7 +23,7 @@ _DTYPES = frozenset({"fp16", "bf16", "fp32"})
 # the template parameters of tiled_attention in kernels/tiled.cu
 TILED_PARAMETERS = (
     *("T", "BM", "BN", "BK", "CHUNK", "PC", "STAGES", "VALUE_STAGES"),
-    *("ONE", "GRID", "SPLIT", "PER_SM", "THREADS"),
+    *("ONE", "GRID", "SPLIT", "PER_SM"),
 )
 _TILED_STAGES = TILED_PARAMETERS.index("STAGES")
 _TILED_FLAGS = {TILED_PARAMETERS.index(name): name.lower() for name in ("ONE", "GRID", "SPLIT")}

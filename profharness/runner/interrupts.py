@@ -9,9 +9,36 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.02
+
+
+class _Hold:
+    """The handler inside of a held block. While handlers are being changed, and where an exception
+    of that moment left it installed, it does what the handler before it does.
+    """
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
+        self.holds = self.done = False
+        found = {number: _unwrapped(number) for number in SIGNALS}
+        self.before = {number: handler for number, handler in found.items() if callable(handler)}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.holds:
+            self.caught.append(number)
+        else:
+            self.before[signal.Signals(number)](number, frame)
+
+
+def _unwrapped(number: signal.Signals) -> Any:
+    """The handler of a signal, without the holds that are over."""
+    handler = signal.getsignal(number)
+    while isinstance(handler, _Hold) and handler.done:
+        handler = handler.before[number]
+    return handler
 
 
 @contextlib.contextmanager
@@ -24,27 +51,17 @@ def held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught: list[int] = []
-    holds = False
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    handled = {number: handler for number, handler in before.items() if callable(handler)}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if holds:
-            caught.append(number)
-        else:  # came while handlers are being changed, which what it raises then leaves half-done
-            handled[signal.Signals(number)](number, frame)
-
-    for number in handled:
-        signal.signal(number, note)
-    holds = True
+    hold = _Hold()
     try:
+        for number in hold.before:
+            signal.signal(number, hold)
+        hold.holds = True
         yield
     finally:
-        holds = False
-        for number, handler in handled.items():
+        hold.holds, hold.done = False, True
+        for number, handler in hold.before.items():
             signal.signal(number, handler)
-        for late in dict.fromkeys(caught):
+        for late in dict.fromkeys(hold.caught):
             signal.raise_signal(late)
 
 

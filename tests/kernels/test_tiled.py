@@ -49,9 +49,9 @@ PLANS: dict[str, tuple[torch.dtype, Plan]] = {
     "grid16": (FP32, _plan(4, 16, 64, 32, 64, 64, parts=20, grid=True, values=5)),
     "grid64": (FP16, _plan(2, 64, 64, 64, 64, 64, parts=5, grid=True, stages=2)),
     # blocks of other sizes
-    "wide64": (FP16, _plan(2, 64, 64, 64, 128, 128, parts=3, grid=True, threads=512)),
-    "wide128": (FP32, _plan(4, 128, 32, 32, 64, 64, parts=2, threads=512)),
-    "narrow16": (FP32, _plan(4, 16, 16, 32, 64, 64, parts=2, one=False, splits=2, threads=128)),
+    "wide64": (FP16, _plan(2, 64, 64, 64, 128, 128, parts=3, grid=True)),
+    "wide128": (FP32, _plan(4, 128, 32, 32, 64, 64, parts=2)),
+    "narrow16": (FP32, _plan(4, 16, 16, 32, 64, 64, parts=2, one=False, splits=2)),
     # many key tiles
     "many16": (BF16, _plan(2, 16, 16, 64, 128, 128, parts=2, one=False, values=3)),
     "many64": (FP32, _plan(4, 64, 32, 32, 64, 64, parts=2, one=False, values=4)),
@@ -73,7 +73,7 @@ CHOSEN = [
 
 def chosen(dtype: torch.dtype, shape: tuple[int, ...]) -> Plan:
     batch, heads, _, rows, keys, head_dim = shape
-    return choose_plan(Problem(batch * heads, rows, keys, head_dim, dtype.itemsize), 8)
+    return choose_plan(Problem(batch * heads, rows, keys, head_dim, dtype.itemsize), 24)
 
 
 TOGETHER = [instance(dtype, plan) for dtype, plan in PLANS.values()]
@@ -225,7 +225,6 @@ def test_the_shared_memory_is_what_the_plan_says(name: str) -> None:
 
 
 @emulated
-@pytest.mark.xfail(strict=True, reason="_aligned() keeps a channels_last order when it pads")
 def test_heads_may_lie_innermost_where_rows_are_padded() -> None:
     dtype, plan = PLANS["many64"]
     q, k, v = (torch.randn(1, 20, 33, 2).permute(0, 3, 1, 2) for _ in range(3))

@@ -240,6 +240,9 @@ inline float exp2_fast(float value) {
     return result < 0x1p-126f ? 0.0f : result;
 }
 
+inline void wait_for_previous() {}
+inline void let_next_start() {}
+
 template <int N>
 void load_l2(float (&to)[N], const float* from) {
     for (int e = 0; e < N; ++e) to[e] = from[e];
