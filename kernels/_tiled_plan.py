@@ -11,8 +11,6 @@ THREADS = 256
 WARPS = THREADS // 32
 SHARED_BYTES = 227 * 1024
 """Shared memory that one block can have (compute capability 9.0)."""
-SHARED_BYTES_OF_TWO = 113 * 1024
-"""The same where two blocks are to share an SM."""
 MAX_CLUSTER = 16
 MAX_ONE_TILE = 128
 """Keys that are one tile."""
@@ -117,7 +115,7 @@ class Plan:
     def _groups(self) -> int:
         if self.element_bytes == 4:
             per_thread = min(8, self.rows // 4)
-            return THREADS // (self.rows // per_thread * 8)
+            return THREADS // (self.rows // per_thread * (4 if self.keys < 32 else 8))
         down = min(4, self.rows // 16)
         across = min(self.keys // 16, WARPS // down)
         return min(WARPS // (down * across), self.slice // 16)

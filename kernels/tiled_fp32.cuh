@@ -16,10 +16,11 @@ struct Fp32Tile {
     static constexpr int WEIGHTS_BYTES = BM * WEIGHTS_PITCH * 4;
     static constexpr int STAGING_BYTES = 0;
 
-    // Scores: TM x TN a thread, one warp is 4 x 8 threads; GROUPS of threads share out the columns of a stage.
+    // Scores: TM x TN a thread, LANES threads side by side; GROUPS of threads share out the columns of a stage.
     static constexpr int TM = BM / 4 < 8 ? BM / 4 : 8;
-    static constexpr int TN = BN / 8;
-    static constexpr int GROUP_THREADS = BM / TM * 8;
+    static constexpr int LANES = BN < 32 ? 4 : 8;
+    static constexpr int TN = BN / LANES;
+    static constexpr int GROUP_THREADS = BM / TM * LANES;
     static constexpr int GROUPS = THREADS / GROUP_THREADS;
     static_assert(GROUP_THREADS <= THREADS && BK % 32 == 0 && BK / 4 >= GROUPS, "scores");
 
@@ -50,8 +51,8 @@ struct Fp32Tile {
 
         __device__ void finish() {}
         __device__ static int group() { return threadIdx.x / GROUP_THREADS; }
-        __device__ static int row() { return threadIdx.x % GROUP_THREADS / 8; }
-        __device__ static int column() { return threadIdx.x % 8; }
+        __device__ static int row() { return threadIdx.x % GROUP_THREADS / LANES; }
+        __device__ static int column() { return threadIdx.x % LANES; }
 
         __device__ void add(const unsigned char* stage) {
             const float* queries = reinterpret_cast<const float*>(stage) + row() * STAGE_PITCH;
@@ -65,7 +66,7 @@ struct Fp32Tile {
                     a[i] = *reinterpret_cast<const float4*>(queries + i * (BM / TM) * STAGE_PITCH + at);
 #pragma unroll
                 for (int j = 0; j < TN; ++j) {
-                    const float4 b = *reinterpret_cast<const float4*>(keys + j * 8 * STAGE_PITCH + at);
+                    const float4 b = *reinterpret_cast<const float4*>(keys + j * LANES * STAGE_PITCH + at);
 #pragma unroll
                     for (int i = 0; i < TM; ++i) sum[i][j] = fmaf(a[i].x, b.x, sum[i][j]);
 #pragma unroll
@@ -84,7 +85,7 @@ struct Fp32Tile {
 #pragma unroll
             for (int i = 0; i < TM; ++i)
 #pragma unroll
-                for (int j = 0; j < TN; ++j) at[i * (BM / TM) * pitch + j * 8] = sum[i][j];
+                for (int j = 0; j < TN; ++j) at[i * (BM / TM) * pitch + j * LANES] = sum[i][j];
         }
     };
 

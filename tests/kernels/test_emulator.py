@@ -24,7 +24,14 @@ KERNELS = [
     *("copy<0, true>", "copy<1, true>", "copy<0, false>"),
     *("exchange<0>", "exchange<1>", "exchange<2>"),
     *("exponential", "copy_at", "half_barrier", "half_product", "arrive_twice", "access"),
-    *("misaligned", "outside_of_array", "large_stack", "meeting"),
+    *("misaligned", "outside_of_array", "large_stack", "from_l2"),
+    *(f"meeting<{mistake}>" for mistake in range(5)),
+    *(
+        f"warpgroups<{dtype}, {columns}, {summed}>"
+        for dtype in TYPES
+        for columns in (64, 128)
+        for summed in ("false", "true")
+    ),
     *("forever", "indices", "warp_functions", "numbers", "large_floats"),
 ]
 SEEDS = range(8)
@@ -118,6 +125,40 @@ def test_mma_is_a_product_with_fp32_sums(name: str, seed: int) -> None:
     torch.testing.assert_close(c, expected, rtol=1e-6, atol=4e-6)
 
 
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("summed", [False, True])
+def test_wgmma_is_a_product_with_fp32_sums(name: str, columns: int, summed: bool) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    a = torch.randn(128, 64, generator=generator).to(TYPES[name])
+    b = torch.randn((64, columns) if summed else (columns, 64), generator=generator).to(TYPES[name])
+    c = torch.randn(128, columns, generator=generator)
+    expected = a.double() @ (b if summed else b.T).double() + c.double()
+    kernel = f"warpgroups<{name}, {columns}, {str(summed).lower()}>"
+    run(kernel, 1, 256, a, b, c, 0, 0, shared_bytes=32768, seed=1)
+    torch.testing.assert_close(c.double(), expected, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("shifts", "message"),
+    [
+        (
+            (8, 0),
+            r"checks.cu:\d+: .*wgmma_operand: shared address at byte 8 is not a multiple of 16",
+        ),
+        ((0, 16384), r"wgmma_operand: .* byte 32768, outside of the 32768 bytes of shared memory"),
+        ((0, 8192), r"wgmma: byte 3\d{4} of 32768 bytes of shared memory"),
+    ],
+)
+def test_an_operand_of_wgmma_that_lies_wrong_is_named(
+    shifts: tuple[int, int], message: str
+) -> None:
+    a, b = (torch.zeros(size, 64, dtype=torch.float16) for size in (128, 128))
+    with pytest.raises(EmulatorError, match=message):
+        args = [a, b, torch.zeros(128, 128), *shifts]
+        run("warpgroups<fp16, 128, false>", 1, 256, *args, shared_bytes=32768)
+
+
 @pytest.mark.parametrize(
     ("kernel", "shown"),
     [
@@ -168,12 +209,51 @@ def test_blocks_of_a_cluster_see_each_other() -> None:
         assert torch.equal(out, 1000.0 * blocks[:, None] + torch.arange(64))
 
 
-def test_blocks_of_a_cooperative_launch_wait_for_each_other() -> None:
+def meet(mistake: int, blocks: int, seed: int, counter: int = 0) -> tuple[torch.Tensor, int]:
+    """What the blocks heard, and the counter after three barriers."""
+    out, word = torch.zeros(blocks, 64), torch.tensor([counter], dtype=torch.int32)
+    args = [torch.zeros(blocks), out, word]
+    run(f"meeting<{mistake}>", blocks, 64, *args, cluster=blocks, cooperative=True, seed=seed)
+    return out, int(word)
+
+
+PHASE = -(2**31)
+
+
+@pytest.mark.parametrize("counter", [0, PHASE])
+def test_blocks_of_a_cooperative_launch_wait_for_each_other(counter: int) -> None:
     for seed in SEEDS:
-        out, counter = torch.zeros(20, 64), torch.zeros(1, dtype=torch.int32)
-        args = [torch.zeros(20), out, counter]
-        run("meeting", 20, 64, *args, cluster=20, cooperative=True, seed=seed)
+        out, left = meet(0, 20, seed, counter)
         assert torch.equal(out, torch.full((20, 64), 2.0 * 190 + 2000)), seed
+        assert left == (PHASE if counter == 0 else 0)  # turned three times, nobody counted
+
+
+def test_a_missing_gpu_wait_shows_for_some_seed() -> None:
+    wrong = [seed for seed in SEEDS if not torch.equal(meet(0, 4, 0)[0], meet(3, 4, seed)[0])]
+    assert wrong
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (1, r"checks.cu:\d+: thread 0 .*gpu_wait: some block never arrives, or two are the first"),
+        (4, r"gpu_arrive of 5 blocks in a cluster of 4"),
+    ],
+)
+def test_a_wrong_barrier_of_a_cooperative_launch_is_named(mistake: int, message: str) -> None:
+    with pytest.raises(EmulatorError, match=message):
+        meet(mistake, 4, 1)
+
+
+def test_two_first_blocks_of_a_barrier_leave_it_counting() -> None:
+    assert meet(0, 4, 1)[1] & ~PHASE == 0
+    assert meet(2, 4, 1)[1] & ~PHASE != 0
+
+
+def test_what_is_loaded_from_l2_is_all_there() -> None:
+    out = torch.zeros(7)
+    run("from_l2", 1, 1, torch.arange(7.0) + 1, out)
+    assert torch.equal(out, torch.arange(7.0) + 1)
 
 
 def test_a_missing_wait_for_the_cluster_shows_for_some_seed() -> None:
@@ -333,6 +413,9 @@ INSTRUCTIONS = (
     *("cp.async.cg.shared.global", "cp.async.wait_group", "ldmatrix.sync.aligned.m8n8.x4.trans"),
     *("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "mapa.u64", "shfl.sync.bfly"),
     *("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "barrier.cluster.arrive.release"),
+    *("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16", "griddepcontrol.wait"),
+    *("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "fence.proxy.async.shared::cta"),
+    *("ld.global.cg.v4.f32", "red.release.gpu.global.add.u32", "griddepcontrol.launch_dependents"),
     *("barrier.cluster.wait.acquire", "ex2.approx.ftz.f32", "cvt.rn.bf16x2.f32", "cvt.rn.f16x2"),
 )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ from emulator import emulate
 sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels"))
 
 import tiled
-from _tiled_plan import MAX_CLUSTER, SHARED_BYTES, Plan, Problem, choose_plan
+from _tiled_plan import MAX_CLUSTER, SHARED_BYTES, THREADS, Plan, Problem, choose_plan
 
 __all__ = [
-    "KERNELS", "MAX_CLUSTER", "SHARED_BYTES", "SOURCE", "Plan", "Problem", "choose_plan", "instance",
-    "run", "tiled",
+    "KERNELS", "MAX_CLUSTER", "SHARED_BYTES", "SOURCE", "THREADS", "Plan", "Problem", "call",
+    "choose_plan", "instance", "run", "tiled",
 ]  # fmt: skip
 
 KERNELS = Path(tiled.__file__).parent
 SOURCE = KERNELS / "tiled.cu"
 TYPES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
+SCRATCH, PARTS = 5, 13
+"""Where these stand among the arguments of tiled_attention."""
 
 
 def instance(dtype: torch.dtype, plan: Plan) -> str:
@@ -53,7 +56,7 @@ class EmulatedKernel:
         # combine_splits has no wait_for_previous() of its own
         assert overlap == self.name.startswith("tiled_attention")
         # the blocks of a cooperative launch that wait for each other are there as one cluster
-        together = self.source.plan.parts if cooperative else self.cluster
+        together = args[PARTS] if cooperative else self.cluster
         short = self.source.bytes_short if self.shared_bytes else 0
         emulate(
             SOURCE,
@@ -68,8 +71,12 @@ class EmulatedKernel:
             together=self.source.together,
         )
         if cooperative:  # tiles run one after another here: that they shared memory would not show
-            tiles = args[5].view(-1, self.source.plan.scratch_floats)
-            assert not tiles[:, 0].isnan().any(), "a tile has no memory of its own for its exchange"
+            scratch, counters = args[SCRATCH : SCRATCH + 2]
+            tiles = scratch.view(len(counters), -1)
+            # the end: what the old output is multiplied by and one over the sum, of each row
+            assert not tiles[:, -1].isnan().any(), (
+                "a tile has no memory of its own for its exchange"
+            )
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,6 @@ class EmulatedSource:
     bytes_short: shared memory that launches lack.
     """
 
-    plan: Plan
     seed: int
     together: Sequence[str]
     bytes_short: int = 0
@@ -99,16 +105,42 @@ def run(
     **arguments: Any,
 ) -> torch.Tensor:
     """`tiled.run` in the emulator; what it allocates holds NaN until a kernel writes there."""
+    with _emulated(EmulatedSource(seed, together, bytes_short)):
+        return tiled.run(plan, q, k, v, **arguments)
+
+
+def call(
+    function: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    multiprocessors: int,
+    together: Sequence[str],
+    seed: int = 0,
+    **arguments: Any,
+) -> torch.Tensor:
+    """`tiled.attention`, `one_block` or `one_cluster` in the emulator, planned for a GPU with that
+    many SMs.
+    """
+    with _emulated(EmulatedSource(seed, together)) as patch:
+        patch.setattr(tiled, "_check", lambda *_: None)  # refuses the CPU
+        patch.setattr(tiled, "_multiprocessors", lambda _: multiprocessors)
+        return function(q, k, v, **arguments)
+
+
+@contextmanager
+def _emulated(source: EmulatedSource) -> Iterator[pytest.MonkeyPatch]:
     counters = torch.zeros((1024, 32), dtype=torch.int32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiled, "SOURCE", EmulatedSource(plan, seed, together, bytes_short))
-        patch.setattr(tiled, "_counters", lambda device, units: counters[:units])
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
-        try:
-            out = tiled.run(plan, q, k, v, **arguments)
-        finally:
-            torch.use_deterministic_algorithms(before)
-    left = counters & 0x7FFFFFFF  # bit 31, the phase, may be either
-    assert not left.any(), "blocks are still counted in the barriers' words after the launch"
-    return out
+    counters[::3, 0] = -(2**31)  # what an odd number of barriers leaves
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiled, "SOURCE", source)
+            patch.setattr(tiled, "_counters", lambda _, units: counters[:units])
+            yield patch
+    finally:
+        torch.use_deterministic_algorithms(before)
+    counted = counters & 0x7FFFFFFF  # without the phase
+    assert not counted.any(), "blocks are still counted in the barriers' words after the launch"

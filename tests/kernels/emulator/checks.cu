@@ -1,5 +1,6 @@
 // Small kernels for the tests of the emulator: each function of device.cuh alone, and each mistake alone.
 #include "device.cuh"
+#include "wgmma.cuh"
 
 template <class T>
 __global__ void convert(const T* from, float* widened, const float* values, T* narrowed, unsigned* packed, int n) {
@@ -194,22 +195,70 @@ __global__ void large_stack(float* out) {
     out[0] = values[512];
 }
 
-// Every block of a cooperative launch tells all the others a number, twice.
+// Every block of a cooperative launch tells all the others a number, twice. 0: right, 1: nobody is the first, 2: two are,
+// 3: no wait, 4: waits for more blocks than there are.
+template <int mistake>
 __global__ void meeting(float* numbers, float* out, unsigned* counter) {
     const int blocks = gridDim.x, block = blockIdx.x;
+    const bool first = mistake == 1 ? false : block <= (mistake == 2 ? 1 : 0);
+    const auto meet = [&](unsigned phase) {
+        gpu_arrive(counter, first, mistake == 4 ? blocks + 1 : blocks);
+        return mistake == 3 ? phase : gpu_wait(counter, phase);
+    };
     float sum = 0;
     unsigned phase = gpu_phase(counter);
     for (int round = 0; round < 2; ++round) {
         if (threadIdx.x == 0) numbers[block] = block + 100 * round;
-        gpu_arrive(counter, block == 0, blocks);
-        phase = gpu_wait(counter, phase);
+        phase = meet(phase);
         for (int other = 0; other < blocks; ++other) {
             float got[1];
             load_l2(got, numbers + other);
             sum += got[0];
         }
-        gpu_arrive(counter, block == 0, blocks);
-        phase = gpu_wait(counter, phase);
+        if (round == 0) phase = meet(phase);
     }
     out[block * blockDim.x + threadIdx.x] = sum;
+}
+
+// out: 7 numbers, as one, two and four.
+__global__ void from_l2(const float* in, float* out) {
+    float one[1], two[2], four[4];
+    load_l2(four, in);
+    load_l2(two, in + 4);
+    load_l2(one, in + 6);
+    for (int i = 0; i < 4; ++i) out[i] = four[i];
+    out[4] = two[0], out[5] = two[1], out[6] = one[0];
+}
+
+// c += a @ b of two warpgroups in four steps: a [128, 64]; b [N, 64], or [64, N] if rows_summed; c [128, N]. a_shift, b_shift:
+// bytes that the operands are misplaced by.
+template <class T, int N, bool rows_summed>
+__global__ void warpgroups(const T* a, const T* b, float* c, int a_shift, int b_shift) {
+    SHARED(memory);
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    const auto put = [&](int at, int row, int column, const T* from) {
+        const int chunk = column / 8 ^ row % 8;
+        reinterpret_cast<T*>(memory + at)[row * 64 + chunk * 8 + column % 8] = *from;
+    };
+    for (int i = threadIdx.x; i < 128 * 64; i += blockDim.x) put(0, i / 64, i % 64, a + i);
+    for (int i = threadIdx.x; i < N * 64; i += blockDim.x) {
+        if (rows_summed)
+            put(16384 + i % N / 64 * 8192, i / N, i % 64, b + i);
+        else
+            put(16384, i / 64, i % 64, b + i);
+    }
+    fence_async_shared();
+    block_sync();
+    float sum[N / 2];
+    const auto place = [&](int i) { return (row + i / 2 % 2 * 8) * N + i / 4 * 8 + lane % 4 * 2 + i % 2; };
+    for (int i = 0; i < N / 2; ++i) sum[i] = c[place(i)];
+    wgmma_fence();
+    for (int k = 0; k < 64; k += 16)
+        wgmma<T, N, rows_summed>(sum, wgmma_operand(memory + a_shift + threadIdx.x / 128 * 8192 + k * 2, 16, 1024),
+                                 wgmma_operand(memory + b_shift + 16384 + k * (rows_summed ? 128 : 2),
+                                               rows_summed ? 8192 : 16, 1024));
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(sum);
+    for (int i = 0; i < N / 2; ++i) c[place(i)] = sum[i];
 }

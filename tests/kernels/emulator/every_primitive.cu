@@ -1,10 +1,12 @@
-// Calls every function of device.cuh once for each type: what the compilers must take.
-#include "device.cuh"
+// Calls every function of device.cuh and wgmma.cuh once for each type: what the compilers must take.
+#include "wgmma.cuh"
 
 template <class T>
 __global__ void __launch_bounds__(128) every_primitive(float* out, const T* in, unsigned* counter, int n) {
     SHARED(memory);
     const int thread = threadIdx.x;
+    let_next_start();
+    wait_for_previous();
     copy16(memory + 16 * thread, in + 8 * thread, thread < n);
     copy_commit();
     copy_wait<0>();
@@ -30,6 +32,21 @@ __global__ void __launch_bounds__(128) every_primitive(float* out, const T* in, 
     load_l2(all, out + 4 * thread);
     const float mixed = shuffle_xor(exp2_fast(c[2]), 1) + four.x + one[0] + two[1] + all[3] + __uint_as_float(packed);
     out[thread] = to_float(from_float<T>(mixed)) + from_float<float>(to_float(c[3]));
+#ifdef WGMMA
+    fence_async_shared();
+    block_sync();
+    float few[32] = {}, many[64] = {};
+    wgmma_fence();
+    wgmma<T, 64, false>(few, wgmma_operand(memory, 16, 1024), wgmma_operand(memory + 8192, 16, 1024));
+    wgmma<T, 64, true>(few, wgmma_operand(memory, 16, 1024), wgmma_operand(memory + 8192, 8192, 1024));
+    wgmma<T, 128, false>(many, wgmma_operand(memory, 16, 1024), wgmma_operand(memory + 8192, 16, 1024));
+    wgmma<T, 128, true>(many, wgmma_operand(memory, 16, 1024), wgmma_operand(memory + 8192, 8192, 1024));
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(few);
+    wgmma_hold(many);
+    for (int i = 0; i < 32; ++i) out[thread] += few[i] + many[i] + many[32 + i];
+#endif
 }
 
 template __global__ void every_primitive<fp16>(float*, const fp16*, unsigned*, int);

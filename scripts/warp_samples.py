@@ -1,0 +1,139 @@
+"""Where the warps of one of kernels/ spend their time: ncu's samples, by stretch of machine code and reason.
+
+python scripts/warp_samples.py 4,4,128,4096,fp16                       # of `tiled`; needs ncu and ncu-report
+python scripts/warp_samples.py 1,4,64,8192,fp32 --backend single_query
+
+A stretch is code that is executed equally often: a loop, a phase. For each it prints the address, how many
+instructions it has and how often a warp runs one, its share of all samples, its commonest instructions, and
+what the warps waited for there (ncu's names of stall reasons), in percent of all samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REASON = "smsp__pcsamp_warps_issue_stalled_"
+LEAST = 0.01  # of all samples, to be printed
+
+
+@dataclass
+class Stretch:
+    """Neighbouring instructions that are executed equally often."""
+
+    start: int
+    executed: int
+    instructions: int = 0
+    samples: int = 0
+    opcodes: collections.Counter[str] = field(default_factory=collections.Counter)
+    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
+
+
+def by_address(metric: Any) -> dict[int, int]:
+    """The instances of a metric that has one for each instruction."""
+    addresses = metric.correlation_ids()
+    return {addresses.as_uint64(i): metric.as_uint64(i) for i in range(metric.num_instances())}
+
+
+def stretches(action: Any) -> list[Stretch]:
+    """The kernel's code from its start."""
+    executed = by_address(action.metric_by_name("inst_executed"))
+    reasons: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for name in action.metric_names():
+        if name.startswith(REASON) and not name.endswith("not_issued"):
+            metric = action.metric_by_name(name)
+            for address, count in by_address(metric).items() if metric.num_instances() else ():
+                reasons[address][name.removeprefix(REASON)] += count
+    found: list[Stretch] = []
+    for address in sorted(executed):
+        if not found or found[-1].executed != executed[address]:
+            found.append(Stretch(address, executed[address]))
+        words = action.sass_by_pc(address).split()
+        opcode = words[1] if words[0].startswith("@") else words[0]
+        found[-1].instructions += 1
+        found[-1].samples += sum(reasons[address].values())
+        found[-1].opcodes[opcode.split(".")[0]] += 1
+        found[-1].reasons.update(reasons[address])
+    return found
+
+
+def show(action: Any) -> None:
+    """One line for each stretch that counts."""
+    found = stretches(action)
+    total = max(1, sum(each.samples for each in found))
+    spent = action.metric_by_name("gpu__time_duration.sum")
+    took = f", {spent.as_double() / 1000:.1f} us under ncu" if spent is not None else ""
+    print(f"{action.name()}: {total} samples{took}")
+    for each in found:
+        if each.samples < LEAST * total:
+            continue
+        opcodes = " ".join(f"{name} {count}" for name, count in each.opcodes.most_common(4))
+        reasons = ", ".join(
+            f"{name} {100 * count / total:.1f}" for name, count in each.reasons.most_common(3)
+        )
+        print(
+            f"{each.start - found[0].start:6x} {each.instructions:5} x {each.executed:6} "
+            f"{100 * each.samples / total:5.1f} %  {opcodes}  ({reasons})"
+        )
+
+
+def call(config: str, backend: str) -> None:
+    """What ncu watches: one call, after one that compiles."""
+    import torch
+
+    from profharness.backends import find_backend
+    from profharness.config import parse_config
+
+    parsed = parse_config(config)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(parsed.dtype, torch.float32)
+    heads = (parsed.num_heads, parsed.num_kv_heads, parsed.num_kv_heads)
+    rows = (parsed.seq_len_q, parsed.seq_len_kv, parsed.seq_len_kv)
+    q, k, v = (
+        torch.randn(parsed.batch, h, n, parsed.head_dim, device="cuda", dtype=dtype)
+        for h, n in zip(heads, rows, strict=True)
+    )
+    load = find_backend(backend).load
+    attention = load() if load else torch.nn.functional.scaled_dot_product_attention
+    for _ in range(2):
+        attention(q, k, v, is_causal=parsed.causal, scale=None, enable_gqa=heads[0] != heads[1])
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Run ncu and print, or be run by it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config")
+    parser.add_argument("--backend", default="tiled")
+    parser.add_argument("--kernel", default="tiled_attention|single_query|flash_forward")
+    parser.add_argument("--call", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.call:
+        call(asked.config, asked.backend)
+        return
+    import ncu_report
+
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "samples.ncu-rep")
+        argv = [
+            *("ncu", "--clock-control", "none", "--section", "SourceCounters"),
+            *("--metrics", "gpu__time_duration.sum", "-k", f"regex:{asked.kernel}"),
+            *("--launch-skip", "1", "--launch-count", "1", "-o", str(report)),
+            *(sys.executable, __file__, asked.config, "--backend", asked.backend, "--call"),
+        ]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode or not report.exists():
+            raise SystemExit(f"{' '.join(argv)}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        context = ncu_report.load_report(str(report))
+        show(context.range_by_idx(0).action_by_idx(0))
+
+
+if __name__ == "__main__":
+    main()
