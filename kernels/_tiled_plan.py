@@ -115,7 +115,7 @@ class Plan:
     def _groups(self) -> int:
         if self.element_bytes == 4:
             per_thread = min(8, self.rows // 4)
-            return THREADS // (self.rows // per_thread * (4 if self.keys < 32 else 8))
+            return THREADS // (self.rows // per_thread * (4 if self.keys < 32 and self.rows < 32 else 8))
         down = min(4, self.rows // 16)
         across = min(self.keys // 16, WARPS // down)
         return min(WARPS // (down * across), self.slice // 16)
@@ -148,6 +148,8 @@ def choose_plan(problem: Problem, multiprocessors: int, exchange: str | None = N
     block a tile: nothing to exchange), `cluster` or `grid`; without it the fastest is taken.
     """
     if problem.keys > MAX_ONE_TILE:
+        if exchange is not None:
+            raise NotImplementedError(f"exchange {exchange}: only up to {MAX_ONE_TILE} keys")
         return _many_tiles(problem, multiprocessors)
     plans = [
         plan
@@ -218,7 +220,7 @@ def expected_us(plan: Plan, problem: Problem, multiprocessors: int) -> float:
     waves = math.ceil(blocks / multiprocessors)
     if plan.exchange == "cluster":
         # a cluster stands within a GPC; of 16 or 18 SMs some stay unused
-        waves = math.ceil(blocks / (multiprocessors - 4 - plan.parts))
+        waves = math.ceil(blocks / max(1, multiprocessors - 4 - plan.parts))
     bytes_ = (plan.rows * 2 + plan.keys * 2) * plan.chunk * plan.element_bytes
     rate = min(SM_BYTES_PER_NS, MEMORY_BYTES_PER_NS / min(blocks, multiprocessors))
     flop = 4 * plan.rows * plan.keys * plan.chunk

@@ -87,12 +87,13 @@ def _planned(
         q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.element_size(), is_causal
     )
     plan = choose_plan(problem, _multiprocessors(q.device.index), exchange)
-    return run(plan, q, k, v, is_causal=is_causal, scale=scale)
+    with torch.cuda.device_of(q):
+        return run(plan, q, k, v, is_causal=is_causal, scale=scale)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
     heads, kv_heads = q.shape[1], k.shape[1]
-    if heads != kv_heads and (not enable_gqa or heads % kv_heads):
+    if heads != kv_heads and (not enable_gqa or not kv_heads or heads % kv_heads):
         raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v))
@@ -219,8 +220,7 @@ def _counters(device: int, units: int) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         memory, used = _of_captures.get(device, (None, 0))
         if memory is None or used + units > len(memory):
-            # zeroed by the graph itself if it is made in a capture
-            memory, used = _zeroed(device, max(units, WORDS_OF_CAPTURES)), 0
+            return _zeroed(device, units)  # by the graph itself, at each of its replays
         _of_captures[device] = (memory, used + units)
         return memory[used : used + units]
     if device not in _of_captures:

@@ -18,7 +18,7 @@ struct Fp32Tile {
 
     // Scores: TM x TN a thread, LANES threads side by side; GROUPS of threads share out the columns of a stage.
     static constexpr int TM = BM / 4 < 8 ? BM / 4 : 8;
-    static constexpr int LANES = BN < 32 ? 4 : 8;
+    static constexpr int LANES = BN < 32 && BM < 32 ? 4 : 8;
     static constexpr int TN = BN / LANES;
     static constexpr int GROUP_THREADS = BM / TM * LANES;
     static constexpr int GROUPS = THREADS / GROUP_THREADS;

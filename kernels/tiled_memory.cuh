@@ -11,13 +11,21 @@ struct TileOf {
     using type = HalfTile<T, BM, BN, BK, PC>;
 };
 #ifdef WGMMA
-template <class T, int BN, int PC>
-struct TileOf<T, 128, BN, 64, PC> {
-    using type = WideTile<T, 128, BN, 64, PC>;
+template <class T, int PC>
+struct TileOf<T, 128, 128, 64, PC> {
+    using type = WideTile<T, 128, 128, 64, PC>;
 };
-template <int BN, int PC>
-struct TileOf<float, 128, BN, 64, PC> {
-    using type = Fp32Tile<128, BN, 64, PC>;
+template <class T, int PC>
+struct TileOf<T, 128, 64, 64, PC> {
+    using type = WideTile<T, 128, 64, 64, PC>;
+};
+template <int PC>
+struct TileOf<float, 128, 128, 64, PC> {
+    using type = Fp32Tile<128, 128, 64, PC>;
+};
+template <int PC>
+struct TileOf<float, 128, 64, 64, PC> {
+    using type = Fp32Tile<128, 64, 64, PC>;
 };
 #endif
 template <int BM, int BN, int BK, int PC>

@@ -32,6 +32,7 @@ MEANS = {
     "wall": "wall clock of the CPU",
 }
 SHOWN_CODES = 3
+LOG_LINES = 6  # of what a compiler said
 COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend"),
@@ -285,7 +286,7 @@ def _failed(answer: Benched, explain: bool) -> Iterator[Note]:
     for cell in answer.cells:
         if cell.status == "ok":
             continue
-        texts = [str(cell.message or cell.status).splitlines()[0]]
+        texts = [_opening(cell.message or cell.status)]
         if explain and cell.refusals:
             texts = [f"{message} [{code}]" for code, message, _ in cell.refusals]
         for text in texts:
@@ -294,6 +295,13 @@ def _failed(answer: Benched, explain: bool) -> Iterator[Note]:
         where = configs[0] if len(configs) == 1 else f"{len(configs)} configs"
         level = "note" if status == "refused" else "error"
         yield Note(text, f"{backend} {status}, {where}", level)
+
+
+def _opening(message: str) -> str:
+    """The first line; what a compiler said too, where that line announces it by a colon."""
+    first, *rest = message.splitlines() or [""]
+    said = [line.strip() for line in rest if line.strip()][:LOG_LINES]
+    return " ".join([first, *said]) if first.endswith(":") else first
 
 
 def _regret(answer: Benched) -> Iterator[Block]:

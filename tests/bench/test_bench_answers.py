@@ -215,3 +215,16 @@ def test_a_backend_that_sdpa_replaced_is_named_with_its_configs(tmp_path: Path) 
     assert document.extra["replaced"] == [
         {"backend": "naive-compiled", "config": "b1-h1-s16-d8192-fp16", "took": "efficient"}
     ]
+
+
+def test_what_a_compiler_said_is_told(tmp_path: Path) -> None:
+    log = "k.cu does not compile for sm_90a:\nk.cu(3): error: identifier \"x\" is undefined\n\n1 error"
+    cells = [
+        cell(STUDY, "naive", {"event": steady(100_000)}),
+        cell(STUDY, "k.py", {}, status="error", message=log),
+        cell(STUDY, "wild.py", {}, status="crashed", message="CUDA error: illegal\nSearch for it"),
+    ]
+    text = RENDERERS["md"](bench_document(answer(tmp_path, cells)))
+    assert 'k.cu(3): error: identifier "x" is undefined 1 error' in text
+    assert "CUDA error: illegal" in text
+    assert "Search for it" not in text

@@ -43,7 +43,6 @@ def test_every_captured_launch_has_its_own_barriers(
     assert set().union(*map(places, handed)) < places(capturing[3][0])
 
 
-@pytest.mark.xfail(strict=True, reason="_of_captures keeps what a capture made")
 @pytest.mark.usefixtures("capturing")
 def test_words_that_a_capture_makes_are_for_that_launch_alone() -> None:
     """They are zeroed when that graph is replayed: another graph that had some of them would find

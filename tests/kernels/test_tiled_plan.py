@@ -68,7 +68,8 @@ def power_of_two(number: int) -> bool:
 
 def is_wide(plan: Plan) -> bool:
     """Whether the kernel multiplies by wgmma on Hopper: TileOf of tiled_memory.cuh."""
-    return plan.element_bytes == 2 and plan.rows == 128 and plan.slice == 64
+    wide = plan.rows == 128 and plan.slice == 64 and plan.keys in (64, 128)
+    return plan.element_bytes == 2 and wide
 
 
 def check_tile(plan: Plan) -> None:
@@ -93,7 +94,7 @@ def check_tile(plan: Plan) -> None:
         assert height >= 1 and (plan.rows // height) * (plan.columns // width) == THREADS
         assert plan.rows // height % 4 == 0
     elif is_wide(plan):
-        assert plan.keys in (64, 128) and plan.columns in (64, 128)
+        assert plan.columns in (64, 128)
     else:
         assert plan.slice % 64 == 0 and plan.columns % 64 == 0
 
@@ -115,7 +116,6 @@ def check_fit(plan: Plan, problem: Problem, multiprocessors: int) -> None:
 @given(problems, st.sampled_from([132, 114, 144, 78, 60, 26]))
 @settings(max_examples=300, deadline=None)
 def test_a_plan_is_valid_for_every_problem(problem: Problem, multiprocessors: int) -> None:
-    assume(not too_few_keys(problem))
     plan = choose_plan(problem, multiprocessors)
     check_tile(plan)
     check_fit(plan, problem, multiprocessors)
@@ -130,7 +130,7 @@ def test_a_plan_is_valid_for_every_problem(problem: Problem, multiprocessors: in
 @given(problems, st.sampled_from(["block", "cluster", "grid"]))
 @settings(max_examples=100, deadline=None)
 def test_a_plan_exchanges_as_it_is_asked_to(problem: Problem, exchange: str) -> None:
-    assume(problem.keys <= 128 and not too_few_keys(problem))
+    assume(problem.keys <= 128)
     try:
         plan = choose_plan(problem, MULTIPROCESSORS, exchange)
     except NotImplementedError as error:
@@ -141,20 +141,19 @@ def test_a_plan_exchanges_as_it_is_asked_to(problem: Problem, exchange: str) -> 
     check_fit(plan, problem, MULTIPROCESSORS)
 
 
-def too_few_keys(problem: Problem) -> bool:
-    """Problems whose plans may not compile; test_a_tile_of_128_rows_compiles_for_few_keys is on them."""
-    return problem.rows > 64 and problem.keys <= 32
-
-
-@pytest.mark.xfail(strict=True, reason="wgmma takes 64 or 128 keys, choose_plan asks for 16 and 32")
-@pytest.mark.parametrize("keys", [16, 32])
-def test_a_tile_of_128_rows_compiles_for_few_keys(keys: int) -> None:
-    check_tile(choose_plan(Problem(4096, 128, keys, 64, 2), MULTIPROCESSORS))
-
-
-@pytest.mark.xfail(
-    strict=True, reason="expected_us has a negative number of waves, or divides by 0"
+@pytest.mark.parametrize(
+    ("problem", "multiprocessors"),
+    [
+        (Problem(4096, 128, 16, 64, 2), 132),  # wgmma takes 64 or 128 keys alone
+        (Problem(4096, 128, 32, 64, 2), 132),
+        (Problem(14, 17, 1, 1, 4), 26),  # 16 groups of threads for 8 times 4 columns
+    ],
+    ids=str,
 )
+def test_a_plan_for_few_keys_compiles(problem: Problem, multiprocessors: int) -> None:
+    check_tile(choose_plan(problem, multiprocessors))
+
+
 @pytest.mark.parametrize(("head_dim", "multiprocessors"), [(768, 16), (1024, 16), (1024, 20)])
 def test_a_gpu_of_few_multiprocessors_gets_a_plan_that_pays(
     head_dim: int, multiprocessors: int
@@ -166,7 +165,6 @@ def test_a_gpu_of_few_multiprocessors_gets_a_plan_that_pays(
     assert choose_plan(problem, multiprocessors).parts < 12
 
 
-@pytest.mark.xfail(strict=True, reason="choose_plan forgets the exchange beyond 128 keys")
 @pytest.mark.parametrize("exchange", ["block", "cluster", "grid"])
 def test_an_exchange_that_cannot_be_had_is_refused(exchange: str) -> None:
     head_dim = 64 if exchange != "block" else 1024

@@ -23,7 +23,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 COMPILER = shutil.which("g++")
 FLAGS = (
-    *("-std=c++20", "-O2", "-march=native", "-fno-strict-aliasing", "-pipe"),
+    *("-std=c++20", "-O1", "-march=native", "-fno-strict-aliasing", "-pipe"),
     *("-g1", "-gdwarf-4", "-no-pie", "-fno-pie", "-fstack-clash-protection"),
     "-ftrivial-auto-var-init=pattern",  # variables without a value show
     *("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error"),
