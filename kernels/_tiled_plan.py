@@ -115,7 +115,9 @@ class Plan:
     def _groups(self) -> int:
         if self.element_bytes == 4:
             per_thread = min(8, self.rows // 4)
-            return THREADS // (self.rows // per_thread * (4 if self.keys < 32 and self.rows < 32 else 8))
+            return THREADS // (
+                self.rows // per_thread * (4 if self.keys < 32 and self.rows < 32 else 8)
+            )
         down = min(4, self.rows // 16)
         across = min(self.keys // 16, WARPS // down)
         return min(WARPS // (down * across), self.slice // 16)

@@ -218,7 +218,9 @@ def test_a_backend_that_sdpa_replaced_is_named_with_its_configs(tmp_path: Path) 
 
 
 def test_what_a_compiler_said_is_told(tmp_path: Path) -> None:
-    log = "k.cu does not compile for sm_90a:\nk.cu(3): error: identifier \"x\" is undefined\n\n1 error"
+    log = (
+        'k.cu does not compile for sm_90a:\nk.cu(3): error: identifier "x" is undefined\n\n1 error'
+    )
     cells = [
         cell(STUDY, "naive", {"event": steady(100_000)}),
         cell(STUDY, "k.py", {}, status="error", message=log),
