@@ -6,7 +6,8 @@ python scripts/bench_limits.py
   tiled_fp32.cuh reads them; TFLOP/s, against the 67 of the data sheet.
 * copy: the bytes of a problem (Q, K, V read, O written, once) moved by 128 blocks that compute nothing; µs a
   launch in a CUDA graph, L2 warm.
-* launch: a kernel that does nothing, and one whose blocks meet twice, in a cluster of 16 or through L2; µs.
+* launch: a kernel that does nothing, and one whose blocks meet twice, in a cluster of 16 or through L2; µs. How many large
+  clusters the GPU holds.
 """
 
 from __future__ import annotations
@@ -160,6 +161,9 @@ def main() -> None:
         kernel = SOURCE.kernel(f"meet<{how}>", cluster=16 if how == 1 else 1)
         spent = graph_us(lambda k=kernel, n=blocks, o=options: k.launch((n,), (256,), counter, **o))
         print(f"{words:28}{spent:6.2f} us")
+    kernel = SOURCE.kernel("meet<1>", shared_bytes=220 * 1024, cluster=8)
+    held = kernel.max_active_clusters((128,), (256,), (8, 1, 1))
+    print(f"clusters of 8 blocks with 220 KB that can be there at once: {held}")
 
 
 if __name__ == "__main__":
