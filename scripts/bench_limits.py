@@ -6,8 +6,8 @@ python scripts/bench_limits.py
   tiled_fp32.cuh reads them; TFLOP/s, against the 67 of the data sheet.
 * copy: the bytes of a problem (Q, K, V read, O written, once) moved by 128 blocks that compute nothing; µs a
   launch in a CUDA graph, L2 warm.
-* launch: a kernel that does nothing, and one whose blocks meet twice, in a cluster of 16 or through L2; µs. How many large
-  clusters the GPU holds.
+* launch: a kernel that does nothing, and one whose blocks meet twice, in a cluster of 16 or through L2; µs. How many
+  large clusters the GPU holds.
 """
 
 from __future__ import annotations
