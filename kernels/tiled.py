@@ -223,7 +223,7 @@ def _counters(device: int, units: int) -> torch.Tensor:
             return _zeroed(device, units)  # by the graph itself, at each of its replays
         _of_captures[device] = (memory, used + units)
         return memory[used : used + units]
-    if device not in _of_captures:
+    if device not in _of_captures or _of_captures[device][1] > WORDS_OF_CAPTURES // 2:
         _of_captures[device] = (_zeroed(device, WORDS_OF_CAPTURES), 0)
         torch.cuda.current_stream(device).synchronize()
     key = (device, torch.cuda.current_stream(device).cuda_stream)

@@ -17,7 +17,7 @@ import msgspec
 
 MAGIC = b"profharness-1"
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
 
 
 @dataclass(frozen=True)

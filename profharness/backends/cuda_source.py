@@ -88,6 +88,8 @@ class CudaSource:
         """
         import torch
 
+        if not torch.cuda.is_available():
+            raise RefusedError("absent", f"{self.path.name} needs an NVIDIA GPU to run")
         device = torch.cuda.current_device()
         key = (device, name, shared_bytes, cluster)
         found = self._kernels.get(key)
@@ -118,8 +120,10 @@ class CudaSource:
         begin = time.perf_counter()
         log = io.StringIO()
         try:
+            given = self._options.get("include_path") or []
+            folders = [folder, *([given] if isinstance(given, str) else given)]
             options = options_type(
-                name=str(self.path), arch=arch, include_path=[folder], **self._options
+                **{**self._options, "name": str(self.path), "arch": arch, "include_path": folders}
             )
             program = program_type(text.decode(errors="replace"), "c++", options)
             try:

@@ -16,7 +16,7 @@ _SIGNATURE = '''def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, D]; returns [B, Hq, Sq, D] like q."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 '''
 
 _TORCH = (

@@ -31,7 +31,8 @@ def command(name: str, kind: str | None, out: Path) -> None:
       profharness new-kernel mine
       profharness new-kernel mine --triton
     """
-    from profharness.backends import BACKENDS
+    from profharness.backends import ALL, BACKENDS
+    from profharness.backends.sources import FOLDER, implementation_names
     from profharness.backends.templates import check_text, kernel_text
     from profharness.errors import CaptureError, UsageError
 
@@ -39,7 +40,7 @@ def command(name: str, kind: str | None, out: Path) -> None:
         raise UsageError(
             f"{name!r} cannot be the name of a Python file; take letters, digits and _"
         )
-    if name in BACKENDS:
+    if name in BACKENDS or name in (ALL, FOLDER, *implementation_names()):
         raise UsageError(f"{name!r} is a backend already; take another name")
     kernel = out / f"{name}.py"
     test = out.parent / "tests" / f"test_{name}.py"

@@ -157,7 +157,8 @@ def _check_record(path: Path, run: record.Run) -> None:
     if count > 1:
         raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
     for cell in run.cells:
-        if _largest(msgspec.to_builtins(cell)) > MAX_INT:
+        # tuning is kept as text
+        if _largest(msgspec.to_builtins(replace(cell, tuning=None))) > MAX_INT:
             raise TraceFormatError(
                 path, f"a number of cell {cell.cell!r} is too large", expected="64 bits at most"
             )

@@ -88,11 +88,13 @@ def attend(
 def batched_out(config: Config, inputs: Inputs, dtype: Any) -> Any:
     """`out` by one matrix product for all heads of a batch, as eager attention computes it: BLAS may
     sum that in another order, less exactly, than head by head (fp32 on an H200 at head_dim 2048:
-    2.4 times the error).
+    2.4 times the error). None where the scores of one head are too many to hold.
     """
     group = config.num_heads // config.num_kv_heads
     step = max(1, MAX_SCORES // (config.seq_len_q * config.seq_len_kv))
     rows = slice(0, config.seq_len_q)
+    if config.seq_len_q * config.seq_len_kv > MAX_SCORES:
+        return None
     made = _results(config, inputs, dtype)["out"]
     with torch.no_grad():
         for batch in range(config.batch):

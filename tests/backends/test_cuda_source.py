@@ -186,6 +186,22 @@ def test_includes_in_a_circle_and_of_the_toolkit_end(tmp_path: Path) -> None:
     assert set(found) == {tmp_path / "a.cu", tmp_path / "b.cuh"}
 
 
+def test_a_header_in_angle_brackets_counts_if_it_stands_beside(tmp_path: Path) -> None:
+    (tmp_path / "a.cu").write_text("#include <b.cuh>\n#include <cuda_fp16.h>\n")
+    (tmp_path / "b.cuh").write_text("")
+    found = local_files(tmp_path / "a.cu", (tmp_path / "a.cu").read_bytes())
+    assert set(found) == {tmp_path / "a.cu", tmp_path / "b.cuh"}
+
+
+def test_more_folders_can_be_searched(source: CudaSource, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "far.cuh").write_text("#define FAR 1\n")
+    text = '#include "far.cuh"\nextern "C" __global__ void plain(int* p) { *p = FAR; }\n'
+    given = {"include_path": str(tmp_path / "more")}
+    made = CudaSource(source.path, given, text=text).cubin(["plain"], "sm_80")
+    assert made.names["plain"] == "plain"
+
+
 def test_two_processes_at_once_leave_one_good_file(source: CudaSource) -> None:
     code = (
         "import sys; from pathlib import Path\n"

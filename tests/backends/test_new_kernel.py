@@ -82,7 +82,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert not kernel.exists()
 
 
-@pytest.mark.parametrize("name", ["flash", "not-a-name", "_hidden", "a/b"])
+@pytest.mark.parametrize(
+    "name", ["kernels", "all", "naive", "flash", "not-a-name", "_hidden", "a/b"]
+)
 def test_names_that_cannot_be_taken(name: str, tmp_path: Path) -> None:
     done = profharness(tmp_path, name)
     assert done.returncode == 2

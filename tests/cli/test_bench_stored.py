@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -76,7 +77,13 @@ def test_a_stored_run_answers_for_one_backend_by_its_own_precision(
     own = bench(folder, "--run", "latest")
     strict = bench(folder, "--run", "latest", "--precision", "0.0001%")
     elsewhere = bench(tmp_path, "--run", "latest", "--store", str(folder / "profharness.db"))
-    assert "wider than" not in own.stdout and "wider than" in strict.stdout
+    # a busy machine may give wide intervals: what they are held against is what counts
+    held = [
+        set(re.findall(r"wider than ±([\d.]+)%", " ".join(each.stdout.split())))
+        for each in (own, strict)
+    ]
+    assert held[0] <= {"90.0"}
+    assert held[1] and not held[1] & {"90.0"}
     assert elsewhere.stdout == own.stdout
 
 

@@ -272,6 +272,17 @@ def test_a_record_that_no_table_can_hold_is_an_error_and_makes_no_store(
     assert list(tmp_path.glob("p.db*")) == []
 
 
+def test_tuning_may_hold_any_number(tmp_path: Path, run_folder: Folder) -> None:
+    folder = run_folder(cells={"c0001": ["flash"]})
+    file = folder / "run.json"
+    said = json.loads(file.read_text())
+    said["cells"][0] |= {"tuning": {"hash": 1 << 70}}
+    file.write_text(json.dumps(said))
+    ingest_path(tmp_path / "p.db", folder)
+    with open_store(tmp_path / "p.db") as store:
+        assert store.cells()[0].tuning == {"hash": 1 << 70}
+
+
 def test_the_largest_number_that_a_table_can_hold_is_taken(
     tmp_path: Path, run_folder: Folder
 ) -> None:
