@@ -33,7 +33,6 @@ class Problem:
     keys: int
     head_dim: int
     element_bytes: int
-    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,10 @@ class Plan:
         words = [*map(str, (*numbers, self.stages, self.value_stages))]
         words += [str(flag).lower() for flag in flags]
         return ", ".join([*words, str(self.per_sm)])
+
+    def instance(self, element: str) -> str:
+        """The C++ name of the kernel; element is its type of numbers, one of tiled.TYPES."""
+        return f"tiled_attention<{element}, {self.template}>"
 
     @property
     def exchange(self) -> str:

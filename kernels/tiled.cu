@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(256, PER_SM)
                     int rows, int columns, int head_dim, int parts, int splits, int causal, long long q_batch,
                     long long q_head, long long q_row, long long k_batch, long long k_head, long long k_row,
                     long long v_batch, long long v_head, long long v_row) {
-    using Tile = typename TileOf<T, BM, BN, BK, PC>::type;
+    using Tile = decltype(tile_of<T, BM, BN, BK, PC>());
     constexpr int PER = 16 / sizeof(T);
     constexpr int SLICES = CHUNK / BK, PASSES = CHUNK / PC, PER_PASS = BN / Tile::VK, UNITS = PER_PASS * PASSES;
     constexpr int SLOTS = smaller(STAGES, SLICES), VALUE_SLOTS = smaller(VALUE_STAGES, UNITS);

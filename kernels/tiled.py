@@ -83,9 +83,7 @@ def _planned(
     _check(q, k, v, enable_gqa)
     if not q.numel() or not k.shape[2]:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    problem = Problem(
-        q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.element_size(), is_causal
-    )
+    problem = Problem(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.element_size())
     plan = choose_plan(problem, _multiprocessors(q.device.index), exchange)
     with torch.cuda.device_of(q):
         return run(plan, q, k, v, is_causal=is_causal, scale=scale)
@@ -136,20 +134,20 @@ def run(
     if plan.splits > 1:
         target = torch.empty(plan.splits * lines * width, dtype=torch.float32, device=q.device)
         log_sums = torch.empty(plan.splits * lines, dtype=torch.float32, device=q.device)
-    units = math.ceil(rows / plan.rows) * plan.splits * heads * batch
+    tiles = math.ceil(rows / plan.rows)
+    units = tiles * plan.splits * heads * batch
     scratch = counters = None
     if plan.grid:
         floats = units * plan.scratch_floats
         scratch = torch.empty(floats, dtype=torch.float32, device=q.device)
         counters = _counters(q.device.index, units)
     kernel = SOURCE.kernel(
-        f"tiled_attention<{element}, {plan.template}>",
+        plan.instance(element),
         shared_bytes=plan.shared_bytes,
         cluster=1 if plan.grid else plan.parts,
     )
     shape = (heads, heads // k.shape[1], rows, k.shape[2], width, plan.parts)
     strides = (np.int64(step) for each in (q, k, v) for step in each.stride()[:3])
-    tiles = math.ceil(rows / plan.rows)
     kernel.launch(
         (batch * heads * plan.parts, tiles, plan.splits),
         (256,),

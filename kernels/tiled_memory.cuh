@@ -6,32 +6,17 @@
 #include "tiled_half.cuh"
 #include "tiled_wide.cuh"
 
+// The tile that computes in T, by a value that is never made.
 template <class T, int BM, int BN, int BK, int PC>
-struct TileOf {
-    using type = HalfTile<T, BM, BN, BK, PC>;
-};
+__host__ __device__ constexpr auto tile_of() {
+    if constexpr (sizeof(T) == 4) return Fp32Tile<BM, BN, BK, PC>();
 #ifdef WGMMA
-template <class T, int PC>
-struct TileOf<T, 128, 128, 64, PC> {
-    using type = WideTile<T, 128, 128, 64, PC>;
-};
-template <class T, int PC>
-struct TileOf<T, 128, 64, 64, PC> {
-    using type = WideTile<T, 128, 64, 64, PC>;
-};
-template <int PC>
-struct TileOf<float, 128, 128, 64, PC> {
-    using type = Fp32Tile<128, 128, 64, PC>;
-};
-template <int PC>
-struct TileOf<float, 128, 64, 64, PC> {
-    using type = Fp32Tile<128, 64, 64, PC>;
-};
+    else if constexpr (BM == 128 && (BN == 64 || BN == 128) && BK == 64)
+        return WideTile<T, BM, BN, BK, PC>();
 #endif
-template <int BM, int BN, int BK, int PC>
-struct TileOf<float, BM, BN, BK, PC> {
-    using type = Fp32Tile<BM, BN, BK, PC>;
-};
+    else
+        return HalfTile<T, BM, BN, BK, PC>();
+}
 
 // The dynamic shared memory, in bytes. _tiled_plan.py computes TOTAL by the same rule.
 template <class Tile, int BM, int BN, int SLOTS, int VALUE_SLOTS>

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from profharness.backends.cuda_source import CudaSource
+from profharness.worker.timing import time_graph
 
 CUDA = r"""
 #include "../kernels/device.cuh"
@@ -107,26 +108,13 @@ __global__ void __launch_bounds__(256, 1) meet(unsigned* counter) {
 }
 """
 SOURCE = CudaSource(Path(__file__), text=CUDA)
-CALLS, SAMPLES = 50, 15
+SAMPLES = 15
 
 
 def graph_us(call: Any) -> float:
-    """Median µs of a call in a CUDA graph of CALLS calls."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        call()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                call()
-    times = []
-    for _ in range(SAMPLES):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1000 / CALLS)
-    return statistics.median(times)
+    """Median µs of a call in a CUDA graph."""
+    call()
+    return statistics.median(time_graph(call, SAMPLES, 1)) / 1000
 
 
 def main() -> None:

@@ -22,12 +22,15 @@ from typing import Any
 
 import torch
 
+from profharness.config import parse_config
+from profharness.worker.inputs import DTYPES
+from profharness.worker.timing import time_graph
+
 FOLDER = Path(__file__).resolve().parents[1] / "kernels"
 sys.path.append(str(FOLDER))
 
 import _tiled_plan as plans  # noqa: E402
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHAPES = (
     "1,1,16,8192,fp32",
     "1,1,16,8192,fp16",
@@ -40,7 +43,7 @@ SHAPES = (
     "4,4,128,4096,fp16",
     "8,4,128,2048,fp16",
 )
-CALLS, SAMPLES = 20, 15
+SAMPLES = 15
 WORTH = 1.6
 
 
@@ -60,14 +63,15 @@ def candidates(problem: plans.Problem, multiprocessors: int) -> list[plans.Plan]
 
 
 def problem_of(shape: str) -> tuple[plans.Problem, torch.dtype, tuple[int, int, int, int]]:
-    """`batch,heads,rows,head_dim,dtype`."""
-    *numbers, dtype = shape.split(",")
-    batch, heads, rows, head_dim = map(int, numbers)
-    size = DTYPES[dtype].itemsize
+    """Of a config without options, as those of SHAPES."""
+    config = parse_config(shape)
+    dtype = DTYPES[config.dtype]
+    size = (config.batch, config.num_heads, config.seq_len_q, config.head_dim)
+    heads = config.batch * config.num_heads
     return (
-        plans.Problem(batch * heads, rows, rows, head_dim, size),
-        DTYPES[dtype],
-        (batch, heads, rows, head_dim),
+        plans.Problem(heads, config.seq_len_q, config.seq_len_kv, config.head_dim, dtype.itemsize),
+        dtype,
+        size,
     )
 
 
@@ -84,30 +88,15 @@ def _compile(name: str, arch: str) -> None:
 
 
 def median_us(call: Any) -> float:
-    """Of a call in a CUDA graph of CALLS calls, L2 warm."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                call()
-    times = []
-    for _ in range(SAMPLES):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1000 / CALLS)
-    return statistics.median(times)
+    """Of a call in a CUDA graph, L2 warm; it was made before."""
+    return statistics.median(time_graph(call, SAMPLES, 1)) / 1000
 
 
 def instance(dtype: torch.dtype, plan: plans.Plan) -> str:
     """The name expression of a plan's kernel."""
     import tiled
 
-    return f"tiled_attention<{tiled.TYPES[dtype]}, {plan.template}>"
+    return plan.instance(tiled.TYPES[dtype])
 
 
 def measure(shape: str) -> list[dict[str, Any]]:

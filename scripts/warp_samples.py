@@ -83,25 +83,20 @@ def show(action: Any) -> None:
         )
 
 
-def call(config: str, backend: str) -> None:
+def call(text: str, backend: str) -> None:
     """What ncu watches: one call, after one that compiles."""
     import torch
 
     from profharness.backends import find_backend
     from profharness.config import parse_config
+    from profharness.worker.inputs import make_call, make_inputs
 
-    parsed = parse_config(config)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(parsed.dtype, torch.float32)
-    heads = (parsed.num_heads, parsed.num_kv_heads, parsed.num_kv_heads)
-    rows = (parsed.seq_len_q, parsed.seq_len_kv, parsed.seq_len_kv)
-    q, k, v = (
-        torch.randn(parsed.batch, h, n, parsed.head_dim, device="cuda", dtype=dtype)
-        for h, n in zip(heads, rows, strict=True)
-    )
-    load = find_backend(backend).load
-    attention = load() if load else torch.nn.functional.scaled_dot_product_attention
-    for _ in range(2):
-        attention(q, k, v, is_causal=parsed.causal, scale=None, enable_gqa=heads[0] != heads[1])
+    config, found = parse_config(text), find_backend(backend)
+    attention = found.load() if found.load else None
+    forward = make_call(config, make_inputs(config, "cuda", 0), attention)
+    with found.context():
+        for _ in range(2):
+            forward()
     torch.cuda.synchronize()
 
 

@@ -46,7 +46,7 @@ def _tune_tiled() -> Any:
 tune_tiled = _tune_tiled()
 TUNED = [tune_tiled.problem_of(shape)[0] for shape in tune_tiled.SHAPES]
 GENERAL = [
-    Problem(8, 1000, 1000, 64, 2, causal=True), Problem(32, 1, 4096, 128, 2), Problem(2, 3, 7, 33, 4),
+    Problem(8, 1000, 1000, 64, 2), Problem(32, 1, 4096, 128, 2), Problem(2, 3, 7, 33, 4),
     Problem(4, 300, 500, 1000, 4), Problem(64, 512, 512, 512, 2),
 ]  # fmt: skip
 
@@ -58,7 +58,6 @@ problems = st.builds(
     keys=st.integers(1, 140) | lengths,
     head_dim=st.integers(1, 300) | st.integers(1, 8192) | st.sampled_from([512, 2048, 4096, 8192]),
     element_bytes=st.sampled_from([2, 4]),
-    causal=st.booleans(),
 )
 
 
@@ -67,7 +66,7 @@ def power_of_two(number: int) -> bool:
 
 
 def is_wide(plan: Plan) -> bool:
-    """Whether the kernel multiplies by wgmma on Hopper: TileOf of tiled_memory.cuh."""
+    """Whether the kernel multiplies by wgmma on Hopper: tile_of in tiled_memory.cuh."""
     wide = plan.rows == 128 and plan.slice == 64 and plan.keys in (64, 128)
     return plan.element_bytes == 2 and wide
 
@@ -204,9 +203,8 @@ LAYOUT = """
 template <bool WITH, class T, int BM, int BN, int BK, int CHUNK, int PC, int STAGES, int VALUE_STAGES,
           bool ONE, bool GRID, bool SPLIT, int PER_SM>
 int total() {
-    using Half = std::conditional_t<sizeof(T) == 2, HalfTile<T, BM, BN, BK, PC>, TileOf<T, BM, BN, BK, PC>>;
-    using Plain = typename std::conditional_t<sizeof(T) == 2, std::type_identity<Half>, Half>::type;
-    using Tile = std::conditional_t<WITH, typename TileOf<T, BM, BN, BK, PC>::type, Plain>;
+    using Chosen = decltype(tile_of<T, BM, BN, BK, PC>());
+    using Tile = std::conditional_t<WITH || sizeof(T) == 4, Chosen, HalfTile<T, BM, BN, BK, PC>>;
     constexpr int UNITS = BN / Tile::VK * (CHUNK / PC);
     return Layout<Tile, BM, BN, smaller(STAGES, CHUNK / BK), smaller(VALUE_STAGES, UNITS)>::TOTAL;
 }

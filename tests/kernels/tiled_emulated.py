@@ -25,14 +25,13 @@ __all__ = [
 
 KERNELS = Path(tiled.__file__).parent
 SOURCE = KERNELS / "tiled.cu"
-TYPES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SCRATCH, PARTS = 5, 13
 """Where these stand among the arguments of tiled_attention."""
 
 
 def instance(dtype: torch.dtype, plan: Plan) -> str:
     """The kernel's name as `run` asks for it."""
-    return f"tiled_attention<{TYPES[dtype]}, {plan.template}>"
+    return plan.instance(tiled.TYPES[dtype])
 
 
 @dataclass(frozen=True)
