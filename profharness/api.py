@@ -2,26 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profharness.arguments import (
-    ALL,
-    Configs,
-    PathLike,
-    backend_tuple,
-    config_list,
-    name_tuple,
-    profiler_tuple,
-    store_path,
-)
-from profharness.errors import NotFoundError
+from profharness.config import Config, expand_configs
+from profharness.errors import NotFoundError, UsageError
+from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profharness.benching import Benched
+    from profharness.answers.bench.answer import Benched
+
+
+PathLike = str | os.PathLike[str]
+Configs = str | Config | Iterable[str | Config] | None
+
+
+STORE_VARIABLE = "PROFHARNESS_STORE"
+DEFAULT_STORE = "profharness.db"
+ALL = "all"
+
+
+def store_path(store: PathLike | None) -> Path:
+    """The store that is meant; None: the one of the environment, else of the working directory."""
+    return Path(store if store is not None else os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
+
+
+def name_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+    """`"flash, math"` or `["flash", "math"]` -> `("flash", "math")`; empty names are left out."""
+    words = names.split(",") if isinstance(names, str) else names
+    return tuple(word.strip() for word in words if word.strip())
+
+
+def backend_tuple(names: str | Sequence[str], device: str) -> tuple[str, ...]:
+    """The names, with what `all` and `kernels` stand for on the device; empty for none."""
+    from profharness.backends import expand_backends
+    from profharness.jobs import default_backends
+
+    found = name_tuple(names)
+    return tuple(expand_backends(found, default_backends(device))) if found else ()
+
+
+def profiler_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The profilers that leave traces; empty for every one. Raises UsageError for another name."""
+    found = name_tuple(names)
+    for name in found:
+        if name not in (ALL, *PROFILERS):
+            raise UsageError(
+                f"no launches of a profiler {name!r}; known are {', '.join(PROFILERS)}, {ALL}"
+            )
+    return () if ALL in found else found
+
+
+def config_list(configs: Configs) -> list[Config]:
+    """Grammar texts expanded, each config once; empty for None. Raises UsageError for a text that
+    is no config.
+    """
+    if configs is None:
+        return []
+    items = [configs] if isinstance(configs, str | Config) else list(configs)
+    found: list[Config] = []
+    for item in items:
+        found += [item] if isinstance(item, Config) else expand_configs(item)
+    return list(dict.fromkeys(found))
 
 
 def capture(
@@ -50,7 +96,7 @@ def capture(
     meant, CaptureError when no worker starts.
     """
     from profharness.jobs import capture_into_store
-    from profharness.record import Protocol
+    from profharness.run import Protocol
     from profharness.runner import CaptureOptions
 
     protocol = Protocol(
@@ -92,11 +138,13 @@ def cells(
     store: PathLike | None = None,
 ) -> pd.DataFrame:
     """One row per cell of a run (None: the latest; "all"): status, reasons, latency samples."""
+    from profharness.answers.prediction import with_predictions
     from profharness.store import open_store, to_frame
 
     wanted, named = config_list(configs) or None, name_tuple(backends) or None
     with open_store(store_path(store)) as opened:
-        return to_frame(opened.cells(run, configs=wanted, backends=named))
+        found = opened.cells(run, configs=wanted, backends=named)
+        return to_frame(with_predictions(opened, found))
 
 
 def kernels(
@@ -165,8 +213,7 @@ def diff(
     import pandas as pd
 
     from profharness import stats
-    from profharness.differ import diff_cells
-    from profharness.sides import find_side
+    from profharness.answers.diff.answer import diff_cells, find_side
     from profharness.store import open_store
 
     wanted = config_list(configs)
@@ -200,9 +247,9 @@ def explain(
     """
     import pandas as pd
 
-    from profharness.explaining.jobs import explain_all
-    from profharness.explaining.places import named_places
-    from profharness.report.explain_view import flat_record
+    from profharness.answers.explain.answer import explain_all
+    from profharness.answers.explain.model import flat_record
+    from profharness.answers.explain.rules import named_places
 
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     answers = explain_all(
@@ -228,8 +275,8 @@ def analyze(
     """
     import pandas as pd
 
-    from profharness.analyzing import analyze_stored
-    from profharness.report.analyze_view import FIELDS, analyze_record
+    from profharness.answers.analyze.answer import analyze_stored
+    from profharness.answers.analyze.model import FIELDS, analyze_record
 
     found = analyze_stored(
         store_path(store), run, config_list(configs), name_tuple(backends or ()), peaks
@@ -256,11 +303,10 @@ def verify(
     device, `kernels` what lies in kernels/; without backends both. Raises UsageError, CaptureError
     when no worker starts.
     """
-    from profharness.jobs import default_backends
-    from profharness.record import Protocol
-    from profharness.runner.verify import VerifyOptions
+    from profharness.jobs import default_backends, every_backend, verify_into_store
+    from profharness.run import Protocol
+    from profharness.runner.capture import VerifyOptions
     from profharness.store import to_frame
-    from profharness.verifying import every_backend, verify_into_store
 
     protocol = Protocol(0, 0, 0, float(timeout_s), seed, device)
     options = VerifyOptions(name_tuple(cases), grad, Path(out), protocol)
@@ -294,11 +340,11 @@ def bench(
     kernels/. With run nothing is measured, a stored run answers. The whole answer is in the frame's
     `attrs["answer"]`. Raises UsageError, or CaptureError when no worker starts.
     """
+    from profharness.answers.bench import answer as setup
+    from profharness.answers.bench.answer import benched
     from profharness.backends import DEFAULT_BACKENDS
-    from profharness.bench_plan import make_plan
-    from profharness.benching import benched, setup
     from profharness.jobs import bench_into_store, default_backends
-    from profharness.record import Protocol
+    from profharness.run import Protocol, make_plan
     from profharness.runner import CaptureOptions
     from profharness.store import open_store
 
@@ -332,7 +378,7 @@ def _bench_frame(answer: Benched) -> pd.DataFrame:
 
     import pandas as pd
 
-    from profharness.benching import BenchRow
+    from profharness.answers.bench.rows import BenchRow
 
     columns = [each.name for each in dataclasses.fields(BenchRow)]
     frame = pd.DataFrame([dataclasses.asdict(row) for row in answer.rows], columns=columns)
@@ -352,7 +398,7 @@ def export(
 
     profiler: whose part of the run; `all`: every one; None: the first of torch, nsys and ncu.
     """
-    from profharness.exports import write_run_file
+    from profharness.answers.export import write_run_file
     from profharness.store import open_store
 
     with open_store(store_path(store)) as opened:

@@ -26,6 +26,7 @@ NUMBERS = {
 }
 MAX_CONFIGS = 100_000
 
+
 EXAMPLE = "2,8,512,64,bf16,causal"
 GRAMMAR = (
     "batch,heads,seq_len,head_dim then, in any order: a dtype (fp16 bf16 fp32), "

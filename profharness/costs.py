@@ -13,6 +13,7 @@ from profharness.errors import UsageError
 if TYPE_CHECKING:
     from profharness.config import Config
 
+
 CONVENTIONS = ("exact", "flash-attention")
 EXECUTIONS = ("fused", "unfused")
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profharness import nvml
-from profharness.backends import ALL, CPU_BACKENDS, DEFAULT_BACKENDS, expand_backends
-from profharness.bench_plan import BenchPlan
+from profharness import environment as nvml
+from profharness.backends import ALL, CPU_BACKENDS, DEFAULT_BACKENDS, KERNELS, expand_backends
+from profharness.cases import VerificationRow
 from profharness.config import Config
 from profharness.errors import ProfharnessError
-from profharness.record import Run, read_run
+from profharness.profilers.registry import find_profilers, require_tools
+from profharness.run import BenchPlan, Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
 from profharness.runner.book import Progress
-from profharness.runner.capture import plan_cells
-from profharness.runner.profilers import find_profilers, require_tools
+from profharness.runner.capture import VerifyOptions, plan_cells, verify
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -113,3 +113,36 @@ def _take_in(folder: Path, store: Path) -> Captured:
     except KeyboardInterrupt as stop:
         stop.folder = folder  # type: ignore[attr-defined]
         raise
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a verification left: the run folder, the run's id and its checks."""
+
+    folder: Path
+    run: str
+    rows: tuple[VerificationRow, ...]
+
+
+def every_backend(named: Sequence[str], default: Sequence[str]) -> list[str]:
+    """The backends to verify: no name is `all,kernels`; the words are those of `expand_backends`."""
+    return expand_backends(named or (ALL, KERNELS), default)
+
+
+def verify_into_store(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    store: Path,
+    options: VerifyOptions | None = None,
+    progress: Progress | None = None,
+) -> Verified:
+    """Verify and ingest. A wrong backend is a row, not an error. Raises UsageError for what cannot
+    be meant, CaptureError if no worker starts.
+    """
+    from profharness.store import ingest_path, open_store
+
+    folder = verify(configs, backends, options, progress)
+    (result,) = ingest_path(store, folder)
+    with open_store(store) as opened:
+        rows = tuple(opened.verifications(result.run))
+    return Verified(folder, result.run, rows)

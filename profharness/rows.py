@@ -7,6 +7,7 @@ from typing import Any
 
 Triple = tuple[int, int, int]
 
+
 NAIVE_COMPILED = "naive-compiled"
 """The backend whose `tuning` counts REPLACEMENTS: how often Inductor put SDPA into its graph."""
 REPLACEMENTS = "sdpa_replacements"

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+
 Speed = Literal["same", "faster", "slower", "unknown"]
+
 
 ALPHA = 0.05
 THRESHOLD = 0.03  # the smallest relative change of the median that is worth a word

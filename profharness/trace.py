@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from profharness.devices import Device
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Column = NDArray[np.int64]
+
 
 CELL_RANGE_PREFIX = "profharness:"
 WARMUP_RANGE = "profharness:warmup"
@@ -33,28 +36,6 @@ def range_cell(name: str) -> str | None:
     if not name.startswith(CELL_RANGE_PREFIX) or name == WARMUP_RANGE:
         return None
     return name[len(CELL_RANGE_PREFIX) :]
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One GPU as the trace describes it; limits are per SM or per block in bytes, registers or
-    threads. None: not told.
-    """
-
-    index: int
-    name: str
-    compute_major: int
-    compute_minor: int
-    num_sms: int
-    total_memory_bytes: int | None = None
-    max_threads_per_block: int | None = None
-    max_threads_per_sm: int | None = None
-    registers_per_block: int | None = None
-    registers_per_sm: int | None = None
-    shared_bytes_per_block: int | None = None
-    shared_bytes_per_block_optin: int | None = None
-    shared_bytes_per_sm: int | None = None
-    warp_size: int = 32
 
 
 @dataclass(frozen=True, slots=True)

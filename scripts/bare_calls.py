@@ -17,7 +17,7 @@ import torch
 
 from profharness.backends import find_backend
 from profharness.config import parse_config_lines
-from profharness.record import Protocol
+from profharness.run import Protocol
 from profharness.worker.inputs import make_call, make_inputs
 from profharness.worker.timing import BUDGET_S, MIN_SAMPLES
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from profharness import costs
+from profharness.answers.agreement import replacement_notes, replacements
+from profharness.answers.bench.answer import Benched
 from profharness.api import bench
 from profharness.backends import expand_backends
-from profharness.benching import Benched
 from profharness.config import Config, expand_configs
+from profharness.devices import Peaks, data_sheet
 from profharness.errors import ProfharnessError
-from profharness.peaks import Peaks, data_sheet
-from profharness.report.replaced import replacement_notes, replacements
 
 TABLE = (
     *("1,1,16,8192,fp32", "1,1,16,8192,fp16"),

@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from profharness.nsight.tools import require_tool
-from profharness.record import Protocol
+from profharness.profilers.tools import require_tool
+from profharness.run import Protocol
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE / "bench_configs.txt"

@@ -28,7 +28,7 @@ def seconds(argv: list[str]) -> float:
 def big_run(folder: Path, launches: int) -> Path:
     """A run folder of one cell whose trace has that many launches in `profharness:` ranges."""
     from profharness.config import parse_config
-    from profharness.record import Cell, Protocol, Run, TraceFile, write_run
+    from profharness.run import Cell, Protocol, Run, TraceFile, write_run
 
     folder.mkdir()
     calls = launches // KERNELS_PER_CALL

@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from profharness.answers.agreement import disagreements, witnesses
+from profharness.answers.prediction import with_predictions
 from profharness.config import Config
 from profharness.jobs import capture_into_store
-from profharness.record import Protocol
-from profharness.report.agreement import disagreements, witnesses
+from profharness.run import Protocol
 from profharness.runner import CaptureOptions
 from profharness.store import open_store
 
@@ -72,7 +73,7 @@ def sample(count: int, seed: int) -> list[Config]:
 def evidence(store: Path) -> list[dict[str, Any]]:
     """One record a cell: what each witness says, and where they disagree."""
     with open_store(store) as opened:
-        cells = opened.cells("latest")
+        cells = with_predictions(opened, opened.cells("latest"))
         by_cell: dict[str | None, list[Any]] = {}
         for row in opened.kernels("latest"):
             by_cell.setdefault(row.cell, []).append(row)

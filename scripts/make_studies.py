@@ -17,7 +17,7 @@ from pathlib import Path
 import large_head_dim
 from large_head_dim import Section
 
-from profharness.record import read_run
+from profharness.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "docs" / "studies"

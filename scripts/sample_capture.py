@@ -12,7 +12,7 @@ from pathlib import Path
 
 from profharness.config import expand_configs
 from profharness.errors import ProfharnessError
-from profharness.record import read_run
+from profharness.run import read_run
 from profharness.runner import CaptureOptions, capture
 from profharness.scrub import scrub
 

@@ -10,15 +10,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from profharness.analysis import CellAnalysis, analyze, analyze_all, machine_of, sweep
-from profharness.analysis.facts import Facts
-from profharness.analysis.model import DERIVED, MEASURED, SEVERITIES, Machine
-from profharness.analysis.rules_parts import score_traffic
+from profharness.answers.analyze.answer import analyze, analyze_all, sweep
+from profharness.answers.analyze.figures import Facts
+from profharness.answers.analyze.model import (
+    DERIVED,
+    MEASURED,
+    SEVERITIES,
+    CellAnalysis,
+    Machine,
+    machine_of,
+)
+from profharness.answers.analyze.rules_rates import score_traffic
 from profharness.config import parse_config
-from profharness.peaks import Peaks, data_sheet
+from profharness.devices import Device, Peaks, data_sheet
 from profharness.rows import CellRow, KernelRow
 from profharness.store import ingest_path, open_store
-from profharness.trace import Device
 
 TRACES = Path(__file__).parents[1] / "traces"
 H200 = Device(

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_analysis import MACHINE, cell, evidence, kernel
 
-from profharness.analysis import analyze
-from profharness.analysis.model import MEASURED
+from profharness.answers.analyze.answer import analyze
+from profharness.answers.analyze.model import MEASURED
 from profharness.rows import KernelRow
 
 

@@ -14,9 +14,9 @@ import pytest
 import profharness
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.profiler_names import PROFILERS
-from profharness.record import read_run
-from profharness.runner.profilers import PROFILERS as REGISTRY
+from profharness.profilers.registry import PROFILERS as REGISTRY
+from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
+from profharness.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "1,2,64,32,fp32"

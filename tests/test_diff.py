@@ -12,7 +12,8 @@ from h200_rows import cell, kernel_rows, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.differ import Diff, DiffRow, Side, diff_cells, environment_changes
+from profharness.answers.diff.answer import diff_cells
+from profharness.answers.diff.model import Diff, DiffRow, Side, environment_changes
 from profharness.rows import CellRow, KernelRow
 
 SQUARE = "b2h8s512d64-fp16"

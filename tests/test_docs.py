@@ -14,15 +14,15 @@ import click
 import pytest
 
 import profharness
-from profharness import config, kernel_names, record, stats
+from profharness import config, kernel_names, stats
+from profharness import run as record
+from profharness.answers.diff.model import VERDICTS, DiffRow
+from profharness.answers.expect import check_expected_names
 from profharness.backends import ALL, KERNELS, find_backend
 from profharness.cli.main import COMMANDS, cli
-from profharness.differ import VERDICTS
-from profharness.differ.model import DiffRow
-from profharness.report.expect import check_expected_names
-from profharness.report.kernels_view import FIELDS
 from profharness.store import open_store
 from profharness.store.schema import VIEWS_1
+from profharness.views.kernels import FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (

@@ -25,7 +25,8 @@ from profharness.doctor.profilers import (
     packages_remedy,
     parse_ldd,
 )
-from profharness.doctor.surroundings import (
+from profharness.doctor.system import (
+    check_compilers,
     check_counters,
     check_dcgm,
     check_injection,
@@ -34,8 +35,7 @@ from profharness.doctor.surroundings import (
     may_administer,
     process_names,
 )
-from profharness.doctor.system import check_compilers
-from profharness.nsight.tools import Tool
+from profharness.profilers.tools import Tool
 
 LDD = """\tlinux-vdso.so.1 (0x00007ffc)
 \tlibdw.so.1 => not found

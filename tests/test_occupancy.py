@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.occupancy import LIMITERS, SmLimits, occupancy, sm_limits
-from profharness.trace import Device
+from profharness.devices import LIMITERS, Device, SmLimits, occupancy, sm_limits
 
 FACTS = json.loads((Path(__file__).parent / "data" / "occupancy_facts.json").read_text())
 H200 = Device(

@@ -9,7 +9,7 @@ import pytest
 from nsys_spelling import as_nsys
 
 from profharness.kernel_names import parse_kernel_name, short_name
-from profharness.kernel_names.own import TILED_PARAMETERS
+from profharness.kernel_names.native import TILED_PARAMETERS
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 

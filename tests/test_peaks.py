@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from profharness.devices import SHEETS, Peaks, data_sheet, flop_peak, ridge
 from profharness.errors import CaptureError
-from profharness.peaks import SHEETS, Peaks, data_sheet, flop_peak, ridge
-from profharness.record import Cell, Protocol, Run, write_run
+from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
 
 NAMES = {
@@ -122,7 +122,7 @@ def test_a_store_without_the_table_gets_it(tmp_path: Path) -> None:
 
 def test_a_real_measurement_in_a_child_process() -> None:
     pytest.importorskip("torch")
-    from profharness.runner.peaks import measure_peaks
+    from profharness.runner.probe import measure_peaks
 
     found = measure_peaks("cpu")
     peaks = found.peaks
@@ -137,7 +137,7 @@ def test_a_real_measurement_in_a_child_process() -> None:
 
 def test_a_process_that_dies_says_why() -> None:
     pytest.importorskip("torch")
-    from profharness.runner.peaks import measure_peaks
+    from profharness.runner.probe import measure_peaks
 
     with pytest.raises(CaptureError, match="data-sheet"):
         measure_peaks("no-such-device")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from h200_rows import kernel_rows, rows_of
 
-from profharness.roles import ROLES, assign_roles, role
+from profharness.answers.roles import ROLES, assign_roles, role
 from profharness.rows import KernelRow
 
 TRAIN = "b2h8s1024d64-fp16-causal-bwd"

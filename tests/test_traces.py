@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from profharness.answers.witnesses import join
 from profharness.config import parse_config
-from profharness.record import read_run
-from profharness.report.witnesses import join
+from profharness.run import read_run
 from profharness.scrub import audit
 from profharness.store import ingest_path, open_store
 from profharness.store.queries import Store

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from report.view_rows import cell, kernel
 
+from profharness.answers.agreement import disagreements, witnesses
+from profharness.answers.prediction import with_predictions
 from profharness.config import parse_config
-from profharness.dispatch.told import is_told
-from profharness.record import Cell, Protocol, Run, read_run, write_run
-from profharness.report.agreement import disagreements, witnesses
-from profharness.report.kernels_view import kernels_document
+from profharness.dispatch.machine import is_told
 from profharness.rows import CellRow
+from profharness.run import Cell, Protocol, Run, read_run, write_run
 from profharness.store import Store, ingest_path, open_store
+from profharness.views.kernels import kernels_document
 
 ROOT = Path(__file__).resolve().parents[1]
 H200 = ROOT / "traces" / "h200-torch2.11"
@@ -44,12 +45,12 @@ def stored(tmp_path: Path, cells: tuple[Cell, ...], **environment: object) -> li
     write_run(folder, Run(folder.name, "2026-01-01", ("events",), Protocol(), cells, told))
     ingest_path(tmp_path / "store.db", folder)
     with open_store(tmp_path / "store.db") as store:
-        return store.cells()
+        return with_predictions(store, store.cells())
 
 
 def test_all_four_agree_in_every_cell_of_the_h200_run(h200: Path) -> None:
     with open_store(h200) as store:
-        cells, rows = store.cells(), store.kernels()
+        cells, rows = with_predictions(store, store.cells()), store.kernels()
     assert len(cells) == 24
     for each in cells:
         own = [row for row in rows if row.cell == each.cell]
@@ -161,7 +162,7 @@ def test_a_flag_that_is_off_counts(tmp_path: Path) -> None:
 
 def test_json_cells_and_notes_carry_it(h200: Path) -> None:
     with open_store(h200) as store:
-        cells, rows = store.cells(), store.kernels()
+        cells, rows = with_predictions(store, store.cells()), store.kernels()
     document = kernels_document(rows, cells)
     assert document.extra["cells"][0]["predicted"] == "cudnn"
     wrong = [replace(each, predicted="flash") for each in cells[:1]]
@@ -178,5 +179,5 @@ def test_a_store_of_a_changed_folder_predicts_anew(tmp_path: Path) -> None:
     ingest_path(tmp_path / "store.db", folder)
     with open_store(tmp_path / "store.db") as store:
         assert isinstance(store, Store)
-        auto = [each for each in store.cells() if each.backend == "auto"]
+        auto = [each for each in with_predictions(store, store.cells()) if each.backend == "auto"]
     assert [each.predicted for each in auto] == ["flash"] * 4

@@ -11,14 +11,13 @@ import msgspec
 
 from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
 from profharness.backends.libraries import LIBRARY_BACKENDS
-from profharness.backends.sdpa import SDPA_BACKENDS
 from profharness.backends.sources import (
     find_implementation,
     fingerprint,
     from_source,
     implementation_names,
 )
-from profharness.backends.torch_impls import TORCH_BACKENDS
+from profharness.backends.torch_impls import SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.errors import UsageError
 
 __all__ = [
@@ -41,15 +40,19 @@ __all__ = [
     "write_sources",
 ]
 
+
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (*SDPA_BACKENDS, *TORCH_BACKENDS, *LIBRARY_BACKENDS)
 }
 
+
 DEFAULT_BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
 CPU_BACKENDS = ("auto", "flash", "math")
 
+
 ALL = "all"
 KERNELS = "kernels"
+
 
 SOURCES_FILE = "sources.json"
 

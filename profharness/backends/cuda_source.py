@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profharness.backends.base import ImplementationError, RefusedError
-from profharness.backends.cuda_cache import (
+from profharness.backends.cuda_launch import (
     CompiledSource,
     cache_folder,
     cache_key,
@@ -23,7 +23,9 @@ from profharness.backends.cuda_cache import (
 if TYPE_CHECKING:
     from profharness.backends.cuda_launch import CudaKernel
 
+
 __all__ = ["CompileError", "CompiledSource", "CudaSource"]
+
 
 LOG = logging.getLogger(__name__)
 REMEDY = "pip install 'profharness[kernels]'"

@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from profharness.config import Config
 
+
 F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("table", "json", "jsonl", "csv", "md", "html")
 

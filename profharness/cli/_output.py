@@ -15,8 +15,8 @@ import click
 from profharness.files import atomic_file, check_output
 
 if TYPE_CHECKING:
-    from profharness.report.charts import Chart
-    from profharness.report.document import Document
+    from profharness.views.document import Chart, Document
+
 
 SUFFIX_FORMATS = {
     **{f".{name}": name for name in ("json", "jsonl", "csv", "md", "html")},
@@ -41,7 +41,7 @@ def emit(
 ) -> None:
     """Render the document to the file, else to stdout. Without a format, the file's suffix
     decides, else `table`. images: what the charts beside a Markdown file are, `svg` or `png`."""
-    from profharness.report.renderers import RENDERERS
+    from profharness.views.renderers import RENDERERS
 
     if format_ is None:
         format_ = SUFFIX_FORMATS.get(output.suffix.lower(), "table") if output else "table"
@@ -62,8 +62,8 @@ def emit(
 
 def _write_markdown(document: Document, output: Path, images: str, *, force: bool) -> None:
     """The page and, beside it, a picture for each of its charts."""
-    from profharness.report.charts import Chart
-    from profharness.report.renderers import render_markdown
+    from profharness.views.document import Chart
+    from profharness.views.renderers import render_markdown
 
     charts = [block for block in document.blocks if isinstance(block, Chart)]
     paths = [
@@ -81,7 +81,7 @@ def _write_markdown(document: Document, output: Path, images: str, *, force: boo
 
 
 def _picture(chart: Chart, number: int, kind: str) -> bytes:
-    from profharness.report.chart_draw import draw_png, draw_svg
+    from profharness.views.charts import draw_png, draw_svg
 
     return draw_png(chart) if kind == "png" else draw_svg(chart, number, alone=True).encode()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from profharness.record import Cell
+    from profharness.run import Cell
     from profharness.runner.book import Progress
 
 

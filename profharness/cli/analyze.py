@@ -70,10 +70,10 @@ def command(
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
     """
-    from profharness.analyzing import analyze_rows
+    from profharness.answers.analyze.answer import analyze_rows
     from profharness.cli.kernels import find_rows, stored_names
     from profharness.errors import NotFoundError
-    from profharness.report.analyze_view import analyze_document
+    from profharness.views.analyze import analyze_document
 
     check_output(output, force=force)
     configs = read_configs(config, configs_file)
@@ -93,9 +93,9 @@ def command(
 
 def _measure_once(path: Path, cells: Sequence[CellRow]) -> None:
     """Measure if the cells ran on a GPU like this machine's and the store has no measurement."""
+    from profharness.devices import MEASURED
+    from profharness.environment import gpu_name
     from profharness.errors import CaptureError
-    from profharness.nvml import gpu_name
-    from profharness.peaks import MEASURED
     from profharness.store import open_store
 
     with open_store(path) as store:
@@ -114,7 +114,7 @@ def _measure_once(path: Path, cells: Sequence[CellRow]) -> None:
 
 
 def _measure(path: Path, cells: Sequence[CellRow]) -> None:
-    from profharness.analyzing import measure_here
+    from profharness.answers.analyze.answer import measure_here
 
     hint("measuring copy bandwidth and matrix rates, some seconds")
     measure_here(path, cells)

@@ -24,8 +24,8 @@ def command(format_: str | None, output: Path | None, force: bool) -> None:
     Example:
       profharness backends --format json
     """
-    from profharness.report.doctor_view import backends_document
     from profharness.runner.probe import probe_backends
+    from profharness.views.doctor import backends_document
 
     check_output(output, force=force)
     emit(backends_document(probe_backends()), format_, output, force=force)

@@ -24,11 +24,12 @@ from profharness.errors import UsageError
 from profharness.files import atomic_file, check_output
 
 if TYPE_CHECKING:
-    from profharness.benching import Benched
+    from profharness.answers.bench.answer import Benched
     from profharness.config import Config
     from profharness.jobs import Captured
-    from profharness.report.document import Document
     from profharness.runner import CaptureOptions
+    from profharness.views.document import Document
+
 
 WARMUP = 10
 PROFILED_CALLS = 10
@@ -154,12 +155,10 @@ def command(**options: Any) -> None:
 
 def _measured(asked: _Asked) -> Benched:
     """The answer of a new run."""
+    from profharness.answers.bench.answer import bench_configs, benched, read_baseline
     from profharness.backends import DEFAULT_BACKENDS
-    from profharness.bench_plan import PRECISION, make_plan, parse_precision, parse_seconds
-    from profharness.benching import benched
-    from profharness.benching.setup import bench_configs, read_baseline
     from profharness.jobs import default_backends
-    from profharness.record import Protocol
+    from profharness.run import PRECISION, Protocol, make_plan, parse_precision, parse_seconds
     from profharness.runner import CaptureOptions
     from profharness.store import open_store
 
@@ -191,9 +190,13 @@ def _measured(asked: _Asked) -> Benched:
 
 def _stored(asked: _Asked) -> Benched:
     """The answer of a stored run, by its own precision and ranking unless others are asked for."""
-    from profharness.bench_plan import PRECISION, make_plan, parse_precision, parse_seconds
-    from profharness.benching import benched
-    from profharness.benching.setup import read_baseline, stored_backends, stored_configs
+    from profharness.answers.bench.answer import (
+        benched,
+        read_baseline,
+        stored_backends,
+        stored_configs,
+    )
+    from profharness.run import PRECISION, make_plan, parse_precision, parse_seconds
     from profharness.store import open_store
 
     if asked.verify:
@@ -219,7 +222,7 @@ def _stored(asked: _Asked) -> Benched:
 
 def _write(answer: Benched, asked: _Asked) -> None:
     """The answer where it is wanted: printed, a file, or every format in a folder."""
-    from profharness.report.bench_view import bench_document
+    from profharness.views.bench import bench_document
 
     output, format_ = asked.output, asked.format_
     document = bench_document(answer, explain=asked.explain, raw=asked.raw)
@@ -249,10 +252,10 @@ def _measure(
 
 def _verified(captured: Captured, store: Path) -> str:
     """The run that checked the outputs of what was timed, on the configs as they are."""
+    from profharness.cases import NONE
     from profharness.cli._progress import capture_progress
-    from profharness.runner.verify import VerifyOptions
-    from profharness.verification import NONE
-    from profharness.verifying import verify_into_store
+    from profharness.jobs import verify_into_store
+    from profharness.runner.capture import VerifyOptions
 
     cells = [cell for cell in captured.run.cells if cell.status == "ok"]
     configs = list(dict.fromkeys(cell.config for cell in cells))
@@ -281,7 +284,7 @@ def _write_folder(
     document: Document, folder: Path, environment: dict[str, Any], *, force: bool
 ) -> None:
     """Every format and the environment, each file whole or not at all."""
-    from profharness.report.renderers import RENDERERS
+    from profharness.views.renderers import RENDERERS
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,8 @@ from profharness.cli._options import (
 if TYPE_CHECKING:
     from profharness.config import Config
     from profharness.jobs import Captured
-    from profharness.record import Protocol
+    from profharness.run import Protocol
+
 
 FAILED = ("crashed", "timeout", "oom", "error", "pending")
 
@@ -131,7 +132,7 @@ def command(
       profharness capture --config 2,8,512,64 --backend auto,flash,math
       profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
     """
-    from profharness.record import Protocol
+    from profharness.run import Protocol
 
     configs = read_configs(config, configs_file)
     backends = split_names(backend)

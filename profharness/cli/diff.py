@@ -19,7 +19,7 @@ from profharness.cli._output import emit
 from profharness.files import check_output
 
 if TYPE_CHECKING:
-    from profharness.differ import Diff
+    from profharness.answers.diff.model import Diff
 
 
 @click.command()
@@ -65,11 +65,10 @@ def command(
       profharness diff flash math --config 2,8,512,64 --fail-on slower
     """
     from profharness import stats
-    from profharness.differ import diff_cells
+    from profharness.answers.diff.answer import diff_cells, find_side
     from profharness.errors import NotFoundError
-    from profharness.report.diff_view import diff_document
-    from profharness.sides import find_side
     from profharness.store import open_store
+    from profharness.views.diff import diff_document
 
     verdicts = _check_verdicts(split_names(fail_on))
     check_output(output, force=force)
@@ -87,7 +86,7 @@ def command(
 
 
 def _check_verdicts(names: Sequence[str]) -> frozenset[str]:
-    from profharness.differ import VERDICTS
+    from profharness.answers.diff.model import VERDICTS
     from profharness.errors import UsageError
 
     for name in names:

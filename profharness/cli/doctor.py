@@ -28,8 +28,8 @@ def command(
       profharness doctor
     """
     from profharness.doctor import run_checks
-    from profharness.report.doctor_view import doctor_document
     from profharness.runner.probe import probe_environment
+    from profharness.views.doctor import doctor_document
 
     check_output(output, force=force)
     checks = run_checks(store, probe_environment)

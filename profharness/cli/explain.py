@@ -21,10 +21,11 @@ from profharness.cli._output import emit, hint
 from profharness.files import check_output
 
 if TYPE_CHECKING:
+    from profharness.answers.explain.model import Explanation
+    from profharness.answers.explain.rules import Place
     from profharness.config import Config
-    from profharness.explaining.places import Place
-    from profharness.explanation import Explanation
-    from profharness.report.document import Document
+    from profharness.views.document import Document
+
 
 NAMED = ("flash", "efficient", "cudnn", "math")
 
@@ -125,10 +126,10 @@ def command(
     by_rule = torch is not None or gpu is not None
     _check(by_rule, bisect=bisect, full=full, measure=measure, device=device)
     if bisect is not None:
-        from profharness.explaining.properties import numeric
+        from profharness.answers.explain.maps import numeric
 
         numeric(bisect)
-    from profharness.explaining.places import named_places
+    from profharness.answers.explain.rules import named_places
 
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     if len(places) > 1 and bisect is not None:
@@ -137,7 +138,7 @@ def command(
     document, answers = _document(asked)
     emit(document, format_, output, force=force)
     if not places:
-        from profharness.explaining.live import require_answer
+        from profharness.answers.explain.live import require_answer
 
         require_answer(answers)
 
@@ -147,23 +148,22 @@ def _document(asked: _Asked) -> tuple[Document, list[Explanation]]:
     if asked.bisect is not None:
         return _bisected(asked), []
     if len(asked.places) > 1:
-        from profharness.explaining.offline import matrix
-        from profharness.report.explain_maps import matrix_document
+        from profharness.answers.explain.rules import matrix
+        from profharness.views.explain import matrix_document
 
         found = [matrix(config, asked.places) for config in asked.configs]
         return matrix_document(found, full=asked.full), []
     answers = _answers(asked)
     if len(asked.configs) > 1:
         return _mapped(asked, answers), answers
-    from profharness.report.explain_view import explain_document
+    from profharness.views.explain import explain_document
 
     return explain_document(answers, full=asked.full, named=asked.backends), answers
 
 
 def _answers(asked: _Asked) -> list[Explanation]:
     """One answer a config, with what the store adds; a map wants no advice."""
-    from profharness.explaining.jobs import explain_all
-    from profharness.explaining.stored import with_store
+    from profharness.answers.explain.answer import explain_all, with_store
 
     if not asked.places and len(asked.configs) > 1:
         hint(f"asking PyTorch about {len(asked.configs):,} configs")
@@ -181,10 +181,10 @@ def _answers(asked: _Asked) -> list[Explanation]:
 
 
 def _mapped(asked: _Asked, answers: Sequence[Explanation]) -> Document:
+    from profharness.answers.explain.maps import draw_maps
+    from profharness.answers.explain.model import chosen, environment_text
     from profharness.config import parse_config
-    from profharness.explaining.maps import draw_maps
-    from profharness.report.explain_maps import map_document
-    from profharness.report.explain_view import chosen, environment_text
+    from profharness.views.explain import map_document
 
     configs = [parse_config(answer.config) for answer in answers]
     maps = draw_maps(configs, [chosen(answer) for answer in answers])
@@ -192,17 +192,17 @@ def _mapped(asked: _Asked, answers: Sequence[Explanation]) -> Document:
 
 
 def _bisected(asked: _Asked) -> Document:
-    from profharness.explaining.bisect import bisect_all
-    from profharness.report.explain_maps import bisect_document
+    from profharness.answers.explain.maps import bisect_all
+    from profharness.views.explain import bisect_document
 
     assert asked.bisect is not None
     if asked.places:
-        from profharness.explaining.offline import choices_by_rule
+        from profharness.answers.explain.rules import choices_by_rule
 
         place = asked.places[0]
         found = bisect_all(asked.configs, asked.bisect, lambda many: choices_by_rule(many, place))
         return bisect_document(found, where=f"{place.text}, by rule")
-    from profharness.explaining.live import live_choices
+    from profharness.answers.explain.live import live_choices
 
     told: list[str] = []
 
@@ -220,10 +220,10 @@ def _bisected(asked: _Asked) -> Document:
 
 def _measure(answers: Sequence[Explanation], asked: _Asked) -> None:
     """Capture the asked configs on `auto` and the advised ones on their backends."""
+    from profharness.answers.explain.answer import to_measure
     from profharness.cli._progress import capture_progress
-    from profharness.explaining.stored import to_measure
     from profharness.jobs import capture_into_store
-    from profharness.record import Protocol
+    from profharness.run import Protocol
     from profharness.runner import CaptureOptions
 
     options = CaptureOptions(protocol=Protocol(device=asked.device))

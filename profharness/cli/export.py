@@ -35,7 +35,7 @@ def command(run: str, profiler: str | None, output: Path | None, force: bool, st
     Example:
       profharness export latest -o trace.json.gz
     """
-    from profharness.exports import choose_profilers, write_run, write_run_file
+    from profharness.answers.export import choose_profilers, write_run, write_run_file
     from profharness.store import open_store
 
     check_output(output, force=force)

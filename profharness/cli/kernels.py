@@ -18,7 +18,7 @@ from profharness.cli._options import (
 )
 from profharness.cli._output import emit, hint
 from profharness.files import check_output
-from profharness.profiler_names import PROFILERS
+from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
 
 if TYPE_CHECKING:
     from profharness.config import Config
@@ -91,8 +91,8 @@ def command(
       profharness kernels --config 2,8,512,64 --profiler all
       profharness kernels --config 2,8,512,64 --steps
     """
+    from profharness.answers.expect import check_expected_names
     from profharness.errors import UsageError
-    from profharness.report.expect import check_expected_names
 
     side_by_side = "all" in profiler
     wanted = PROFILERS if side_by_side else profiler
@@ -106,15 +106,15 @@ def command(
     if not profiler:
         rows = _first_profiler(rows)
     if steps:
-        from profharness.report.steps_view import steps_document
+        from profharness.views.steps import steps_document
 
         document = steps_document(rows, cells)
     elif side_by_side:
-        from profharness.report.witness_view import witness_document
+        from profharness.views.kernels import witness_document
 
         document = witness_document(rows, cells, full=full)
     else:
-        from profharness.report.kernels_view import kernels_document
+        from profharness.views.kernels import kernels_document
 
         document = kernels_document(rows, cells, full=full)
     emit(document, format_, output, force=force)
@@ -190,6 +190,7 @@ def _stored(
     profilers: tuple[str, ...],
     by_op: bool,
 ) -> Answer:
+    from profharness.answers.prediction import with_predictions
     from profharness.store import open_store
 
     with open_store(path) as store:
@@ -211,7 +212,8 @@ def _stored(
             profilers=profilers or None,
             by_op=by_op,
         )
-        return rows, store.cells(run, configs=configs or None, backends=chosen)
+        cells = store.cells(run, configs=configs or None, backends=chosen)
+        return rows, with_predictions(store, cells)
 
 
 def _capture(
@@ -247,7 +249,7 @@ def _nothing(
 
 def _tell_without_kernels(cells: Sequence[CellRow]) -> None:
     """A CSV has rows of kernels only; who gave none is told on stderr."""
-    from profharness.report.kernels_view import cell_notes
+    from profharness.views.kernels import cell_notes
 
     for cell in cells:
         if cell.status != "ok":
@@ -256,8 +258,8 @@ def _tell_without_kernels(cells: Sequence[CellRow]) -> None:
 
 
 def _gate(expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
+    from profharness.answers.expect import failures
     from profharness.errors import GateError
-    from profharness.report.expect import failures
 
     lines = failures(expected, rows, cells)
     if lines:

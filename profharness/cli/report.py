@@ -56,9 +56,9 @@ def command(
       profharness report latest -o report.html
     """
     from profharness.errors import UsageError
-    from profharness.report.charts import Chart
-    from profharness.reporting import report_document
     from profharness.store import open_store
+    from profharness.views.document import Chart
+    from profharness.views.report import report_document
 
     check_output(output, force=force)
     if format_ is None and output is not None:

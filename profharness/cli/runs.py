@@ -31,8 +31,8 @@ def command(
     Example:
       profharness runs --format json
     """
-    from profharness.report.runs_view import runs_document
     from profharness.store import open_store
+    from profharness.views.runs import runs_document
 
     if deleted:
         _delete(store, deleted)

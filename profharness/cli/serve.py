@@ -35,7 +35,7 @@ def command(port: int, host: str, store: Path) -> None:
     Example:
       profharness serve --port 8001
     """
-    from profharness.serving import LOOPBACK, serve
+    from profharness.views.web import LOOPBACK, serve
 
     if host not in LOOPBACK:
         hint(

@@ -75,14 +75,13 @@ def command(
       profharness verify --config 1,4,256,64,causal --backend all,my.py:attention --grad
       profharness verify --config 2,8,512,64 --cases seq_1,large --format json
     """
+    from profharness.cases import STANDARD, failures
     from profharness.cli._progress import capture_progress
     from profharness.errors import GateError, UsageError
-    from profharness.jobs import default_backends
-    from profharness.record import Protocol
-    from profharness.report.verify_view import verify_document
-    from profharness.runner.verify import VerifyOptions
-    from profharness.verification import STANDARD, failures
-    from profharness.verifying import every_backend, verify_into_store
+    from profharness.jobs import default_backends, every_backend, verify_into_store
+    from profharness.run import Protocol
+    from profharness.runner.capture import VerifyOptions
+    from profharness.views.verify import verify_document
 
     configs = read_configs(config, configs_file)
     if not configs:

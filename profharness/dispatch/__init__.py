@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from profharness.dispatch.hazards import hazards
+from profharness.dispatch.checks import hazards
 from profharness.dispatch.machine import (
     Machine,
     machine_for,

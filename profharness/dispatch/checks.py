@@ -13,9 +13,11 @@ from profharness.dispatch.params import AttentionParams
 
 Check = Callable[[AttentionParams, Machine], bool | None]
 
+
 LOW_PRECISION = ("fp16", "bf16")
 CPU_DTYPES = ("fp32", "fp64", "bf16", "fp16")
 GRID_LIMIT = 65_535
+
 
 # The newest architecture that each release accepts, for all three fused backends.
 NEWEST_SM: tuple[tuple[Release, tuple[int, int]], ...] = (
@@ -284,3 +286,39 @@ def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
 def fa4_head_dim(params: AttentionParams, _: Machine) -> bool | None:
     """FA4's head dimensions were not read."""
     return None if params.flash_impl == "FA4" else False
+
+
+class Hazard(NamedTuple):
+    """What happens when `backend` gets a call that `applies` in these releases; until: the first
+    release without it.
+    """
+
+    backend: str
+    since: Release
+    until: Release
+    applies: Callable[[AttentionParams, Machine], bool]
+    text: str
+
+
+# Seen on an H200 with 2.11; the alignment has been checked by the dispatcher since 2.13.
+HAZARDS = (
+    Hazard("efficient", (2, 5), (2, 13), misaligned,
+           "The storage offset is not aligned: the efficient kernel can die with `CUDA error: misaligned address`, "
+           "which ends the process's CUDA context. Copy the inputs with clone() first."),
+    Hazard("cudnn", (2, 11), (2, 12), lambda p, _: p.batch_stride_zero and p.head_dim != p.value_dim,
+           "The batch is expanded with stride 0 and head_dim_v differs from head_dim: cuDNN raises `The stride for "
+           "the last dimension … should be 1`. Make the inputs contiguous first."),
+)  # fmt: skip
+
+
+def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    """Known failures of a call on a backend that the dispatcher lets through; each says what to do."""
+    if params.device != "cuda":
+        return ()
+    return tuple(
+        hazard.text
+        for hazard in HAZARDS
+        if hazard.backend == backend
+        and hazard.since <= machine.torch < hazard.until
+        and hazard.applies(params, machine)
+    )

@@ -7,9 +7,11 @@ longer to make than all of its rows, and `profharness kernels` pays for it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from profharness.dispatch.params import BACKENDS, FLASH_IMPLS, AttentionParams
 from profharness.errors import UsageError
 
 Release = tuple[int, ...]
@@ -40,6 +42,7 @@ RELEASES: dict[Release, Wheel] = {
     (2, 14, 1): Wheel("13.0", 92400, 92400),
     (2, 15, 0): Wheel("13.2", 92600, 92600),
 }
+
 
 # Builds for another CUDA than the PyPI wheel's. Of the cu130 build of 2.9 it is known that cuDNN comes first,
 # so that it was compiled with 9.9 at least; PyTorch's build scripts pin its cuDNN to 9.13.0.
@@ -97,7 +100,7 @@ def machine_for(
     and cudnn_compiled replace the build's versions. What a build brings that is not known is None.
     Raises UsageError for an unknown GPU; an unknown release gives a machine not `known`.
     """
-    from profharness.dispatch.gpus import find_gpu  # who reads a stored environment needs no names
+    from profharness.devices import find_gpu
 
     number = parse_release(release) if isinstance(release, str) else release
     wheel = build_of(number, cuda)
@@ -172,3 +175,56 @@ def release_text(release: Release) -> str:
 
 def _span() -> str:
     return f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
+
+
+UNKNOWN_RELEASE = (0, 0, 0)
+
+
+def machine_of(environment: Mapping[str, Any]) -> Machine:
+    """The machine for the rules, from `environment.collect()`'s answer. A release or a capability
+    that cannot be read is one that the rules do not know.
+    """
+    try:
+        release = parse_release(str(environment.get("torch", "")))
+    except UsageError:
+        release = UNKNOWN_RELEASE
+    cuda = environment.get("torch_cuda")
+    build = build_of(release, cuda) if cuda else None
+    variables = environment.get("env") or {}
+    return Machine(
+        torch=release,
+        capability=_capability(environment.get("capability")),
+        cudnn=environment.get("cudnn"),
+        cuda=cuda,
+        cudnn_compiled=build.cudnn_compiled if build else None,
+        cudnn_preferred=_cudnn_preferred(release, variables),
+        cudnn_nested=variables.get("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED") == "1",
+    )
+
+
+def is_told(environment: Mapping[str, Any]) -> bool:
+    """Whether an environment says enough, and of a release that the rules know."""
+    machine = machine_of(environment)
+    if machine.torch not in RELEASES or environment.get("device_type") not in ("cuda", "cpu"):
+        return False
+    return environment["device_type"] == "cpu" or machine.capability != (0, 0)
+
+
+def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:
+    """Sets what a config cannot say to what the process told: flags, and the flash implementation."""
+    on = frozenset(name for name in BACKENDS if environment.get(f"sdp_{name}") is not False)
+    told = str(environment.get("flash_attention_impl"))
+    impl = told if told in FLASH_IMPLS else "FA2"
+    return lambda params: replace(params, enabled=on, flash_impl=impl)
+
+
+def _capability(text: object) -> tuple[int, int]:
+    major, _, minor = str(text or "0.0").partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _cudnn_preferred(release: tuple[int, ...], variables: Mapping[str, str]) -> bool | None:
+    """False where a variable that this release reads puts cuDNN back in the order."""
+    if release >= (2, 10):
+        return False if variables.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" else None
+    return False if variables.get("TORCH_CUDNN_SDPA_PREFERRED") == "0" else None

@@ -10,10 +10,12 @@ from profharness.errors import UsageError
 if TYPE_CHECKING:
     from profharness.config import Config
 
+
 BACKENDS = ("flash", "efficient", "cudnn", "math")
 DEVICES = ("cuda", "cpu")
 FLASH_IMPLS = ("FA2", "FA3", "FA4")
 DETERMINISTIC = ("off", "error", "warn_only")
+
 
 # name -> (text in PyTorch's messages, bytes per element)
 DTYPES = {

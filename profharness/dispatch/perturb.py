@@ -16,6 +16,7 @@ from profharness.dispatch.predict import judge, predict
 if TYPE_CHECKING:
     from profharness.config import Config
 
+
 EASY_DIM = 64
 EASY_LENGTH = 32  # a multiple of 8, more than one, and not 64 modulo 128
 EASY_HEADS = 8
@@ -42,6 +43,7 @@ class Answer:
 
 Oracle = Callable[["Config", str], Answer]
 """Answers for (config, backend): PyTorch itself, or the rules."""
+
 
 Choose = Callable[["Config"], str]
 """The backend that `auto` takes for a config, `none` or `unknown`."""

@@ -51,6 +51,7 @@ EARLIER_ORDER: dict[str, tuple[tuple[Release, tuple[str, ...]], ...]] = {
     ),
 }  # fmt: skip
 
+
 _SIZES = "Query.sizes(): {p.query_sizes}, Key.sizes(): {p.key_sizes}, Value.sizes(): {p.value_sizes} instead."
 _EXPAND = " To broadcast dense inputs, try using unsqueeze and expand_to before passing them into the kernel."
 _DIMS = "Got Query.size(-1): {p.head_dim}, Key.size(-1): {p.head_dim}, Value.size(-1): {p.value_dim} instead."
@@ -232,6 +233,7 @@ FLASH = (
     _stride(singleton_ok=True),
 )  # fmt: skip
 
+
 EFFICIENT = (
     Rule("runtime_disabled", "runtime_disabled", c.disabled("efficient"),
          "Memory Efficient attention has been runtime disabled."),
@@ -259,6 +261,7 @@ EFFICIENT = (
     NESTED_ZERO_LENGTH,
     Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(m), _dtypes(_efficient)),
 )  # fmt: skip
+
 
 CUDNN = (
     Rule("dropout", "version_dropout", lambda p, m: p.dropout > 0 and 91100 < (m.cudnn or 0) < 91400,
@@ -316,8 +319,10 @@ CUDNN = (
          "cuDNN attention does not support nested tensor query sequence length <= 128.", (2, 14), scope="nested"),
 )  # fmt: skip
 
+
 MATH = (Rule("runtime_disabled", "runtime_disabled", c.disabled("math"),
              "Math attention has been runtime disabled."),)  # fmt: skip
+
 
 CPU_FLASH = (
     Rule("runtime_disabled", "runtime_disabled", c.disabled("flash"),
@@ -339,6 +344,7 @@ CPU_FLASH = (
     Rule("dtype", "dtypes", lambda p, _: p.dtype not in c.CPU_DTYPES,
          _dtypes(lambda *_: c.CPU_DTYPES)),
 )  # fmt: skip
+
 
 TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
     ("cuda", "flash"): FLASH,

@@ -9,27 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profharness.doctor.model import Check
 from profharness.doctor.profilers import check_profilers, ncu_reader
-from profharness.doctor.surroundings import (
+from profharness.doctor.system import (
     DRIVER_PARAMETERS,
+    Check,
+    check_compilers,
     check_counters,
+    check_cuda,
     check_dcgm,
+    check_driver,
     check_injection,
+    check_python,
     check_sandbox,
+    check_sqlite,
+    check_store,
     check_tmpdir,
+    check_torch,
     may_administer,
     process_names,
     read,
-)
-from profharness.doctor.system import (
-    check_compilers,
-    check_cuda,
-    check_driver,
-    check_python,
-    check_sqlite,
-    check_store,
-    check_torch,
 )
 
 __all__ = ["Check", "run_checks"]

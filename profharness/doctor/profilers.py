@@ -8,12 +8,13 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from profharness.doctor.model import Check
-from profharness.nsight.failures import NsightError
-from profharness.nsight.tools import Tool, find_tool, tool_missing, version_key
+from profharness.doctor.system import Check
+from profharness.profilers.failures import NsightError
+from profharness.profilers.tools import Tool, find_tool, tool_missing, version_key
 
 LDD_TIMEOUT_S = 20.0
 IMPORTER = "QdstrmImporter"
+
 
 # Debian's and Ubuntu's packages of the libraries that the importer or nsys takes from the system.
 LIBRARY_PACKAGES = {
@@ -27,6 +28,7 @@ LIBRARY_PACKAGES = {
     "libssh.so.4": "libssh-4",
     "libz.so.1": "zlib1g",
 }
+
 
 # The driver branch that came out with each ncu, by the CUDA release notes; an older driver may not
 # load the counter library of a newer ncu (LibraryNotLoaded).

@@ -10,9 +10,7 @@ from functools import lru_cache
 
 from profharness.kernel_names.attention import parse_attention
 from profharness.kernel_names.libraries import parse_library
-from profharness.kernel_names.native import parse_native
-from profharness.kernel_names.ops import op_family
-from profharness.kernel_names.own import parse_own
+from profharness.kernel_names.native import op_family, parse_native, parse_own
 from profharness.kernel_names.text import (
     Head,
     KernelName,
@@ -24,6 +22,7 @@ from profharness.kernel_names.text import (
 )
 
 __all__ = ["FAMILIES", "KernelName", "canonical", "normalise", "parse_kernel_name", "short_name"]
+
 
 FAMILIES = (
     "flash",
@@ -47,6 +46,7 @@ FAMILIES = (
     "other",
 )
 
+
 # Tried in this order; the first that knows the name decides.
 PARSERS: tuple[Callable[[str, Head], KernelName | None], ...] = (
     parse_attention,
@@ -54,6 +54,7 @@ PARSERS: tuple[Callable[[str, Head], KernelName | None], ...] = (
     parse_native,
     parse_own,
 )
+
 
 _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)
 

@@ -13,6 +13,8 @@ from profharness.kernel_names.text import (
     generic_short,
     integer,
     join_short,
+    reduced_arguments,
+    short_type,
     template_arguments,
 )
 
@@ -140,3 +142,110 @@ def _softmax(text: str, head: Head) -> KernelName:
         dtype=dtype,
         direction="bwd" if is_backward else "fwd",
     )
+
+
+_CUDA = frozenset({"single_query", "single_query_attention", "tiled_attention", "combine_splits"})
+# A Triton kernel has no parameter list in its name; a CUDA kernel of the same name has.
+_TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
+_DTYPES = frozenset({"fp16", "bf16", "fp32"})
+# the template parameters of tiled_attention in kernels/tiled.cu
+TILED_PARAMETERS = (
+    *("T", "BM", "BN", "BK", "CHUNK", "PC", "STAGES", "VALUE_STAGES"),
+    *("ONE", "GRID", "SPLIT", "PER_SM"),
+)
+_TILED_STAGES = TILED_PARAMETERS.index("STAGES")
+_TILED_FLAGS = {TILED_PARAMETERS.index(name): name.lower() for name in ("ONE", "GRID", "SPLIT")}
+
+
+def parse_own(text: str, head: Head) -> KernelName | None:
+    """The kernel of kernels/ that a normalised name stands for; None if it is none.
+
+    CUDA kernels are `name<T, …>`, `tiled_attention<T, BM, BN, …>` with a tile of BM queries and BN
+    keys. They are of family `other`, as any CUDA kernel of no known library.
+    """
+    if _TRITON.match(text):
+        direction = "bwd" if "backward" in text else "fwd"
+        return KernelName(head.name, text, "triton", "triton", direction=direction)
+    if head.path not in _CUDA:
+        return None
+    arguments = template_arguments(text, head.end)
+    word = short_type(arguments[0]) if arguments else ""
+    sizes = [integer(argument) for argument in arguments[1:3]]
+    if head.path != "tiled_attention" or len(sizes) < 2 or None in sizes:
+        shown, sizes = reduced_arguments(arguments), [None, None]
+    else:
+        shown = [word, f"{sizes[0]}x{sizes[1]}", *_rest(arguments)]
+    is_whole = sizes[0] is not None and len(arguments) == len(TILED_PARAMETERS)
+    return KernelName(
+        head.name,
+        join_short(head.base, *shown),
+        "other",
+        "unknown",
+        dtype=word if word in _DTYPES else None,
+        tile_m=sizes[0],
+        tile_n=sizes[1],
+        stages=integer(arguments[_TILED_STAGES]) if is_whole else None,
+        direction="fwd",
+    )
+
+
+def _rest(arguments: list[str]) -> list[str]:
+    """What follows type and tile: the numbers, and the flags that are set by their names."""
+    if len(arguments) != len(TILED_PARAMETERS):
+        return reduced_arguments(arguments[3:])
+    words = [
+        _TILED_FLAGS[place] if place in _TILED_FLAGS and argument == "true" else argument
+        for place, argument in enumerate(arguments)
+    ]
+    return [word for word in words[3:] if word != "false"]
+
+
+_GROUPS = {
+    "gemm": (
+        "bmm mm addmm baddbmm addbmm mkldnn_linear mkldnn_matmul _int_mm _scaled_mm "
+        "_addmm_activation"
+    ),
+    "gemv": "mv addmv addmv_ dot vdot",
+    "softmax": (
+        "softmax _softmax _safe_softmax log_softmax _log_softmax _softmax_backward_data "
+        "_log_softmax_backward_data"
+    ),
+    "copy": "copy_ clone contiguous _to_copy cat _cat stack repeat index_copy_",
+    "memset": "fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones",
+    "elementwise": (
+        "add sub rsub mul div neg exp exp2 log sqrt rsqrt pow abs where masked_fill tril "
+        "triu relu gelu silu "
+        "sigmoid tanh sin cos eq ne lt le gt ge logical_not logical_and logical_or "
+        "bitwise_not bitwise_and "
+        "maximum minimum clamp reciprocal native_dropout native_dropout_backward "
+        "bernoulli isinf isnan isneginf "
+        "remainder floor ceil round sign addcmul addcdiv lerp threshold_backward "
+        "gelu_backward silu_backward "
+        "sigmoid_backward tanh_backward uniform normal exponential random_"
+    ),
+    "reduce": (
+        "sum mean amax amin max min argmax argmin all any prod norm linalg_vector_norm "
+        "logsumexp var std "
+        "var_mean std_mean nansum"
+    ),
+}
+_FAMILY = {op: family for family, ops in _GROUPS.items() for op in ops.split()}
+_ATTENTION = {
+    "flash_attention": "flash",
+    "efficient_attention": "efficient",
+    "cudnn_attention": "cudnn",
+}
+
+
+def op_family(op: str) -> tuple[str, str | None]:
+    """Family and direction of an op such as `aten::bmm`; `other` when it is none that stands for
+    one kernel.
+    """
+    name = op.rpartition("::")[2].partition(".")[0]
+    for word, family in _ATTENTION.items():
+        if word in name:
+            is_backward = name.endswith("_backward") or "_backward_" in name or "_bwd" in name
+            return (f"{family}_bwd", "bwd") if is_backward else (family, "fwd")
+    family = _FAMILY.get(name) or _FAMILY.get(name.removesuffix("_")) or "other"
+    direction = "bwd" if "_backward" in name else None
+    return family, direction

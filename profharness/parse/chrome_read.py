@@ -19,6 +19,7 @@ from profharness.errors import TraceFormatError
 BLOCK = 128 * 1024  # 32 to 256 KiB is the flat optimum: bigger buffers cost page faults
 MAX_PIECE = 32 * 1024 * 1024  # longest event, header or trailer that is held in memory
 
+
 _GZIP = b"\x1f\x8b"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SPACE = re.compile(rb"[ \t\r\n]*")

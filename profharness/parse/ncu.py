@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from profharness.devices import Device
 from profharness.kernel_names import canonical
-from profharness.nsight.ncu_file import check_file
-from profharness.parse.ncu_csv import read_csv_file
-from profharness.parse.ncu_readers import read_report
-from profharness.parse.ncu_rows import (
+from profharness.parse.ncu_csv import (
     CONSTANTS,
     DEFAULT_DOMAIN,
     DEVICE_PREFIX,
@@ -26,26 +24,23 @@ from profharness.parse.ncu_rows import (
     NcuReport,
     NvtxRange,
     Triple,
+    read_csv_file,
 )
-from profharness.trace import (
-    NONE,
-    Device,
-    LaunchBatch,
-    LaunchConfig,
-    Metrics,
-    Range,
-    Trace,
-    range_cell,
-)
+from profharness.parse.ncu_readers import read_report
+from profharness.profilers.ncu import check_file
+from profharness.trace import NONE, LaunchBatch, LaunchConfig, Metrics, Range, Trace, range_cell
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+
 T = TypeVar("T")
+
 
 PROFILER = "ncu"
 OWN_DOMAIN = "profharness"
 UNKNOWN_STEP_NS = 1  # what a kernel without a time takes in the order of launches
+
 
 # Units of time as ncu writes them: <= 2024 the long words, from 2025 the short ones.
 NANOSECONDS = {
@@ -53,6 +48,7 @@ NANOSECONDS = {
     "s": 1e9, "second": 1e9,
 }  # fmt: skip
 EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
+
 
 _DEVICE_FIELDS = {
     "compute_major": "compute_capability_major",

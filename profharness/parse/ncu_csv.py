@@ -15,15 +15,56 @@ from itertools import islice
 from pathlib import Path
 
 from profharness.errors import TraceFormatError
-from profharness.parse.ncu_rows import (
-    CONSTANTS,
-    DEFAULT_DOMAIN,
-    NcuLaunch,
-    NcuReport,
-    NvtxRange,
-    Triple,
-)
 from profharness.parse.packed import first_bytes
+
+DEFAULT_DOMAIN = "<default domain>"
+DURATION = "gpu__time_duration.sum"
+DEVICE_PREFIX = "device__attribute_"
+CONSTANTS = (DEVICE_PREFIX, "nvlink__")  # facts of the machine, the same for every kernel
+
+
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NvtxRange:
+    """One NVTX range that was open at a launch."""
+
+    domain: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NcuLaunch:
+    """One profiled kernel.
+
+    name is the mangled name, or ncu's demangled text where a CSV has nothing else. values are the
+    numeric metrics in the units of the report, texts the others; device attributes stand only in
+    the first launch of each device. push_pop lists each domain's stack, outermost first. grid and
+    block are a CSV's own columns, None elsewhere.
+    """
+
+    name: str
+    values: dict[str, float]
+    texts: dict[str, str]
+    device: int = 0
+    stream: int | None = None
+    start_end: tuple[NvtxRange, ...] = ()
+    push_pop: tuple[NvtxRange, ...] = ()
+    grid: Triple | None = None
+    block: Triple | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NcuReport:
+    """A report's kernels, and the unit of each metric. skipped counts results that are no kernel:
+    whole ranges and graphs.
+    """
+
+    launches: list[NcuLaunch]
+    units: dict[str, str]
+    skipped: int = 0
+
 
 PUSH_POP = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
 START_END = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
@@ -36,7 +77,9 @@ EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
 AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
 SNIFFED = 1 << 20  # a program may print this much before ncu prints its table
 
+
 WITNESSES = 1000  # numbers that have to tell their decimal mark
+
 
 _HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 _MARKS = " \u00a0\u202f'\u2019\ufffd"  # what locales put between thousands besides , and .

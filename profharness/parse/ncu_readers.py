@@ -4,19 +4,214 @@ module inside Nsight Compute, and ncu itself.
 
 from __future__ import annotations
 
+import csv
+import importlib
+import math
 import os
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError
-from profharness.nsight.ncu_file import NcuFile, check_file
-from profharness.parse import ncu_package
-from profharness.parse.ncu_csv import read_csv_text
-from profharness.parse.ncu_rows import NcuReport
+from profharness.parse.ncu_csv import (
+    CONSTANTS,
+    OWN_COLUMNS,
+    PUSH_POP,
+    START_END,
+    NcuLaunch,
+    NcuReport,
+    NvtxRange,
+    Triple,
+    read_csv_text,
+)
+from profharness.profilers.ncu import NcuFile, check_file
+
+MODULE = "ncu_report"
+EXTRAS = Path("extras", "python", f"{MODULE}.py")
+KERNEL = 0  # IAction.workload_type(); 1 and up are ranges, command lists and graphs
+STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # IMetric.kind()
+
+
+def import_package() -> Any | None:
+    """The installed `ncu_report` module; None where there is none or it does not load."""
+    try:
+        return importlib.import_module(MODULE)
+    except ImportError:
+        return None
+
+
+def import_from_tool(ncu: Path) -> Any | None:
+    """The `ncu_report` module of the Nsight Compute that this ncu belongs to, else None.
+
+    Its folder is on sys.path only while it is imported.
+    """
+    for folder in ncu.resolve().parents[:5]:
+        if (folder / EXTRAS).is_file():
+            sys.path.insert(0, str((folder / EXTRAS).parent))
+            try:
+                return import_package()
+            finally:
+                sys.path.pop(0)
+    return None
+
+
+def read_with(module: Any, path: Path) -> NcuReport | None:
+    """The report as the module reads it; None when it finds nothing in it, which is how it tells
+    of a file that it cannot read.
+    """
+    context = module.load_report(str(path))
+    if not context.num_ranges():
+        return None
+    units: dict[str, str] = {}
+    launches: list[NcuLaunch] = []
+    devices: set[int] = set()
+    skipped = 0
+    for action in _actions(context):
+        if action.workload_type() == KERNEL:
+            launches.append(_launch(action, units, devices))
+        else:
+            skipped += 1
+    return NcuReport(launches, units, skipped)
+
+
+def _actions(context: Any) -> Iterator[Any]:
+    for place in range(context.num_ranges()):
+        part = context.range_by_idx(place)
+        for index in range(part.num_actions()):
+            yield part.action_by_idx(index)
+
+
+def _launch(action: Any, units: dict[str, str], devices: set[int]) -> NcuLaunch:
+    device = _index(action, "launch__device_id")
+    if device is None:
+        device = _index(action, "device__attribute_device_index") or 0
+    values: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for name in action.metric_names():
+        if device in devices and name.startswith(CONSTANTS):
+            continue
+        metric = action.metric_by_name(name)
+        if name not in units:
+            units[name] = metric.unit()
+        kind = metric.kind()
+        if kind == STRING:
+            texts[name] = metric.as_string()
+        elif kind in FLOATS or kind in INTEGERS:
+            value = float(metric.as_uint64() if kind in INTEGERS else metric.as_double())
+            if math.isfinite(value):
+                values[name] = value
+    devices.add(device)
+    start_end, push_pop = _nvtx(action)
+    return NcuLaunch(
+        name=action.name(action.NameBase_MANGLED),
+        values=values,
+        texts=texts,
+        device=device,
+        stream=_index(action, "launch__stream_id"),
+        start_end=start_end,
+        push_pop=push_pop,
+    )
+
+
+def _index(action: Any, name: str) -> int | None:
+    metric = action.metric_by_name(name)
+    return None if metric is None else int(metric.as_uint64())
+
+
+def _nvtx(action: Any) -> tuple[tuple[NvtxRange, ...], tuple[NvtxRange, ...]]:
+    """The start/end ranges and the push/pop stacks of every domain at the launch."""
+    state = action.nvtx_state()
+    if state is None:
+        return (), ()
+    domains = [state.domain_by_id(one) for one in sorted(state.domains())]
+    named = [(domain.name(), domain) for domain in domains]
+    return (
+        tuple(NvtxRange(name, text) for name, one in named for text in one.start_end_ranges()),
+        tuple(NvtxRange(name, text) for name, one in named for text in one.push_pop_ranges()),
+    )
+
+
+UNKNOWN_ID = "0"
+COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
+
+
+def report_to_csv(report: Path, output: Path) -> None:
+    """Write an .ncu-rep as the table that `ncu --csv --page raw --print-units base
+    --print-kernel-base mangled` prints, which `parse_ncu` reads back to the same launches and
+    metrics.
+
+    Doubles are written in full, where ncu rounds to two decimals. Process ids and the threads of
+    ranges are 0, process and host names empty. Raises TraceFormatError for what is no report and
+    MissingReaderError where nothing can read it.
+    """
+
+    write_csv(read_report(report), output)
+
+
+def write_csv(report: NcuReport, output: Path) -> None:
+    """Write kernels as `report_to_csv` does."""
+    names = sorted({name for one in report.launches for name in (*one.values, *one.texts)})
+    constants: dict[int, NcuLaunch] = {}
+    with output.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n")
+        writer.writerow([*COLUMNS, *names])
+        writer.writerow([*("" for _ in COLUMNS), *(report.units.get(name, "") for name in names)])
+        for index, launch in enumerate(report.launches):
+            source = constants.setdefault(launch.device, launch)
+            cells = (
+                _value(source if name.startswith(CONSTANTS) else launch, name) for name in names
+            )
+            writer.writerow([*_own(index, launch, source), *cells])
+
+
+def _own(index: int, launch: NcuLaunch, source: NcuLaunch) -> list[str]:
+    """The cells of ncu's own columns, in the order of COLUMNS."""
+    ranges = f"{UNKNOWN_ID}  {_items(launch.push_pop)}" if launch.push_pop else ""
+    own = {
+        "ID": str(index),
+        "Process ID": UNKNOWN_ID,
+        PUSH_POP: ranges,
+        START_END: _items(launch.start_end, numbered=True),
+        "Kernel Name": launch.name,
+        "Context": _value(launch, "launch__context_id"),
+        "Stream": "" if launch.stream is None else str(launch.stream),
+        "Block Size": _dims(launch, "block", launch.block),
+        "Grid Size": _dims(launch, "grid", launch.grid),
+        "Device": str(launch.device),
+        "CC": ".".join(
+            _value(source, f"device__attribute_compute_capability_{part}")
+            for part in ("major", "minor")
+        ),
+    }
+    return [own.get(column, "") for column in COLUMNS]
+
+
+def _value(launch: NcuLaunch, name: str) -> str:
+    value = launch.values.get(name)
+    if value is None:
+        return launch.texts.get(name, "")
+    return str(int(value)) if float(value).is_integer() else repr(value)
+
+
+def _dims(launch: NcuLaunch, what: str, known: Triple | None) -> str:
+    values = [launch.values.get(f"launch__{what}_dim_{axis}") for axis in "xyz"]
+    numbers = known or [int(value) for value in values if value is not None]
+    return f"({', '.join(map(str, numbers))})" if len(numbers) == 3 else ""
+
+
+def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
+    """An NVTX cell: domain, name, four unknown fields, the message's type, and the name again."""
+    items = (
+        f'"{f"{place}:" if numbered else ""}{one.domain}:{one.name}:none:none:none:none:ASCII:{one.name}"'
+        for place, one in enumerate(ranges)
+    )
+    return "  ".join(items)
+
 
 IMPORT_TIMEOUT_S = 600.0
 
@@ -69,17 +264,17 @@ def read_report(path: Path, *, known: NcuFile | None = None) -> NcuReport:
 
 
 def _by_package(path: Path) -> NcuReport | None:
-    module = ncu_package.import_package()
+    module = import_package()
     if module is None:
         raise _Unavailable
-    return ncu_package.read_with(module, path)
+    return read_with(module, path)
 
 
 def _by_extras(path: Path) -> NcuReport | None:
-    module = ncu_package.import_from_tool(_find_ncu())
+    module = import_from_tool(_find_ncu())
     if module is None:
         raise _Unavailable
-    return ncu_package.read_with(module, path)
+    return read_with(module, path)
 
 
 def _by_ncu(path: Path) -> NcuReport | None:
@@ -95,7 +290,7 @@ READERS: dict[str, Callable[[Path], NcuReport | None]] = {
 
 
 def _find_ncu() -> Path:
-    from profharness.nsight.tools import find_tool
+    from profharness.profilers.tools import find_tool
 
     tool = find_tool("ncu")
     if tool is None:
@@ -109,7 +304,7 @@ def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) 
     ncu and all that it started are gone when this returns. Raises TraceFormatError when it takes
     longer than timeout_s or does not start.
     """
-    from profharness.nsight.ncu import child_environment, csv_argv
+    from profharness.profilers.ncu import child_environment, csv_argv
 
     argv = csv_argv(ncu, report.resolve())
     if "--print-kernel-base" not in argv:

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from profharness.errors import TraceFormatError
-from profharness.parse import nsys_header as header
-from profharness.parse.chrome_columns import Block, Ints, Spool
-from profharness.parse.chrome_link import Linked, Source, linked_chunks
-from profharness.parse.chrome_output import Renumber
-from profharness.parse.chrome_worker import temporary_file
-from profharness.parse.nsys_export import Export, opened
-from profharness.parse.nsys_names import canonical_names, memcpy_name, memset_name
-from profharness.parse.nsys_ranges import NsysRanges
+from profharness.parse import nsys_read as header
+from profharness.parse.chrome_scan import temporary_file
+from profharness.parse.columns import Block, Ints, Spool
+from profharness.parse.join import Linked, Source, linked_chunks
+from profharness.parse.nsys_export import Export, canonical_names, memcpy_name, memset_name, opened
 from profharness.parse.nsys_read import CORRELATIONS, KERNEL, MEMCPY, NAMES, Reader
+from profharness.parse.output import Renumber
+from profharness.parse.ranges import NsysRanges
 from profharness.trace import LaunchBatch, LaunchConfig, Trace
 
 REPORT_SUFFIX = ".nsys-rep"
@@ -47,7 +46,7 @@ def parse_nsys(path: Path) -> Trace:
     path = Path(path)
     if not path.name.lower().endswith(REPORT_SUFFIX):
         return _parse(path, path)
-    from profharness.nsight.nsys import export_report
+    from profharness.profilers.nsys import export_report
 
     if not path.is_file():
         raise TraceFormatError(path, "no such file", expected="a report of nsys")

@@ -2,6 +2,8 @@
 whatever happens.
 """
 
+from __future__ import annotations
+
 from profharness.runner.capture import CaptureOptions, capture, resume
 
 __all__ = ["CaptureOptions", "capture", "resume"]

@@ -8,17 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profharness.record import Cell, JournalEntry, Problem, Run, TraceFile, write_run
-from profharness.runner.profilers import PROFILERS, Profiler
-from profharness.runner.sessions import Outcome
+from profharness.profilers.base import Outcome
+from profharness.profilers.registry import PROFILERS, Profiler
+from profharness.run import Cell, JournalEntry, Problem, Run, TraceFile, write_run
 
 SAVE_EVERY_S = 1.0
+
 
 Progress = Callable[[int, int, Cell, str], None]
 """Hears (cells done, cells in all, the cell, its stage or final status); a stage that begins with
 ENDING is a sentence on what the user has to wait for.
 """
 ENDING = "ending "
+
 
 LESS = "or leave this config out for this profiler"
 REMEDIES = {

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from profharness.backends import BACKENDS, find_backend, implementation_names
-from profharness.config import parse_config
+from profharness.config import Config, parse_config
+from profharness.devices import PEAKS_FILE, Peaks
+from profharness.dispatch.advice import ANSWERS_FILE, LiveAnswer
 from profharness.errors import CaptureError, UsageError
-from profharness.record import Protocol, read_run
+from profharness.run import Cell, JournalEntry, Protocol, read_run
 from profharness.runner.capture import CaptureOptions, capture
-from profharness.runner.supervise import worker_environment
+from profharness.runner.supervise import run_cells, worker_environment
 
 PROBE_CONFIG = "1,2,64,64"
 PROBE_PROTOCOL = Protocol(iterations=1, warmup=0, samples=0, timeout_s=180)
@@ -74,3 +83,129 @@ def probe_backends() -> list[BackendState]:
         BackendState(name, "entry points", False, reason, device, "error")
         for name, reason in ambiguous.items()
     ]
+
+
+TIMEOUT_S = 180.0
+TAIL_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured peaks, and when and in which environment; what `Store.add_peaks` keeps."""
+
+    peaks: Peaks
+    environment: dict[str, Any]
+    created: str = field(default="")
+
+
+def measure_peaks(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Measured:
+    """Measure copy bandwidth and matrix rates on `cuda`, `cpu` or what `auto` finds; some seconds.
+
+    Raises CaptureError with the process's last words if it died or took longer than timeout_s.
+    """
+    with tempfile.TemporaryDirectory(prefix="profharness-") as name:
+        folder = Path(name)
+        argv = [sys.executable, "-P", "-m", "profharness.worker.peaks"]
+        argv += [name, device, str(os.getpid())]
+        try:
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+                env=_importable(),
+            )
+        except subprocess.TimeoutExpired:
+            raise CaptureError(
+                f"measuring the peaks of {device} took more than {timeout_s:g} s and was ended; "
+                "--peaks data-sheet does without"
+            ) from None
+        path = folder / PEAKS_FILE
+        if done.returncode != 0 or not path.exists():
+            words = " / ".join(done.stderr.strip().splitlines()[-2:])[:TAIL_CHARS]
+            raise CaptureError(
+                f"measuring the peaks of {device} failed (exit code {done.returncode}): {words}; "
+                "`profharness doctor` shows what is missing, --peaks data-sheet does without"
+            )
+        found = msgspec.json.decode(path.read_bytes(), type=Measured)
+    return Measured(found.peaks, found.environment, datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def _importable() -> dict[str, str]:
+    """This process's environment with profharness importable, behind the user's own path."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
+
+
+AskProgress = Callable[[int, int, str], None]
+"""Hears (configs done, configs in all, the label of the one just done)."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a config's question came to: PyTorch's answer (None: its process left none), how the cell
+    ended, and the environment of the process.
+    """
+
+    cell: Cell
+    answer: LiveAnswer | None
+    ended: Cell | None
+    environment: dict[str, Any]
+
+
+def ask(
+    configs: Sequence[Config],
+    *,
+    device: str = "auto",
+    advice: bool = True,
+    timeout_s: float = 120,
+    progress: AskProgress | None = None,
+) -> list[Asked]:
+    """One answer a config, in that order. device is `cuda`, `cpu` or `auto`; timeout_s the
+    seconds that one config may take.
+
+    A config whose process died or took too long has no answer. Raises CaptureError if no process
+    starts.
+    """
+    cells = tuple(Cell(f"c{index:04d}", config, "auto") for index, config in enumerate(configs, 1))
+    if not cells:
+        return []
+    told: dict[str, Any] = {}
+    ended: dict[str, Cell] = {}
+
+    def hear(entry: JournalEntry) -> None:
+        if entry.environment is not None:
+            told.update(entry.environment)
+        if entry.event == "end" and entry.result is not None:
+            ended[entry.result.cell] = entry.result
+            if progress is not None:
+                progress(len(ended), len(cells), entry.result.config.label)
+
+    with tempfile.TemporaryDirectory(prefix="profharness-") as name:
+        folder = Path(name)
+        protocol = Protocol(device=device, timeout_s=timeout_s)
+        run_cells(folder, cells, protocol, (), hear, command=lambda at: ask_argv(at, advice=advice))
+        answers = _read(folder / ANSWERS_FILE)
+    return [Asked(cell, answers.get(cell.cell), ended.get(cell.cell), told) for cell in cells]
+
+
+def ask_argv(folder: Path, *, advice: bool) -> list[str]:
+    """-P as for the worker: what lies in the user's folder is not on the program's path."""
+    command = [sys.executable, "-P", "-m", "profharness.worker.ask", str(folder)]
+    return command if advice else [*command, "--no-advice"]
+
+
+def _read(path: Path) -> dict[str, LiveAnswer]:
+    """Answers by cell; a line that a crash cut short is passed over."""
+    found: dict[str, LiveAnswer] = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            answer = msgspec.json.decode(line, type=LiveAnswer)
+        except msgspec.MsgspecError:
+            continue
+        found[answer.cell] = answer
+    return found

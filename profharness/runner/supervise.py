@@ -18,10 +18,43 @@ from typing import Any
 import msgspec
 
 from profharness.errors import CaptureError
-from profharness.record import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan, Protocol
-from profharness.runner.interrupts import has_ended, held
-from profharness.runner.journal import Journal
-from profharness.runner.sessions import Ended, Outcome, Session
+from profharness.processes import _child_environment, has_ended, held
+from profharness.profilers.base import Ended, Outcome, Session
+from profharness.run import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan, Protocol
+
+
+class Journal:
+    """journal.jsonl from where it ended when this was made: whole lines as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._rest = b""
+
+    def entries(self) -> Iterator[JournalEntry]:
+        """Entries written since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):
+                yield msgspec.json.decode(line, type=JournalEntry)
+
+    def append(self, entry: JournalEntry) -> None:
+        """Write an entry of the parent's own, on a line of its own even after a line that a crash
+        cut short.
+        """
+        data = (b"\n" if self._rest else b"") + msgspec.json.encode(entry) + b"\n"
+        with self._path.open("ab") as file:
+            file.write(data)
+        self._offset += len(data)
+        self._rest = b""
+
 
 POLL_S = 0.01
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
@@ -258,15 +291,6 @@ def _end(session: Session, process: subprocess.Popen[bytes], stop: _Stop) -> Non
             stop.asked = True
             _end(session, process, stop)
         raise
-
-
-def _child_environment() -> dict[str, str]:
-    """This process's environment with profharness importable, behind whatever the user put on the
-    path.
-    """
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
 
 
 def _log_size(folder: Path) -> int:

@@ -13,14 +13,8 @@ from typing import IO, cast
 
 from profharness.errors import ProfharnessError, TraceFormatError
 from profharness.parse.nsys_export import MAGIC
-from profharness.scrub.ncu import private_columns
-from profharness.scrub.nsys_tables import (
-    FILTERED,
-    PRIVATE_COLUMNS,
-    STRINGS,
-    columns_of,
-    row_allowed,
-)
+from profharness.scrub.nsys import FILTERED, PRIVATE_COLUMNS, STRINGS, columns_of, row_allowed
+from profharness.scrub.reports import private_columns
 from profharness.scrub.text import PRIVATE_KEYS, Cleaner, machine_names
 
 WINDOW = 1 << 18  # bytes searched at once

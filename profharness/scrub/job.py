@@ -18,12 +18,12 @@ import msgspec
 from profharness.errors import TraceFormatError, UsageError
 from profharness.parse.nsys_export import MAGIC
 from profharness.parse.packed import unpacked
-from profharness.record import RUN_FILE, Run, TraceFile, read_run, write_run
-from profharness.scrub import kineto, ncu, nsys
+from profharness.run import RUN_FILE, Run, TraceFile, read_run, write_run
+from profharness.scrub import kineto, nsys
+from profharness.scrub import reports as ncu
 from profharness.scrub.audit import PrivateDataError, audit
-from profharness.scrub.names import names_in
 from profharness.scrub.reports import EXPORTS, check_name, exported
-from profharness.scrub.text import Cleaner, machine_names
+from profharness.scrub.text import Cleaner, machine_names, names_in
 
 SHOWN = 5
 # Suffixes of traces, longest first, and what the copy's name ends in.

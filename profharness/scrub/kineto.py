@@ -21,9 +21,16 @@ from profharness.parse.chrome_read import (
     probe,
     skip_space,
 )
-from profharness.scrub.names import names_in_stream
-from profharness.scrub.secrets import HIDDEN, is_secret, may_hold_bytes, names_a_secret
-from profharness.scrub.text import PRIVATE_KEYS, Cleaner, words
+from profharness.scrub.text import (
+    HIDDEN,
+    PRIVATE_KEYS,
+    Cleaner,
+    is_secret,
+    may_hold_bytes,
+    names_a_secret,
+    names_in_stream,
+    words,
+)
 
 HEADER_KEYS = words(
     "schemaVersion deviceProperties record_shapes profile_memory with_flops with_modules with_stack "
@@ -37,6 +44,7 @@ DEVICE_KEYS = words(
 )
 LABELS = re.compile(r"(?:CPU|GPU \d+)$")
 TRACK = re.compile(r"(?:stream|thread) \d+")
+
 
 _LINE = re.compile(rb"\n\s*")  # JSON has no line break inside a string
 _KEYS = re.compile(rf'"(?:{"|".join(sorted(PRIVATE_KEYS))})"'.encode())

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from profharness.store.ingest import IngestResult, ingest_path
     from profharness.store.queries import LaunchRow, RangeRow, Store, open_store
 
+
 __all__ = [
     "IngestResult",
     "LaunchRow",
@@ -22,6 +23,7 @@ __all__ = [
     "query",
     "to_frame",
 ]
+
 
 _MODULES = {
     "IngestResult": "ingest",

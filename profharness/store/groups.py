@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
+
 MAX_BITS = 62
 SORT_ROWS = 1 << 19  # durations sorted at once for medians (more only if one group has more)
 READ_BYTES = 1 << 20  # whole pairs of group number and duration

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
     from profharness.trace import Metrics
 
+
 ROWS_PER_STATEMENT = 64
+
 
 Group = tuple[object, ...]
 Values = dict[str, tuple[float, str]]

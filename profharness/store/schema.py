@@ -6,14 +6,16 @@ The launches of a trace have consecutive ids, so a range of ids stands for an in
 from __future__ import annotations
 
 import sqlite3
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from profharness.store.peaks import TABLES_5
-from profharness.store.verifications import TABLES_4
+if TYPE_CHECKING:
+    pass
+
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
 SCHEMA_VERSION = 6
 MIGRATION_SET = "profharness"
+
 
 TABLES_1 = (
     """CREATE TABLE environments (
@@ -124,16 +126,20 @@ TABLES_1 = (
         value REAL, text TEXT, unit TEXT, PRIMARY KEY (launch_id, name)) STRICT, WITHOUT ROWID""",
 )
 
+
 TABLES_2 = (
     "ALTER TABLE configs ADD COLUMN head_dim_v INTEGER",
     "ALTER TABLE configs ADD COLUMN deterministic INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE runs ADD COLUMN problems TEXT NOT NULL DEFAULT '[]'",
 )
 
+
 TABLES_6 = ("ALTER TABLE cells ADD COLUMN tuning TEXT",)
+
 
 GEOMETRY = """lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y, lc.block_z,
     lc.registers_per_thread, lc.static_shared_bytes, lc.dynamic_shared_bytes, lc.shared_bytes"""
+
 
 VIEWS_1 = {
     "kernel_launches": f"""
@@ -187,6 +193,7 @@ VIEWS_1 = {
         LEFT JOIN sample_summary g ON g.cell_id = c.id AND g.measurement = 'graph'
         LEFT JOIN sample_summary w ON w.cell_id = c.id AND w.measurement = 'wall'""",
 }
+
 
 # A launch whose time was not measured has the duration -1 in its table, for the column is NOT NULL;
 # the same holds for the four times of a group with such a launch. Views and queries tell NULL.
@@ -291,3 +298,22 @@ def _peaks(db: Any) -> None:
 def _tuning(db: Any) -> None:
     for statement in TABLES_6:
         db.execute(statement)
+
+
+TABLES_4 = (
+    """CREATE TABLE verifications (
+        cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
+        asked TEXT NOT NULL, case_name TEXT NOT NULL, what TEXT NOT NULL, error REAL,
+        allowance REAL, relative_error REAL, relative_allowance REAL, passed INTEGER, message TEXT,
+        PRIMARY KEY (cell_id, ordinal)) STRICT, WITHOUT ROWID""",
+)
+
+
+# No reference to environments: they go with the last run that has them, a measurement stays.
+TABLES_5 = (
+    """CREATE TABLE peaks (
+        id INTEGER PRIMARY KEY, device TEXT NOT NULL, created TEXT NOT NULL,
+        bandwidth_bytes_per_s REAL, flops_per_s TEXT NOT NULL, l2_bytes INTEGER, num_sms INTEGER,
+        origin TEXT NOT NULL, environment TEXT NOT NULL) STRICT""",
+    "CREATE INDEX peaks_device ON peaks(device, id)",
+)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from profharness import record
+from profharness import run as record
 from profharness.errors import TraceFormatError
 from profharness.parse import is_trace, sniff
 

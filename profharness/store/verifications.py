@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING, Any
 from profharness.config import Config, parse_config
 
 if TYPE_CHECKING:
-    from profharness.record import Cell
-    from profharness.verification import VerificationRow
+    from profharness.cases import VerificationRow
+    from profharness.devices import Peaks
+    from profharness.run import Cell
 
-TABLES_4 = (
-    """CREATE TABLE verifications (
-        cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
-        asked TEXT NOT NULL, case_name TEXT NOT NULL, what TEXT NOT NULL, error REAL,
-        allowance REAL, relative_error REAL, relative_allowance REAL, passed INTEGER, message TEXT,
-        PRIMARY KEY (cell_id, ordinal)) STRICT, WITHOUT ROWID""",
-)
 
 _ROWS = """SELECT r.run, v.asked, cf.label, v.case_name, c.backend, v.what, v.error, v.allowance,
     v.relative_error, v.relative_allowance, v.passed, v.message, c.status
@@ -118,7 +112,68 @@ def _code(environment: Mapping[str, Any], backend: str) -> Any:
 
 
 def _row(row: tuple[Any, ...]) -> VerificationRow:
-    from profharness.verification import VerificationRow
+    from profharness.cases import VerificationRow
 
     passed = None if row[10] is None else bool(row[10])
     return VerificationRow(*(*row[:10], passed, *row[11:]))
+
+
+def device_name(environment: Mapping[str, Any]) -> str | None:
+    """The name under which a device's peaks are kept: the GPU's, else the processor's."""
+    gpu = environment.get("gpu")
+    if gpu or environment.get("device_type") == "cuda":
+        return str(gpu) if gpu else None
+    cpu = environment.get("cpu")
+    return str(cpu) if cpu else None
+
+
+def insert_peaks(
+    connection: sqlite3.Connection, peaks: Peaks, created: str, environment: Mapping[str, Any]
+) -> None:
+    """Keep one measurement with the environment that it was made in."""
+    connection.execute(
+        "INSERT INTO peaks (device, created, bandwidth_bytes_per_s, flops_per_s, l2_bytes, "
+        "num_sms, origin, environment) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            peaks.device,
+            created,
+            peaks.bandwidth_bytes_per_s,
+            json.dumps(peaks.flops_per_s),
+            peaks.l2_bytes,
+            peaks.num_sms,
+            peaks.origin,
+            json.dumps(environment, sort_keys=True),
+        ),
+    )
+
+
+def measured_peaks(connection: sqlite3.Connection, device: str) -> Peaks | None:
+    """The newest measurement of a device; None where there is none."""
+    row = connection.execute(
+        "SELECT bandwidth_bytes_per_s, flops_per_s, l2_bytes, num_sms, origin FROM peaks "
+        "WHERE device = ? ORDER BY id DESC LIMIT 1",
+        (device,),
+    ).fetchone()
+    if row is None:
+        return None
+    from profharness.devices import MEASURED, Peaks
+
+    return Peaks(device, MEASURED, row[0], json.loads(row[1]), *row[2:])
+
+
+def peaks_of(
+    connection: sqlite3.Connection, environment: Mapping[str, Any], source: str | None
+) -> Peaks | None:
+    """Peaks of an environment's device: measured if there, else from the data sheet. source asks
+    for one of the two alone.
+    """
+    from profharness.devices import MEASURED, data_sheet
+
+    device = device_name(environment)
+    if device is None:
+        return None
+    if source in (None, MEASURED):
+        found = measured_peaks(connection, device)
+        if found is not None or source == MEASURED:
+            return found
+    return data_sheet(device)

@@ -12,7 +12,8 @@ from profharness.worker.program import Program, run_each, run_program
 
 def body(program: Program) -> None:
     """Measure every cell."""
-    from profharness.worker.cell import open_bench, run_cell
+    from profharness.worker.cell import run_cell
+    from profharness.worker.workspace import open_bench
 
     bench = open_bench(program.folder, program.plan, program.device)
     run_each(program, lambda cell, stage: run_cell(cell, bench, stage))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from profharness.dispatch.live import ANSWERS_FILE
-from profharness.record import Cell
+from profharness.dispatch.advice import ANSWERS_FILE
+from profharness.run import Cell
 from profharness.worker.program import Program, Stage, run_each, run_program
 
 NO_ADVICE = "--no-advice"
@@ -20,7 +20,7 @@ NO_ADVICE = "--no-advice"
 
 def body(program: Program) -> None:
     """Answer every cell, one line of JSON each."""
-    from profharness.worker.asker import Asker
+    from profharness.worker.choices import Asker
 
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     answers = os.open(program.folder / ANSWERS_FILE, flags, 0o644)

@@ -7,14 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from profharness.bench_plan import BenchPlan, read_plan
+from profharness.run import BenchPlan, read_plan
 from profharness.worker.program import Program, run_program
 
 
 def body(program: Program) -> None:
     """Bench the plan's cells, config by config."""
-    from profharness.worker.bench_group import bench_group
-    from profharness.worker.cell import open_bench
+    from profharness.worker.turns import bench_group
+    from profharness.worker.workspace import open_bench
 
     bench = open_bench(program.folder, program.plan, program.device)
     plan = read_plan(program.folder) or BenchPlan()

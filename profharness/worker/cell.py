@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import nvtx
 import torch
+from isal import igzip
+from torch.autograd.profiler import profile, record_function
 
 from profharness.backends import (
     Attention,
@@ -16,17 +21,18 @@ from profharness.backends import (
     ImplementationError,
     RefusedError,
     find_backend,
-    read_sources,
 )
 from profharness.environment import backend_name
-from profharness.record import Cell, Plan, Refusal
+from profharness.run import Cell, Refusal
+from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
-from profharness.worker.clocks import ClockReader
-from profharness.worker.failing import (
+from profharness.worker.failures import (
     DeadContextError,
     context_is_dead,
     failure,
+    heard_warnings,
     is_oom,
+    is_refusal,
     shortened,
 )
 from profharness.worker.inputs import (
@@ -37,31 +43,77 @@ from profharness.worker.inputs import (
     make_forward,
     make_inputs,
 )
-from profharness.worker.profile import profiled_calls, with_torch_profiler
-from profharness.worker.refusal import heard_warnings, is_refusal
-from profharness.worker.tuning import tuning_of
+from profharness.worker.workspace import Bench
 
 
-@dataclass(frozen=True)
-class Bench:
-    """What a worker keeps from cell to cell."""
+def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
+    """What the loaded function says of its last call by an attribute `tuning`, else what its backend
+    says; None where neither says anything. Raises ImplementationError for an answer that is not a
+    dict that JSON can hold.
+    """
+    own = getattr(attention, "tuning", None)
+    answer = own() if callable(own) else backend.tuning()
+    if answer is None:
+        return None
+    try:
+        if not isinstance(answer, dict):
+            raise TypeError
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
+    except (TypeError, ValueError, OverflowError):
+        raise ImplementationError(
+            f"tuning() returned {answer!r}; it must return a dict that JSON can hold, or None"
+        ) from None
+    return found
 
-    device: str
-    folder: Path
-    plan: Plan
-    read_clocks: Callable[[], dict[str, Any]]
-    flush: timing.L2Flush
-    sources: dict[str, str]
 
-    def sync(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+NVTX_DOMAIN = "profharness"
 
 
-def open_bench(folder: Path, plan: Plan, device: str) -> Bench:
-    """The bench of one worker process on one device."""
-    reader = ClockReader() if device == "cuda" and not plan.wrapped else dict
-    return Bench(device, folder, plan, reader, timing.L2Flush(), read_sources(folder))
+@contextlib.contextmanager
+def open_range(name: str) -> Iterator[None]:
+    """A range on this thread (record_function, NVTX push/pop) and one of the whole process (NVTX
+    start/end).
+
+    The process-wide one catches backward kernels: autograd launches them from a thread of its own.
+    """
+    process_wide = nvtx.start_range(name, domain=NVTX_DOMAIN)
+    with nvtx.annotate(name, domain=NVTX_DOMAIN), record_function(name):
+        yield
+    nvtx.end_range(process_wide)
+
+
+def profiled_calls(
+    call: Callable[[], Any], cell: str, iterations: int, sync: Callable[[], None]
+) -> None:
+    """The calls of a cell, each in a range of its own and complete before the next one begins."""
+    for _ in range(iterations):
+        with open_range(cell_range(cell)):
+            call()
+            sync()
+
+
+def with_torch_profiler(
+    call: Callable[[], Any],
+    cell: str,
+    iterations: int,
+    sync: Callable[[], None],
+    path: Path,
+) -> None:
+    """Profile the calls and export the Chrome trace to `path`.
+
+    A warm-up call opens each session: Kineto can drop records from before its capture window, and
+    those would be the first.
+    """
+    device = "cuda" if torch.cuda.is_available() else None
+    with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
+        with record_function(WARMUP_RANGE):
+            call()
+            sync()
+        profiled_calls(call, cell, iterations, sync)
+    plain = path.with_suffix("")
+    session.export_chrome_trace(str(plain))
+    path.write_bytes(igzip.compress(plain.read_bytes(), 2))
+    plain.unlink()
 
 
 def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from profharness import environment
-from profharness.peaks import MEASURED, PEAKS_FILE, Peaks
-from profharness.worker.ending import end_with
+from profharness.devices import MEASURED, PEAKS_FILE, Peaks
+from profharness.worker.program import end_with
 
 BUDGET_S = 0.4  # per figure, warm-up apart
 MIN_SAMPLES, MAX_SAMPLES, WARMUP = 5, 50, 3

@@ -5,8 +5,11 @@ journal, ends with the parent, and leaves in order.
 from __future__ import annotations
 
 import os
+import select
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +18,43 @@ from typing import Any, NoReturn
 import msgspec
 
 from profharness.logs import start_log
-from profharness.record import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan
-from profharness.worker.ending import EXIT_DEAD_CONTEXT, end_with, leave
+from profharness.run import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan
+
+EXIT_DEAD_CONTEXT = 70
+EXIT_PARENT_GONE = 71
+PARENT_POLL_S = 0.5
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent has ended, however that went."""
+    try:
+        waiting = os.pidfd_open(parent)
+    except (AttributeError, OSError):
+        while _alive(parent):
+            time.sleep(PARENT_POLL_S)
+    else:
+        select.select([waiting], [], [])
+    os._exit(EXIT_PARENT_GONE)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def leave(code: int, *, wrapped: bool) -> NoReturn:
+    """Everything is on disk: tearing torch and the CUDA context down would only take time. A
+    program around this one needs it: what it injected writes its last records at exit.
+    """
+    if wrapped:
+        sys.exit(code)
+    os._exit(code)
+
 
 Write = Callable[[JournalEntry], None]
 Stage = Callable[[str], None]
@@ -53,7 +91,7 @@ def run_program(folder: Path, body: Callable[[Program], None]) -> NoReturn:
     import torch
 
     from profharness import environment
-    from profharness.worker.failing import DeadContextError
+    from profharness.worker.failures import DeadContextError
 
     wanted = plan.protocol.device
     device = environment.default_device(torch) if wanted == "auto" else wanted

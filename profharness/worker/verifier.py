@@ -10,24 +10,26 @@ from typing import Any
 
 import torch
 
-from profharness.backends import (
-    Attention,
-    Backend,
-    ImplementationError,
-    RefusedError,
-    find_backend,
-)
+from profharness.backends import Attention, Backend, ImplementationError, RefusedError, find_backend
+from profharness.cases import values_of
 from profharness.config import Config
-from profharness.record import Cell, Check
-from profharness.verification import values_of
+from profharness.run import Cell, Check
 from profharness.worker import cell as cells
-from profharness.worker import failing
-from profharness.worker.compare import Expected, Got, compare, expect
+from profharness.worker import failures as failing
+from profharness.worker.cell import tuning_of
+from profharness.worker.compare import (
+    NAN_BYTE,
+    OTHER_BYTE,
+    Expected,
+    Got,
+    compare,
+    expect,
+    poisoned,
+)
+from profharness.worker.failures import heard_warnings, is_refusal
 from profharness.worker.inputs import Inputs, broken_output, make_forward, make_inputs
-from profharness.worker.poison import NAN_BYTE, OTHER_BYTE, poisoned
 from profharness.worker.reference import GRADIENTS
-from profharness.worker.refusal import heard_warnings, is_refusal
-from profharness.worker.tuning import tuning_of
+from profharness.worker.workspace import Bench
 
 LARGE = 5.5  # q and k times this: scores of 30 standard deviations, and exp(90) overflows fp32
 OFFSET = 1 << 20  # elements; keeps every alignment that the allocator gives
@@ -37,7 +39,7 @@ OFFSET = 1 << 20  # elements; keeps every alignment that the allocator gives
 class Verifier:
     """Verifies cells; the reference of the last problem is kept, for its other backends."""
 
-    bench: cells.Bench
+    bench: Bench
     _known: tuple[tuple[Config, str], Inputs, Expected] | None = field(default=None, init=False)
 
     def verify(self, cell: Cell, stage: Callable[[str], None]) -> Cell:
@@ -153,7 +155,7 @@ class _Caller:
     """
 
     config: Config
-    bench: cells.Bench
+    bench: Bench
     backend: Backend
     attention: Attention | None
     values: str

@@ -13,21 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from profharness.answers.agreement import replacement, replacement_notes, replacements
+from profharness.answers.explain.answer import explain_all, with_store
+from profharness.answers.explain.rules import named_places
 from profharness.backends import BACKENDS
 from profharness.config import parse_config
-from profharness.explaining.jobs import explain_all
-from profharness.explaining.places import named_places
-from profharness.explaining.stored import with_store
-from profharness.record import Cell, Protocol, Run, write_run
-from profharness.report.kernels_view import cell_notes
-from profharness.report.replaced import replacement, replacement_notes, replacements
 from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, CellRow, KernelRow
+from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path
+from profharness.views.kernels import cell_notes
 
 ROOT = Path(__file__).parents[2]
 COMPILE = """
 import sys, torch
-from profharness.backends.compiled import load_naive_compiled
+from profharness.backends.torch_impls import load_naive_compiled
 
 def count(shape, causal, scale=None):
     attention = load_naive_compiled()
@@ -54,7 +53,7 @@ FLEX = """
 import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
-from profharness.backends.compiled import load_naive_compiled
+from profharness.backends.torch_impls import load_naive_compiled
 from profharness.backends.torch_impls import TORCH_BACKENDS
 
 def call(attention, head_dim, causal):

@@ -19,17 +19,19 @@ from hypothesis import strategies as st
 pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'profharness[kernels]'")
 
 from profharness.backends.base import RefusedError
-from profharness.backends.cuda_cache import (
+from profharness.backends.cuda_launch import (
+    Arguments,
     CompiledSource,
+    LaunchError,
+    _three,
     cache_folder,
     local_files,
     read_cached,
     write_cached,
 )
-from profharness.backends.cuda_launch import Arguments, LaunchError, _three
 from profharness.backends.cuda_source import CompileError, CudaSource, architecture
 from profharness.config import expand_configs
-from profharness.record import Protocol, read_run
+from profharness.run import Protocol, read_run
 from profharness.runner import CaptureOptions, capture
 
 ROOT = Path(__file__).resolve().parents[2]

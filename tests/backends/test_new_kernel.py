@@ -13,7 +13,7 @@ import pytest
 
 from profharness.backends.templates import KINDS, check_text, kernel_text
 from profharness.config import expand_configs
-from profharness.record import Protocol, read_run
+from profharness.run import Protocol, read_run
 from profharness.runner import CaptureOptions, capture
 
 ROOT = Path(__file__).resolve().parents[2]

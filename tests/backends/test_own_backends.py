@@ -21,9 +21,9 @@ from profharness.backends import (
 )
 from profharness.config import expand_configs
 from profharness.errors import UsageError
-from profharness.record import Cell, Protocol, Run, read_run
+from profharness.jobs import every_backend
+from profharness.run import Cell, Protocol, Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
-from profharness.verifying import every_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -228,7 +228,7 @@ def test_a_run_goes_on_from_elsewhere(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kernels").mkdir()
     from profharness.backends import write_sources
-    from profharness.record import write_run
+    from profharness.run import write_run
     from profharness.runner.capture import plan_cells
 
     cells = plan_cells(expand_configs("1,1,8,8"), ["mine.py"])
@@ -259,7 +259,7 @@ from pathlib import Path
 from profharness.backends import find_backend, fingerprints
 from profharness.config import expand_configs
 from profharness.errors import UsageError
-from profharness.record import Protocol, read_run
+from profharness.run import Protocol, read_run
 from profharness.runner import CaptureOptions, capture
 options = CaptureOptions(("events",), Path(sys.argv[1]), Protocol(1, 0, 0, device="cpu"))
 names = ["pointed", "bare", "flash", "one_pkg.impl:attention", "asks", "broken"]

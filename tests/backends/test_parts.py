@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from profharness.backends import find_backend
-from profharness.backends.parts import parts_of
-from profharness.backends.sources import fingerprint
+from profharness.backends.sources import fingerprint, parts_of
 from profharness.config import expand_configs
 from profharness.logs import LOG_VARIABLE, start_log
-from profharness.record import Protocol, read_run
+from profharness.run import Protocol, read_run
 from profharness.runner import CaptureOptions, capture
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from profharness.backends import BACKENDS, RefusedError, find_backend
 from profharness.backends.base import wants
 from profharness.backends.libraries import LIBRARY_BACKENDS
-from profharness.backends.sdpa import SDPA_BACKENDS
-from profharness.backends.torch_impls import TORCH_BACKENDS
+from profharness.backends.torch_impls import SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.config import DTYPES, MASKS, Config, expand_configs, parse_config
-from profharness.record import Protocol, read_run
-from profharness.report.doctor_view import backends_document
+from profharness.run import Protocol, read_run
 from profharness.runner import CaptureOptions, capture
 from profharness.runner.probe import probe_backends
+from profharness.views.doctor import backends_document
 
 OTHERS = (*TORCH_BACKENDS, *LIBRARY_BACKENDS)
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 from written_samples import STUDY, answer, cell, regretful, steady
 
-from profharness.bench_plan import BenchPlan, write_plan
-from profharness.benching import benched
-from profharness.benching.setup import bench_configs, stored_backends, stored_configs
+from profharness.answers.bench.answer import bench_configs, benched, stored_backends, stored_configs
 from profharness.config import parse_config
 from profharness.errors import NotFoundError
-from profharness.record import Cell
-from profharness.report.bench_view import bench_document
-from profharness.report.renderers import RENDERERS
+from profharness.run import BenchPlan, Cell, write_plan
 from profharness.store import open_store
+from profharness.views.bench import bench_document
+from profharness.views.renderers import RENDERERS
 
 
 def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from written_samples import answer, cell, steady
 
 from profharness.config import expand_configs, parse_config
-from profharness.peaks import data_sheet
+from profharness.devices import data_sheet
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_kernels.py"

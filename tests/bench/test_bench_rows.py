@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 from written_samples import STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
 
-from profharness.benching import BenchRow, bench_rows
-from profharness.benching.doubts import clock_doubts
-from profharness.benching.rows import with_regret, with_speedup
-from profharness.benching.setup import bench_configs
+from profharness.answers.bench.answer import bench_configs
+from profharness.answers.bench.rows import (
+    BenchRow,
+    bench_rows,
+    clock_doubts,
+    with_regret,
+    with_speedup,
+)
 from profharness.config import expand_configs, parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.record import Refusal
-from profharness.report.bench_view import FIELDS, bench_document
-from profharness.report.renderers import RENDERERS
 from profharness.rows import NAIVE_COMPILED, REPLACEMENTS
+from profharness.run import Refusal
 from profharness.store import ingest_path, open_store
+from profharness.views.bench import FIELDS, bench_document
+from profharness.views.renderers import RENDERERS
 
 
 def test_figures_are_those_reckoned_by_hand(tmp_path: Path) -> None:
@@ -189,7 +193,7 @@ def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:
 def test_codes_of_winners_run() -> None:
     import torch
 
-    from profharness.benching.answer import selecting
+    from profharness.answers.bench.answer import selecting
 
     row = BenchRow("r", "b1-h2-s8-d8-fp32-causal", "math", "ok", None)
     q, k, v = torch.randn(3, 1, 2, 8, 8)

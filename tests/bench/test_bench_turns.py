@@ -13,18 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profharness import stats
-from profharness.bench_plan import (
-    BENCH_FILE,
-    BenchPlan,
-    make_plan,
-    parse_precision,
-    parse_seconds,
-    turn_order,
-)
 from profharness.config import expand_configs
 from profharness.errors import UsageError
 from profharness.jobs import Captured, bench_into_store, resume_into_store
-from profharness.record import RUN_FILE, Cell, Protocol, read_run, write_run
+from profharness.run import (
+    BENCH_FILE,
+    RUN_FILE,
+    BenchPlan,
+    Cell,
+    Protocol,
+    make_plan,
+    parse_precision,
+    parse_seconds,
+    read_run,
+    turn_order,
+    write_run,
+)
 from profharness.runner import CaptureOptions
 from profharness.worker.turns import (
     COPIES_MAX,

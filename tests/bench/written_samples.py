@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profharness.benching import Benched, BenchRow, benched
+from profharness.answers.bench.answer import Benched, benched
+from profharness.answers.bench.rows import BenchRow
 from profharness.config import parse_config
-from profharness.record import Cell, Protocol, Run, write_run
+from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
 
 # The config of the L4 autotune study with the highest bandwidth: Q, K, V and the output are 4 MiB

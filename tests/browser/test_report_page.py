@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from chart_samples import NASTY, SAMPLES
 
-from profharness.report.document import Code, Column, Document, Heading, Note, Table
-from profharness.report.html import render_html
+from profharness.views.document import Code, Column, Document, Heading, Note, Table
+from profharness.views.html import render_html
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.cli.main import cli
-from profharness.record import read_run, write_run
+from profharness.run import read_run, write_run
 
 QUICK = ("--device", "cpu", "--samples", "2", "--iterations", "1", "--warmup", "0")
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 import profharness
 from profharness.cli.explain import command
 from profharness.errors import CaptureError, UsageError
-from profharness.record import read_run
+from profharness.run import read_run
 from profharness.store import ingest_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,7 +284,7 @@ def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:
 
 def test_without_a_config_or_a_gpu_it_says_what_is_missing() -> None:
     assert "needs a config" in str(explain().exception)
-    from profharness.nvml import gpu_name
+    from profharness.environment import gpu_name
 
     if gpu_name() is None:
         assert "--gpu NAME; known are V100" in str(

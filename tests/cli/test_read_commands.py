@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from profharness.config import expand_configs
 from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
-from profharness.record import Cell, Protocol, Refusal, Run, write_run
+from profharness.run import Cell, Protocol, Refusal, Run, write_run
 from profharness.store import ingest_path
 
 COMMANDS = ("kernels", "diff", "runs", "ingest", "export")

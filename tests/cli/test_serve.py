@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from profharness.benching import benched
+from profharness.answers.bench.answer import benched
 from profharness.config import parse_config
-from profharness.record import Cell, Check, Protocol, Run, write_run
-from profharness.serving import DATABASE, QUERIES, BenchLosses
+from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
+from profharness.views.web import DATABASE, QUERIES, BenchLosses
 
 TRACES = Path(__file__).parents[2] / "traces" / "h200-torch2.11"
 Answer = tuple[int, str]

@@ -13,10 +13,8 @@ from test_perturb import H200, configs, first_only, machines
 
 from profharness.config import Config, parse_config
 from profharness.dispatch import Machine, from_config, judge, machine_for, predict
-from profharness.dispatch.advice import DEEPEST, MOST, OUTSIDE, Advice, advise
-from profharness.dispatch.changes import CHANGES
+from profharness.dispatch.advice import CHANGES, DEEPEST, MOST, OUTSIDE, Advice, advise, call_code
 from profharness.dispatch.perturb import Answer, Told, rule_choice, rule_oracle
-from profharness.dispatch.rewrite import call_code
 
 # Runs the code of several advices on CPU tensors beside the original call, and compares.
 RUN = r"""

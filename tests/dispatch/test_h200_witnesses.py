@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from profharness.answers.expect import backend_of_op
 from profharness.config import parse_config
 from profharness.dispatch import from_config, hazards, machine_for, predict
-from profharness.report.expect import backend_of_op
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "witnesses_h200.jsonl.gz"
 H200 = machine_for("H200", "2.11.0", "91900")

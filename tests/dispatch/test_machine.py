@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from profharness.dispatch import (
-    Machine,
-    machine_for,
-    parse_cudnn,
-    parse_release,
-    parse_releases,
-)
-from profharness.dispatch.gpus import GPUS, find_gpu
-from profharness.dispatch.machine import OTHER_BUILDS, RELEASES, build_of
-from profharness.dispatch.told import machine_of
+from profharness.devices import GPUS, find_gpu
+from profharness.dispatch import Machine, machine_for, parse_cudnn, parse_release, parse_releases
+from profharness.dispatch.machine import OTHER_BUILDS, RELEASES, build_of, machine_of
 from profharness.errors import UsageError
 
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profharness.devices import GPUS
 from profharness.dispatch import BACKENDS, AttentionParams, Machine, Mask, check, judge, predict
-from profharness.dispatch.gpus import GPUS
 from profharness.dispatch.machine import RELEASES
-from profharness.dispatch.predict import PRIORITIES
-from profharness.dispatch.reasons import code
+from profharness.dispatch.predict import PRIORITIES, code
 from profharness.dispatch.rules import TABLES
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from profharness.answers.explain.live import explain_live
+from profharness.answers.explain.model import Explanation
 from profharness.config import DTYPES, Config
+from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.perturb import blockers, rule_oracle
-from profharness.dispatch.told import machine_of, with_flags
-from profharness.explanation import Explanation
 from profharness.jobs import default_backends
-from profharness.runner.ask import ask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def asked() -> list[tuple[Config, dict[str, Any], Explanation]]:
     with gzip.open(DATA, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     pairs = [(config, row) for row in rows if (config := config_of(row["config"])) is not None]
-    answers = ask([config for config, _ in pairs], device="cuda")
+    answers = explain_live([config for config, _ in pairs], device="cuda")
     return [(*pair, answer) for pair, answer in zip(pairs, answers, strict=True)]
 
 

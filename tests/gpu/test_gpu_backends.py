@@ -14,7 +14,7 @@ from profharness.backends.libraries import LIBRARY_BACKENDS
 from profharness.backends.torch_impls import TORCH_BACKENDS
 from profharness.config import expand_configs
 from profharness.jobs import default_backends
-from profharness.record import Protocol, Run, read_run
+from profharness.run import Protocol, Run, read_run
 from profharness.runner import CaptureOptions, capture
 
 pytestmark = [

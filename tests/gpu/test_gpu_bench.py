@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from profharness.bench_plan import BenchPlan
-from profharness.benching import Benched, benched
+from profharness.answers.bench.answer import Benched, benched
 from profharness.config import expand_configs
 from profharness.jobs import bench_into_store, default_backends
-from profharness.record import Protocol
+from profharness.run import BenchPlan, Protocol
 from profharness.runner import CaptureOptions
 from profharness.store import open_store
 

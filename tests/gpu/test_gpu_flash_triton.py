@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from profharness.backends import find_backend
+from profharness.cases import failures
 from profharness.config import expand_configs
-from profharness.jobs import default_backends
-from profharness.record import Protocol
-from profharness.runner.verify import VerifyOptions
-from profharness.verification import failures
-from profharness.verifying import verify_into_store
+from profharness.jobs import default_backends, verify_into_store
+from profharness.run import Protocol
+from profharness.runner.capture import VerifyOptions
 
 pytestmark = [
     pytest.mark.gpu,

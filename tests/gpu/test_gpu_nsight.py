@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from profharness.answers.witnesses import join
 from profharness.config import expand_configs
 from profharness.jobs import capture_into_store, default_backends
-from profharness.nsight.tools import find_tool
-from profharness.record import Cell, Protocol
-from profharness.report.witnesses import join
+from profharness.processes import find_workers
+from profharness.profilers.base import Outcome
+from profharness.profilers.registry import PROFILERS, open_session, require_tools
+from profharness.profilers.tools import find_tool
+from profharness.run import Cell, Protocol
 from profharness.runner import CaptureOptions
-from profharness.runner.profilers import PROFILERS, open_session, require_tools
-from profharness.runner.sessions import Outcome, find_workers
 from profharness.runner.supervise import run_cells
 from profharness.store import ingest_path, open_store
 

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.cli.analyze import command
-from profharness.nvml import gpu_name
-from profharness.peaks import data_sheet
-from profharness.runner.peaks import measure_peaks
+from profharness.devices import data_sheet
+from profharness.environment import gpu_name
+from profharness.runner.probe import measure_peaks
 from profharness.store import open_store
 
 pytestmark = [

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from profharness.cases import VerificationRow, failures
 from profharness.config import expand_configs
-from profharness.jobs import default_backends
-from profharness.record import Protocol
-from profharness.runner.verify import VerifyOptions
-from profharness.verification import VerificationRow, failures
-from profharness.verifying import verify_into_store
+from profharness.jobs import default_backends, verify_into_store
+from profharness.run import Protocol
+from profharness.runner.capture import VerifyOptions
 
 pytestmark = [
     pytest.mark.gpu,

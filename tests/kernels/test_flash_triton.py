@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from profharness.backends import find_backend
 from profharness.cli.main import cli
 from profharness.config import parse_config
-from profharness.record import read_run
+from profharness.run import read_run
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ from fake_tools import Scenario, environments, install, invocations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.nsight import ncu, nsys
+from profharness.profilers import ncu, nsys
 
 DEFAULTS = ",".join(ncu.DEFAULT_METRICS)
 COMMAND = ["python", "-P", "-m", "profharness.worker", "run folder"]

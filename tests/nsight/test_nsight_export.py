@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from fake_tools import Behaviour, Scenario, environments, install, invocations
 
-from profharness.nsight.failures import NsightError
-from profharness.nsight.nsys import export_report
+from profharness.profilers.failures import NsightError
+from profharness.profilers.nsys import export_report
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_an_export_that_hangs_is_ended(ignore_signals: bool, tmp_path: Path, out
 def test_an_interrupted_export_leaves_no_process_and_no_file(tmp_path: Path, out: Path) -> None:
     nsys = hanging(tmp_path, ignore_signals=False)
     code = (
-        "from pathlib import Path; from profharness.nsight.nsys import export_report;"
+        "from pathlib import Path; from profharness.profilers.nsys import export_report;"
         f"export_report(Path('a.nsys-rep'), Path({str(out / 'a.sqlite')!r}), Path({str(nsys)!r}))"
     )
     process = subprocess.Popen(

@@ -17,9 +17,9 @@ from fake_tools import Behaviour, Scenario, install
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.nsight import failure_rules as rules
-from profharness.nsight import ncu, nsys
-from profharness.nsight.failures import (
+from profharness.profilers import failures as rules
+from profharness.profilers import ncu, nsys
+from profharness.profilers.failures import (
     Failure,
     NsightError,
     diagnose_ncu,

@@ -9,9 +9,9 @@ from fake_tools import Scenario, install
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.nsight import tools
-from profharness.nsight.failures import NsightError
-from profharness.nsight.tools import (
+from profharness.profilers import tools
+from profharness.profilers.failures import NsightError
+from profharness.profilers.tools import (
     PLACES,
     Tool,
     find_tool,

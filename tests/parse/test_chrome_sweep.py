@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.parse import chrome_sweep as sweep
+from profharness.parse import intervals as sweep
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 30)), max_size=30

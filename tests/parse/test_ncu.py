@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 
 from profharness.errors import MissingExtraError, TraceFormatError
-from profharness.nsight.ncu_file import check_file
 from profharness.parse import load_parser, open_trace, sniff
 from profharness.parse import ncu_readers as readers
 from profharness.parse.ncu import nanoseconds, parse_ncu
-from profharness.parse.ncu_package import import_package
-from profharness.parse.ncu_write import report_to_csv
+from profharness.parse.ncu_readers import import_package, report_to_csv
+from profharness.profilers.ncu import check_file
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Trace
 
 DATA = Path(__file__).parents[1] / "data"
@@ -189,7 +188,7 @@ def test_the_module_inside_nsight_compute(report: Path, tmp_path: Path) -> None:
         (extras / name).symlink_to(file)
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from profharness.parse.ncu_package import import_from_tool, read_with\n"
+        "from profharness.parse.ncu_readers import import_from_tool, read_with\n"
         "tool, report = map(Path, sys.argv[1:])\nbefore = list(sys.path)\n"
         "module = import_from_tool(tool)\nassert sys.path == before\n"
         "assert import_from_tool(report) is None\n"
@@ -307,7 +306,7 @@ def test_units_of_time() -> None:
 
 def test_reading_does_not_import_torch_or_pandas() -> None:
     code = (
-        "import sys, profharness.parse.ncu, profharness.parse.ncu_write\n"
+        "import sys, profharness.parse.ncu, profharness.parse.ncu_readers\n"
         "assert not {'torch', 'pandas', 'ncu_report'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ}, timeout=60)

@@ -8,12 +8,7 @@ import time
 from nsys_make import FLASH, FLASH_CANONICAL
 
 from profharness.kernel_names import canonical
-from profharness.parse.nsys_names import (
-    SAFE_REFERENCES,
-    canonical_names,
-    memcpy_name,
-    memset_name,
-)
+from profharness.parse.nsys_export import SAFE_REFERENCES, canonical_names, memcpy_name, memset_name
 
 
 def bomb(levels: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from profharness.errors import TraceFormatError
 from profharness.parse import is_trace, open_trace, sniff
-from profharness.parse.ncu_package import import_package
+from profharness.parse.ncu_readers import import_package
 
 DATA = Path(__file__).parents[1] / "data"
 CSV = '"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n"0","k","16"\n'

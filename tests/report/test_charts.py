@@ -12,7 +12,7 @@ from chart_samples import BACKENDS, NASTY, SAMPLES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from profharness.report.chart_draw import (
+from profharness.views.charts import (
     BACKEND_COLORS,
     DARK,
     DRAWERS,
@@ -23,7 +23,7 @@ from profharness.report.chart_draw import (
     draw_svg,
     series_colors,
 )
-from profharness.report.charts import KINDS, Chart
+from profharness.views.document import KINDS, Chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 WHITE = "#ffffff"  # the words on the tiles of a map
@@ -144,7 +144,7 @@ def test_any_name_stays_text(name: str) -> None:
 
 def test_importing_the_block_draws_nothing() -> None:
     code = (
-        "import sys, profharness.report.renderers\n"
+        "import sys, profharness.views.renderers\n"
         "assert not {'altair', 'vl_convert', 'jsonschema'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.report.chrome import FIRST_TRACK, Section, in_order, write_chrome_trace
+from profharness.answers.export import FIRST_TRACK, Section, in_order, write_chrome_trace
+from profharness.devices import Device
 from profharness.store import LaunchRow, RangeRow
-from profharness.trace import Device
 
 BASE = 1_790_857_026_000_000_000
 DEVICE = Device(0, "NVIDIA H200", 9, 0, 132, warp_size=32)

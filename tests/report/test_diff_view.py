@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from view_rows import CONFIG, kernel
 
-from profharness.differ import Change, Diff, DiffRow, EnvChange
-from profharness.report.diff_view import diff_document
-from profharness.report.renderers import RENDERERS
+from profharness.answers.diff.model import Change, Diff, DiffRow, EnvChange
+from profharness.views.diff import diff_document
+from profharness.views.renderers import RENDERERS
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from view_rows import cell, kernel, math_kernels
 
+from profharness.answers.agreement import disagreements
+from profharness.answers.expect import backend_of_op, check_expected_names, failures
 from profharness.errors import UsageError
-from profharness.report.agreement import disagreements
-from profharness.report.expect import backend_of_op, check_expected_names, failures
 
 MATH = "aten::_scaled_dot_product_attention_math"
 

@@ -9,15 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profharness.answers.explain.maps import (
+    ALL_OF,
+    NUMERIC,
+    Bisection,
+    bisect_all,
+    bisect_one,
+    draw_maps,
+    get,
+    numeric,
+    put,
+    sweep,
+    varying,
+)
+from profharness.answers.explain.rules import choices_by_rule, find_places
 from profharness.config import Config, expand_configs, parse_config
 from profharness.errors import UsageError
-from profharness.explaining.bisect import ALL_OF, Bisection, bisect_all, bisect_one, sweep
-from profharness.explaining.maps import draw_maps
-from profharness.explaining.offline import choices_by_rule
-from profharness.explaining.places import find_places
-from profharness.explaining.properties import NUMERIC, get, numeric, put, varying
-from profharness.report.document import Table
-from profharness.report.explain_maps import bisect_document
+from profharness.views.document import Table
+from profharness.views.explain import bisect_document
 
 BASE = parse_config("2,8,512,64,fp16")
 (H200,) = find_places("2.11", "H200")

@@ -6,19 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from profharness.explanation import Advice, BackendAnswer, Explanation
-from profharness.record import Refusal
-from profharness.report.document import Code, Document, Note
-from profharness.report.explain_view import (
+from profharness.answers.explain.model import (
     FIELDS,
-    answer_blocks,
+    Advice,
+    BackendAnswer,
+    Explanation,
     chosen,
-    explain_document,
     explanation_record,
     flat_record,
-    verdict,
 )
-from profharness.report.renderers import render_markdown, render_table
+from profharness.run import Refusal
+from profharness.views.document import Code, Document, Note
+from profharness.views.explain import answer_blocks, explain_document, verdict
+from profharness.views.renderers import render_markdown
+from profharness.views.terminal import render_table
 
 ORDER = ("cudnn", "flash", "efficient", "math")
 NO_MASK = Refusal("mask", "Flash Attention does not support non-null attn_mask.", "live")

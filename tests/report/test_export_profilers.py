@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from profharness.answers.export import choose_profilers
 from profharness.cli.export import command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError
-from profharness.exports import choose_profilers
-from profharness.record import Cell, Protocol, Run, TraceFile, write_run
+from profharness.run import Cell, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store
 
 DATA = Path(__file__).parents[1] / "data"

@@ -13,17 +13,9 @@ from chart_samples import NASTY, SAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.report.document import (
-    Code,
-    Column,
-    Document,
-    Heading,
-    Note,
-    Table,
-    one_line,
-)
-from profharness.report.html import render_html
-from profharness.report.renderers import RENDERERS, render_markdown
+from profharness.views.document import Code, Column, Document, Heading, Note, Table, one_line
+from profharness.views.html import render_html
+from profharness.views.renderers import RENDERERS, render_markdown
 
 VOID = {"meta", "link", "input", "br", "hr"}
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from view_rows import kernel, sample
 
-from profharness.report.document import Column, Document, Heading, Note, Table
-from profharness.report.kernels_view import FIELDS, kernels_document
-from profharness.report.renderers import RENDERERS, escape_markdown
-from profharness.report.terminal import MIN_SHRUNK
+from profharness.views.document import Column, Document, Heading, Note, Table
+from profharness.views.kernels import FIELDS, kernels_document
+from profharness.views.renderers import RENDERERS, escape_markdown
+from profharness.views.terminal import MIN_SHRUNK
 
 GOLDEN = Path(__file__).parent / "golden"
 CONTRACT = [

@@ -18,14 +18,13 @@ from profharness.cli._output import SUFFIX_FORMATS
 from profharness.cli.report import command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.record import Cell, Check, Problem, Protocol, Refusal, Run, write_run
-from profharness.report.charts import Chart
-from profharness.report.document import Document, Heading, Note, Table
-from profharness.report.rate_view import rate_blocks
-from profharness.report.renderers import RENDERERS
-from profharness.report.run_view import latency_charts, selection_blocks, shape_family
-from profharness.reporting import FIELDS, report_document
+from profharness.run import Cell, Check, Problem, Protocol, Refusal, Run, write_run
 from profharness.store import ingest_path, open_store
+from profharness.views.bench import rate_blocks
+from profharness.views.cells import latency_charts, selection_blocks, shape_family
+from profharness.views.document import Chart, Document, Heading, Note, Table
+from profharness.views.renderers import RENDERERS
+from profharness.views.report import FIELDS, report_document
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -124,7 +123,7 @@ def test_the_steps_of_math_add_up(captured: Path) -> None:
 
 def test_records_hold_every_cell_and_the_json_all_the_rest(captured: Path) -> None:
     read = json.loads(RENDERERS["json"](report(captured)))
-    assert read["schema"] == "profharness.report/1"
+    assert read["schema"] == "profharness.views/1"
     assert list(read["rows"][0]) == list(FIELDS)
     assert {(row["config"], row["backend"]) for row in read["rows"]} == {
         (cell["config"], cell["backend"]) for cell in read["cells"]

@@ -13,15 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from profharness.answers.explain import live
+from profharness.answers.explain.live import explain_live
+from profharness.answers.explain.model import BackendAnswer, Explanation
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
 from profharness.dispatch import check, from_config
-from profharness.dispatch.live import LiveAnswer, LiveBackend
+from profharness.dispatch.advice import LiveAnswer, LiveBackend
+from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.perturb import blockers, rule_oracle
-from profharness.dispatch.told import machine_of, with_flags
-from profharness.explanation import BackendAnswer, Explanation
-from profharness.record import PLAN_FILE, Plan, Protocol
-from profharness.runner import ask as ask_module
-from profharness.runner.ask import ask, ask_argv
+from profharness.run import PLAN_FILE, Plan, Protocol
+from profharness.runner import probe
+from profharness.runner.probe import ask_argv
 
 CASES = {
     "1,4,16,32": [],
@@ -41,17 +43,17 @@ CASES = {
 DEADLY = """
 import os, sys, time
 from pathlib import Path
-from profharness.worker import ask, asker
+from profharness.worker import ask, choices
 from profharness.worker.program import run_program
 
-real = asker.Asker.answer
+real = choices.Asker.answer
 
 def answer(self, cell):
     if cell.config.batch == 3:
         os.abort() if sys.argv[2] == "abort" else time.sleep(600)
     return real(self, cell)
 
-asker.Asker.answer = answer
+choices.Asker.answer = answer
 sys.argv.append(ask.NO_ADVICE)
 run_program(Path(sys.argv[1]), ask.body)
 """
@@ -72,8 +74,8 @@ OPS = """
 import sys, torch
 from profharness.config import expand_configs
 from profharness.environment import collect
-from profharness.record import Cell
-from profharness.worker.asker import Asker
+from profharness.run import Cell
+from profharness.worker.choices import Asker
 
 asker = Asker("cpu", collect("cpu"), True)
 HARMLESS = {"empty", "slice", "as_strided", "view", "expand", "transpose", "_fused_sdp_choice"}
@@ -94,7 +96,7 @@ def answers() -> dict[str, Explanation]:
     """All cases, asked in one process."""
     heard: list[tuple[int, int, str]] = []
     configs = [parse_config(text) for text in CASES]
-    found = ask(configs, device="cpu", progress=lambda *told: heard.append(told))
+    found = explain_live(configs, device="cpu", progress=lambda *told: heard.append(told))
     labels = [config.resolve("cpu").label for config in configs]
     assert [each.config for each in found] == labels
     assert heard == [(index, len(labels), each) for index, each in enumerate(labels, 1)]
@@ -208,7 +210,7 @@ def random_config(rng: random.Random) -> Config:
 def test_reasons_found_live_are_those_found_by_rule() -> None:
     rng = random.Random(20)
     configs = [random_config(rng) for _ in range(200)]
-    answers = ask(configs, device="cpu", advice=False)
+    answers = explain_live(configs, device="cpu", advice=False)
     refused = 0
     for config, answer in zip(configs, answers, strict=True):
         environment = answer.environment | {"device_type": "cpu"}
@@ -231,11 +233,11 @@ def test_a_config_that_ends_its_process_costs_only_itself(
     def argv(folder: Path, *, advice: bool) -> list[str]:  # noqa: ARG001 - the same call
         return [sys.executable, "-c", DEADLY, str(folder), how]
 
-    monkeypatch.setattr(ask_module, "ask_argv", argv)
+    monkeypatch.setattr(probe, "ask_argv", argv)
     config = parse_config("1,2,8,16,dropout=0.5")
     configs = [replace(config, batch=batch) for batch in (2, 3, 4)]
     # time enough for the others, which take milliseconds
-    before, lost, after = ask(configs, device="cpu", timeout_s=3 if how == "hang" else 60)
+    before, lost, after = explain_live(configs, device="cpu", timeout_s=3 if how == "hang" else 60)
     assert (before.choice, before.error) == ("math", None)
     assert (after.choice, after.error) == ("math", None)
     assert lost.choice is None
@@ -247,8 +249,8 @@ def test_a_backend_that_is_switched_off_is_told_so(monkeypatch: pytest.MonkeyPat
     def argv(folder: Path, *, advice: bool) -> list[str]:  # noqa: ARG001 - the same call
         return [sys.executable, "-c", SWITCHED_OFF, str(folder)]
 
-    monkeypatch.setattr(ask_module, "ask_argv", argv)
-    (answer,) = ask([parse_config("1,2,8,16,dropout=0.5")], device="cpu")
+    monkeypatch.setattr(probe, "ask_argv", argv)
+    (answer,) = explain_live([parse_config("1,2,8,16,dropout=0.5")], device="cpu")
     assert (answer.choice, answer.predicted) == ("math", "math")
     assert answer.environment["flags"]["flash"] is False
     flash = side(answer, "flash")
@@ -257,7 +259,7 @@ def test_a_backend_that_is_switched_off_is_told_so(monkeypatch: pytest.MonkeyPat
 
 
 def doubts(environment: dict[str, Any], *backends: LiveBackend) -> str:
-    return " ".join(ask_module._doubts(environment, LiveAnswer("c1", "", backends=backends)))
+    return " ".join(live._doubts(environment, LiveAnswer("c1", "", backends=backends)))
 
 
 def test_what_casts_doubt_is_told_where_it_applies() -> None:
@@ -274,7 +276,7 @@ def test_what_casts_doubt_is_told_where_it_applies() -> None:
 
 
 def test_no_configs_are_no_answers() -> None:
-    assert ask([]) == []
+    assert explain_live([]) == []
 
 
 def test_asking_launches_nothing() -> None:
@@ -294,7 +296,7 @@ def test_the_program_ends_with_its_parent(tmp_path: Path) -> None:
 
 TAP = r"""
 import os, json
-from profharness.worker.asker import StderrTap
+from profharness.worker.choices import StderrTap
 
 tap, texts = StderrTap(), []
 for _ in range(2):

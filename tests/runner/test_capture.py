@@ -15,7 +15,7 @@ import pytest
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, TraceFormatError, UsageError
 from profharness.jobs import capture_into_store
-from profharness.record import JOURNAL_FILE, RUN_FILE, Cell, Protocol, Run, read_run
+from profharness.run import JOURNAL_FILE, RUN_FILE, Cell, Protocol, Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
 from profharness.runner.supervise import run_cells
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from fake_tools import Behaviour, Scenario, install
 
-from profharness.runner.interrupts import has_ended, held, wait_for
+from profharness.processes import has_ended, held, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -16,12 +16,13 @@ from nsys_make import Maker, unpacked
 from profharness.config import expand_configs
 from profharness.errors import CaptureError
 from profharness.jobs import capture_into_store, resume_into_store
-from profharness.nsight.failures import NsightError
-from profharness.record import Cell, JournalEntry, Protocol, Run, TraceFile, read_run, write_run
+from profharness.profilers.base import Grace, Outcome
+from profharness.profilers.failures import NsightError
+from profharness.profilers.nsys import NsysSession
+from profharness.profilers.registry import PROFILERS, open_session, require_tools
+from profharness.run import Cell, JournalEntry, Protocol, Run, TraceFile, read_run, write_run
 from profharness.runner import CaptureOptions, capture, resume, supervise
 from profharness.runner.book import Book
-from profharness.runner.profilers import PROFILERS, open_session, require_tools
-from profharness.runner.sessions import Grace, NsysSession, Outcome
 from profharness.runner.supervise import LOG_FILE, run_cells
 from profharness.store import open_store
 

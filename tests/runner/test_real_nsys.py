@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from profharness.config import expand_configs
-from profharness.nsight.failures import NsightError
-from profharness.nsight.nsys import export_report
-from profharness.nsight.tools import find_tool
 from profharness.parse import open_trace
-from profharness.record import Cell, Protocol, Run, read_run
+from profharness.processes import find_workers
+from profharness.profilers.base import Outcome
+from profharness.profilers.failures import NsightError
+from profharness.profilers.nsys import export_report
+from profharness.profilers.registry import PROFILERS, open_session, require_tools
+from profharness.profilers.tools import find_tool
+from profharness.run import Cell, Protocol, Run, read_run
 from profharness.runner import CaptureOptions, capture
-from profharness.runner.profilers import PROFILERS, open_session, require_tools
-from profharness.runner.sessions import Outcome, find_workers
 from profharness.runner.supervise import run_cells
 
 pytestmark = [

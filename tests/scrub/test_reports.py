@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from profharness.errors import TraceFormatError, UsageError
-from profharness.nsight.failures import NsightError
 from profharness.parse import open_trace
-from profharness.parse.ncu_package import import_package
-from profharness.record import TraceFile, read_run, write_run
+from profharness.parse.ncu_readers import import_package
+from profharness.profilers.failures import NsightError
+from profharness.run import TraceFile, read_run, write_run
 from profharness.scrub import scrub
 from profharness.scrub.reports import StaleExportError
 from profharness.store import ingest_path

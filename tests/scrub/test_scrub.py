@@ -23,8 +23,8 @@ import pytest
 
 from profharness.errors import TraceFormatError, UsageError
 from profharness.parse import open_trace
-from profharness.parse.ncu_package import import_package
-from profharness.record import Problem, TraceFile, read_run, write_run
+from profharness.parse.ncu_readers import import_package
+from profharness.run import Problem, TraceFile, read_run, write_run
 from profharness.scrub import PrivateDataError, audit, scrub
 from profharness.scrub.job import default_output
 from profharness.store import ingest_path, open_store

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from profharness.errors import TraceFormatError
-from profharness.record import read_run, write_run
+from profharness.run import read_run, write_run
 from profharness.scrub import audit, scrub
-from profharness.scrub.names import names_in, names_in_stream
-from profharness.scrub.secrets import is_secret
+from profharness.scrub.text import is_secret, names_in, names_in_stream
 
 ROOT = Path(__file__).parents[2]
 TOKENS = (

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.scrub.secrets import SECRET, may_hold, may_hold_bytes
-from profharness.scrub.text import REMOVED, RULES, Cleaner, machine_names, private_names
+from profharness.scrub.text import (
+    REMOVED,
+    RULES,
+    SECRET,
+    Cleaner,
+    machine_names,
+    may_hold,
+    may_hold_bytes,
+    private_names,
+)
 
 NAMES = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
 CLEANER = Cleaner(frozenset({"blade17", "user7"}))

@@ -17,7 +17,7 @@ from nsys_make import unpacked
 
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import open_trace
-from profharness.record import TraceFile, read_run, write_run
+from profharness.run import TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.store.sources import find_sources
 

@@ -16,9 +16,9 @@ import pytest
 
 from profharness.config import parse_config
 from profharness.parse import open_trace
-from profharness.parse.ncu_rows import NcuLaunch, NcuReport, NvtxRange
-from profharness.parse.ncu_write import write_csv
-from profharness.record import Cell, Problem, Protocol, Run, TraceFile, write_run
+from profharness.parse.ncu_csv import NcuLaunch, NcuReport, NvtxRange
+from profharness.parse.ncu_readers import write_csv
+from profharness.run import Cell, Problem, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store, query, to_frame
 from profharness.store.schema import SCHEMA_VERSION
 

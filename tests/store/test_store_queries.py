@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profharness.config import parse_config
+from profharness.devices import Device
 from profharness.errors import NotFoundError, StoreError
 from profharness.store import ingest_path, open_store, query, to_frame
 from profharness.store.connection import connect, transaction
 from profharness.store.groups import group, pack
-from profharness.store.insert import insert_trace
-from profharness.store.intern import sdpa_op
+from profharness.store.insert import insert_trace, sdpa_op
 from profharness.store.schema import SCHEMA_VERSION
-from profharness.trace import Device, LaunchBatch, LaunchConfig, Range, Trace
+from profharness.trace import LaunchBatch, LaunchConfig, Range, Trace
 
 Folder = Callable[..., Path]
 KERNEL_LAUNCHES = (

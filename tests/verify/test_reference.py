@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profharness.cases import CASES, derive_cases
 from profharness.config import Config, parse_config
 from profharness.errors import UsageError
-from profharness.record import Cell, Check, Protocol, Run, write_run
+from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
-from profharness.verification import CASES, derive_cases
+from profharness.worker.compare import NAN_BYTE, OTHER_BYTE, poison_value, poisoned
 from profharness.worker.inputs import make_inputs
-from profharness.worker.poison import NAN_BYTE, OTHER_BYTE, poison_value, poisoned
 from profharness.worker.reference import GRADIENTS, Variant, attend
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from profharness.cases import CASES, VerificationRow, failures
 from profharness.config import expand_configs
 from profharness.errors import UsageError
-from profharness.record import Protocol, read_run
-from profharness.runner.verify import VerifyOptions, verify
+from profharness.jobs import verify_into_store
+from profharness.run import Protocol, read_run
+from profharness.runner.capture import VerifyOptions, verify
 from profharness.store import ingest_path, open_store
-from profharness.verification import CASES, VerificationRow, failures
-from profharness.verifying import verify_into_store
 
 WRONG = Path(__file__).parent / "wrong.py"
 # a CPU takes long over 1000 rows in half precision

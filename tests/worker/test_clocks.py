@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from profharness.bench_plan import BenchPlan
 from profharness.config import parse_config
-from profharness.record import Cell, JournalEntry, Plan, Protocol
+from profharness.run import BenchPlan, Cell, JournalEntry, Plan, Protocol
 from profharness.worker import timing
-from profharness.worker.bench_group import bench_group
-from profharness.worker.cell import Bench
-from profharness.worker.clocks import ClockReader, over_time
+from profharness.worker.timing import ClockReader, over_time
+from profharness.worker.turns import bench_group
+from profharness.worker.workspace import Bench
 
 
 def late(seconds: float, answer_s: float = 0.0) -> Callable[[], dict[str, Callable[[], Any]]]:

@@ -1,0 +1,259 @@
+"""From rows of the store to analyses: one cell, all cells of a run, and sweeps over one number."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import median
+
+from profharness.answers.analyze import rules_launch, rules_rates
+from profharness.answers.analyze.figures import (
+    Facts,
+    cell_figures,
+    kernel_figures,
+    main_kernel,
+    phase_figures,
+    us,
+)
+from profharness.answers.analyze.model import (
+    MEASURED,
+    SEVERITIES,
+    CellAnalysis,
+    Evidence,
+    Finding,
+    Machine,
+    machine_of,
+)
+from profharness.answers.analyze.remedies import bottleneck, remedies
+from profharness.config import Config, parse_config
+from profharness.devices import DATA_SHEET
+from profharness.errors import NotFoundError, UsageError
+from profharness.rows import CellRow, KernelRow
+from profharness.store import Store, open_store
+
+RULES = (*rules_rates.RULES, *rules_launch.RULES, *rules_rates.PART_RULES)
+
+FASTER = 1.1  # a ratio of medians below this is not worth a word
+NOT_CHOICES = ("auto", "all-disabled")
+COMPARED_BY = ("graph", "event", "wall")  # as `diff` does
+SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
+
+
+def analyze(
+    cell: CellRow, rows: Sequence[KernelRow], machine: Machine, others: Sequence[CellRow] = ()
+) -> CellAnalysis:
+    """One cell. rows are its kernel rows of any profilers; others the cells of the same config in
+    the same run whose results may be ranked.
+    """
+    config = _with_dtype(parse_config(cell.config), machine)
+    empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, _reason(cell))
+    if cell.status != "ok":
+        return replace(empty, machine=machine)
+    kernels = kernel_figures(rows, machine, cell.iterations)
+    figures = cell_figures(cell, config, kernels, machine)
+    phases = phase_figures(config, kernels, figures.ridge)
+    facts = Facts(config, cell.backend, machine, figures, kernels, phases, main_kernel(kernels))
+    found = [finding for rule in RULES for finding in rule(facts)]
+    found += _faster(cell, others)
+    by_code = {finding.code: finding for finding in reversed(found)}
+    word = bottleneck(facts, by_code)
+    if word is not None:
+        found.insert(0, word[1])
+    found.sort(key=lambda each: (each.code != "bottleneck", SEVERITIES.index(each.severity)))
+    return replace(
+        empty,
+        figures=figures,
+        kernels=kernels,
+        phases=phases,
+        findings=tuple(found),
+        remedies=remedies(config, cell.backend, by_code),
+        bottleneck=word[0] if word else None,
+        machine=machine,
+    )
+
+
+def analyze_all(
+    cells: Sequence[CellRow],
+    rows: Sequence[KernelRow],
+    machine: Machine,
+    wrong: Collection[tuple[str, str]] = (),
+    rivals: Sequence[CellRow] | None = None,
+) -> list[CellAnalysis]:
+    """All cells of one run, in order. wrong: (config label, backend) whose results are known to be
+    wrong; they are analyzed but never named as the faster choice. rivals: all cells of the run,
+    where cells are only some of them.
+    """
+    by_cell: dict[str | None, list[KernelRow]] = {}
+    for row in rows:
+        by_cell.setdefault(row.cell, []).append(row)
+    ranked = [
+        cell
+        for cell in (cells if rivals is None else rivals)
+        if cell.status == "ok"
+        and cell.backend not in NOT_CHOICES
+        and (cell.config, cell.backend) not in wrong
+    ]
+    return [
+        analyze(
+            cell,
+            by_cell.get(cell.cell, []),
+            machine,
+            [each for each in ranked if each.config == cell.config and each.run == cell.run],
+        )
+        for cell in cells
+    ]
+
+
+def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
+    """Groups of at least two cells whose configs differ in one number only, same backend, with the
+    name of that number; ordered by it. `seq_len_kv` stands for both lengths where they are equal.
+    """
+    found: list[tuple[str, list[CellAnalysis]]] = []
+    done = [each for each in analyses if each.figures is not None]
+    for name in SWEPT:
+        groups: dict[tuple[object, ...], list[CellAnalysis]] = {}
+        for each in done:
+            groups.setdefault(_but(each, name), []).append(each)
+        for group in groups.values():
+            values = {getattr(each.config, name) for each in group}
+            if len(group) > 1 and len(values) == len(group):
+                group.sort(key=lambda each: getattr(each.config, name))
+                found.append((name, group))
+    return found
+
+
+def _but(each: CellAnalysis, name: str) -> tuple[object, ...]:
+    """What two cells of one sweep have in common."""
+    config = each.config
+    same_length = config.seq_len_q == config.seq_len_kv
+    same_heads = config.num_heads == config.num_kv_heads
+    left_out = {name}
+    if name == "seq_len_kv" and same_length:
+        left_out.add("seq_len_q")
+    if name == "num_heads" and same_heads:
+        left_out.add("num_kv_heads")
+    values = [getattr(config, field.name) for field in fields(Config) if field.name not in left_out]
+    return (each.run, each.backend, same_length, same_heads, *values)
+
+
+def _with_dtype(config: Config, machine: Machine) -> Config:
+    return config.resolve("cuda" if machine.device else "cpu")
+
+
+def _reason(cell: CellRow) -> str | None:
+    texts = [text for _, text, _ in cell.refusals]
+    return cell.message or ("; ".join(texts) if texts else None)
+
+
+def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
+    """The fastest other backend by the same measurement, if it is clearly faster."""
+    rivals = [other for other in others if other.backend != cell.backend]
+    name = next(
+        (
+            name
+            for name in COMPARED_BY
+            if cell.samples.get(name) and all(each.samples.get(name) for each in rivals)
+        ),
+        None,
+    )
+    if name is None or not rivals:
+        return []
+    mine = median(cell.samples[name])
+    times = {other.backend: median(other.samples[name]) for other in rivals}
+    best = min(times, key=lambda backend: times[backend])
+    if times[best] * FASTER >= mine or times[best] <= 0:
+        return []
+    factor = mine / times[best]
+    evidence = (
+        Evidence("fastest backend", best, "", f"{name} samples of this run"),
+        us(f"{best} {name} time", times[best], "median"),
+        us(f"{cell.backend} {name} time", mine, "median"),
+    )
+    text = (
+        f"{best} takes {times[best] / 1e3:.1f} µs for the same config, {factor:.2f} times faster "
+        f"than {cell.backend} ({name} samples)."
+    )
+    severity = "major" if factor >= 1.5 else "minor"
+    return [Finding("faster_backend", text, severity, MEASURED, evidence, factor)]
+
+
+MEASURE, TABLE = "measure", "data-sheet"
+SOURCES = (MEASURE, TABLE)
+
+
+def analyze_stored(
+    path: Path,
+    run: str | None = None,
+    configs: Sequence[Config] = (),
+    backends: Sequence[str] = (),
+    peaks: str | None = None,
+) -> list[CellAnalysis]:
+    """The analyses of a run's cells, in its order; nothing is captured.
+
+    run is an id, a unique prefix, latest or latest~1; None the latest that has all the configs.
+    peaks: `data-sheet`, the built-in table; `measure`, this machine's device, measured now and
+    kept in the store; None, what the store has measured, else the table. Raises NotFoundError if
+    nothing answers, UsageError for other peaks or a device that the cells did not run on.
+    """
+    if peaks not in (None, *SOURCES):
+        raise UsageError(f"no peaks {peaks!r}; known are {', '.join(SOURCES)}")
+    with open_store(path) as store:
+        name = _run_with(store, run, configs, backends)
+        cells = store.cells(name, configs=configs or None, backends=backends or None)
+        rows = store.kernels(name, configs=configs or None, backends=backends or None)
+    if not cells:
+        asked = ", ".join([*(config.label for config in configs), *backends]) or "captured cells"
+        raise NotFoundError(f"run {name} has none of: {asked}; profharness.capture(…) makes them")
+    if peaks == MEASURE:
+        measure_here(path, cells)
+    return analyze_rows(path, cells, rows, peaks)
+
+
+def analyze_rows(
+    path: Path, cells: Sequence[CellRow], rows: Sequence[KernelRow], peaks: str | None
+) -> list[CellAnalysis]:
+    """The analyses of cells of any runs with their kernels; peaks as for `analyze_stored`."""
+    source = DATA_SHEET if peaks == TABLE else None
+    found: list[CellAnalysis] = []
+    with open_store(path) as store:
+        for run in dict.fromkeys(cell.run for cell in cells):
+            own = [cell for cell in cells if cell.run == run]
+            mine = [row for row in rows if row.run == run]
+            machine = machine_of(
+                store.environment(run), store.devices(run), store.peaks(run, source)
+            )
+            found += analyze_all(own, mine, machine, store.wrong(run), store.cells(run))
+    return found
+
+
+def measure_here(path: Path, cells: Sequence[CellRow]) -> None:
+    """Measure this machine's device and keep it in the store. Raises UsageError for cells that did
+    not run on such a device.
+    """
+    from profharness.runner.probe import measure_peaks
+    from profharness.store.verifications import device_name
+
+    with open_store(path) as store:
+        devices = {device_name(store.environment(cell.run)) for cell in cells}
+    measured = measure_peaks()
+    if devices and measured.peaks.device not in devices:
+        there = ", ".join(sorted(str(name) for name in devices))
+        raise UsageError(
+            f"peaks {MEASURE}: this machine has {measured.peaks.device}, the cells ran on {there}; "
+            f"measure there, or take the {TABLE}"
+        )
+    with open_store(path, write=True) as store:
+        store.add_peaks(measured.peaks, measured.created, measured.environment)
+
+
+def _run_with(
+    store: Store, run: str | None, configs: Sequence[Config], backends: Sequence[str]
+) -> str:
+    if run is not None or not configs:
+        return store.resolve(run or "latest")
+    found = store.latest_run_with(configs, backends or None)
+    if found is None:
+        labels = ", ".join(config.label for config in configs)
+        raise NotFoundError(f"no stored run has {labels}; profharness.capture(…) makes one")
+    return found

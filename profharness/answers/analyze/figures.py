@@ -1,0 +1,285 @@
+"""What the rules look at, and small helpers that turn figures into evidence and words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from profharness.answers.analyze.model import (
+    DERIVED,
+    MEASURED,
+    Evidence,
+    Figures,
+    Finding,
+    KernelFigures,
+    Machine,
+    PhaseFigures,
+)
+from profharness.answers.roles import assign_roles
+from profharness.config import Config
+from profharness.costs import compulsory_bytes, flops, phases, working_set_bytes
+from profharness.devices import flop_peak, occupancy, ridge
+from profharness.rows import CellRow, KernelRow
+
+KIB, MIB = 1024, 1 << 20
+FLUSHED = "event samples, L2 flushed"
+BASIS_SOURCE = {
+    "kernel": "profiled launches of one call",
+    "graph": "graph samples, L2 warm",
+    "event": FLUSHED,
+    "wall": "wall samples",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One cell, ready for the rules. main is None where there is no kernel with a grid."""
+
+    config: Config
+    backend: str
+    machine: Machine
+    figures: Figures
+    kernels: tuple[KernelFigures, ...]
+    phases: tuple[PhaseFigures, ...]
+    main: KernelFigures | None
+
+    @property
+    def unfused(self) -> bool:
+        return is_unfused(self.kernels)
+
+    @property
+    def l2_bytes(self) -> int | None:
+        """What the run's machine told, else the peaks'."""
+        told = self.machine.l2_bytes
+        return told or (self.machine.peaks.l2_bytes if self.machine.peaks else None)
+
+    @property
+    def num_sms(self) -> int | None:
+        return self.machine.device.num_sms if self.machine.device else None
+
+    @property
+    def fused(self) -> tuple[KernelFigures, ...]:
+        return tuple(kernel for kernel in self.kernels if kernel.role in FUSED_ROLES)
+
+    def share_of(self, *roles: str) -> float:
+        """Share of the kernels' time, 0 to 1, that these roles take."""
+        return sum(kernel.share or 0 for kernel in self.kernels if kernel.role in roles)
+
+    def duration(self) -> Evidence:
+        """The time that rates rest on, as evidence."""
+        basis = self.figures.basis or ""
+        return us(f"{basis} time", self.figures.duration_ns or 0, BASIS_SOURCE[basis])
+
+
+Rule = Callable[[Facts], list[Finding]]
+
+
+def us(name: str, value_ns: float, source: str) -> Evidence:
+    """A time as evidence, in microseconds."""
+    return Evidence(name, round(value_ns / 1e3, 3), "µs", source)
+
+
+def size(value: float) -> str:
+    """Bytes in the unit that people would use: `16.8 MB`, `64.0 kB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def percent(value: float) -> str:
+    """A share as text: `38.5 %`."""
+    return f"{100 * value:.1f} %"
+
+
+__all__ = [
+    "BASIS_SOURCE",
+    "DERIVED",
+    "FLUSHED",
+    "KIB",
+    "MEASURED",
+    "MIB",
+    "Evidence",
+    "Facts",
+    "Finding",
+    "Rule",
+    "percent",
+    "size",
+    "us",
+]
+
+
+TIMED_BY = ("torch", "nsys", "ncu")  # whose kernel times count, best first
+DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
+# what ncu's hierarchical rooflines are made of; not among the default metrics of a capture
+L1_BYTES, L2_BYTES = "l1tex__t_bytes.sum", "lts__t_bytes.sum"
+ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+WAVES = "launch__waves_per_multiprocessor"
+FUSED_ROLES = ("attention", "attention_bwd")
+SCORE_ROLES = ("softmax", "qk", "pv", "qk+pv")
+
+
+def kernel_figures(
+    rows: Sequence[KernelRow], machine: Machine, calls: int
+) -> tuple[KernelFigures, ...]:
+    """Figures of every kernel of one cell, in launch order; times from the best profiler that saw
+    it, counters from ncu where it did. calls: profiled calls, for rows that do not say.
+    """
+    timed = next((name for name in TIMED_BY if any(r.profiler == name for r in rows)), None)
+    roles = assign_roles(row for row in rows if row.profiler == timed)
+    counted = {_identity(row): row for row in rows if row.profiler == "ncu"}
+    total = sum(row.total_ns or 0 for _, row in roles)
+    return tuple(
+        _kernel(role, row, counted.get(_identity(row)), machine, total, calls)
+        for role, row in roles
+    )
+
+
+def cell_figures(
+    cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: Machine
+) -> Figures:
+    """Rates and shares of peak of one cell; config must have its dtype."""
+    times = {name: float(median(values)) for name, values in cell.samples.items() if values}
+    known = [kernel.call_ns for kernel in kernels]
+    kernels_ns = None
+    on_device = any(kernel.blocks is not None for kernel in kernels)
+    if on_device and all(each is not None for each in known):
+        kernels_ns = sum(each for each in known if each is not None)
+        times["kernel"] = kernels_ns
+    order = ("kernel", "graph", "event", "wall")
+    basis = next((name for name in order if times.get(name)), None)
+    duration = times[basis] if basis else None
+    work, moved = flops(config), compulsory_bytes(config)
+    peaks = machine.peaks
+    rate = flop_peak(peaks, str(config.dtype), tf32=machine.tf32) if peaks else None
+    flops_per_s = work / duration * 1e9 if duration else None
+    bytes_per_s = moved / duration * 1e9 if duration else None
+    dram, dram_rate = _dram(kernels)
+    top = peaks.bandwidth_bytes_per_s if peaks else None
+    one_head = config.seq_len_kv * (config.head_dim + config.value_dim)
+    return Figures(
+        basis=basis,
+        duration_ns=duration,
+        kernels_ns=kernels_ns,
+        event_ns=times.get("event"),
+        graph_ns=times.get("graph"),
+        wall_ns=times.get("wall"),
+        launches=sum(kernel.launches_per_call for kernel in kernels) if on_device else 0,
+        flops=work,
+        compulsory_bytes=moved,
+        intensity=work / moved,
+        ridge=ridge(peaks, str(config.dtype), tf32=machine.tf32) if peaks else None,
+        flops_per_s=flops_per_s,
+        flops_share=flops_per_s / rate[1] if flops_per_s and rate else None,
+        rate=rate[0] if rate else None,
+        bytes_per_s=bytes_per_s,
+        bandwidth_share=bytes_per_s / top if bytes_per_s and top else None,
+        dram_bytes=dram,
+        dram_bytes_per_s=dram_rate,
+        against=peaks.source if peaks else None,
+        peak_memory_bytes=cell.peak_memory_bytes,
+        kv_head_bytes=one_head * (4 if config.dtype == "fp32" else 2),
+        working_set_bytes=working_set_bytes(config),
+    )
+
+
+def phase_figures(
+    config: Config, kernels: Sequence[KernelFigures], ridge_point: float | None
+) -> tuple[PhaseFigures, ...]:
+    """The phases as the cell executed them, unfused where its kernels are math's."""
+    execution = "unfused" if is_unfused(kernels) else "fused"
+    found = []
+    for phase in phases(config, execution):
+        bound = None
+        if ridge_point is not None and phase.intensity is not None and phase.matmul:
+            bound = "compute" if phase.intensity >= ridge_point else "memory"
+        elif phase.bytes and not phase.matmul:
+            bound = "memory"
+        found.append(PhaseFigures(phase.name, phase.flops, phase.bytes, phase.intensity, bound))
+    return tuple(found)
+
+
+def is_unfused(kernels: Sequence[KernelFigures]) -> bool:
+    """Whether score matrices went through memory: a softmax of its own and no fused kernel."""
+    roles = {kernel.role for kernel in kernels}
+    return bool(roles & set(SCORE_ROLES)) and not roles & set(FUSED_ROLES)
+
+
+def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
+    """The attention kernel that takes longest, else the kernel that does; None without grids."""
+    own = [kernel for kernel in kernels if kernel.blocks is not None]
+    fused = [kernel for kernel in own if kernel.role in FUSED_ROLES]
+    return max(fused or own, key=lambda kernel: kernel.call_ns or 0, default=None)
+
+
+def _kernel(
+    role: str,
+    row: KernelRow,
+    ncu: KernelRow | None,
+    machine: Machine,
+    total_ns: float,
+    calls: int,
+) -> KernelFigures:
+    per_call = row.launches_per_call or row.launches / max(1, calls)
+    counters = ncu.metrics if ncu else {}
+    threads = row.block[0] * row.block[1] * row.block[2] if row.block else None
+    blocks = row.grid[0] * row.grid[1] * row.grid[2] if row.grid else None
+    fits = None
+    if machine.device and threads and None not in (row.registers_per_thread, row.shared_bytes):
+        found = occupancy(
+            threads, row.registers_per_thread or 0, row.shared_bytes or 0, machine.device
+        )
+        fits = found.blocks_per_sm if found else None
+    sms = machine.device.num_sms if machine.device else None
+    waves = _counter(counters, WAVES)
+    if waves is None and blocks and fits and sms:
+        waves = blocks / (fits * sms)
+    active = _counter(counters, ACTIVE_WARPS)
+    return KernelFigures(
+        role=role,
+        kernel=row.kernel_short,
+        family=row.family,
+        launches_per_call=per_call,
+        call_ns=None if row.total_ns is None else row.total_ns / row.launches * per_call,
+        share=row.total_ns / total_ns if row.total_ns and total_ns else None,
+        blocks=blocks,
+        threads=threads,
+        blocks_per_sm=fits,
+        waves=waves,
+        occupancy=row.occupancy,
+        limiter=row.occupancy_limiter,
+        achieved_occupancy=None if active is None else active / 100,
+        registers_per_thread=row.registers_per_thread,
+        shared_bytes=row.shared_bytes,
+        dram_read_bytes=_counter(counters, DRAM_READ),
+        dram_write_bytes=_counter(counters, DRAM_WRITE),
+        ncu_ns=float(ncu.duration_ns) if ncu and ncu.duration_ns else None,
+        grid=row.grid,
+        l1_bytes=_counter(counters, L1_BYTES),
+        l2_bytes=_counter(counters, L2_BYTES),
+    )
+
+
+def _counter(counters: dict[str, tuple[float, str]], name: str) -> float | None:
+    found = counters.get(name)
+    return None if found is None else found[0]
+
+
+def _identity(row: KernelRow) -> tuple[object, ...]:
+    return row.kernel, row.grid, row.block
+
+
+def _dram(kernels: Sequence[KernelFigures]) -> tuple[float | None, float | None]:
+    """Measured DRAM bytes of one call and their rate; None unless ncu saw every kernel but copies
+    and fills, which it does not profile.
+    """
+    seen = [kernel for kernel in kernels if kernel.blocks is not None]
+    if not seen or any(kernel.dram_read_bytes is None for kernel in seen):
+        return None, None
+    moved, time_ns = 0.0, 0.0
+    for kernel in seen:
+        bytes_ = (kernel.dram_read_bytes or 0) + (kernel.dram_write_bytes or 0)
+        moved += bytes_ * kernel.launches_per_call
+        time_ns += (kernel.ncu_ns or 0) * kernel.launches_per_call
+    return moved, moved / time_ns * 1e9 if time_ns else None

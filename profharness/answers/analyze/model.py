@@ -1,0 +1,203 @@
+"""The answers of an analysis as frozen data: figures, evidence, findings, remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from profharness.config import Config
+from profharness.devices import Device, Peaks
+
+MEASURED = "measured"  # from a counter or a timing
+DERIVED = "derived"  # from a formula or a launch configuration
+SEVERITIES = ("major", "minor", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One figure that a finding rests on. source: the counter, the timing or the formula."""
+
+    name: str
+    value: float | str
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One statement about a cell. severity is one of SEVERITIES, grade `measured` or `derived`;
+    factor is what removing the cause could gain at most (2.0: half the time), None if unknown.
+    """
+
+    code: str
+    sentence: str
+    severity: str
+    grade: str
+    evidence: tuple[Evidence, ...]
+    factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What helps, tied to the codes of findings. factor as in Finding; grade says what the factor
+    rests on.
+    """
+
+    text: str
+    findings: tuple[str, ...]
+    factor: float | None
+    grade: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the cells ran: device limits as the traces tell them, peaks, L2, and whether fp32
+    products may use TF32. None where it is not known.
+    """
+
+    device: Device | None = None
+    peaks: Peaks | None = None
+    l2_bytes: int | None = None
+    tf32: bool = False
+    fp16_math: bool = False
+
+
+def machine_of(
+    environment: Mapping[str, Any], devices: Sequence[Device], peaks: Peaks | None
+) -> Machine:
+    """The machine of a run, from what the store tells: environment, devices, peaks."""
+    return Machine(
+        device=devices[0] if devices else None,
+        peaks=peaks,
+        l2_bytes=environment.get("l2_bytes"),
+        tf32=bool(environment.get("tf32")),
+        fp16_math=bool(environment.get("fp16_reduction_math")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigures:
+    """One kernel of a cell. Times in ns per call; waves = blocks over blocks that fit on the
+    device at once; achieved_occupancy, dram_read_bytes, dram_write_bytes, ncu_ns, l1_bytes and
+    l2_bytes (what moved through those caches, taken on request alone) are ncu's, per launch.
+    """
+
+    role: str
+    kernel: str
+    family: str
+    launches_per_call: float
+    call_ns: float | None
+    share: float | None
+    blocks: int | None
+    threads: int | None
+    blocks_per_sm: int | None
+    waves: float | None
+    occupancy: float | None
+    limiter: str | None
+    achieved_occupancy: float | None
+    registers_per_thread: int | None
+    shared_bytes: int | None
+    dram_read_bytes: float | None
+    dram_write_bytes: float | None
+    ncu_ns: float | None
+    grid: tuple[int, int, int] | None = None
+    l1_bytes: float | None = None
+    l2_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFigures:
+    """One phase of the call: FLOPs, bytes, intensity, and the side of the ridge (`memory`,
+    `compute`, None)."""
+
+    name: str
+    flops: int
+    bytes: int
+    intensity: float | None
+    bound: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of a cell. basis names the time that rates are taken from: `kernel` (sum of the
+    kernels, profiled), `graph`, `event` or `wall`; duration_ns is its median.
+
+    flops_share and bandwidth_share are of the peak (0 to 1, above 1 is possible and flagged),
+    dram_bytes the measured bytes of one call, dram_bytes_per_s over ncu's own time.
+    """
+
+    basis: str | None
+    duration_ns: float | None
+    kernels_ns: float | None
+    event_ns: float | None
+    graph_ns: float | None
+    wall_ns: float | None
+    launches: float
+    flops: int
+    compulsory_bytes: int
+    intensity: float
+    ridge: float | None
+    flops_per_s: float | None
+    flops_share: float | None
+    rate: str | None
+    bytes_per_s: float | None
+    bandwidth_share: float | None
+    dram_bytes: float | None
+    dram_bytes_per_s: float | None
+    against: str | None
+    peak_memory_bytes: int | None
+    kv_head_bytes: int = 0
+    working_set_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CellAnalysis:
+    """Everything about one cell. bottleneck is one word for it (`memory`, `compute`, `launch`,
+    `score traffic`, `few blocks`, `combine`, `K and V traffic`, `latency`) or None where nothing
+    decides; its evidence is the finding `bottleneck`.
+    """
+
+    run: str
+    cell: str
+    config: Config
+    backend: str
+    status: str
+    message: str | None
+    figures: Figures | None = None
+    kernels: tuple[KernelFigures, ...] = ()
+    phases: tuple[PhaseFigures, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    bottleneck: str | None = None
+    machine: Machine = field(default_factory=Machine)
+
+    def finding(self, code: str) -> Finding | None:
+        """The finding with this code, None if it was not made."""
+        return next((each for each in self.findings if each.code == code), None)
+
+
+SCHEMA = "profharness.analyze/1"
+FIELDS = (
+    *("run", "cell", "config", "backend", "status", "message", "bottleneck", "basis"),
+    *("duration_ns", "kernels_ns", "event_ns", "graph_ns", "wall_ns", "launches", "flops"),
+    *("compulsory_bytes", "intensity", "ridge", "flops_per_s", "flops_share", "rate"),
+    *("bytes_per_s", "bandwidth_share", "dram_bytes", "dram_bytes_per_s", "against"),
+    *("peak_memory_bytes", "kv_head_bytes", "working_set_bytes"),
+    *("kernels", "phases", "findings", "remedies"),
+)
+
+
+def analyze_record(each: CellAnalysis) -> dict[str, Any]:
+    """The JSON record of one cell; keys as in FIELDS, times in ns, sizes in bytes, shares 0 to 1."""
+    record: dict[str, Any] = dict.fromkeys(FIELDS)
+    if each.figures is not None:
+        record |= asdict(each.figures)
+    record |= {
+        name: getattr(each, name)
+        for name in ("run", "cell", "backend", "status", "message", "bottleneck")
+    }
+    record["config"] = each.config.label
+    for name in ("kernels", "phases", "findings", "remedies"):
+        record[name] = [asdict(item) for item in getattr(each, name)]
+    return record

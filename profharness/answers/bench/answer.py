@@ -1,0 +1,448 @@
+"""What a bench is to run, and what of a stored one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from profharness import stats
+from profharness.answers.bench.rows import (
+    CHOSEN,
+    REFERENCES,
+    BenchRow,
+    all_samples,
+    bench_rows,
+    run_cells,
+)
+from profharness.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends
+from profharness.config import DTYPES, Config, parse_config
+from profharness.dispatch.advice import SDP_BACKENDS, call_code
+from profharness.errors import NotFoundError, UsageError
+from profharness.run import PRECISION, RANKING, BenchPlan, read_plan
+
+if TYPE_CHECKING:
+    from profharness.devices import Peaks
+    from profharness.rows import CellRow
+    from profharness.store import Store
+
+
+def read_baseline(text: str | None) -> Config | None:
+    """The one config of --baseline. Raises UsageError if it stands for more than one."""
+    return None if text is None else parse_config(text)
+
+
+def bench_configs(
+    configs: Sequence[Config],
+    dtypes: Sequence[str] = (),
+    baseline: Config | None = None,
+    device_type: str | None = None,
+) -> list[Config]:
+    """The configs in every one of the dtypes (one that names its own keeps it), the baseline first
+    where it is not among them. device_type, `cuda` or `cpu`: those that are one config there, a
+    dtype left out and the device's default, are one here. Raises UsageError for an unknown dtype or
+    no config at all.
+    """
+    _check_dtypes(dtypes)
+    if not configs:
+        raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
+    asked = [baseline] if baseline is not None and baseline not in configs else []
+    found: dict[Config, Config] = {}
+    for config in [*asked, *configs]:
+        for dtype in dtypes or (None,):
+            full = config if config.dtype else replace(config, dtype=dtype)
+            found.setdefault(full.resolve(device_type) if device_type else full, full)
+    return list(found.values())
+
+
+def stored_configs(
+    store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
+) -> list[Config] | None:
+    """The configs that a question about a stored run means, None for all: those in every one of the
+    dtypes, or without any the run's own in them. Raises UsageError for an unknown dtype,
+    NotFoundError if the run has no config in one of them.
+    """
+    if configs:
+        return bench_configs(configs, dtypes)
+    _check_dtypes(dtypes)
+    if not dtypes:
+        return None
+    held = [
+        parse_config(label) for label in dict.fromkeys(cell.config for cell in store.cells(run))
+    ]
+    for dtype in dtypes:
+        if all(config.dtype != dtype for config in held):
+            known = ", ".join(sorted({str(config.dtype) for config in held}))
+            raise NotFoundError(f"run {run} has no config in {dtype}; it has {known}")
+    return [config for config in held if config.dtype in dtypes]
+
+
+def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] | None:
+    """The backends that a question about a stored run means, None for all. `all` and `kernels` stand
+    for those of theirs that the run has.
+    """
+    if not names:
+        return None
+    held = {cell.backend for cell in store.cells(run)}
+    return [
+        each
+        for name in names
+        for each in expand_backends([name], DEFAULT_BACKENDS)
+        if each in held or name not in (ALL, KERNELS)
+    ]
+
+
+def _check_dtypes(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in DTYPES:
+            raise UsageError(f"no dtype {name!r}; known are {', '.join(DTYPES)}")
+
+
+SETTINGS = ("auto", "all-disabled")  # they leave the choice to PyTorch
+Samples = Mapping[str, Mapping[str, tuple[int, ...]]]
+SamplesOf = Callable[[BenchRow], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The correct backend with the lowest median on a config; ties are those within
+    `stats.THRESHOLD` of it. open are those that are slower by their medians but not by their
+    samples, and why: while there are any, it is not known which is fastest. code selects it.
+    """
+
+    config: str
+    backend: str
+    median_ns: float
+    ties: tuple[str, ...]
+    code: str
+    open: tuple[str, ...] = ()
+    why_open: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What `auto` cost on a config. choice is the backend that it took, where known; regret is its
+    median over the best one's, less 1; real: the samples show that `auto` is slower, and the two
+    are not one backend. verdict is `auto` against the best, `unknown` for why_open.
+    """
+
+    config: str
+    choice: str | None
+    chosen_ns: float
+    best: str
+    best_ns: float
+    regret: float
+    real: bool
+    code: str
+    verdict: stats.Speed = "same"
+    why_open: str = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether it is not known that `auto` is slower, or not."""
+        return self.verdict == "unknown" and self.choice != self.best
+
+
+@dataclass(frozen=True)
+class Benched:
+    """A whole answer. ranking is the measurement that ranks; losses are sorted, the largest first."""
+
+    run: str
+    rows: tuple[BenchRow, ...]
+    cells: tuple[CellRow, ...]
+    ranking: str
+    convention: str
+    precision: float
+    peaks: Peaks | None
+    environment: dict[str, Any]
+    winners: tuple[Winner, ...]
+    losses: tuple[Loss, ...]
+    conclusions: tuple[str, ...]
+    samples: Samples = field(default_factory=dict)
+
+    def ranking_rows(self) -> list[BenchRow]:
+        """One row a cell, by the measurement that ranks; cells without samples too."""
+        return [row for row in self.rows if row.measurement in (self.ranking, None)]
+
+    def figures(self) -> list[BenchRow]:
+        """The ranking rows that have one; what is told of `n of m` figures counts these."""
+        return [row for row in self.ranking_rows() if row.median_ns is not None]
+
+
+def benched(
+    store: Store,
+    run: str | None = None,
+    *,
+    convention: str = "exact",
+    baseline: Config | None = None,
+    precision: float | None = None,
+    configs: Sequence[Config] | None = None,
+    backends: Sequence[str] | None = None,
+    verifications: Sequence[str] = (),
+    rank_by: Sequence[str] | None = None,
+) -> Benched:
+    """The answer of a stored run (None: the latest); the first of rank_by that it has ranks.
+    precision and rank_by: None for what the run was measured with, as its folder says. configs and
+    backends: of these alone. Raises as `bench_rows` does.
+    """
+    name = store.resolve(run or "latest")
+    plan = _plan_of(store, name)
+    precision = (plan.precision if plan else PRECISION) if precision is None else precision
+    rank_by = (plan.measurements if plan else RANKING) if rank_by is None else rank_by
+    rows = bench_rows(
+        store,
+        name,
+        convention=convention,
+        baseline=baseline,
+        precision=precision,
+        configs=configs,
+        backends=backends,
+        verifications=verifications,
+    )
+    cells = run_cells(store, name, configs, backends, baseline)
+    samples = all_samples(store, name, cells)
+    ranking = _ranking(rows, rank_by)
+    by_cell = {(cell.config, cell.backend): cell for cell in cells}
+
+    def samples_of(row: BenchRow) -> tuple[int, ...]:
+        return samples[by_cell[row.config, row.backend].cell][ranking]
+
+    figures = [row for row in rows if row.measurement == ranking]
+    winners, losses = _compared(figures, by_cell, samples_of)
+    told = conclude(figures, winners, losses, samples_of, against_config=baseline is not None)
+    return Benched(
+        run=name,
+        rows=tuple(rows),
+        cells=tuple(cells),
+        ranking=ranking,
+        convention=convention,
+        precision=precision,
+        peaks=store.peaks(name),
+        environment=store.environment(name),
+        winners=winners,
+        losses=losses,
+        conclusions=tuple(told),
+        samples=samples,
+    )
+
+
+def _compared(
+    figures: Sequence[BenchRow],
+    by_cell: Mapping[tuple[str, str], CellRow],
+    samples_of: SamplesOf,
+) -> tuple[tuple[Winner, ...], tuple[Loss, ...]]:
+    """The winner of each config, and what `auto` lost, the largest loss first."""
+    winners, losses = [], []
+    for label in dict.fromkeys(row.config for row in figures):
+        alike = [row for row in figures if row.config == label and row.ranked]
+        winners += [_winner(alike, samples_of)] if alike else []
+        losses += _losses(alike, by_cell, samples_of)
+    return tuple(winners), tuple(sorted(losses, key=lambda each: -each.regret))
+
+
+def _plan_of(store: Store, run: str) -> BenchPlan | None:
+    """The plan in the run's folder, whose path may be relative to the store's; None if it is no
+    bench, or the folder is not there any more.
+    """
+    path = next(each.path for each in store.runs() if each.run == run)
+    for folder in (Path(path), store.path.parent / path):
+        try:
+            plan = read_plan(folder)
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if plan is not None:
+            return plan
+    return None
+
+
+def _ranking(rows: Sequence[BenchRow], rank_by: Sequence[str]) -> str:
+    """The first measurement in that order that any row has."""
+    seen = {row.measurement for row in rows}
+    return next((one for one in (*rank_by, *RANKING) if one in seen), RANKING[0])
+
+
+def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
+    best = _best([row for row in alike if row.backend != SETTINGS[1]] or alike)
+    ties, unproven = [], []
+    for row in alike:
+        if row is not best:
+            verdict = stats.compare(samples_of(best), samples_of(row)).verdict
+            ties += [row] if verdict == "same" else []
+            unproven += [row] if verdict == "unknown" else []
+    return Winner(
+        best.config,
+        best.backend,
+        float(best.median_ns or 0),
+        tuple(row.backend for row in ties),
+        selecting(best),
+        tuple(row.backend for row in unproven),
+        " or ".join(dict.fromkeys(why_open(best, row) for row in unproven)),
+    )
+
+
+def _losses(
+    alike: Sequence[BenchRow], by_cell: Mapping[tuple[str, str], CellRow], samples_of: SamplesOf
+) -> list[Loss]:
+    """The loss of `auto` on one config; none where it was not timed, or timed alone."""
+    chosen = next((row for row in alike if row.backend == CHOSEN), None)
+    others = [row for row in alike if row.backend not in SETTINGS]
+    if chosen is None or not others:
+        return []
+    best = _best(others)
+    chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
+    choice = by_cell[chosen.config, CHOSEN].choice
+    verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
+    return [
+        Loss(
+            chosen.config,
+            choice,
+            chosen_ns,
+            best.backend,
+            best_ns,
+            max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
+            verdict == "slower" and choice != best.backend,
+            selecting(best),
+            verdict,
+            why_open(best, chosen) if verdict == "unknown" else "",
+        )
+    ]
+
+
+def _best(rows: Sequence[BenchRow]) -> BenchRow:
+    return min(rows, key=lambda row: row.median_ns or float("inf"))
+
+
+def selecting(row: BenchRow) -> str:
+    """Python that has a config computed by the row's backend."""
+    config = parse_config(row.config)
+    if row.backend == CHOSEN:
+        return call_code(config, config)
+    if row.backend in SDP_BACKENDS:
+        return call_code(config, config, row.backend)
+    return (
+        f"# {row.backend} is none of scaled_dot_product_attention's backends: call it itself\n"
+        f"# with q, k, v in the layout [batch, heads, seq_len, head_dim]"
+    )
+
+
+SHOWN_WINNERS = 3
+WITHIN = f"{stats.THRESHOLD:.0%}"
+
+
+def why_open(one: BenchRow, other: BenchRow) -> str:
+    """Why the verdict on two measured rows is `unknown`: from `stats.MIN_SAMPLES` a side the rank
+    test can only fail where samples of one lie among those of the other.
+    """
+    few = min(one.samples, other.samples) < stats.MIN_SAMPLES
+    return "too few samples" if few else "the samples overlap"
+
+
+def conclude(
+    figures: Sequence[BenchRow],
+    winners: Sequence[Winner],
+    losses: Sequence[Loss],
+    samples_of: Callable[[BenchRow], tuple[int, ...]],
+    *,
+    against_config: bool = False,
+) -> list[str]:
+    """Sentences that follow from the rows of the ranking measurement, each from figures that the
+    table shows. losses come the largest first; against_config: speed-ups are against a config.
+    """
+    ranked = [row for row in figures if row.ranked]
+    found = []
+    if len({row.config for row in ranked}) > 1:
+        found += _across_configs(ranked)
+    if len(winners) <= SHOWN_WINNERS:
+        timed = [row.config for row in ranked]
+        found += [_fastest(each) for each in winners if timed.count(each.config) > 1]
+    found += _against_plain(ranked, samples_of)
+    found += _regret_in_words(losses)
+    wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
+    if wrong:
+        found.append(f"not ranked, for its output is wrong: {', '.join(wrong)}")
+    if against_config:
+        found.append(
+            "speed-ups against another config are ratios of latencies; where the work differs, "
+            "FLOP/s say which is used better"
+        )
+    doubtful = sum(bool(row.doubts) for row in figures)
+    if doubtful:
+        found.append(f"{doubtful} of {len(figures)} figures are doubtful; the notes say why")
+    return found
+
+
+def _across_configs(ranked: Sequence[BenchRow]) -> list[str]:
+    quick = min(ranked, key=lambda row: row.median_ns or float("inf"))
+    found = [
+        f"lowest latency: {quick.config} on {quick.backend}, {(quick.median_ns or 0) / 1e3:,.2f} µs"
+    ]
+    sound = [row for row in ranked if row.flops_per_s and not (row.efficiency or 0) > 1]
+    if sound:
+        best = max(sound, key=lambda row: row.flops_per_s or 0)
+        found.append(
+            f"most work a second: {best.config} on {best.backend}, "
+            f"{(best.flops_per_s or 0) / 1e12:,.4g} TFLOP/s"
+        )
+    return found
+
+
+def _fastest(winner: Winner) -> str:
+    tied = f", with {', '.join(winner.ties)} within {WITHIN} of it" if winner.ties else ""
+    if not winner.open:
+        return f"{winner.config}: {winner.backend} is fastest{tied}"
+    return (
+        f"{winner.config}: {winner.backend} has the lowest median{tied}, but is not told apart "
+        f"from {', '.join(winner.open)}: {winner.why_open}"
+    )
+
+
+def _against_plain(
+    ranked: Sequence[BenchRow], samples_of: Callable[[BenchRow], tuple[int, ...]]
+) -> list[str]:
+    """Where the plain reference is faster than `auto`, or seems so."""
+    by_cell = {(row.config, row.backend): row for row in ranked}
+    found = []
+    for row in ranked:
+        if row.backend != CHOSEN or row.baseline not in REFERENCES or not row.speedup:
+            continue
+        plain = by_cell[row.config, str(row.baseline)]
+        verdict = stats.compare(samples_of(plain), samples_of(row)).verdict
+        if verdict == "slower":
+            found.append(f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}")
+        elif verdict == "unknown" and row.speedup < 1:
+            found.append(
+                f"{row.config}: the median of auto is {1 / row.speedup:.2f}x that of "
+                f"{row.baseline}, but they are not told apart: {why_open(plain, row)}"
+            )
+    return found
+
+
+def _regret_in_words(losses: Sequence[Loss]) -> list[str]:
+    if not losses:
+        return []
+    count, found = len(losses), []
+    real = [each for each in losses if each.real]
+    unproven = [each for each in losses if each.open]
+    if real:
+        found.append(
+            f"auto is slower than another correct backend on {len(real)} of {count} config(s); "
+            f"most on {_cost(real[0])}"
+        )
+    if unproven:
+        reasons = " or ".join(dict.fromkeys(each.why_open for each in unproven))
+        most = f"; most on {_cost(unproven[0])}, by the medians" if unproven[0].regret else ""
+        found.append(
+            f"auto is not told apart from the fastest other backend on {len(unproven)} of {count} "
+            f"config(s): {reasons}{most}"
+        )
+    if not real and not unproven:
+        found.append(f"auto is as fast as the fastest backend on all {count} config(s)")
+    return found
+
+
+def _cost(loss: Loss) -> str:
+    took = f" (it took {loss.choice})" if loss.choice else ""
+    return f"{loss.config}{took}: {loss.regret:.1%} over {loss.best}"

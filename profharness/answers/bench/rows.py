@@ -1,0 +1,406 @@
+"""Why a measurement should not be believed: clocks that moved, throttling, samples that disagree, a
+figure above what the device can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from profharness import costs, stats
+from profharness.config import Config, parse_config
+from profharness.devices import MB, Peaks, flop_peak
+from profharness.errors import NotFoundError, UsageError
+from profharness.run import PRECISION, RANKING, WIDE
+
+if TYPE_CHECKING:
+    from profharness.rows import CellRow
+    from profharness.store import Store
+
+
+CLOCK_MOVED = 0.05
+FEW_SAMPLES = 5
+# Bits of NVML's clocks event reasons (nvml.h, nvmlClocksEventReason*) that mean a lost clock.
+THROTTLES = {
+    0x4: "the power limit (software power cap)",
+    0x8: "a hardware slowdown",
+    0x20: "temperature (software thermal slowdown)",
+    0x40: "temperature (hardware thermal slowdown)",
+    0x80: "the power supply (hardware power brake)",
+}
+
+
+class Rates(NamedTuple):
+    """FLOP and bytes a second of one call, the share of the peak that binds and its name, the work
+    they stand for, and the ceilings (rate: name and FLOP/s).
+    """
+
+    flops_per_s: float | None
+    bytes_per_s: float | None
+    efficiency: float | None
+    against: str | None
+    flops: int
+    moved_bytes: int
+    peaks: Peaks | None
+    rate: tuple[str, float] | None
+
+
+def doubts(
+    measurement: str,
+    samples: Sequence[int],
+    interval: tuple[float, float] | None,
+    clocks: Mapping[str, Any],
+    rates: Rates,
+    precision: float,
+) -> tuple[str, ...]:
+    """One sentence a doubt, the gravest first. clocks are a cell's, as `worker.clocks.over_time`
+    makes them; precision is half an interval over its median from which it is wide.
+    """
+    return (
+        *above_ceiling(measurement, rates),
+        *clock_doubts(clocks),
+        *_spread(samples, interval, precision),
+    )
+
+
+def above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
+    """Rates that the device cannot have, with what explains them."""
+    peaks, found = rates.peaks, []
+    if peaks is None:
+        return ()
+    width = peaks.bandwidth_bytes_per_s
+    if width and rates.bytes_per_s and rates.bytes_per_s > width:
+        found.append(
+            f"{rates.bytes_per_s / width:.0%} of the memory's {width / 1e9:,.4g} GB/s "
+            f"({peaks.source}): {_why_bytes(measurement, rates, width)}"
+        )
+    if rates.rate and rates.flops_per_s and rates.flops_per_s > rates.rate[1]:
+        name, peak = rates.rate
+        reason = "check that the output is right and that the peak is this device's"
+        if name == "fp32":
+            reason = "tensor cores may have been used (TF32 or a split of fp32)"
+        share = rates.flops_per_s / peak
+        found.append(f"{share:.0%} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}")
+    return tuple(found)
+
+
+def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
+    """What explains a rate above the memory's: what L2 holds need not come from memory."""
+    moved, l2_bytes = rates.moved_bytes, rates.peaks.l2_bytes if rates.peaks else None
+    size = f"the working set of {moved / MB:,.1f} MB"
+    if l2_bytes is None:
+        return f"{size} may fit in L2, whose size is not known"
+    l2 = f"the L2 of {l2_bytes / MB:,.0f} MB"
+    flushed = "; it was flushed, but the output may stay there" if measurement == "event" else ""
+    if moved <= l2_bytes:
+        return f"{size} fits in {l2}{flushed or ', so this is not the rate of the memory'}"
+    if (rates.bytes_per_s or 0) / width <= moved / (moved - l2_bytes):
+        return f"a part of {size} can stay in {l2}{flushed}"
+    return f"{size} is so much larger than {l2} that this is no reason; do not use the figure"
+
+
+def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the clocks and throttle reasons of a cell say against it."""
+    found = []
+    low, high = clocks.get("sm_mhz_min"), clocks.get("sm_mhz_max")
+    if low and high and (high - low) / high > CLOCK_MOVED:
+        found.append(f"the SM clock moved between {low:g} and {high:g} MHz")
+    bits = int(clocks.get("throttle_reasons") or 0)
+    reasons = [text for bit, text in THROTTLES.items() if bits & bit]
+    if reasons:
+        found.append(f"the clock was held back by {' and '.join(reasons)}")
+    return tuple(found)
+
+
+def _spread(
+    samples: Sequence[int], interval: tuple[float, float] | None, precision: float
+) -> list[str]:
+    if len(samples) < FEW_SAMPLES or interval is None:
+        return [f"only {len(samples)} samples"]
+    found = []
+    if stats.is_bimodal(samples):
+        found.append("the samples have two modes, so the median may jump between them")
+    half = (interval[1] - interval[0]) / 2
+    median = stats.summarize(samples).median
+    if half > precision * median:
+        found.append(f"{WIDE} ±{half / median:.1%} only (asked for: ±{precision:.1%})")
+    return found
+
+
+CHOSEN = "auto"
+REFERENCES = ("naive", "math")  # what speed-ups are told against where no baseline is named
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One measurement of one cell; a cell without samples has one row, with measurement None.
+
+    Times are ns a call; low_ns and high_ns the 95 % bootstrap interval of the median. flops_per_s
+    and bytes_per_s are what the config takes (`costs`) over the median; efficiency is the median
+    rate over the peak that binds first, which `against` names. speedup is the median of `baseline`
+    over this one; regret this median over that of the config's fastest correct backend, less 1.
+    verified: whether verification found it right, None where it was not asked. A row that is wrong
+    has neither speed-up nor regret. doubts say why not to believe the row.
+    """
+
+    run: str
+    config: str
+    backend: str
+    status: str
+    message: str | None
+    measurement: str | None = None
+    samples: int = 0
+    median_ns: float | None = None
+    low_ns: float | None = None
+    high_ns: float | None = None
+    mean_ns: float | None = None
+    std_ns: float | None = None
+    min_ns: float | None = None
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    efficiency: float | None = None
+    against: str | None = None
+    speedup: float | None = None
+    baseline: str | None = None
+    regret: float | None = None
+    verified: bool | None = None
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it may be compared with others: it ran, and nothing says that it is wrong."""
+        return self.status == "ok" and self.verified is not False and self.median_ns is not None
+
+
+def bench_rows(
+    store: Store,
+    run: str | None = None,
+    *,
+    convention: str = "exact",
+    baseline: Config | None = None,
+    precision: float = PRECISION,
+    configs: Sequence[Config] | None = None,
+    backends: Sequence[str] | None = None,
+    verifications: Sequence[str] = (),
+) -> list[BenchRow]:
+    """The rows of a run (None: the latest) in its order, measurements as in `RANKING`.
+
+    baseline is the config that speed-ups are told against, on `auto` (without it: `naive`, else
+    `math`, on the same config). precision: half an interval over its median that is wide. configs
+    and backends: of these alone, and the baseline. verifications: runs of `verify` whose checks say
+    that a backend is right; what is wrong counts anyway. Raises NotFoundError if the run does not
+    have the baseline, a config or a backend asked for, UsageError for an unknown convention.
+    """
+    if convention not in costs.CONVENTIONS:
+        raise UsageError(f"no convention {convention!r}; known are {', '.join(costs.CONVENTIONS)}")
+    name = store.resolve(run or "latest")
+    cells = run_cells(store, name, configs, backends, baseline)
+    facts = _Facts(
+        store.peaks(name),
+        bool(store.environment(name).get("tf32")),
+        convention,
+        precision,
+        verdicts(store, name, verifications),
+    )
+    samples = all_samples(store, name, cells)
+    rows = [row for cell in cells for row in _cell_rows(cell, samples[cell.cell], facts)]
+    return with_regret(with_speedup(rows, baseline))
+
+
+def run_cells(
+    store: Store,
+    run: str,
+    configs: Sequence[Config] | None = None,
+    backends: Sequence[str] | None = None,
+    baseline: Config | None = None,
+) -> list[CellRow]:
+    """The cells of a run, those of the configs (and the baseline) and backends asked for; of two
+    with the same config and backend the first. Raises NotFoundError for what the run does not have.
+    """
+    found: dict[tuple[str, str], CellRow] = {}
+    for cell in store.cells(run):
+        found.setdefault((cell.config, cell.backend), cell)
+    held = {label: parse_config(label) for label, _ in found}
+    if baseline is not None and not any(map(baseline.matches, held.values())):
+        raise NotFoundError(
+            f"run {run} has no cell of the baseline {baseline}; it has {_few(held)}"
+        )
+    for config in configs or ():
+        if not any(map(config.matches, held.values())):
+            raise NotFoundError(f"run {run} has no cell of config {config}; it has {_few(held)}")
+    names = dict.fromkeys(backend for _, backend in found)
+    for name in backends or ():
+        if name not in names:
+            raise NotFoundError(f"run {run} has no cell of backend {name}; it has {_few(names)}")
+    asked = [*(configs or ()), *([baseline] if baseline is not None else [])]
+    kept = [
+        cell
+        for (label, backend), cell in found.items()
+        if (configs is None or any(each.matches(held[label]) for each in asked))
+        and (backends is None or backend in backends)
+    ]
+    if not kept and (configs or backends):
+        raise NotFoundError(f"run {run} has no cell of these configs on these backends")
+    return kept
+
+
+def _few(names: Iterable[str], shown: int = 8) -> str:
+    """The first names, and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - shown} more" if len(found) > shown else ""
+    return ", ".join(found[:shown]) + more
+
+
+class _Facts(NamedTuple):
+    """What all rows of a run share."""
+
+    peaks: Peaks | None
+    tf32: bool
+    convention: str
+    precision: float
+    verdicts: Mapping[tuple[str, str], bool]
+
+
+def all_samples(
+    store: Store, run: str, cells: Sequence[CellRow]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Cell to measurement to ns a call; `kernel` is the sum over the kernels of each profiled call
+    in the torch trace.
+    """
+    wanted = {cell.cell for cell in cells if cell.status == "ok"}
+    sums: dict[str, dict[int, int]] = {}
+    for launch in store.launches(run, profiler="torch"):
+        known = launch.cell in wanted and launch.iteration is not None
+        if known and launch.kernel_kind != "op" and launch.duration_ns is not None:
+            calls = sums.setdefault(str(launch.cell), {})
+            call = int(launch.iteration or 0)
+            calls[call] = calls.get(call, 0) + launch.duration_ns
+    found = {}
+    for cell in cells:
+        told = {"kernel": tuple(sums[cell.cell].values())} if cell.cell in sums else {}
+        merged = {**cell.samples, **told}
+        found[cell.cell] = {name: merged[name] for name in RANKING if merged.get(name)}
+    return found
+
+
+def verdicts(
+    store: Store, run: str, verifications: Sequence[str] = ()
+) -> dict[tuple[str, str], bool]:
+    """(config, backend) to whether it is right: wrong where any check that applies to the run says
+    so, right where those of the verification runs named found nothing.
+    """
+    found = {
+        (check.asked, check.backend): True
+        for each in (run, *verifications)
+        for check in store.verifications(each)
+        if check.passed
+    }
+    return found | dict.fromkeys(store.wrong(run), False)
+
+
+def _cell_rows(
+    cell: CellRow, samples: Mapping[str, tuple[int, ...]], facts: _Facts
+) -> list[BenchRow]:
+    verified = facts.verdicts.get((cell.config, cell.backend))
+    plain = BenchRow(
+        cell.run, cell.config, cell.backend, cell.status, cell.message, verified=verified
+    )
+    if cell.status != "ok" or not samples:
+        return [plain]
+    config = parse_config(cell.config)
+    return [_measured(plain, config, cell, name, facts, samples[name]) for name in samples]
+
+
+def _measured(
+    row: BenchRow,
+    config: Config,
+    cell: CellRow,
+    name: str,
+    facts: _Facts,
+    samples: tuple[int, ...],
+) -> BenchRow:
+    told = stats.summarize(samples)
+    interval = stats.median_ci(samples)
+    rates = rates_of(config, told.median, facts.peaks, facts.convention, tf32=facts.tf32)
+    return replace(
+        row,
+        measurement=name,
+        samples=told.n,
+        median_ns=told.median,
+        low_ns=interval[0] if interval else None,
+        high_ns=interval[1] if interval else None,
+        mean_ns=told.mean,
+        std_ns=told.std,
+        min_ns=told.min,
+        flops_per_s=rates.flops_per_s,
+        bytes_per_s=rates.bytes_per_s,
+        efficiency=rates.efficiency,
+        against=rates.against,
+        doubts=doubts(name, samples, interval, cell.clocks, rates, facts.precision),
+    )
+
+
+def rates_of(
+    config: Config, median_ns: float, peaks: Peaks | None, convention: str, *, tf32: bool = False
+) -> Rates:
+    """The rates of a call of that duration, and what share they are of the peak that binds: the one
+    that alone would take longer.
+    """
+    work, moved = costs.flops(config, convention), costs.compulsory_bytes(config)
+    seconds = median_ns / 1e9
+    if seconds <= 0:
+        return Rates(None, None, None, None, work, moved, peaks, None)
+    rate = flop_peak(peaks, str(config.dtype), tf32=tf32) if peaks else None
+    width = peaks.bandwidth_bytes_per_s if peaks else None
+    bounds = []
+    if rate is not None and peaks is not None:
+        text = f"{rate[1] / 1e12:,.4g} TFLOP/s {rate[0]} ({peaks.source})"
+        bounds.append((work / rate[1], text))
+    if width and peaks is not None:
+        bounds.append((moved / width, f"{width / 1e9:,.4g} GB/s ({peaks.source})"))
+    least, against = max(bounds) if len(bounds) == 2 else (None, None)
+    efficiency = least / seconds if least is not None else None
+    return Rates(work / seconds, moved / seconds, efficiency, against, work, moved, peaks, rate)
+
+
+def with_speedup(rows: Sequence[BenchRow], baseline: Config | None = None) -> list[BenchRow]:
+    """The rows with speed-ups: against the baseline config of the row's dtype on `auto`, else its
+    own backend; without one, against the config's own `naive`, else `math`.
+    """
+    medians = {
+        (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked
+    }
+    found = []
+    for row in rows:
+        names = _baselines(row, baseline) if row.ranked else []
+        base = next((each for each in names if (*each, row.measurement) in medians), None)
+        base_ns = medians[(*base, row.measurement)] if base else None
+        if base is not None and base_ns and row.median_ns:
+            text = base[1] if baseline is None else " ".join(base)
+            row = replace(row, speedup=base_ns / row.median_ns, baseline=text)
+        found.append(row)
+    return found
+
+
+def _baselines(row: BenchRow, baseline: Config | None) -> list[tuple[str, str]]:
+    if baseline is None:
+        return [(row.config, name) for name in REFERENCES]
+    own = parse_config(row.config)
+    label = (baseline if baseline.dtype else replace(baseline, dtype=own.dtype)).label
+    return [(label, CHOSEN), (label, row.backend)]
+
+
+def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """The rows with what each costs against the fastest correct backend of its config."""
+    fastest: dict[tuple[str, str | None], float] = {}
+    for row in rows:
+        if row.ranked and row.median_ns:
+            key = (row.config, row.measurement)
+            fastest[key] = min(fastest.get(key, row.median_ns), row.median_ns)
+    return [
+        replace(row, regret=row.median_ns / fastest[row.config, row.measurement] - 1)
+        if row.ranked and row.median_ns
+        else row
+        for row in rows
+    ]

@@ -1,0 +1,365 @@
+"""The properties of configs by the names of the grammar: reading, setting, and which of them vary."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from profharness.config import Config
+from profharness.errors import UsageError
+
+NUMERIC = ("batch", "heads", "kv_heads", "seq", "seq_q", "seq_kv", "head_dim", "head_dim_v")
+WORDS = ("dtype", "causal", "mask", "dropout", "scale", "layout", "bwd", "deterministic")
+_FIELDS = {
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "seq_q": "seq_len_q",
+    "seq_kv": "seq_len_kv",
+}
+Value = int | float | str | bool | None
+
+
+def get(config: Config, name: str) -> Value:
+    """A property's value; `seq` is seq_len_q, head_dim_v is filled in where it is head_dim."""
+    if name == "head_dim_v":
+        return config.value_dim
+    field = {"seq": "seq_len_q"}.get(name, _FIELDS.get(name, name))
+    value: Value = getattr(config, field)
+    return value
+
+
+def number(config: Config, name: str) -> int:
+    """A numeric property's value."""
+    return int(str(get(config, name)))
+
+
+def put(config: Config, name: str, value: int) -> Config | None:
+    """The config with a numeric property set: kv_heads follows heads and head_dim_v head_dim where
+    they were the same. None where no such config exists (kv_heads that does not divide heads).
+    """
+    if name == "seq":
+        return replace(config, seq_len_q=value, seq_len_kv=value)
+    if name == "head_dim_v":
+        return replace(config, head_dim_v=None if value == config.head_dim else value)
+    changed = replace(config, **{_FIELDS.get(name, name): value})  # type: ignore[arg-type]
+    if name == "heads" and config.num_kv_heads == config.num_heads:
+        changed = replace(changed, num_kv_heads=value)
+    if name == "head_dim" and config.head_dim_v == value:
+        changed = replace(changed, head_dim_v=None)
+    return changed if changed.num_heads % changed.num_kv_heads == 0 else None
+
+
+def numeric(name: str) -> str:
+    """The name, if it is a numeric property. Raises UsageError otherwise."""
+    if name in NUMERIC:
+        return name
+    told = "is a word, not a number" if name in WORDS else "is no property"
+    raise UsageError(f"--bisect {name!r} {told}; numeric properties are {' '.join(NUMERIC)}")
+
+
+def varying(configs: Sequence[Config]) -> list[str]:
+    """The properties that differ among configs, numbers first. seq stands for both lengths where
+    they are always equal; kv_heads and head_dim_v count only where they do not just follow.
+    """
+    names = [*NUMERIC, *WORDS]
+    square = all(each.seq_len_q == each.seq_len_kv for each in configs)
+    names = [n for n in names if n not in (("seq_q", "seq_kv") if square else ("seq",))]
+    if all(each.num_kv_heads == each.num_heads for each in configs):
+        names.remove("kv_heads")
+    if all(each.head_dim_v is None for each in configs):
+        names.remove("head_dim_v")
+    return [name for name in names if len({get(each, name) for each in configs}) > 1]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Neighbours on a map with different choices. along: the property that changes from `before`
+    to `after`; at: the values of the other axis where it does so; everywhere: at all of them.
+    """
+
+    along: str
+    before: Value
+    after: Value
+    choice_before: str
+    choice_after: str
+    at: tuple[Value, ...]
+    everywhere: bool
+
+
+@dataclass(frozen=True)
+class Map:
+    """Choices by the values of two properties. fixed: what tells this map from its neighbours.
+
+    rows is "" where only one property varies; cells: (row value, column value) to the choice,
+    without the combinations that were not asked.
+    """
+
+    fixed: tuple[tuple[str, Value], ...]
+    rows: str
+    columns: str
+    row_values: tuple[Value, ...]
+    column_values: tuple[Value, ...]
+    cells: Mapping[tuple[Value, Value], str]
+    edges: tuple[Edge, ...]
+
+    @property
+    def title(self) -> str:
+        """`causal=True, dtype=bf16`, or empty where there is only one map."""
+        return ", ".join(f"{name}={_word(value)}" for name, value in self.fixed)
+
+
+def draw_maps(configs: Sequence[Config], choices: Sequence[str]) -> list[Map]:
+    """One map per combination of what varies besides two properties: the two numeric ones with the
+    most values, in the order of the grammar; choices has one for each config.
+    """
+    names = varying(configs)
+    axes = _axes(configs, names)
+    rest = [name for name in names if name not in axes]
+    groups: dict[tuple[Value, ...], list[tuple[Config, str]]] = {}
+    for config, choice in zip(configs, choices, strict=True):
+        groups.setdefault(tuple(get(config, name) for name in rest), []).append((config, choice))
+    rows, columns = axes if len(axes) == 2 else ("", *axes)
+    return [
+        _map(tuple(zip(rest, values, strict=True)), rows, columns, group)
+        for values, group in groups.items()
+    ]
+
+
+def _axes(configs: Sequence[Config], names: Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        return ("head_dim",)
+    count = {name: len({get(each, name) for each in configs}) for name in names}
+    ranked = sorted(names, key=lambda name: (name not in NUMERIC, -count[name]))
+    return tuple(sorted(ranked[:2], key=names.index))
+
+
+def _map(
+    fixed: tuple[tuple[str, Value], ...],
+    rows: str,
+    columns: str,
+    group: Sequence[tuple[Config, str]],
+) -> Map:
+    cells = {
+        (get(config, rows) if rows else "", get(config, columns)): choice
+        for config, choice in group
+    }
+    row_values = _in_order({row for row, _ in cells})
+    column_values = _in_order({column for _, column in cells})
+    flipped = {(column, row): choice for (row, column), choice in cells.items()}
+    edges = [
+        *(_edges(rows, row_values, column_values, cells) if rows else ()),
+        *_edges(columns, column_values, row_values, flipped),
+    ]
+    return Map(fixed, rows, columns, row_values, column_values, cells, tuple(edges))
+
+
+def _edges(
+    along: str,
+    values: Sequence[Value],
+    others: Sequence[Value],
+    cells: Mapping[tuple[Value, Value], str],
+) -> list[Edge]:
+    """Edges between neighbouring values; those that are the same at several values of the other
+    axis are one.
+    """
+    found = []
+    for before, after in pairwise(values):
+        where: dict[tuple[str, str], list[Value]] = {}
+        asked = [o for o in others if (before, o) in cells and (after, o) in cells]
+        for other in asked:
+            pair = (cells[before, other], cells[after, other])
+            if pair[0] != pair[1]:
+                where.setdefault(pair, []).append(other)
+        found += [
+            Edge(along, before, after, *pair, tuple(at), len(at) == len(asked))
+            for pair, at in where.items()
+        ]
+    return found
+
+
+def _in_order(values: set[Value]) -> tuple[Value, ...]:
+    """Numbers by size, then words, none first."""
+    return tuple(sorted(values, key=lambda v: (isinstance(v, str), v is not None, v or 0, str(v))))
+
+
+def _word(value: Value) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+DEFAULT_ENDS = (1, 65_536)
+HEAD_DIM_ENDS = (1, 1024)  # no fused kernel takes more; beyond, only multiples of 8 tell
+ALL_OF = 256  # a range with no more values is asked whole
+NEAR_8 = 1024  # multiples of 8 with their neighbours are asked up to here
+RESTLESS = 128  # still turning within so many values before that end: asked to the end of the range
+NEAR_64 = 65_536  # multiples of 64 too: some rules ask for a length modulo 128
+WAYS = 16  # parts that a stretch is cut into each round: few rounds, as each may start a worker
+
+
+Choose = Callable[[Sequence[Config]], list[str]]
+"""What `auto` takes, one answer a config."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring values with one choice, both ends included and asked."""
+
+    first: int
+    last: int
+    choice: str
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What was found along property `name` of one config (its label has the first value).
+
+    stretches cover all possible values, and the edges between them are exact: both sides were
+    asked. asked are the values that were; possible counts all that make a config.
+    """
+
+    config: str
+    name: str
+    stretches: tuple[Stretch, ...]
+    asked: tuple[int, ...]
+    possible: int
+
+    @property
+    def flips(self) -> tuple[tuple[int, int], ...]:
+        """The values before and after each flip."""
+        return tuple((one.last, other.first) for one, other in pairwise(self.stretches))
+
+
+def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bisection]:
+    """One bisection for each config that is left when the property is put aside.
+
+    The ends are the smallest and the largest value that the configs have; where they have only one,
+    1 and 65,536, or 1 and 1,024 of a head dimension. Raises UsageError for a property that is no
+    number, and for `seq` of configs with unlike lengths.
+    """
+    numeric(name)
+    groups: dict[Config, list[Config]] = {}
+    for config in configs:
+        if name == "seq" and config.seq_len_q != config.seq_len_kv:
+            message = f"--bisect seq: {config.label} has unlike lengths; bisect seq_q or seq_kv"
+            raise UsageError(message)
+        groups.setdefault(_put_aside(config, name, configs), []).append(config)
+    found = []
+    for group in groups.values():
+        values = sorted({number(config, name) for config in group})
+        default = HEAD_DIM_ENDS if name.startswith("head_dim") else DEFAULT_ENDS
+        ends = (values[0], values[-1]) if len(values) > 1 else default
+        # One that does not just follow, as kv_heads follows heads, keeps what is fixed.
+        base = max(group, key=lambda c: (c.num_kv_heads != c.num_heads, c.head_dim_v is not None))
+        found.append(bisect_one(base, name, ends, choose))
+    return found
+
+
+def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -> Bisection:
+    """All flips of `choose` along a property between two ends, as far as the sweep shows them."""
+    domain = _domain(base, name, ends)
+    if not domain:
+        raise UsageError(f"--bisect {name}: no value from {ends[0]} to {ends[1]} fits {base.label}")
+    known: dict[int, str] = {}
+
+    def ask(indices: Sequence[int]) -> None:
+        new = sorted(set(indices) - known.keys())
+        asked = [_set(base, name, domain[index]) for index in new]
+        known.update(zip(new, choose(asked) if asked else (), strict=True))
+
+    ask(sweep(domain))
+    if _restless(domain, known):
+        ask(near_multiples(domain, 8))
+    while open_ones := [
+        (one, other)
+        for one, other in pairwise(sorted(known))
+        if other - one > 1 and known[one] != known[other]
+    ]:
+        ask([cut for one, other in open_ones for cut in _cuts(one, other)])
+    order = sorted(known)
+    asked = tuple(domain[index] for index in order)
+    stretches = _stretches(asked, [known[index] for index in order])
+    return Bisection(_set(base, name, domain[0]).label, name, stretches, asked, len(domain))
+
+
+def sweep(domain: Sequence[int]) -> list[int]:
+    """The indices that are asked first: all of a short range; else both ends, and the multiples of
+    8, of 64 and the powers of two with their neighbours, because the choice is not monotonic.
+    """
+    if len(domain) <= ALL_OF:
+        return list(range(len(domain)))
+    low, high = domain[0], domain[-1]
+    marks = {low, high, *range(0, NEAR_8 + 1, 8), *range(0, NEAR_64 + 1, 64)}
+    marks |= {scale << bit for bit in range(high.bit_length()) for scale in (1, 3)}
+    return _near(domain, marks)
+
+
+def near_multiples(domain: Sequence[int], of: int) -> list[int]:
+    """The indices of all multiples of a number and of their neighbours."""
+    return _near(domain, set(range(0, domain[-1] + 1, of)))
+
+
+def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
+    low, high = domain[0], domain[-1]
+    wanted = {mark + step for mark in marks for step in (-1, 0, 1)}
+    inside = (value for value in wanted if low <= value <= high)
+    return sorted({min(bisect_left(domain, value), len(domain) - 1) for value in inside})
+
+
+def _restless(domain: Sequence[int], known: dict[int, str]) -> bool:
+    """Whether the choice still turns with the multiples of 8 where they stop being asked."""
+    if domain[-1] <= NEAR_8:
+        return False
+    last = [known[i] for i in sorted(known) if NEAR_8 - RESTLESS < domain[i] <= NEAR_8]
+    return sum(one != other for one, other in pairwise(last)) > 2
+
+
+def _cuts(one: int, other: int) -> list[int]:
+    """Up to WAYS - 1 indices strictly between two."""
+    width = other - one
+    return sorted({one + width * part // WAYS for part in range(1, WAYS)} - {one, other}) or [
+        one + width // 2
+    ]
+
+
+def _stretches(asked: Sequence[int], choices: Sequence[str]) -> tuple[Stretch, ...]:
+    found: list[Stretch] = []
+    for value, choice in zip(asked, choices, strict=True):
+        if found and found[-1].choice == choice:
+            found[-1] = replace(found[-1], last=value)
+        else:
+            found.append(Stretch(value, value, choice))
+    return tuple(found)
+
+
+def _domain(base: Config, name: str, ends: tuple[int, int]) -> Sequence[int]:
+    """The values that make a config: divisors of heads for kv_heads, multiples of a fixed kv_heads
+    for heads, else all.
+    """
+    low, high = ends
+    if name == "kv_heads":
+        heads = base.num_heads
+        divisors = [value for value in range(1, heads + 1) if heads % value == 0]
+        return divisors[bisect_left(divisors, low) : bisect_right(divisors, high)]
+    if name == "heads" and base.num_kv_heads != base.num_heads:
+        step = base.num_kv_heads
+        return range(-(-low // step) * step, high + 1, step)
+    return range(low, high + 1)
+
+
+def _set(base: Config, name: str, value: int) -> Config:
+    config = put(base, name, value)
+    if config is None:
+        raise UsageError(f"--bisect {name}: {value} does not fit {base.label}")
+    return config
+
+
+def _put_aside(config: Config, name: str, configs: Sequence[Config]) -> Config:
+    """The same for configs that differ in this property only."""
+    if name == "kv_heads":
+        return replace(config, num_kv_heads=0)
+    if name == "heads" and any(each.num_kv_heads != each.num_heads for each in configs):
+        return replace(config, num_heads=0)
+    if name == "head_dim" and any(each.head_dim_v is not None for each in configs):
+        return replace(config, head_dim=0, head_dim_v=config.value_dim)
+    return put(config, name, 0) or config

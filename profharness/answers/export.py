@@ -1,0 +1,408 @@
+"""A stored run as a Chrome trace in Kineto's layout, for Perfetto, chrome://tracing and
+HolisticTraceAnalysis.
+
+Format: "Trace Event Format" (Google, 2016); categories and argument names are those of PyTorch's
+own traces.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import msgspec
+from isal import igzip
+
+from profharness.devices import Device
+from profharness.errors import NotFoundError
+from profharness.files import atomic_file
+
+if TYPE_CHECKING:
+    from profharness.store import LaunchRow, RangeRow, Store
+
+
+Event = dict[str, Any]
+# A sort key and the event; the number breaks ties, because dicts do not compare.
+_Timed = tuple[int, int, int, Event]
+
+
+# Above every Linux thread id, because ops of the CPU share a process with real threads.
+FIRST_TRACK = (1 << 22) + 1
+# Sections with a name keep apart by it: above every process, thread and track number.
+SECTION_STEP = 1 << 24
+WINDOW = 1 << 14  # events held back to bring them into order
+RECENT_CALLS = 1 << 12  # launch calls remembered, since one graph launch starts many kernels
+CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
+
+
+_ARGS = {
+    "registers_per_thread": "registers per thread",
+    "shared_bytes": "shared memory",
+    "static_shared_bytes": "static shared memory",
+    "dynamic_shared_bytes": "dynamic shared memory",
+    "correlation": "correlation",
+    "stream": "stream",
+    "graph_node": "graph node id",
+    "bytes": "bytes",
+    "kernel_short": "short name",
+    "family": "family",
+    "profiler": "profiler",
+    "config": "config",
+    "backend": "backend",
+    "cell": "cell",
+    "iteration": "iteration",
+    "range": "range",
+    "op_path": "op path",
+    "sdpa_op": "sdpa op",
+}
+_DEVICE_KEYS = {
+    "id": "index",
+    "name": "name",
+    "totalGlobalMem": "total_memory_bytes",
+    "computeMajor": "compute_major",
+    "computeMinor": "compute_minor",
+    "maxThreadsPerBlock": "max_threads_per_block",
+    "maxThreadsPerMultiprocessor": "max_threads_per_sm",
+    "regsPerBlock": "registers_per_block",
+    "regsPerMultiprocessor": "registers_per_sm",
+    "warpSize": "warp_size",
+    "sharedMemPerBlock": "shared_bytes_per_block",
+    "sharedMemPerBlockOptin": "shared_bytes_per_block_optin",
+    "sharedMemPerMultiprocessor": "shared_bytes_per_sm",
+    "numSms": "num_sms",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one profiler saw, on one clock: launches in stored order, and ranges.
+
+    With a name, the section gets processes of its own that bear it, so that two sections never
+    share a track.
+    """
+
+    launches: Iterable[LaunchRow]
+    ranges: Iterable[RangeRow] = ()
+    name: str | None = None
+
+
+@dataclass(slots=True)
+class _Tracks:
+    """Hands out track numbers: one per process and name, and another where two launches of one
+    track overlap."""
+
+    numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    announced: set[tuple[int, int]] = field(default_factory=set)
+    open_ends: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def lane(self, pid: int, name: str, start_ns: int, end_ns: int) -> tuple[int, str | None]:
+        """The track that is free at start_ns, and its title if it is new."""
+        lanes = self.numbers.setdefault((pid, name), [])
+        for number in lanes:
+            if self.ends[number] <= start_ns:
+                self.ends[number] = end_ns
+                return number, None
+        number = FIRST_TRACK + len(self.ends)
+        lanes.append(number)
+        self.ends[number] = end_ns
+        return number, name if len(lanes) == 1 else f"{name} #{len(lanes)}"
+
+    def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
+        """Whether a range lies within the innermost one open on its thread, as a track demands;
+        ranges come by start, the longer first. If so, it is the innermost now."""
+        ends = self.open_ends.setdefault((pid, tid), [])
+        while ends and ends[-1] <= start_ns:
+            ends.pop()
+        if ends and ends[-1] < end_ns:
+            return False
+        ends.append(end_ns)
+        return True
+
+
+def write_chrome_trace(
+    out: IO[bytes],
+    sections: Iterable[Section],
+    *,
+    devices: Iterable[Device] = (),
+    properties: Mapping[str, Any] | None = None,
+) -> int:
+    """Write the trace and return the number of launches in it.
+
+    Every section starts at time zero, because the clocks of two profilers have nothing in common;
+    times are µs with
+    three decimals. Memory does not grow with the number of launches: rows are read once, in the
+    order of their start (small
+    disorder, as between streams, is put right).
+    """
+    encode = msgspec.json.Encoder().encode
+    devices = tuple(devices)
+    header: dict[str, Any] = {
+        "schemaVersion": 1,
+        "deviceProperties": [_device(device) for device in devices],
+        **(properties or {}),
+        "displayTimeUnit": "ns",
+    }
+    out.write(encode(header)[:-1] + b',"traceEvents":[')
+    separator = b"\n"
+    launches = 0
+    for event in _events(sections, devices):
+        launches += event["ph"] == "X" and event["cat"] in CATEGORIES.values()
+        out.write(separator + encode(event))
+        separator = b",\n"
+    out.write(b"\n]}\n")
+    return launches
+
+
+def _device(device: Device) -> dict[str, Any]:
+    values = {key: getattr(device, attribute) for key, attribute in _DEVICE_KEYS.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+
+
+def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterator[Event]:
+    """The events of all sections; those of the n-th named one in processes from n * SECTION_STEP."""
+    tracks = _Tracks()
+    titles = {device.index: f"GPU {device.index} {device.name}" for device in devices}
+    named = itertools.count(1)
+    for section in sections:
+        if section.name is None:
+            for index, title in titles.items():
+                yield _metadata("process_name", index, 0, title)
+            yield from _section_events(section, tracks)
+        else:
+            events = _section_events(section, _Tracks())
+            yield from _apart(events, section.name, next(named) * SECTION_STEP, titles)
+
+
+def _apart(
+    events: Iterator[Event], name: str, shift: int, titles: Mapping[int, str]
+) -> Iterator[Event]:
+    """The events in processes and tracks of their own. Tracks are shifted too: for Perfetto a
+    thread has one number, whatever its process.
+    """
+    known: set[int] = set()
+    for event in events:
+        pid = event["pid"]
+        if pid not in known:
+            known.add(pid)
+            title = titles.get(pid, f"process {pid}")
+            yield _metadata("process_name", pid + shift, 0, f"{name}: {title}")
+        yield {**event, "pid": pid + shift, "tid": event["tid"] + shift}
+
+
+def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
+    """All events of a section by time; a range comes before what starts within it at the same
+    moment."""
+    ties = itertools.count()
+    streams = (
+        in_order(_range_events(section.ranges, ties)),
+        in_order(_launch_events(section.launches, ties)),
+    )
+    base: int | None = None
+    for start_ns, _, _, event in heapq.merge(*streams):
+        if base is None:
+            base = start_ns
+        end_ns = start_ns - base + event["dur"]
+        loose = event["cat"] == "user_annotation" and not tracks.nests(
+            event["pid"], event["tid"], start_ns - base, end_ns
+        )
+        if loose or event["cat"] in CATEGORIES.values():
+            # NVTX start/end ranges may overlap, which one track cannot show
+            name = f"ranges of thread {event['tid']}" if loose else event["tid"]
+            track, title = tracks.lane(event["pid"], name, start_ns - base, end_ns)
+            event["tid"] = track
+            if title is not None:
+                yield _metadata("thread_name", event["pid"], track, title)
+        elif (event["pid"], event["tid"]) not in tracks.announced:
+            tracks.announced.add((event["pid"], event["tid"]))
+            yield _metadata("thread_name", event["pid"], event["tid"], f"thread {event['tid']}")
+        event["ts"] = (start_ns - base) / 1000
+        if "dur" in event:
+            event["dur"] /= 1000
+        yield event
+        yield from _arrow(event)
+
+
+def _arrow(event: Event) -> Iterator[Event]:
+    """The flow from a launch call to what it started, under the launch's id, which no two
+    profilers share."""
+    flow = event["args"].get("flow")
+    if flow is None:
+        return
+    end = {"ph": "s"} if event["cat"].startswith("cuda_") else {"ph": "f", "bp": "e"}
+    yield {
+        **end,
+        "id": flow,
+        "cat": "ac2g",
+        "name": "ac2g",
+        "pid": event["pid"],
+        "tid": event["tid"],
+        "ts": event["ts"],
+    }
+
+
+def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]:
+    """The events by time, provided that none is more than window places away from where it
+    belongs."""
+    heap: list[_Timed] = []
+    for event in events:
+        if len(heap) < window:
+            heapq.heappush(heap, event)
+        else:
+            yield heapq.heappushpop(heap, event)
+    while heap:
+        yield heapq.heappop(heap)
+
+
+def _range_events(ranges: Iterable[RangeRow], ties: Iterator[int]) -> Iterator[_Timed]:
+    for row in ranges:
+        event = {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": row.name,
+            "pid": row.pid,
+            "tid": row.tid,
+            "dur": row.duration_ns,
+            "args": {},
+        }
+        yield row.start_ns, -row.duration_ns, next(ties), event
+
+
+def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterator[_Timed]:
+    """Each launch, and before it the call that made it, once per call."""
+    recent: dict[tuple[int, int], int] = {}
+    for row in launches:
+        flow: int | None = None
+        if row.api is not None and row.launch_ns is not None and row.pid is not None:
+            call = (row.pid, row.correlation if row.correlation is not None else -1)
+            flow = recent.get(call)
+            if flow is None or row.correlation is None:
+                flow = row.launch_id
+                recent[call] = flow
+                if len(recent) > RECENT_CALLS:
+                    del recent[next(iter(recent))]
+                yield row.launch_ns, 0, next(ties), _call_event(row, flow)
+        yield row.start_ns, -row.duration_ns, next(ties), _launch_event(row, flow)
+
+
+def _call_event(row: LaunchRow, flow: int) -> Event:
+    """The launching call. The store keeps when it began, not how long it took: its duration is
+    0."""
+    name = row.api or ""
+    driver = name.startswith("cu") and not name.startswith("cuda")
+    args = {"correlation": row.correlation, "flow": flow}
+    return {
+        "ph": "X",
+        "cat": "cuda_driver" if driver else "cuda_runtime",
+        "name": name,
+        "pid": row.pid,
+        "tid": row.tid,
+        "dur": 0,
+        "args": {key: value for key, value in args.items() if value is not None},
+    }
+
+
+def _launch_event(row: LaunchRow, flow: int | None) -> Event:
+    """A kernel, copy or op on the track of its cell; tid is the track's title until it gets its
+    number."""
+    on_host = row.device is None or row.device < 0
+    values = ((name, getattr(row, key)) for key, name in _ARGS.items())
+    args: dict[str, Any] = {name: value for name, value in values if value is not None}
+    if row.grid_x is not None:
+        args["grid"] = [row.grid_x, row.grid_y, row.grid_z]
+    if row.block_x is not None:
+        args["block"] = [row.block_x, row.block_y, row.block_z]
+    if not on_host:
+        args["device"] = row.device
+    if flow is not None:
+        args["flow"] = flow
+    return {
+        "ph": "X",
+        "cat": CATEGORIES.get(row.kernel_kind, "kernel"),
+        "name": row.kernel,
+        "pid": (row.pid or 0) if on_host else row.device,
+        "tid": _title(row, on_host=on_host),
+        "dur": row.duration_ns,
+        "args": args,
+    }
+
+
+def _title(row: LaunchRow, *, on_host: bool) -> str:
+    """A track's name: the cell's config and backend; for a foreign trace the stream or thread."""
+    if row.cell is not None:
+        return f"{row.config} {row.backend} ({row.profiler})"
+    if on_host:
+        return f"ops of thread {row.tid} ({row.profiler})"
+    return f"stream {row.stream if row.stream is not None else '-'} ({row.profiler})"
+
+
+# Which of a run's profilers tells most of its course; ncu replays kernels, so its clock tells little.
+PREFERRED = ("torch", "nsys", "ncu")
+ALL = "all"
+
+
+def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tuple[str, ...]:
+    """The profilers that an export of the run is made of, out of those that left launches.
+
+    None: the first of PREFERRED; `all`: every one. Raises NotFoundError for a profiler that the run
+    has no launches of. Empty where the run has none at all and none is asked for.
+    """
+    row = next(row for row in store.runs() if row.run == run)
+    found = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
+    if profiler not in (None, ALL, *found):
+        there = f"there are those of {', '.join(found)}" if found else "it has none at all"
+        raise NotFoundError(f"run {run} has no launches of profiler {profiler!r}; {there}")
+    if profiler not in (None, ALL):
+        return (str(profiler),)
+    ordered = [name for name in PREFERRED if name in found]
+    ordered += [name for name in found if name not in PREFERRED]
+    return tuple(ordered if profiler == ALL else ordered[:1])
+
+
+def write_run_file(
+    store: Store, run: str, output: Path, *, force: bool = False, profiler: str | None = None
+) -> int:
+    """Write the run to a file, compressed if the name ends in .gz; the number of launches in it.
+
+    profiler as for `choose_profilers`. Raises UsageError if the file exists and force is not given.
+    """
+    chosen = choose_profilers(store, run, profiler)
+    with atomic_file(output, force=force) as file:
+        if output.suffix != ".gz":
+            return write_run(store, run, file, chosen)
+        # no time stamp and no name inside, so that the same run gives the same bytes
+        with igzip.GzipFile(
+            filename="", mode="wb", compresslevel=2, fileobj=file, mtime=0
+        ) as packed:
+            return write_run(store, run, cast("IO[bytes]", packed), chosen)
+
+
+def write_run(store: Store, run: str, out: IO[bytes], profilers: tuple[str, ...]) -> int:
+    """Write what these profilers saw of the run as plain JSON; the number of launches in it.
+
+    Profilers have clocks of their own: each part starts at 0, and of several each has processes of
+    its own that bear the profiler's name.
+    """
+    ranges = store.ranges(run)
+    sections = (
+        Section(
+            store.launches(run, profiler=profiler),
+            [each for each in ranges if each.profiler == profiler],
+            profiler if len(profilers) > 1 else None,
+        )
+        for profiler in profilers
+    )
+    return write_chrome_trace(
+        out,
+        sections,
+        devices=store.devices(run),
+        properties={"traceName": f"profharness run {run}"},
+    )

@@ -1,0 +1,346 @@
+"""What each kernel of a cell computes: its role, decided from family, op stack and order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from profharness.rows import KernelRow
+
+# In the order in which a diff shows them: what computes attention first, then its parts, then
+# what serves it.
+ROLES = (
+    "attention",
+    "attention_bwd",
+    "combine",
+    "bwd_preprocess",
+    "bwd_postprocess",
+    "qk",
+    "softmax",
+    "softmax_guard",
+    "pv",
+    "qk+pv",
+    "mask",
+    "scale",
+    "dropout",
+    "dV",
+    "dP",
+    "dV+dP",
+    "softmax_bwd",
+    "dK",
+    "dQ",
+    "dK+dQ",
+    "gemm_bwd",
+    "mask_bwd",
+    "scale_bwd",
+    "dropout_bwd",
+    "cast",
+    "cast_bwd",
+    "copy",
+    "copy_bwd",
+    "reduce_bwd",
+    "bwd_init",
+    "grad_init",
+    "grad_accumulate",
+    "memory",
+    "memory_bwd",
+    "helper",
+    "helper_bwd",
+)
+MATH_OP = "aten::_scaled_dot_product_attention_math"
+
+
+_GEMM_OPS = frozenset({"aten::bmm", "aten::mm", "aten::addmm", "aten::baddbmm"})
+_FUSED = frozenset({"flash", "flash_splitkv", "efficient", "cudnn", "flex", "triton"})
+_FUSED_BWD = frozenset({"flash_bwd", "efficient_bwd", "cudnn_bwd"})
+_AUTOGRAD = "autograd::engine::evaluate_function"
+_FRONT = "aten::scaled_dot_product_attention"
+_SPLIT_K = re.compile(r"splitKreduce")
+
+
+# By kernel name, first hit wins; these names say what they are in any op stack.
+_NAMED: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (role, re.compile(pattern))
+    for role, pattern in (
+        (
+            "combine",
+            r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction|\bcombine_splits\b",
+        ),
+        (
+            "bwd_preprocess",
+            r"dot_do_o|FlashAttnBwdPreprocess|flash_bwd_preprocess|^flash_backward_delta$",
+        ),
+        (
+            "bwd_postprocess",
+            r"convert_dq|convert_dkv|FlashAttnBwdPostprocess|flash_bwd_postprocess|fmha_reduce_head",
+        ),
+        ("softmax_bwd", r"^triton_\w*softmax_backward"),
+        ("softmax", r"^triton_\w*softmax"),
+        ("helper", r"prepare_varlen|^triton_(poi|red|per|for)_"),
+        (
+            "attention_bwd",
+            r"^aten::_scaled_dot_product_\w+_backward$|^aten::_\w+_attention_backward",
+        ),
+        ("attention", r"^aten::_scaled_dot_product_(flash|efficient|cudnn|fused)\w*$"),
+        ("attention", r"^aten::_(flash|efficient|cudnn)_attention_forward"),
+        ("softmax_bwd", r"softmax_warp_backward|SoftMaxBackward|^aten::_softmax_backward_data"),
+        ("softmax", r"softmax_warp_forward|SoftMaxForward|^aten::_softmax$"),
+        ("mask", r"triu_tril_kernel|^aten::(tril|triu)"),
+    )
+)
+_BACKWARD_NAME = re.compile(r"bwd|backward|bprop|cutlassB_|_dk_?dv|_dq\b", re.IGNORECASE)
+
+
+# By the op that stands right below the attention op or the autograd node.
+_OP_ROLES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (role, re.compile(rf"^(?:{pattern})$"))
+    for role, pattern in (
+        ("softmax_guard", r"aten::_safe_softmax|SafeSoftmaxBackward\d+"),
+        ("softmax", r"aten::softmax|aten::_softmax|SoftmaxBackward\d+"),
+        ("dropout", r"aten::(native_)?dropout|aten::bernoulli_?|(Native)?DropoutBackward\d+"),
+        (
+            "mask",
+            r"aten::(ones|tril|triu|where|masked_fill_?|logical_not|scalar_tensor|add_?|full)"
+            r"|aten::(zeros_like|full_like|new_full)|(Add|Where|MaskedFill)Backward\d+",
+        ),
+        ("scale", r"aten::(mul|div)_?|(Mul|Div)Backward\d+"),
+        ("cast", r"aten::(to|_to_copy)|ToCopyBackward\d+"),
+        (
+            "copy",
+            r"aten::(repeat_interleave|contiguous|clone|copy_|pad|constant_pad_nd|expand|slice)"
+            r"|CloneBackward\d+|(ConstantPadNd|Slice)Backward\d+",
+        ),
+        ("reduce", r"(Expand|RepeatInterleave|IndexSelect|Repeat)Backward\d+|aten::sum"),
+    )
+)
+# By kernel name where no op stack was recorded (nsys, ncu).
+_BARE: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (role, re.compile(pattern))
+    for role, pattern in (
+        ("softmax_guard", r"isneginf|ReduceOp<bool"),
+        ("mask", r"where_kernel|masked_fill|logical_not"),
+        ("scale", r"MulFunctor"),
+        ("dropout", r"fused_dropout|bernoulli"),
+        ("cast", r"float16_copy|bfloat16_copy|LoadWithCast|float32_copy"),
+        ("copy", r"direct_copy_kernel"),
+    )
+)
+
+
+def role(row: KernelRow) -> str:
+    """The role of one row on its own.
+
+    Matrix products are `qk` or `gemm_bwd` until assign_roles has seen their order.
+    """
+    if row.kernel_kind in ("memcpy", "memset"):
+        return "memory_bwd" if is_backward(row) else "memory"
+    for name, pattern in _NAMED:
+        if pattern.search(row.kernel):
+            return name
+    if row.family in _FUSED_BWD:
+        return "attention_bwd"
+    if row.family in _FUSED:
+        return "attention_bwd" if is_backward(row) or _backward_name(row) else "attention"
+    if is_gemm(row):
+        return "gemm_bwd" if is_backward(row) else "qk"
+    return _helper_role(row)
+
+
+def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
+    """Every row of one cell (and one profiler) with its role, in the order of first_ns."""
+    ordered = sorted(rows, key=lambda row: (row.first_ns, row.kernel, row.op_path or ""))
+    roles = [role(row) for row in ordered]
+    _number_gemms(ordered, roles)
+    _own_kernel(ordered, roles)
+    return list(zip(roles, ordered, strict=True))
+
+
+def is_backward(row: KernelRow) -> bool:
+    """Whether autograd launched the row, as far as its op stack or its family tells."""
+    if row.family.endswith("_bwd"):
+        return True
+    return any(part.startswith(_AUTOGRAD) for part in _path(row))
+
+
+def is_gemm(row: KernelRow) -> bool:
+    """Whether the row is a matrix product, or the reduction of its split-K parts."""
+    if row.kernel_kind == "op":
+        return row.kernel in _GEMM_OPS
+    return row.family in ("gemm", "gemv") or _SPLIT_K.search(row.kernel) is not None
+
+
+def role_order(name: str) -> int:
+    """Where a role stands in a diff."""
+    return ROLES.index(name) if name in ROLES else len(ROLES)
+
+
+def _path(row: KernelRow) -> list[str]:
+    return row.op_path.split(";") if row.op_path else []
+
+
+def _backward_name(row: KernelRow) -> bool:
+    return _BACKWARD_NAME.search(row.kernel) is not None
+
+
+def _helper_role(row: KernelRow) -> str:
+    """The role of an elementwise, copy, fill or reduce kernel, from the op that asked for it."""
+    path = _path(row)
+    if not path:
+        return _first(_BARE, row.kernel) or "helper"
+    backward = is_backward(row)
+    if any("AccumulateGrad" in part for part in path):
+        return "grad_accumulate"
+    anchor = _anchor(path, backward)
+    if anchor is None:
+        return "grad_init" if _fills(path) else "helper"
+    name = _first(_OP_ROLES, anchor)
+    if backward and name is None:
+        name = _inner_bwd_role(path)
+    if name == "softmax_guard" and backward:
+        return "softmax_bwd"
+    if name is None:
+        return "helper_bwd" if backward else "helper"
+    return f"{name}_bwd" if backward and not name.endswith(("_bwd", "_init")) else name
+
+
+def _anchor(path: Sequence[str], backward: bool) -> str | None:
+    """What is computed: the part below the attention op, or the autograd node itself.
+
+    None for an op that is called outside of attention.
+    """
+    if backward:
+        nodes = [part for part in path if not part.startswith(_AUTOGRAD)]
+        return nodes[0] if nodes else ""
+    inside = [
+        n for n, part in enumerate(path) if part == _FRONT or part.startswith("aten::_scaled_dot")
+    ]
+    if not inside:
+        return None
+    below = path[inside[-1] + 1 :]
+    return below[0] if below else path[inside[-1]]
+
+
+def _inner_bwd_role(path: Sequence[str]) -> str | None:
+    """Inside the backward of a fused op: buffers set to zero, gradients made contiguous."""
+    if _fills(path):
+        return "bwd_init"
+    inner = [part for part in path if part.startswith("aten::") and "attention" not in part]
+    return _first(_OP_ROLES, inner[0]) if inner else None
+
+
+def _fills(path: Sequence[str]) -> bool:
+    return path[-1] in (
+        "aten::fill_",
+        "aten::zero_",
+        "aten::ones_like",
+        "aten::zeros",
+        "aten::ones",
+    )
+
+
+def _first(table: tuple[tuple[str, re.Pattern[str]], ...], text: str) -> str | None:
+    return next((name for name, pattern in table if pattern.search(text)), None)
+
+
+def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
+    """Give each matrix product its name from where it stands to the softmax of its direction.
+
+    Without an op stack every product after the forward's second one belongs to the backward.
+    """
+    products = [n for n, row in enumerate(rows) if roles[n] in ("qk", "gemm_bwd")]
+    softmax = _index(roles, "softmax")
+    under_math = any(MATH_OP in _path(rows[n]) for n in products)
+    if softmax is None and "softmax_bwd" not in roles and not under_math:
+        for n in products:
+            roles[n] = "helper_bwd" if roles[n] == "gemm_bwd" else "helper"
+        return
+    forward = [n for n in products if roles[n] == "qk"]
+    backward = [n for n in products if roles[n] == "gemm_bwd"]
+    if softmax is not None and not any(rows[n].op_path for n in products):
+        forward, backward = _split_bare(rows, roles, forward, softmax)
+    calls = _calls(rows, roles)
+    _name_phase(rows, roles, forward, softmax, (("qk",), ("pv",)), calls)
+    before, behind = (
+        ("dV", "dP"),
+        ("dK", "dQ"),
+    )  # autograd computes the second factor's gradient first
+    _name_phase(rows, roles, backward, _index(roles, "softmax_bwd"), (before, behind), calls)
+
+
+def _split_bare(
+    rows: Sequence[KernelRow], roles: list[str], products: Sequence[int], softmax: int
+) -> tuple[list[int], list[int]]:
+    """Forward and backward products by order alone; what follows the first backward one is
+    backward."""
+    after = [n for n in products if n > softmax]
+    cut = next((n for n in after[1:] if not _SPLIT_K.search(rows[n].kernel)), len(rows))
+    for n in range(cut, len(rows)):
+        if roles[n] in ("cast", "copy", "scale", "mask", "dropout"):
+            roles[n] = f"{roles[n]}_bwd"
+    return [n for n in products if n < cut], [n for n in products if n >= cut]
+
+
+def _name_phase(
+    rows: Sequence[KernelRow],
+    roles: list[str],
+    products: Sequence[int],
+    softmax: int | None,
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    calls: int | None,
+) -> None:
+    """Name the products of one direction, if their number per call is what the direction needs."""
+    main = [n for n in products if not _SPLIT_K.search(rows[n].kernel)]
+    forward = len(names[0]) == 1
+    fallback = "qk+pv" if forward else "gemm_bwd"
+    counts = {n: _per_call(rows[n], calls) for n in main}
+    for n in products:
+        roles[n] = fallback
+    early = [n for n in main if softmax is not None and n < softmax]
+    if softmax is None:
+        early = main[: len(names[0])]
+    halves = (early, [n for n in main if n not in early])
+    for half, slots in zip(halves, names, strict=True):
+        if sum(counts[n] for n in half) != len(slots):
+            return
+    for half, slots in zip(halves, names, strict=True):
+        for slot, n in enumerate(half):
+            roles[n] = slots[slot] if len(half) == len(slots) else "+".join(slots)
+    for n in products:  # a split-K reduction finishes the product before it
+        if n not in counts:
+            roles[n] = next((roles[m] for m in reversed(main) if m < n), fallback)
+
+
+def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
+    """How many calls the launches are from, for a trace that does not say: softmax runs once a
+    call."""
+    for name in ("softmax", "softmax_bwd"):
+        found = _index(roles, name)
+        if found is not None and not rows[found].launches_per_call:
+            return rows[found].launches
+    return None
+
+
+def _per_call(row: KernelRow, calls: int | None) -> int:
+    if row.launches_per_call:
+        return round(row.launches_per_call)
+    return round(row.launches / calls) if calls else 1
+
+
+def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
+    """A backend from outside PyTorch: the longest kernel that no ATen op launched is attention."""
+    if set(roles) & {"attention", "attention_bwd", "qk", "qk+pv"}:
+        return
+    own = [n for n, row in enumerate(rows) if row.kernel_kind == "kernel" and not _aten(row)]
+    own = [n for n in own if roles[n] == "helper"]
+    for wanted, backward in (("attention", False), ("attention_bwd", True)):
+        side = [n for n in own if _backward_name(rows[n]) is backward]
+        if side:
+            roles[max(side, key=lambda n: rows[n].total_ns or 0)] = wanted
+
+
+def _aten(row: KernelRow) -> bool:
+    return any(part.startswith("aten::") for part in _path(row)) or "at::native::" in row.kernel
+
+
+def _index(roles: Sequence[str], name: str) -> int | None:
+    return next((n for n, found in enumerate(roles) if found == name), None)

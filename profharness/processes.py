@@ -1,0 +1,122 @@
+"""Interrupts while something must not be left half-done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+POLL_S = 0.02
+
+
+class _Hold:
+    """The handler inside of a held block. While handlers are being changed, and where an exception
+    of that moment left it installed, it does what the handler before it does.
+    """
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
+        self.holds = self.done = False
+        found = {number: _unwrapped(number) for number in SIGNALS}
+        self.before = {number: handler for number, handler in found.items() if callable(handler)}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.holds:
+            self.caught.append(number)
+        else:
+            self.before[signal.Signals(number)](number, frame)
+
+
+def _unwrapped(number: signal.Signals) -> Any:
+    """The handler of a signal, without the holds that are over."""
+    handler = signal.getsignal(number)
+    while isinstance(handler, _Hold) and handler.done:
+        handler = handler.before[number]
+    return handler
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Signals that would end the block wait until it is done, and are then raised again.
+
+    Only the main thread can be interrupted; in another this does nothing. Handlers of Python alone
+    are held: a signal without one ends the process, as before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    hold = _Hold()
+    try:
+        for number in hold.before:
+            signal.signal(number, hold)
+        hold.holds = True
+        yield
+    finally:
+        hold.holds, hold.done = False, True
+        for number, handler in hold.before.items():
+            signal.signal(number, handler)
+        for late in dict.fromkeys(hold.caught):
+            signal.raise_signal(late)
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has ended. An exception inside of Popen.poll(), which a signal raises, can
+    leave its lock taken: no wait() would return any more.
+    """
+    with held():
+        return process.poll() is not None
+
+
+def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait for the end of a process that long; whether it came. Interrupts come through."""
+    deadline = time.monotonic() + seconds
+    while not has_ended(process):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def find_workers(folder: Path) -> list[int]:
+    """Processes of this Python whose last argument is the run folder: its workers, also those that
+    a dead tool has left behind.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")[:-1]
+        except OSError:
+            continue
+        if words and words[0] == os.fsencode(sys.executable) and words[-1] == os.fsencode(folder):
+            found.append(int(path.name))
+    return found
+
+
+def kill(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may be gone already."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _child_environment() -> dict[str, str]:
+    """This process's environment with profharness importable, behind whatever the user put on the
+    path.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}

@@ -1,0 +1,290 @@
+"""The outer form of an .ncu-rep: that it is one, that it is whole, and which ncu wrote it.
+
+Source of facts: NVIDIA's ProfilerReport.proto (in Nsight Compute, extras/FileFormat) and a report
+of ncu 2025.3. After the magic comes a sized FileHeader, then blocks: a sized BlockHeader whose
+field 2 counts results, field 3 holds the session and field 5 the bytes of payload that follow.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from profharness.errors import TraceFormatError
+from profharness.profilers.base import Argv, Ended, NsightSession
+from profharness.profilers.failures import (
+    Failure,
+    diagnose_ncu,
+    report_damaged,
+)
+from profharness.profilers.nsys import escape_macros
+from profharness.profilers.tools import version_key
+
+MAGIC = b"NVR\0"
+EXPECTED = "a report that `ncu -o` wrote"
+SIZE = struct.Struct("<I")
+VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # wire types of protobuf
+RESULTS, SESSION, PAYLOAD = 2, 3, 5
+MAX_HEADER = 1 << 28
+_VERSION = re.compile(rb"(\d{4}\.\d+\.\d+(?:\.\d+)?) \(build \d+\)")
+
+
+@dataclass(frozen=True, slots=True)
+class NcuFile:
+    """results counts what was profiled; version is that of the ncu that wrote the file, None if it
+    does not say.
+    """
+
+    results: int
+    version: str | None
+
+
+def check_file(path: Path) -> NcuFile:
+    """Walk the blocks of a report. Raises TraceFormatError, with the offset, when the file is
+    something else, cut off or damaged: `ncu_report` reads such a file as far as it goes and says
+    nothing.
+    """
+    try:
+        with path.open("rb") as file:
+            return _walk(path, file, path.stat().st_size)
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+
+
+def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
+    if file.read(len(MAGIC)) != MAGIC:
+        raise TraceFormatError(path, "not an Nsight Compute report", expected=EXPECTED)
+    _sized(path, file, size)
+    results, version = 0, None
+    while file.tell() < size:
+        begin = file.tell()
+        header = _sized(path, file, size)
+        try:
+            numbers, session = _fields(header)
+        except (IndexError, ValueError):
+            raise TraceFormatError(
+                path, "a damaged block", offset=begin, expected=EXPECTED
+            ) from None
+        results += numbers.get(RESULTS, 0)
+        found = None if version else _VERSION.search(session)
+        version = found[1].decode() if found else version
+        _inside(path, file, numbers.get(PAYLOAD, 0), size)
+        file.seek(numbers.get(PAYLOAD, 0), 1)
+    return NcuFile(results, version)
+
+
+def _sized(path: Path, file: BinaryIO, size: int) -> bytes:
+    """The bytes after a 32-bit count of them."""
+    _inside(path, file, SIZE.size, size)
+    (count,) = SIZE.unpack(file.read(SIZE.size))
+    _inside(path, file, count, size)
+    if count > MAX_HEADER:
+        message = f"a header of {count} bytes"
+        raise TraceFormatError(path, message, offset=file.tell(), expected=EXPECTED)
+    return file.read(count)
+
+
+def _inside(path: Path, file: BinaryIO, count: int, size: int) -> None:
+    if file.tell() + count > size:
+        raise TraceFormatError(
+            path,
+            "the report is cut off",
+            offset=size,
+            expected=f"{file.tell() + count - size} more bytes; copy or capture it again",
+        )
+
+
+def _fields(message: bytes) -> tuple[dict[int, int], bytes]:
+    """The numbers of a protobuf message by field, and its session's bytes."""
+    numbers: dict[int, int] = {}
+    session = b""
+    place = 0
+    while place < len(message):
+        key, place = _varint(message, place)
+        field, wire = key >> 3, key & 7
+        if wire == VARINT:
+            numbers[field], place = _varint(message, place)
+            continue
+        if wire == SIZED:
+            count, place = _varint(message, place)
+        elif wire in (EIGHT_BYTES, FOUR_BYTES):
+            count = 8 if wire == EIGHT_BYTES else 4
+        else:
+            raise ValueError(wire)
+        if place + count > len(message):
+            raise ValueError(count)
+        if field == SESSION:
+            session = message[place : place + count]
+        place += count
+    return numbers, session
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = message[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+    raise ValueError(place)
+
+
+SUFFIX = ".ncu-rep"
+DOMAIN = "profharness"
+
+
+# One pass on GH100. launch__* cost no pass; those named here are in every ncu since 2022.3, and
+# launch__sm_count (2024 and later) comes along unasked.
+DEFAULT_METRICS: tuple[str, ...] = (
+    "gpu__time_duration.sum",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "sm__maximum_warps_per_active_cycle_pct",
+    "launch__occupancy_limit_blocks",
+    "launch__occupancy_limit_registers",
+    "launch__occupancy_limit_shared_mem",
+    "launch__occupancy_limit_warps",
+    "launch__waves_per_multiprocessor",
+)
+
+
+# --import-sass: unknown to 2024.2, known to 2025.3. Without it reports are some fifty times larger.
+IMPORT_SASS_SINCE = (2025, 3)
+
+
+_SPECIAL = re.compile(r"[@,\[\]/*+\\]")
+
+
+def escape_nvtx(name: str) -> str:
+    """A range or domain name in which a filter of ncu finds no operator: `b2/auto` is `b2\\/auto`."""
+    return _SPECIAL.sub(lambda match: "\\" + match[0], name)
+
+
+def nvtx_filter(name: str, *, domain: str | None = DOMAIN, push_pop: bool = False) -> str:
+    """The filter for ranges of exactly that name.
+
+    Start/end ranges by default: they hold for the whole process, so that backward kernels count,
+    which autograd launches from a thread of its own. A push/pop range holds for its thread alone
+    and is told by a slash at the end. domain None: the default domain.
+    """
+    prefix = "" if domain is None else f"{escape_nvtx(domain)}@"
+    return f"{prefix}{escape_nvtx(name)}{'/' if push_pop else ''}"
+
+
+# The ranges around profiled calls of cells, not those around warm-up.
+CELL_FILTER = f"regex:{DOMAIN}@profharness:c[0-9]+"
+
+
+def profile_argv(
+    tool: Path,
+    output: Path,
+    command: Sequence[str],
+    *,
+    log: Path,
+    metrics: Sequence[str] = (),
+    sections: Sequence[str] = (),
+    version: str | None = None,
+) -> list[str]:
+    """The argv that profiles the kernels inside the ranges of cells; output ends in `.ncu-rep`.
+
+    metrics and sections come on top of DEFAULT_METRICS. Clocks are left as they are, so that
+    durations compare with other profilers; caches are flushed before each pass (ncu's default).
+    Standard input goes to the target. version: that of the tool, to leave out what an
+    older one does not know; None means the newest. Raises ValueError for another suffix.
+    """
+    if output.suffix != SUFFIX:
+        raise ValueError(f"{output}: the report of ncu must end in {SUFFIX}")
+    knows_sass = version is None or version_key(version) >= IMPORT_SASS_SINCE
+    wanted = tuple(dict.fromkeys([*DEFAULT_METRICS, *metrics]))
+    return [
+        str(tool),
+        *("--config-file", "off"),
+        *("--target-processes", "all"),
+        *("--replay-mode", "kernel"),
+        *("--clock-control", "none"),
+        *(("--import-sass", "no") if knows_sass else ()),
+        "--nvtx",
+        *("--nvtx-include", CELL_FILTER),
+        *("--metrics", ",".join(wanted)),
+        *(word for section in sections for word in ("--section", section)),
+        "--disable-extra-suffixes",
+        *("--log-file", str(log)),
+        "-f",
+        *("-o", escape_macros(output)),
+        *command,
+    ]
+
+
+def csv_argv(tool: Path, report: Path) -> list[str]:
+    """The argv that prints a report, one row a kernel, values in base units; needs no GPU."""
+    return [
+        str(tool),
+        *("--config-file", "off"),
+        *("--import", str(report)),
+        "--csv",
+        *("--page", "raw"),
+        *("--print-units", "base"),
+    ]
+
+
+def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
+    """The environment for ncu and its target.
+
+    LC_ALL=C, because CSV numbers have thousands separators in other locales; a TMPDIR of its own,
+    because another user's lock file may lie in the common one; sections are read where they are
+    installed, not copied into the home folder; another tool's injection must not be there.
+    """
+    kept = {name: value for name, value in base.items() if name != "CUDA_INJECTION64_PATH"}
+    return {
+        **kept,
+        "TMPDIR": str(tmpdir),
+        "LC_ALL": "C",
+        "NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT": "1",
+    }
+
+
+class NcuSession(NsightSession):
+    """Under `ncu`, one process for all cells of a start."""
+
+    @property
+    def log(self) -> Path:
+        """ncu's own words, apart from the worker's."""
+        return self.scratch / "log"
+
+    def argv(self, command: Argv) -> Argv:
+        return profile_argv(
+            self.tool.path,
+            self.report,
+            command,
+            log=self.log,
+            metrics=self.protocol.metrics,
+            sections=self.protocol.sections,
+            version=self.tool.version,
+        )
+
+    def environment(self, base: dict[str, str]) -> dict[str, str]:
+        return child_environment(base, self.scratch)
+
+    def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
+        said = self.log.read_text(errors="replace") if self.log.exists() else ""
+        text = f"{ended.text}\n{said}"
+        failure = diagnose_ncu(ended.returncode, text, self.report, self.started)
+        if not self.report.exists():
+            return failure, None
+        try:
+            check_file(self.report)
+        except TraceFormatError as error:
+            return failure or report_damaged("ncu", self.report, str(error)), None
+        return failure, self.report
+
+    def interrupt(self, process: subprocess.Popen[bytes]) -> None:  # noqa: ARG002
+        """ncu writes its report when its target ends, however that ends."""
+        self.signal_workers(signal.SIGTERM)

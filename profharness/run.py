@@ -1,0 +1,304 @@
+"""The run folder's run.json: what a capture planned, what came of it, and which raw traces belong
+to it.
+
+The worker appends one `CellResult` a line to journal.jsonl as it goes; run.json is the sum of it,
+rewritten whole. A folder whose run.json is older than its journal (a run that was killed) loads
+just as well.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from profharness.config import Config
+from profharness.errors import TraceFormatError, UsageError
+
+RUN_FILE = "run.json"
+JOURNAL_FILE = "journal.jsonl"
+PLAN_FILE = "plan.json"
+SCHEMA = "profharness.run/1"
+
+
+STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why a backend cannot take a config. source: live (PyTorch said so), rule, or
+    inferred.
+    """
+
+    code: str
+    message: str
+    source: str = "live"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of a verified cell with the fp64 reference; see `VerificationRow` for the
+    fields.
+    """
+
+    what: str
+    passed: bool | None
+    message: str | None = None
+    error: float | None = None
+    allowance: float | None = None
+    relative_error: float | None = None
+    relative_allowance: float | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One config on one backend in one run, and what came of it.
+
+    samples: measurement name (`event`, `graph`, `wall`) to raw nanoseconds, one number a call.
+    choice is what PyTorch itself said it would choose (`_fused_sdp_choice`) for the inputs in the
+    backend's own context. iterations counts the profiled calls. compile_ns is what loading and the
+    first call took, for backends besides PyTorch's own. tuning is what an implementation says that it
+    chose for the last call, where it has `tuning()`. A cell of `verify` names its case and the
+    label of the config that the case was derived from.
+    """
+
+    cell: str
+    config: Config
+    backend: str
+    status: str = "pending"
+    message: str | None = None
+    choice: str | None = None
+    iterations: int = 0
+    samples: dict[str, list[int]] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+    peak_memory_bytes: int | None = None
+    duration_ns: int | None = None
+    clocks: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    compile_ns: int | None = None
+    case: str | None = None
+    asked: str | None = None
+    checks: tuple[Check, ...] = ()
+    tuning: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """One raw trace of a run, relative to its folder; cells it covers."""
+
+    profiler: str
+    path: str
+    cells: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a profiler of a run failed to do, and what helps.
+
+    code is one of `nsight.failures`; raw is the tool's own text; cells are those without its rows
+    (empty: all of them).
+    """
+
+    profiler: str
+    code: str
+    message: str
+    remedy: str
+    raw: str = ""
+    cells: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How the cells were run: counts of calls, the seconds a cell may take, and what ncu was asked
+    for besides its default metrics.
+    """
+
+    iterations: int = 5
+    warmup: int = 3
+    samples: int = 30
+    timeout_s: float = 120.0
+    seed: int = 0
+    device: str = "auto"
+    metrics: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole run. environment is `environment.collect()`'s answer, flat keys to JSON values."""
+
+    run: str
+    created: str
+    profilers: tuple[str, ...]
+    protocol: Protocol
+    cells: tuple[Cell, ...]
+    environment: dict[str, Any] = field(default_factory=dict)
+    traces: tuple[TraceFile, ...] = ()
+    note: str | None = None
+    profharness: str = ""
+    schema: str = SCHEMA
+    problems: tuple[Problem, ...] = ()
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write run.json whole or not at all (a temporary file beside it, then a rename)."""
+    temporary = folder / f".{RUN_FILE}.{os.getpid()}"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+    temporary.replace(folder / RUN_FILE)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder, newer journal lines included. Raises TraceFormatError on anything that is
+    not one.
+    """
+    path = folder / RUN_FILE
+    try:
+        run = msgspec.json.decode(path.read_bytes(), type=Run)
+    except FileNotFoundError:
+        raise TraceFormatError(
+            folder,
+            "no run.json in this folder",
+            expected="a run folder, as `profharness capture` writes it",
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise TraceFormatError(
+            path, f"not a run record: {error}", expected=f"schema {SCHEMA}"
+        ) from None
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    if run.schema != SCHEMA:
+        raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
+    return merge_journal(run, folder)
+
+
+def journal_results(folder: Path) -> dict[str, Cell]:
+    """The first result of each cell in a journal, by id; a line cut short by a crash is passed over."""
+    results: dict[str, Cell] = {}
+    try:
+        lines = (folder / JOURNAL_FILE).read_bytes().splitlines()
+    except FileNotFoundError:
+        return results
+    for line in lines:
+        try:
+            entry = msgspec.json.decode(line, type=JournalEntry)
+        except msgspec.MsgspecError:
+            continue
+        if entry.result is not None:
+            results.setdefault(entry.result.cell, entry.result)
+    return results
+
+
+def merge_journal(run: Run, folder: Path) -> Run:
+    """The run with the results of its journal in place of cells still pending."""
+    results = journal_results(folder)
+    cells = tuple(
+        results.get(cell.cell, cell) if cell.status == "pending" else cell for cell in run.cells
+    )
+    return replace(run, cells=cells)
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """One line of the journal: a cell begins, a cell ended, or the worker tells its environment."""
+
+    event: str
+    cell: str | None = None
+    result: Cell | None = None
+    environment: dict[str, Any] | None = None
+    stage: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one worker process is to do: cells still pending, and how.
+
+    parent is the process that started it, whose end is the worker's too. wrapped: another program
+    watches the worker and has to see it end in order.
+    """
+
+    cells: tuple[Cell, ...]
+    protocol: Protocol
+    profilers: tuple[str, ...]
+    parent: int
+    wrapped: bool = False
+
+
+BENCH_FILE = "bench.json"
+MEASUREMENTS = ("event", "graph", "kernel")
+RANKING = ("event", "graph", "kernel", "wall")
+PRECISION = 0.01
+WIDE = "the median is known to"  # how the doubt begins that every short run has
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """precision: half the width of the 95 % interval over the median at which a measurement is
+    done; max_time_s: seconds of sampling that one cell may take; iterations fixes the samples of
+    each measurement instead (None: until precise or out of time). measurements are of `MEASUREMENTS`;
+    on a CPU the wall clock stands in for all of them. The first one ranks.
+    """
+
+    measurements: tuple[str, ...] = MEASUREMENTS
+    precision: float = PRECISION
+    max_time_s: float = 10.0
+    iterations: int | None = None
+
+    def on(self, device: str) -> tuple[str, ...]:
+        """The measurements that exist on a device, `cuda` or `cpu`."""
+        return self.measurements if device == "cuda" else ("wall",)
+
+
+def make_plan(
+    measurements: Sequence[str], precision: float, max_time_s: float, iterations: int | None = None
+) -> BenchPlan:
+    """A plan that can be meant. Raises UsageError for an unknown measurement."""
+    for name in measurements:
+        if name not in MEASUREMENTS:
+            raise UsageError(f"no measurement {name!r}; known are {', '.join(MEASUREMENTS)}")
+    chosen = tuple(dict.fromkeys(measurements)) or MEASUREMENTS
+    return BenchPlan(chosen, precision, max_time_s, iterations)
+
+
+def parse_precision(text: str) -> float:
+    """`1%` or `0.01` as a fraction above 0 and below 1. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%?)\s*", text)
+    value = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < value < 1:
+        raise UsageError(f"precision {text!r}: write 1% or 0.01, above 0 and below 100%")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """`30`, `30s`, `500ms` or `2m` in seconds, above 0. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ms|s|min|m|)\s*", text)
+    value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if value <= 0:
+        raise UsageError(f"time {text!r}: write 30s, 500ms or 2m")
+    return value
+
+
+def turn_order(seed: int, config: str, round_number: int, count: int) -> list[int]:
+    """The places 0 to count - 1 in the order of one round, the same for the same arguments."""
+    order = list(range(count))
+    random.Random(f"{seed}/{config}/{round_number}").shuffle(order)
+    return order
+
+
+def write_plan(folder: Path, plan: BenchPlan) -> None:
+    """Leave the plan in a run folder."""
+    (folder / BENCH_FILE).write_bytes(msgspec.json.encode(plan))
+
+
+def read_plan(folder: Path) -> BenchPlan | None:
+    """What `write_plan` left; None for a run that is no bench."""
+    try:
+        return msgspec.json.decode((folder / BENCH_FILE).read_bytes(), type=BenchPlan)
+    except FileNotFoundError:
+        return None

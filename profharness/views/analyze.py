@@ -1,0 +1,306 @@
+"""The answer of `profharness analyze` as a document: figures, findings, remedies, sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from profharness.answers.analyze.answer import sweep
+from profharness.answers.analyze.model import (
+    FIELDS,
+    SCHEMA,
+    CellAnalysis,
+    Evidence,
+    Finding,
+    analyze_record,
+)
+from profharness.devices import Peaks
+from profharness.views.document import Block, Chart, Column, Document, Heading, Note, Roof, Table
+
+EVIDENCE_SHOWN = 4
+MB = 1e6
+COLUMNS = (
+    Column("backend", "backend"),
+    Column("bottleneck", "bottleneck"),
+    Column("duration_ns", "µs", "us", right=True),
+    Column("basis", "of"),
+    Column("tflops", "TFLOP/s", "count", right=True),
+    Column("flops_share", "rate%", "percent", right=True),
+    Column("gb_per_s", "GB/s", "count", right=True),
+    Column("bandwidth_share", "bw%", "percent", right=True),
+    Column("dram_mb", "DRAM MB", "count", right=True),
+    Column("blocks", "blocks", "count", right=True),
+    Column("waves", "waves", "count", right=True),
+    Column("occupancy", "occ%", "percent", right=True),
+)
+PHASE_COLUMNS = (
+    Column("execution", "execution", repeat=False),
+    Column("phase", "phase"),
+    Column("mflop", "MFLOP", "count", right=True),
+    Column("mb", "MB", "count", right=True),
+    Column("intensity", "FLOP/B", "count", right=True),
+    Column("bound", "bound by"),
+)
+SWEEP_COLUMNS = (
+    Column("duration_ns", "µs", "us", right=True),
+    Column("tflops", "TFLOP/s", "count", right=True),
+    Column("flops_share", "rate%", "percent", right=True),
+    Column("gb_per_s", "GB/s", "count", right=True),
+    Column("bandwidth_share", "bw%", "percent", right=True),
+    Column("intensity", "FLOP/B", "count", right=True),
+    Column("kv_head", "K+V KiB/head", "kib", right=True),
+    Column("places", "K+V of a head fit in"),
+    Column("waves", "waves", "count", right=True),
+    Column("bottleneck", "bottleneck"),
+)
+
+
+def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
+    """One section a config, one sweep table a group; full shows every finding with all of its
+    evidence, otherwise notes stand in the JSON only."""
+    blocks: list[Block] = [Note(text) for text in _peak_notes(analyses)]
+    several = len({each.run for each in analyses}) > 1
+    for run, config in dict.fromkeys((each.run, each.config) for each in analyses):
+        own = [each for each in analyses if (each.run, each.config) == (run, config)]
+        blocks.append(Heading(config.label, f"run {run}" if several else ""))
+        if any(each.figures for each in own):
+            blocks.append(Table(COLUMNS, tuple(_row(each) for each in own if each.figures)))
+            blocks.append(Table(PHASE_COLUMNS, tuple(_phase_rows(own))))
+        for each in own:
+            blocks += _notes(each, full=full)
+    sweeps = sweep(analyses)
+    for name, group in sweeps:
+        blocks += _sweep(name, group)
+    blocks += _sweep_charts(sweeps)
+    chart = _roofline(analyses)
+    return Document(
+        schema=SCHEMA,
+        title="Analysis",
+        blocks=(*blocks, chart) if chart else tuple(blocks),
+        fields=FIELDS,
+        records=tuple(analyze_record(each) for each in analyses),
+        extra={"peaks": [asdict(peaks) for peaks in _peaks(analyses)]},
+    )
+
+
+def evidence_text(evidence: Sequence[Evidence], shown: int | None = None) -> str:
+    """`name value unit (source); …` of the first ones, for reading."""
+    parts = [
+        f"{each.name} {_value(each.value)}{' ' + each.unit if each.unit else ''} ({each.source})"
+        for each in evidence[:shown]
+    ]
+    return "; ".join(parts)
+
+
+def _value(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
+
+
+def _peaks(analyses: Sequence[CellAnalysis]) -> list[Peaks]:
+    """Each device's peaks once."""
+    found: dict[tuple[str, str], Peaks] = {}
+    for each in analyses:
+        if each.machine.peaks is not None:
+            peaks = each.machine.peaks
+            found.setdefault((peaks.device, peaks.source), peaks)
+    return list(found.values())
+
+
+def _peak_notes(analyses: Sequence[CellAnalysis]) -> list[str]:
+    texts = []
+    for peaks in _peaks(analyses):
+        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peaks.flops_per_s.items())
+        bandwidth = peaks.bandwidth_bytes_per_s
+        texts.append(
+            f"{peaks.device}, {peaks.source}: {bandwidth / 1e9:,.0f} GB/s; TFLOP/s: {rates} "
+            f"({peaks.origin})"
+            if bandwidth
+            else f"{peaks.device}, {peaks.source}: TFLOP/s: {rates} ({peaks.origin})"
+        )
+    if not texts and analyses:
+        texts.append(
+            "no peaks are known for this device, so no share of peak is told; --peaks measure on "
+            "it gives them"
+        )
+    return texts
+
+
+def _main(each: CellAnalysis) -> Any:
+    from profharness.answers.analyze.figures import main_kernel
+
+    return main_kernel(each.kernels)
+
+
+def _scaled(value: float | None, by: float) -> float | None:
+    return None if value is None else value / by
+
+
+def _values(each: CellAnalysis) -> dict[str, Any]:
+    """Everything that a row of one of the tables may show."""
+    figures, main = each.figures, _main(each)
+    assert figures is not None
+    return {
+        "backend": each.backend,
+        "bottleneck": each.bottleneck,
+        "duration_ns": figures.duration_ns,
+        "basis": figures.basis,
+        "tflops": _scaled(figures.flops_per_s, 1e12),
+        "flops_share": figures.flops_share,
+        "gb_per_s": _scaled(figures.bytes_per_s, 1e9),
+        "bandwidth_share": figures.bandwidth_share,
+        "dram_mb": _scaled(figures.dram_bytes, MB),
+        "blocks": main.blocks if main else None,
+        "waves": main.waves if main else None,
+        "occupancy": main.occupancy if main else None,
+        "intensity": figures.intensity,
+        "kv_head": figures.kv_head_bytes,
+        "places": _places(each),
+    }
+
+
+def _row(each: CellAnalysis) -> tuple[Any, ...]:
+    values = _values(each)
+    return tuple(values[column.key] for column in COLUMNS)
+
+
+def _places(each: CellAnalysis) -> str | None:
+    """Which of shared memory, L1 and L2 hold K and V of one head."""
+    found = each.finding("working_set")
+    figures = each.figures
+    if found is None or figures is None:
+        return None
+    names = {"one block's shared memory": "shared", "one SM's L1": "L1", "the L2": "L2"}
+    fits = [
+        names[item.name]
+        for item in found.evidence
+        if item.name in names and float(item.value) >= figures.kv_head_bytes
+    ]
+    return ", ".join(fits) or "none"
+
+
+def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
+    """The phases of each way of execution once, under the backends that took it."""
+    ways: dict[tuple[Any, ...], list[str]] = {}
+    for each in own:
+        if each.phases:
+            ways.setdefault(each.phases, []).append(each.backend)
+    return [
+        (", ".join(names), p.name, p.flops / 1e6, p.bytes / MB, p.intensity, p.bound)
+        for phases, names in ways.items()
+        for p in phases
+    ]
+
+
+def _notes(each: CellAnalysis, *, full: bool) -> list[Note]:
+    if each.status != "ok":
+        level = "note" if each.status == "refused" else "error"
+        return [Note(f"{each.status}: {each.message or 'no reason recorded'}", each.backend, level)]
+    named = each.finding("bottleneck")
+    shown = [
+        finding
+        for finding in each.findings
+        if full
+        or finding is named
+        or (finding.severity != "note" and (named is None or finding.evidence != named.evidence))
+    ]
+    notes = [_finding_note(each, finding, full=full) for finding in shown]
+    for rank, remedy in enumerate(each.remedies, start=1):
+        most = "Measured:" if remedy.findings == ("faster_backend",) else "At most"
+        gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
+        because = ", ".join(remedy.findings)
+        notes.append(Note(f"{remedy.text}{gain} [{because}]", f"{each.backend}, remedy {rank}"))
+    return notes
+
+
+def _finding_note(each: CellAnalysis, finding: Finding, *, full: bool) -> Note:
+    evidence = evidence_text(finding.evidence, None if full else EVIDENCE_SHOWN)
+    level = "warning" if finding.severity == "major" else "note"
+    return Note(f"{finding.sentence} [{finding.grade}: {evidence}]", each.backend, level)
+
+
+def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
+    first = group[0]
+    title = {"seq_len_kv": "seq_len"}.get(name, name)
+    columns = (Column("swept", title, right=True, format="count"), *SWEEP_COLUMNS)
+    rows = []
+    for each in group:
+        values = _values(each) | {"swept": getattr(each.config, name)}
+        rows.append(tuple(values[column.key] for column in columns))
+    start, end = (getattr(each.config, name) for each in (first, group[-1]))
+    return [
+        Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}"),
+        Table(columns, tuple(rows)),
+    ]
+
+
+def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Chart]:
+    """TFLOP/s over each number that was swept, a line a backend (and config, if there are several)."""
+    charts = []
+    for name in dict.fromkeys(name for name, _ in sweeps):
+        groups = [group for other, group in sweeps if other == name]
+        several = len({group[0].config for group in groups}) > 1
+        rows = tuple(
+            {
+                "x": getattr(each.config, name),
+                "y": each.figures.flops_per_s / 1e12,
+                "series": f"{each.backend} {group[0].config.label}" if several else each.backend,
+            }
+            for group in groups
+            for each in group
+            if each.figures is not None and each.figures.flops_per_s
+        )
+        if rows:
+            title = {"seq_len_kv": "seq_len"}.get(name, name)
+            text = f"Achieved TFLOP/s (exact FLOPs) over {title}, a line a backend."
+            charts.append(
+                Chart(
+                    "lines",
+                    f"TFLOP/s over {title}",
+                    rows,
+                    "x",
+                    "y",
+                    "series",
+                    title,
+                    "TFLOP/s",
+                    text,
+                )
+            )
+    return charts
+
+
+def _roofline(analyses: Sequence[CellAnalysis]) -> Chart | None:
+    """All cells below the roofs of their device and dtype; None without peaks."""
+    rows, roofs = [], {}
+    for each in analyses:
+        figures, peaks = each.figures, each.machine.peaks
+        if figures is None or peaks is None or not figures.flops_per_s or not figures.rate:
+            continue
+        rows.append(
+            {
+                "intensity": figures.intensity,
+                "flops_per_s": figures.flops_per_s,
+                "backend": each.backend,
+                "config": each.config.label,
+            }
+        )
+        label = f"{peaks.device} {figures.rate}, {peaks.source}"
+        top = peaks.flops_per_s[figures.rate]
+        if peaks.bandwidth_bytes_per_s:
+            roofs[label] = Roof(label, peaks.bandwidth_bytes_per_s, top)
+    if not rows or not roofs:
+        return None
+    return Chart(
+        "roofline",
+        "Roofline",
+        tuple(rows),
+        "intensity",
+        "flops_per_s",
+        "backend",
+        "FLOPs per compulsory byte",
+        "FLOP/s",
+        "Achieved FLOP/s of each cell over its intensity, below what the device can do at most.",
+        tuple(roofs.values()),
+    )

@@ -1,0 +1,310 @@
+"""Charts to SVG and PNG through Vega-Altair and vl-convert, without a browser or a network."""
+
+from __future__ import annotations
+
+import html
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from profharness.errors import MissingExtraError
+from profharness.views.document import Chart, one_line
+
+if TYPE_CHECKING:
+    import altair as alt
+
+
+# Each has a contrast of at least 3 to 1 on the light and on the dark background (a test holds it);
+# hues after Okabe and Ito, which stay apart for the colour-blind.
+PALETTE = ("#0080c8", "#d55e00", "#008f68", "#b0609a", "#a37700", "#5d7fd0", "#c04848", "#777777")
+BACKEND_COLORS = {
+    "auto": "#777777",
+    "flash": "#0080c8",
+    "efficient": "#008f68",
+    "cudnn": "#d55e00",
+    "math": "#b0609a",
+    "all-disabled": "#a37700",
+    "none": "#c04848",
+}
+LIGHT, DARK = ("#ffffff", "#1b1b1b"), ("#14171c", "#e4e6ea")  # background and ink of each theme
+INK = "#0a0b0c"  # stands for the ink of the page until the SVG is finished
+SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
+WIDTH = 620
+STEP = 22  # pixels a row of a chart with labels
+MAX_LABEL = 320
+_SLOW = "rfc3987_syntax"
+# of the same widths, so that text takes the room that it was given when it is shown
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
+_THEME_STYLE = (
+    f"<style>svg{{color:{LIGHT[1]};background:{LIGHT[0]}}}"
+    f"@media (prefers-color-scheme:dark){{svg{{color:{DARK[1]};background:{DARK[0]}}}}}</style>"
+)
+_MARK = re.compile(r'<path aria-label="([^"]*)"([^>]*?)(?:/>|></path>)')
+_CLIP = re.compile(r'(id="|url\(#)(clip|gradient)')
+
+
+def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
+    """The chart as Altair knows it. Raises MissingExtraError without the extra `report`."""
+    alt = _altair()
+    chart = _printable(chart)
+    drawn = DRAWERS[chart.kind](alt, chart)
+    return drawn.properties(title=chart.title).configure(
+        background="transparent",
+        padding={"left": 24, "right": 16, "top": 5, "bottom": 5},
+        font=FONT,
+        title={"color": INK, "anchor": "start", "fontSize": 14},
+        axis={
+            **dict.fromkeys(("labelColor", "titleColor", "tickColor", "domainColor"), INK),
+            "gridColor": INK,
+            "gridOpacity": 0.12,
+            "labelLimit": MAX_LABEL,
+            "labelFontSize": 12,
+            "titleFontSize": 12,
+        },
+        legend={"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "orient": "top"},
+        view={"stroke": None},
+    )
+
+
+def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
+    """The chart as one `<svg>` element that takes its ink from `color` and has a `<title>` a mark.
+
+    number keeps the ids of several charts on a page apart. alone: a file of its own, whose colours
+    follow the reader's theme. Raises MissingExtraError without the extra `report`.
+    """
+    converter = _converter()
+    svg = str(converter.vegalite_to_svg(altair_chart(chart).to_dict(), allowed_base_urls=[]))
+    svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
+    svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)
+    if alone:
+        return svg.replace(">", ">" + _THEME_STYLE, 1)
+    said = ". ".join(part for part in (chart.title, chart.caption) if part)
+    label = html.escape(one_line(said))
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
+    """The chart as a PNG on the light background. Raises MissingExtraError as draw_svg."""
+    converter = _converter()
+    spec = altair_chart(chart).to_dict()
+    spec["config"]["background"] = LIGHT[0]
+    return bytes(converter.vegalite_to_png(spec, scale=scale, allowed_base_urls=[]))
+
+
+def series_colors(names: Sequence[str]) -> list[str]:
+    """A colour for each name, the same for a backend in every chart."""
+    free = [color for color in PALETTE if color not in map(BACKEND_COLORS.get, names)]
+    rest = [name for name in names if name not in BACKEND_COLORS]
+    given = {name: (free or PALETTE)[n % len(free or PALETTE)] for n, name in enumerate(rest)}
+    return [BACKEND_COLORS.get(name) or given[name] for name in names]
+
+
+def _altair() -> Any:
+    # Altair brings in jsonschema, which would compile a grammar of IRIs for 2 seconds where that
+    # optional package happens to be installed; no format is checked here.
+    hidden = _SLOW not in sys.modules
+    if hidden:
+        sys.modules[_SLOW] = None  # type: ignore[assignment]
+    try:
+        import altair
+    except ImportError:
+        raise MissingExtraError("drawing a chart", "report") from None
+    finally:
+        if hidden:
+            del sys.modules[_SLOW]
+    return altair
+
+
+def _converter() -> Any:
+    try:
+        import vl_convert
+    except ImportError:
+        raise MissingExtraError("drawing a chart", "report") from None
+    return vl_convert
+
+
+def _printable(chart: Chart) -> Chart:
+    """The chart with every text on one line and without control characters, on which vl-convert
+    ends the whole process: they cannot stand in an SVG."""
+
+    def clean(value: Any) -> Any:
+        return one_line(value) if isinstance(value, str) else value
+
+    texts = {name: one_line(getattr(chart, name)) for name in ("title", "x_title", "y_title")}
+    rows = tuple({key: clean(value) for key, value in row.items()} for row in chart.rows)
+    roofs = tuple(replace(roof, label=one_line(roof.label)) for roof in chart.roofs)
+    return replace(chart, rows=rows, roofs=roofs, **texts)
+
+
+def _data(alt: Any, chart: Chart) -> Any:
+    rows = chart.plain_rows()
+    for row in rows:
+        row["text"] = f"{row['series']}: {_figure(row['y'])}, {_figure(row['x'])}"
+    return alt.Data(values=rows)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _names(chart: Chart) -> list[str]:
+    return list(dict.fromkeys(row["series"] for row in chart.plain_rows()))
+
+
+def _labels(chart: Chart) -> list[Any]:
+    return list(dict.fromkeys(row["y"] for row in chart.plain_rows()))
+
+
+def _color(alt: Any, chart: Chart) -> Any:
+    names = _names(chart)
+    scale = alt.Scale(domain=names, range=series_colors(names))
+    return alt.Color("series:N", title=None, scale=scale)
+
+
+def _shape(alt: Any, chart: Chart) -> Any:
+    """A shape a series too, so that colour is not the only thing that tells them apart."""
+    names = _names(chart)
+    shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
+    return alt.Shape("series:N", title=None, scale=alt.Scale(domain=names, range=shapes))
+
+
+def _log(
+    alt: Any,
+    channel: str,
+    name: str,
+    title: str,
+    *,
+    values: Sequence[Any] = (),
+    ends: tuple[float, float] | None = None,
+) -> Any:
+    """A logarithmic axis; values: the only places with a tick; ends: just from here to there."""
+    axis: dict[str, Any] = {"format": "~s"} if not values else {"format": "d"}
+    scale: dict[str, Any] = {"type": "log", "nice": not values and ends is None}
+    if values:
+        axis["values"] = list(values)
+    if ends:
+        scale["domain"] = list(ends)
+    return getattr(alt, channel)(
+        f"{name}:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(**axis)
+    )
+
+
+def _rows_axis(alt: Any, chart: Chart) -> Any:
+    return alt.Y("y:N", title=chart.y_title or None, sort=_labels(chart))
+
+
+def _lines(alt: Any, chart: Chart) -> Any:
+    places = sorted({row["x"] for row in chart.plain_rows()})
+    shown = places if len(places) <= 12 else ()
+    base = alt.Chart(_data(alt, chart)).encode(
+        x=_log(alt, "X", "x", chart.x_title, values=shown),
+        y=_log(alt, "Y", "y", chart.y_title),
+        color=_color(alt, chart),
+    )
+    points = base.mark_point(filled=True, size=60, opacity=1).encode(
+        shape=_shape(alt, chart), description="text:N"
+    )
+    return (base.mark_line(aria=False) + points).properties(width=WIDTH, height=340)
+
+
+def _dots(alt: Any, chart: Chart) -> Any:
+    return (
+        alt.Chart(_data(alt, chart))
+        .mark_point(filled=True, size=70, opacity=1)
+        .encode(
+            x=_log(alt, "X", "x", chart.x_title),
+            y=_rows_axis(alt, chart),
+            color=_color(alt, chart),
+            shape=_shape(alt, chart),
+            description="text:N",
+        )
+        .properties(width=WIDTH, height=_height(chart))
+    )
+
+
+def _height(chart: Chart) -> int:
+    return STEP * max(len(_labels(chart)), 2)
+
+
+def _stack(alt: Any, chart: Chart) -> Any:
+    return (
+        alt.Chart(_data(alt, chart))
+        .mark_bar()
+        .encode(
+            x=alt.X("x:Q", title=chart.x_title, stack="zero"),
+            y=_rows_axis(alt, chart),
+            color=_color(alt, chart),
+            order=alt.Order("place:Q"),
+            description="text:N",
+        )
+        .transform_calculate(place=f"indexof({_names(chart)!r}, datum.series)")
+        .properties(width=WIDTH, height=_height(chart))
+    )
+
+
+def _map(alt: Any, chart: Chart) -> Any:
+    rows = chart.plain_rows()
+    places = sorted({row["x"] for row in rows})
+    base = alt.Chart(_data(alt, chart)).encode(
+        x=alt.X("x:O", title=chart.x_title, sort=places, axis=alt.Axis(labelAngle=0, orient="top")),
+        y=_rows_axis(alt, chart),
+    )
+    tiles = base.mark_rect(stroke="#808080", strokeWidth=0.5).encode(
+        color=_color(alt, chart), description="text:N"
+    )
+    words = base.mark_text(fontSize=11, color="#ffffff", aria=False).encode(text="series:N")
+    width = max(min(WIDTH, 76 * len(places)), 76)
+    return (tiles + words).properties(width=width, height=_height(chart))
+
+
+def _roofline(alt: Any, chart: Chart) -> Any:
+    rows = chart.plain_rows()
+    xs = [row["x"] for row in rows] + [roof.flops_per_s / roof.bytes_per_s for roof in chart.roofs]
+    ends = (min(xs) / 4, max(xs) * 4) if xs else (0.1, 1000.0)
+    roofs = [
+        {"x": x, "y": min(roof.bytes_per_s * x, roof.flops_per_s), "roof": roof.label}
+        for roof in chart.roofs
+        for x in (ends[0], roof.flops_per_s / roof.bytes_per_s, ends[1])
+    ]
+    ys = [row["y"] for row in (*rows, *roofs)]
+    tall = (min(ys) / 2, max(ys) * 2) if ys else (1e9, 1e15)
+    axes = {
+        "x": _log(alt, "X", "x", chart.x_title or "FLOP per byte", ends=ends),
+        "y": _log(alt, "Y", "y", chart.y_title or "FLOP/s", ends=tall),
+    }
+    roof_base = alt.Chart(alt.Data(values=roofs)).encode(**axes)
+    lines = roof_base.mark_line(color=INK, strokeDash=[5, 3], aria=False).encode(detail="roof:N")
+    words = (
+        alt.Chart(alt.Data(values=roofs[2::3]))
+        .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
+        .encode(**axes, text="roof:N")
+    )
+    points = (
+        alt.Chart(_data(alt, chart))
+        .mark_point(filled=True, size=70, opacity=1)
+        .encode(**axes, color=_color(alt, chart), shape=_shape(alt, chart), description="text:N")
+    )
+    return alt.layer(lines, words, points).properties(width=WIDTH, height=360)
+
+
+def _dumbbell(alt: Any, chart: Chart) -> Any:
+    base = alt.Chart(_data(alt, chart)).encode(
+        x=_log(alt, "X", "x", chart.x_title), y=_rows_axis(alt, chart)
+    )
+    bars = base.mark_line(color=INK, strokeWidth=2, opacity=0.5, aria=False).encode(detail="y:N")
+    points = base.mark_point(filled=True, size=80, opacity=1).encode(
+        color=_color(alt, chart), shape=_shape(alt, chart), description="text:N"
+    )
+    return (bars + points).properties(width=WIDTH, height=_height(chart))
+
+
+DRAWERS: dict[str, Callable[[Any, Chart], Any]] = {
+    "lines": _lines,
+    "dots": _dots,
+    "stack": _stack,
+    "map": _map,
+    "roofline": _roofline,
+    "dumbbell": _dumbbell,
+}

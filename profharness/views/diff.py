@@ -1,0 +1,122 @@
+"""A Diff as a Document: first what differs between the environments, then per config the paired
+kernels, as in a patch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from profharness.views.document import Block, Column, Document, Heading, Note, Table
+
+if TYPE_CHECKING:
+    from profharness.answers.diff.model import Diff, DiffRow, EnvChange
+    from profharness.rows import KernelRow
+
+
+FIELDS = (
+    *("config", "backend_baseline", "backend_candidate", "role", "verdict", "changed", "ratio"),
+    *("baseline_ns", "candidate_ns", "basis", "composite", "reasons", "changes"),
+    *("baseline", "candidate"),
+)
+ENVIRONMENT_COLUMNS = (
+    Column("key", "environment"),
+    Column("baseline", "baseline", shrink=True),
+    Column("candidate", "candidate", shrink=True),
+    Column("explains", "what it can explain", shrink=True),
+)
+COLUMNS = (
+    Column("role", "role", repeat=False),
+    Column("side", ""),
+    Column("kernel", "kernel", shrink=True),
+    Column("grid", "grid", "triple", right=True),
+    Column("shared_bytes", "KiB", "kib", right=True),
+    Column("registers_per_thread", "regs", "count", right=True),
+    Column("launches_per_call", "n/call", "count", right=True),
+    Column("duration_ns", "µs", "us", right=True),
+    Column("ratio", "ratio", "ratio", right=True),
+    Column("verdict", "verdict"),
+)
+
+
+def diff_document(diff: Diff, *, full: bool = False) -> Document:
+    """The answer of `profharness diff`. Lines marked - are the baseline's, + the candidate's; µs
+    is one launch of a kernel.
+
+    full shows whole kernel names.
+    """
+    blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", _summary(diff))]
+    blocks += _environment_blocks(diff.environment)
+    for _, rows in groupby(diff.rows, _group):
+        blocks += _config_blocks(list(rows), full)
+    plain = diff.to_json()
+    return Document(
+        schema=plain["schema"],
+        title=f"Diff of {diff.baseline} and {diff.candidate}",
+        blocks=tuple(blocks),
+        fields=FIELDS,
+        records=tuple(plain["rows"]),
+        extra={key: plain[key] for key in ("baseline", "candidate", "environment")},
+    )
+
+
+def _summary(diff: Diff) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
+
+
+def _group(row: DiffRow) -> tuple[str, str | None, str | None]:
+    return row.config, row.backend_baseline, row.backend_candidate
+
+
+def _environment_blocks(changes: tuple[EnvChange, ...]) -> list[Block]:
+    if not changes:
+        return [Note("the environments are the same")]
+    rows = tuple((each.key, each.baseline, each.candidate, each.explains) for each in changes)
+    return [Table(ENVIRONMENT_COLUMNS, rows)]
+
+
+def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
+    first = rows[0]
+    names = [name for name in (first.backend_baseline, first.backend_candidate) if name]
+    detail = " → ".join(dict.fromkeys(names))
+    lines = tuple(line for row in rows for line in _lines(row, full))
+    columns = COLUMNS
+    if full:
+        columns = (*COLUMNS[:2], *COLUMNS[3:], Column("kernel", "kernel"))
+        lines = tuple((*line[:2], *line[3:], line[2]) for line in lines)
+    notes = [
+        Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, _level(row))
+        for row in rows
+        if row.reasons and row.verdict != "same"
+    ]
+    return [Heading(first.config, detail), Table(columns, lines), *notes]
+
+
+def _level(row: DiffRow) -> str:
+    return "warning" if row.verdict in ("slower", "unknown") else "note"
+
+
+def _lines(row: DiffRow, full: bool) -> Iterator[tuple[Any, ...]]:
+    """One line a kernel and side; ratio and verdict stand on the first line of their row only."""
+    sides: list[tuple[str, KernelRow | None, float | None]] = []
+    for mark, kernels, time_ns in (
+        ("-", row.baseline, row.baseline_ns),
+        ("+", row.candidate, row.candidate_ns),
+    ):
+        sides += [(mark, kernel, kernel.duration_ns) for kernel in kernels]
+        if not kernels and time_ns is not None:
+            sides.append((mark, None, time_ns))
+    if not sides:
+        yield (row.role, "", "", "", "", "", "", "", row.ratio, row.verdict)
+    for place, (mark, kernel, time_ns) in enumerate(sides):
+        what: tuple[Any, ...] = (row.basis or "", "", "", "", "")
+        if kernel is not None:
+            what = (
+                kernel.kernel if full else kernel.kernel_short,
+                kernel.grid,
+                kernel.shared_bytes,
+                kernel.registers_per_thread,
+                kernel.launches_per_call,
+            )
+        end = (row.ratio, row.verdict) if place == 0 else ("", "")
+        yield (row.role, mark, *what, time_ns, *end)

@@ -1,0 +1,63 @@
+"""The findings of `doctor` and `backends` as Documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from profharness.views.document import Column, Document, Note, Table
+
+if TYPE_CHECKING:
+    from profharness.doctor import Check
+    from profharness.runner.probe import BackendState
+
+
+LEVELS = {"missing": "error", "warning": "warning"}
+
+
+def doctor_document(checks: Sequence[Check]) -> Document:
+    """One row a check, and the remedies below."""
+    columns = (
+        Column("name", "check"),
+        Column("state", "state"),
+        Column("detail", "found", shrink=True),
+    )
+    rows = tuple((check.name, check.state, check.detail) for check in checks)
+    notes = tuple(
+        Note(check.remedy, check.name, LEVELS.get(check.state, "note"))
+        for check in checks
+        if check.remedy
+    )
+    return Document(
+        schema="profharness.doctor/1",
+        title="Doctor",
+        blocks=(Table(columns, rows), *notes),
+        fields=("name", "state", "detail", "remedy"),
+        records=tuple(asdict(check) for check in checks),
+    )
+
+
+def backends_document(states: Sequence[BackendState]) -> Document:
+    """One row a backend, and below it why the others do not run."""
+    columns = (
+        Column("backend", "backend"),
+        Column("runs", "runs here"),
+        Column("device", "device"),
+        Column("summary", "what it is", shrink=True),
+    )
+    rows = tuple(
+        (each.backend, "yes" if each.runs else "no", each.device, each.summary) for each in states
+    )
+    notes = tuple(
+        Note((each.reason or "no reason given").splitlines()[0], each.backend)
+        for each in states
+        if not each.runs
+    )
+    return Document(
+        schema="profharness.backends/1",
+        title="Backends",
+        blocks=(Table(columns, rows), *notes),
+        fields=("backend", "runs", "reason", "device", "summary", "status", "code"),
+        records=tuple(asdict(each) for each in states),
+    )

@@ -1,0 +1,225 @@
+"""A chart as a block of a Document: what to draw, free of any drawing library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# kind -> what it is; `chart_draw.DRAWERS` has one function for each.
+KINDS: dict[str, str] = {
+    "lines": "y over x on two logarithmic axes, a line and a mark a series",
+    "dots": "one row a label (y), a mark a series at x on a logarithmic axis",
+    "stack": "one bar a label (y), cut into the series by x",
+    "map": "a grid of x and y, coloured and lettered by the series",
+    "roofline": "FLOP/s (y) over FLOP per byte (x), logarithmic, below the roofs",
+    "dumbbell": "one row a label (y) with two marks (series) at x, joined; logarithmic",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """The ceiling of a roofline: bytes a second times intensity, up to FLOP a second."""
+
+    label: str
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """kind is a key of KINDS; x, y and series name keys that every one of rows has.
+
+    Values are in the unit that x_title and y_title say. caption says what is to be seen, for those
+    who cannot see it too. roofs belong to the kind `roofline`. A text format leaves a chart out:
+    its figures stand in a table of the same Document.
+    """
+
+    kind: str
+    title: str
+    rows: tuple[Mapping[str, Any], ...]
+    x: str
+    y: str
+    series: str
+    x_title: str = ""
+    y_title: str = ""
+    caption: str = ""
+    roofs: tuple[Roof, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"chart kind {self.kind!r} is none of {', '.join(KINDS)}")
+        for row in self.rows:
+            missing = {self.x, self.y, self.series} - set(row)
+            if missing:
+                raise ValueError(f"a row of chart {self.title!r} has no {', '.join(missing)}")
+
+    def plain_rows(self) -> list[dict[str, Any]]:
+        """The rows under the keys x, y and series: field names that no drawing library reads as a
+        path or an expression."""
+        return [
+            {"x": row[self.x], "y": row[self.y], "series": str(row[self.series])}
+            for row in self.rows
+        ]
+
+
+MISSING = "-"  # shown for a value that a profiler cannot know
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: key names it for machines, title for people; format is a key of FORMATS.
+
+    right aligns numbers. shrink marks a column that a narrow terminal may cut short with an
+    ellipsis; every other
+    column is always shown whole. repeat=False leaves a value out where it equals the one above it.
+    """
+
+    key: str
+    title: str
+    format: str = "text"
+    right: bool = False
+    shrink: bool = False
+    repeat: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A line above what follows it; detail is set off from it. level 2 opens a section, 3 a part
+    of one."""
+
+    text: str
+    detail: str = ""
+    level: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of raw values, one per column (durations in nanoseconds, sizes in bytes, shares 0 to
+    1)."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"a row of {len(row)} values in {len(self.columns)} columns")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One remark; level is `note`, `warning` or `error`, label says on what (a backend, a role)."""
+
+    text: str
+    label: str = ""
+    level: str = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines of Python to copy, which no renderer wraps or cuts."""
+
+    text: str
+
+
+Block = Heading | Table | Note | Code | Chart
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """blocks are for people; records (with extra, further top-level JSON keys) are for machines.
+
+    schema names the record layout, `profharness.<what>/<version>`; fields are the record keys in
+    order, so that a CSV without
+    a single row still has its header.
+    """
+
+    schema: str
+    title: str
+    blocks: tuple[Block, ...]
+    fields: tuple[str, ...]
+    records: tuple[Mapping[str, Any], ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _text(value: Any) -> str:
+    return str(value)
+
+
+def _count(value: Any) -> str:
+    return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
+
+
+def _microseconds(value: Any) -> str:
+    return f"{value / 1e3:.2f}"
+
+
+def _kib(value: Any) -> str:
+    return f"{value / 1024:.1f}"
+
+
+def _percent(value: Any) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _triple(value: Any) -> str:
+    return ",".join(str(number) for number in value)
+
+
+def _ratio(value: Any) -> str:
+    return f"{value:.2f}x"
+
+
+def _names(value: Any) -> str:
+    return ", ".join(str(item) for item in value) or MISSING
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "text": _text,
+    "count": _count,
+    "us": _microseconds,
+    "kib": _kib,
+    "percent": _percent,
+    "triple": _triple,
+    "ratio": _ratio,
+    "names": _names,
+}
+
+
+def format_value(column: Column, value: Any) -> str:
+    """The text of one value, on one line; None (not known) is `-`, "" (does not apply) is empty."""
+    if value is None:
+        return MISSING
+    if value == "":
+        return ""
+    return one_line(FORMATS[column.format](value))
+
+
+def formatted_rows(table: Table) -> list[list[str]]:
+    """All rows as text, with values left out where a column does not repeat them.
+
+    A value is left out only while everything left of it is the same too, so that no row reads as
+    part of another group.
+    """
+    result: list[list[str]] = []
+    previous: list[str] = []
+    for row in table.rows:
+        texts = [
+            format_value(column, value) for column, value in zip(table.columns, row, strict=True)
+        ]
+        shown = list(texts)
+        for index, column in enumerate(table.columns):
+            if column.repeat or not previous or texts[: index + 1] != previous[: index + 1]:
+                break
+            shown[index] = ""
+        result.append(shown)
+        previous = texts
+    return result
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks, tabs and terminal control characters turned into single spaces."""
+    if text.isprintable():
+        return text
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -1,0 +1,217 @@
+"""The HTML renderer: one file that needs no network, with charts as inline SVG, a table of
+contents, and tables that sort and filter."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from profharness.views.document import (
+    Block,
+    Chart,
+    Code,
+    Column,
+    Document,
+    Heading,
+    Note,
+    Table,
+    format_value,
+    one_line,
+)
+
+FILTER_FROM = 8  # a table with fewer rows is read faster than it is filtered
+TRIPLE_KEYS = 3
+DEEPEST = 3  # level of the headings in the table of contents
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#content">To the content</a>
+<header><h1>{title}</h1><button type="button" id="theme" aria-pressed="false">Dark</button></header>
+{contents}
+<main id="content">
+{body}
+</main>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def render_html(document: Document, *, width: int = 100, color: bool = False) -> str:
+    """A whole page that opens from disk and asks nothing of the network: its policy forbids it.
+
+    Raises MissingExtraError where the document holds charts and the extra `report` is missing.
+    """
+    del width, color
+    style, script = _asset("page.css"), _asset("page.js")
+    page = _Page()
+    body = "\n".join(page.block(block) for block in document.blocks)
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return _PAGE.format(
+        policy=policy,
+        title=_text(document.title),
+        style=style,
+        contents=_contents(page.headings),
+        body=body,
+        script=script,
+    )
+
+
+def _asset(name: str) -> str:
+    return files("profharness.views").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return f"sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
+
+
+def _text(value: str) -> str:
+    """Text as HTML shows it as it stands, in an element or a quoted attribute."""
+    return escape(one_line(value), quote=True)
+
+
+@dataclass
+class _Page:
+    """What has been rendered so far: the headings with their anchors, and the number of charts."""
+
+    headings: list[tuple[str, Heading]] = field(default_factory=list)
+    anchors: set[str] = field(default_factory=set)
+    charts: int = 0
+    tables: int = 0
+
+    def block(self, block: Block) -> str:
+        match block:
+            case Heading():
+                return self._heading(block)
+            case Table():
+                self.tables += 1
+                named = self.headings[-1][1].text if self.headings else "table"
+                return _table(block, f"t{self.tables}", named)
+            case Note():
+                return _note(block)
+            case Code(text):
+                return f'<pre tabindex="0"><code>{escape(text)}</code></pre>'
+            case Chart():
+                return self._chart(block)
+
+    def _heading(self, heading: Heading) -> str:
+        anchor = self._anchor(heading.text)
+        self.headings.append((anchor, heading))
+        tag = f"h{min(max(heading.level, 2), 6)}"
+        link = f'<a class="anchor" href="#{anchor}" aria-label="Link to this part">#</a>'
+        return f'<{tag} id="{anchor}">{_text(heading.text)}{_detail(heading)} {link}</{tag}>'
+
+    def _anchor(self, text: str) -> str:
+        """An id made of letters, digits and hyphens, unlike all before it."""
+        stem = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "part"
+        name, count = stem, 1
+        while name in self.anchors or name in ("content", "theme"):
+            count += 1
+            name = f"{stem}-{count}"
+        self.anchors.add(name)
+        return name
+
+    def _chart(self, chart: Chart) -> str:
+        from profharness.views.charts import draw_svg
+
+        self.charts += 1
+        caption = f"<figcaption>{_text(chart.caption)}</figcaption>" if chart.caption else ""
+        svg = draw_svg(chart, self.charts)
+        return f'<figure><div class="scroll" tabindex="0">{svg}</div>{caption}</figure>'
+
+
+def _contents(headings: Sequence[tuple[str, Heading]]) -> str:
+    """The table of contents: sections, and their parts one level below."""
+    if len(headings) < 2:
+        return ""
+    items = "".join(
+        f'<li class="level{heading.level}"><a href="#{anchor}">{_text(heading.text)}</a>'
+        f"{_detail(heading) if heading.level > 2 else ''}</li>"
+        for anchor, heading in headings
+        if heading.level <= DEEPEST
+    )
+    return (
+        '<nav aria-label="Contents"><details open><summary>Contents</summary>'
+        f"<ol>{items}</ol></details></nav>"
+    )
+
+
+def _detail(heading: Heading) -> str:
+    return f" <small>{_text(heading.detail)}</small>" if heading.detail else ""
+
+
+def _note(note: Note) -> str:
+    level = note.level if note.level in ("warning", "error") else "note"
+    word = f"{level}: " if level != "note" else ""
+    label = f"<b>{_text(note.label)}</b> " if note.label else ""
+    return f'<p class="{level}">{label}{word}{_text(note.text)}</p>'
+
+
+def _table(table: Table, ident: str, named: str) -> str:
+    head = "".join(
+        f'<th scope="col"{_right(column)}><button type="button">{_text(column.title) or "&nbsp;"}'
+        "</button></th>"
+        for column in table.columns
+    )
+    body = "\n".join(f"<tr>{''.join(_cells(table.columns, row))}</tr>" for row in table.rows)
+    name = _text(named)
+    search = ""
+    if len(table.rows) >= FILTER_FROM:
+        search = (
+            f'<p class="filter"><label>Filter <input type="search" aria-controls="{ident}" '
+            f'autocomplete="off"></label> <output>{len(table.rows)} rows</output></p>'
+        )
+    return (
+        f'{search}<div class="scroll" tabindex="0" role="region" aria-label="Table: {name}">'
+        f'<table id="{ident}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    )
+
+
+def _cells(columns: Sequence[Column], row: Sequence[Any]) -> Iterator[str]:
+    """Every value is shown, also where a text format leaves repeated ones out: sorting may take
+    the row elsewhere. data-v holds the number to sort by."""
+    for column, value in zip(columns, row, strict=True):
+        text = _text(format_value(column, value))
+        number = _sort_number(value)
+        sort = f' data-v="{number!r}"' if number is not None else ""
+        yield f"<td{_right(column)}{sort}>{text}</td>"
+
+
+def _sort_number(value: Any) -> float | int | None:
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return value if value == value else None
+    if isinstance(value, tuple) and len(value) == TRIPLE_KEYS:
+        product = 1
+        for part in value:
+            if not isinstance(part, int):
+                return None
+            product *= part
+        return product
+    return None
+
+
+def _right(column: Column) -> str:
+    return ' class="r"' if column.right else ""

@@ -1,0 +1,40 @@
+"""The stored runs as a Document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from profharness.rows import RunRow
+from profharness.views.document import Column, Document, Table
+
+SCHEMA = "profharness.runs/1"
+FIELDS = (
+    *("run", "created", "source", "device", "torch", "profilers"),
+    *("cells", "failed_cells", "launches", "path"),
+)
+COLUMNS = (
+    Column("run", "run"),
+    Column("created", "created"),
+    Column("device", "device", shrink=True),
+    Column("torch", "torch", shrink=True),
+    Column("profilers", "profilers", "names"),
+    Column("cells", "cells", "count", right=True),
+    Column("failed_cells", "failed", "count", right=True),
+    Column("launches", "launches", "count", right=True),
+)
+
+
+def runs_document(rows: Sequence[RunRow]) -> Document:
+    """The answer of `profharness runs`, in the given order."""
+    table = Table(
+        COLUMNS, tuple(tuple(getattr(row, column.key) for column in COLUMNS) for row in rows)
+    )
+    records = [asdict(row) for row in rows]
+    return Document(
+        schema=SCHEMA,
+        title="Runs",
+        blocks=(table,) if rows else (),
+        fields=FIELDS,
+        records=tuple({key: record[key] for key in FIELDS} for record in records),
+    )

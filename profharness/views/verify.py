@@ -1,0 +1,126 @@
+"""The checks of `profharness verify` as a Document: one line per config and backend, then every
+check that failed and every case that was left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+
+from profharness.cases import VerificationRow, failures
+from profharness.views.document import Block, Column, Document, Heading, Note, Table
+
+SCHEMA = "profharness.verify/1"
+FIELDS = (
+    *("run", "asked", "config", "case", "backend", "what", "error", "allowance"),
+    *("relative_error", "relative_allowance", "passed", "message", "status"),
+)
+SUMMARY = (
+    Column("backend", "backend"),
+    Column("verdict", "verdict"),
+    Column("passed", "passed", "count", right=True),
+    Column("failed", "failed", "count", right=True),
+    Column("skipped", "skipped", "count", right=True),
+    Column("worst", "error/allowance", right=True),
+    Column("case", "largest in", shrink=True),
+)
+CHECKS = (
+    Column("case", "case"),
+    Column("backend", "backend"),
+    Column("what", "what"),
+    Column("error", "error", right=True),
+    Column("allowance", "allowance", right=True),
+    Column("relative_error", "relative", right=True),
+    Column("relative_allowance", "allowance", right=True),
+    Column("passed", "verdict"),
+)
+SHOWN = 3  # cases of one wrong backend, without --full
+WORDS = {True: "passed", False: "FAILED", None: "skipped"}
+
+
+def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> Document:
+    """The answer of `profharness verify`. full: a table line for every check."""
+    blocks: list[Block] = []
+    for asked, group in groupby(rows, key=lambda row: row.asked):
+        blocks += _config_blocks(asked, list(group), full)
+    records = [asdict(row) for row in rows]
+    return Document(
+        schema=SCHEMA,
+        title="Verification",
+        blocks=tuple(blocks),
+        fields=FIELDS,
+        records=tuple({key: record[key] for key in FIELDS} for record in records),
+    )
+
+
+def _config_blocks(asked: str, rows: list[VerificationRow], full: bool) -> Iterator[Block]:
+    cases = len(dict.fromkeys(row.case for row in rows))
+    yield Heading(asked, f"{cases} case{'s' if cases != 1 else ''} against fp64")
+    backends = dict.fromkeys(row.backend for row in rows)
+    yield Table(
+        SUMMARY,
+        tuple(_summary(name, [row for row in rows if row.backend == name]) for name in backends),
+    )
+    if full:
+        yield Table(CHECKS, tuple(_line(row) for row in rows))
+    for name in backends:
+        yield from _faults(name, [row for row in failures(rows) if row.backend == name], full)
+    yield from _remarks(rows)
+
+
+def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note]:
+    """What is wrong with a backend: of each case the first failed check in full."""
+    cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: row.case)]
+    shown = cases if full else cases[:SHOWN]
+    for case, (first, *others) in shown:
+        also = f"; also {', '.join(row.what for row in others)}" if others and not full else ""
+        text = f"{case} ({first.config}), {first.what}: {first.message}{also}"
+        yield Note(text, backend, "error")
+        if full:
+            for row in others:
+                yield Note(f"{case}, {row.what}: {row.message}", backend, "error")
+    if len(cases) > len(shown):
+        more = ", ".join(case for case, _ in cases[len(shown) :])
+        yield Note(f"wrong in these cases too (--full says how): {more}", backend, "error")
+
+
+def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
+    counts = [sum(row.passed is verdict for row in rows) for verdict in (True, False, None)]
+    verdict = "WRONG" if counts[1] else "right" if counts[0] else "skipped"
+    ratios = [(_ratio(row), row.case) for row in rows if _ratio(row) is not None]
+    worst = max(ratios, default=(None, ""), key=lambda pair: pair[0] or 0.0)
+    return (backend, verdict, *counts, _number(worst[0]), worst[1])
+
+
+def _ratio(row: VerificationRow) -> float | None:
+    if row.error is None or not row.allowance:
+        return None
+    return row.error / row.allowance
+
+
+def _line(row: VerificationRow) -> tuple[object, ...]:
+    numbers = (row.error, row.allowance, row.relative_error, row.relative_allowance)
+    return (row.case, row.backend, row.what, *map(_number, numbers), WORDS[row.passed])
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3g}"
+
+
+def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
+    """What was skipped and why, and what else was said, cases with the same words together."""
+    told: dict[tuple[str, str, bool], dict[str, None]] = {}
+    for row in rows:
+        if row.passed is not False and row.message:
+            text = row.message if row.passed is None else "passed, but " + _unnumbered(row.message)
+            told.setdefault((row.backend, text, row.passed is None), {}).setdefault(row.case)
+    for (backend, text, skipped), cases in told.items():
+        word = "skipped " if skipped else ""
+        text = text.removeprefix("skipped: ")
+        yield Note(f"{word}{', '.join(cases)}: {text}", backend)
+
+
+def _unnumbered(message: str) -> str:
+    """The words of a remark without the figure, which differs from case to case."""
+    return message.partition(" differ by up to")[0].removesuffix(": two calls on the same inputs")

@@ -1,0 +1,321 @@
+"""The store in a browser: Datasette, read-only, with ready queries and a report of each run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from profharness.answers.bench.answer import benched
+from profharness.answers.bench.rows import CHOSEN
+from profharness.errors import MissingExtraError, NotFoundError, UsageError
+from profharness.store import open_store
+from profharness.views.document import Chart
+from profharness.views.html import render_html
+from profharness.views.report import report_document
+
+if TYPE_CHECKING:
+    from profharness.store import Store
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DATABASE = "profharness"  # what the store is called in addresses, whatever its file is called
+MAX_RUNS = 30
+
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+# name -> (title, what it answers, SQL over the store's views)
+QUERIES: dict[str, tuple[str, str, str]] = {
+    "slowest_kernels": (
+        "Slowest kernels",
+        "Kernels by the time that they take in a call, in µs.",
+        """SELECT run, config, backend, profiler, kernel_short, launches_per_call,
+            round(total_ns * launches_per_call / launches / 1000.0, 2) AS us_per_call,
+            round(duration_ns / 1000.0, 2) AS us_per_launch
+        FROM kernel_summary WHERE total_ns IS NOT NULL
+            AND (:backend = '' OR backend = :backend) ORDER BY us_per_call DESC LIMIT 200""",
+    ),
+    "cells_by_status": (
+        "Cells by status",
+        "How many cells of each run and backend ended in which status.",
+        """SELECT run, backend, status, count(*) AS cells FROM cell_summary
+        GROUP BY run, backend, status ORDER BY run DESC, backend, status""",
+    ),
+    "refusals_by_reason": (
+        "Refusals by reason",
+        "Why backends could not take a config, the most frequent reason first.",
+        """SELECT f.code, c.backend, count(DISTINCT c.id) AS cells, min(f.message) AS example
+        FROM refusals f JOIN cells c ON c.id = f.cell_id
+        GROUP BY f.code, c.backend ORDER BY cells DESC, f.code""",
+    ),
+    "metrics_of_a_kernel": (
+        "Metrics of a kernel",
+        "Hardware counters of the kernels whose name holds a text.",
+        """SELECT run, config, backend, kernel_short, metric, avg(value) AS mean, unit,
+            count(*) AS launches
+        FROM kernel_metrics WHERE kernel LIKE '%' || :kernel || '%'
+        GROUP BY run, config, backend, kernel, metric ORDER BY run DESC, kernel_short, metric
+        LIMIT 1000""",
+    ),
+    "latency": (
+        "Latency by config and backend",
+        "The median of each measurement in µs, without a profiler.",
+        """SELECT run, config, backend, status, round(graph_median_ns / 1000.0, 2) AS graph_us,
+            round(event_median_ns / 1000.0, 2) AS event_us,
+            round(wall_median_ns / 1000.0, 2) AS wall_us, peak_memory_bytes
+        FROM cell_summary ORDER BY run DESC, config, backend""",
+    ),
+    "regret": (
+        "Regret",
+        "What the choice of `auto` cost against the fastest correct backend of each config, as "
+        "`bench` tells it (0.5: half as much again). run: an id, or `all`; without one the newest "
+        "run that has an answer.",
+        """SELECT json_extract(value, '$.run') AS run, json_extract(value, '$.config') AS config,
+            json_extract(value, '$.measurement') AS measurement,
+            json_extract(value, '$.choice') AS choice, json_extract(value, '$.best') AS best,
+            round(json_extract(value, '$.chosen_ns') / 1000.0, 2) AS auto_us,
+            round(json_extract(value, '$.best_ns') / 1000.0, 2) AS best_us,
+            round(json_extract(value, '$.regret'), 4) AS regret,
+            json_extract(value, '$.real') AS real
+        FROM json_each(bench_losses(:run)) ORDER BY regret DESC""",
+    ),
+}
+
+
+def queries() -> dict[str, dict[str, str]]:
+    """The ready queries as Datasette wants them."""
+    return {
+        name: {"title": title, "description": text, "sql": sql}
+        for name, (title, text, sql) in QUERIES.items()
+    }
+
+
+class BenchLosses:
+    """The SQL function `bench_losses(run)`: what `auto` cost in a run, by `bench`'s own rules, as a
+    JSON array. run may be empty (the newest run that has an answer) or `all` (the newest runs).
+
+    A run is computed once for each state of the store's file: the intervals of a bench take time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, tuple[object, list[dict[str, Any]]]] = {}
+
+    def __call__(self, run: str | None) -> str:
+        with open_store(self.path) as store:
+            found: list[dict[str, Any]] = []
+            for name in self._runs(store, run):
+                found += self._losses(store, name)
+                if found and not run:
+                    break
+        return json.dumps(found)
+
+    def _runs(self, store: Store, run: str | None) -> list[str]:
+        if not run or run == "all":
+            return [row.run for row in store.runs()[:MAX_RUNS]]
+        try:
+            return [store.resolve(run)]
+        except (NotFoundError, UsageError):
+            return []  # as any query that asks for what is not there
+
+    def _losses(self, store: Store, run: str) -> list[dict[str, Any]]:
+        state = self._state()
+        known = self._known.get(run)
+        if known is None or known[0] != state:
+            known = self._known[run] = state, _bench_losses(store, run)
+        return known[1]
+
+    def _state(self) -> tuple[tuple[int, int], ...]:
+        """Changes whenever a run or a check is added or deleted."""
+        files = (self.path, self.path.with_name(self.path.name + "-wal"))
+        stats = [file.stat() for file in files if file.exists()]
+        # readers make an empty log and delete it again
+        return tuple((each.st_mtime_ns, each.st_size) for each in stats if each.st_size)
+
+
+def _bench_losses(store: Store, run: str) -> list[dict[str, Any]]:
+    if not any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
+        return []
+    answer = benched(store, run)
+    same = {"run": run, "measurement": answer.ranking}
+    return [same | asdict(loss) for loss in answer.losses]
+
+
+def serve(
+    path: Path, *, host: str = "127.0.0.1", port: int = 8001, told: Callable[[str], None]
+) -> None:
+    """Serve the store until interrupted; told gets the address as soon as it answers.
+
+    port 0 takes a free one. Raises NotFoundError without a store, MissingExtraError without the
+    extra `web`, UsageError for an address that cannot be had.
+    """
+    app = application(path, host)
+    import uvicorn
+
+    with _listen(host, port) as listener:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listener.getsockname()[1]}/"
+        config = uvicorn.Config(app, log_level="warning", lifespan="on", access_log=False)
+        server = uvicorn.Server(config)
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_run(server, listener, lambda: told(address)))
+
+
+async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.02)
+    if server.started:
+        started()
+    await task
+
+
+@contextlib.contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket, bound before anything is told, so that a taken port is an error here."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(64)
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"--host {host} --port {port}: cannot listen there: {error}; "
+                "take another --port, or --port 0 for any free one"
+            ) from None
+        yield listener
+
+
+def application(path: Path, host: str) -> App:
+    """The web application on a store. Raises NotFoundError, StoreError or MissingExtraError."""
+    try:
+        from datasette.app import Datasette
+    except ImportError:
+        raise MissingExtraError("`profharness serve`", "web") from None
+
+    from datasette import handle_exception
+
+    # With rich at hand Datasette prints pages of traceback to stdout for every mistyped query; the
+    # browser is told the reason anyway.
+    handle_exception.rich = None
+    ready = queries()
+    datasette = Datasette(
+        [],
+        metadata={
+            "title": "profharness",
+            "description_html": _front(path),
+            "databases": {DATABASE: {"queries": ready}},
+        },
+        settings={"allow_download": False, "sql_time_limit_ms": 10_000, "suggest_facets": False},
+    )
+    _add_store(datasette, path)
+    _add_routes(path)
+    app: App = datasette.app()
+    return _only_hosts(app, LOOPBACK) if host in LOOPBACK else app
+
+
+def _add_store(datasette: Any, path: Path) -> None:
+    """The store under a fixed name, read-only; its path may hold any sign."""
+    from datasette.database import Database
+
+    losses = BenchLosses(path)
+
+    class StoreFile(Database):  # type: ignore[misc]
+        def connect(self, write: bool = False) -> sqlite3.Connection:
+            if write:
+                raise UsageError("the store is served read-only")
+            address = f"{path.absolute().as_uri()}?mode=ro"
+            connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            connection.create_function("bench_losses", 1, losses)
+            self._all_file_connections.append(connection)
+            return connection
+
+    database = StoreFile(datasette, path=str(path.absolute()), is_mutable=True)
+    datasette.add_database(database, name=DATABASE)
+
+
+def _front(path: Path) -> str:
+    """Links to the queries and to the reports of the newest runs."""
+    with open_store(path) as store:
+        runs = store.runs()
+    reports = "".join(
+        f'<li><a href="/-/report/{escape(row.run)}">{escape(row.run)}</a> '
+        f"{escape(row.created)} {escape(row.device or '')}</li>"
+        for row in runs[:MAX_RUNS]
+    )
+    asked = "".join(
+        f'<li><a href="/{DATABASE}/{name}">{escape(title)}</a>: {escape(text)}</li>'
+        for name, (title, text, _) in QUERIES.items()
+    )
+    return f"<h2>Questions</h2><ul>{asked}</ul><h2>Reports</h2><ul>{reports}</ul>"
+
+
+def _add_routes(path: Path) -> None:
+    """Teach Datasette `/-/report/RUN`."""
+    from datasette import hookimpl
+    from datasette.plugins import pm
+    from datasette.utils.asgi import Response
+
+    async def report(request: Any) -> Any:
+        run = request.url_vars["run"]
+        try:
+            return Response.html(await asyncio.to_thread(_report, path, run))
+        except NotFoundError as error:
+            return Response.text(str(error), status=404)
+
+    def register_routes() -> list[tuple[str, Any]]:
+        return [(r"^/-/report/(?P<run>[^/]+)$", report)]
+
+    plugin = ModuleType("profharness_reports")  # Datasette asks a plugin for its __name__
+    plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
+    if pm.has_plugin(plugin.__name__):
+        pm.unregister(name=plugin.__name__)
+    pm.register(plugin, name=plugin.__name__)
+
+
+def _report(path: Path, run: str) -> str:
+    """The page of one run, without charts where their extra is missing: the tables are what counts
+    here, and the page says so."""
+    from dataclasses import replace
+
+    from profharness.views.document import Note
+
+    with open_store(path) as store:
+        document = report_document(store, [run])
+    try:
+        return render_html(document)
+    except MissingExtraError as error:
+        kept = tuple(block for block in document.blocks if not isinstance(block, Chart))
+        return render_html(replace(document, blocks=(Note(str(error), level="warning"), *kept)))
+
+
+def _only_hosts(app: App, names: tuple[str, ...]) -> App:
+    """Answer only to a loopback name: a page elsewhere that points its own name at this machine
+    must not read the store through the reader's browser."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            asked = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            name = asked.rsplit(":", 1)[0].strip("[]") if not asked.endswith("]") else asked[1:-1]
+            if name not in names:
+                start = {"type": "http.response.start", "status": 421}
+                await send(start | {"headers": [(b"content-type", b"text/plain")]})
+                await send({"type": "http.response.body", "body": b"not a name of this machine\n"})
+                return
+        await app(scope, receive, send)
+
+    return guarded

@@ -1,0 +1,273 @@
+"""Asks PyTorch itself about a config: what it would run, why not the others, and what would help.
+Inputs are allocated and never written; nothing is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from profharness import environment
+from profharness.config import Config
+from profharness.dispatch.advice import SDP_BACKENDS, Advice, LiveAnswer, LiveBackend, advise
+from profharness.dispatch.machine import machine_of, with_flags
+from profharness.dispatch.params import BACKENDS
+from profharness.dispatch.perturb import Answer, Oracle, Told, blockers, rule_oracle
+from profharness.dispatch.predict import CPU_ORDER, clean, code, is_header
+from profharness.run import Cell
+from profharness.worker.failures import HEADERS, heard_warnings, is_refusal
+from profharness.worker.inputs import DTYPES, Inputs, fused_choice
+
+OOM_TEXTS = ("out of memory", "not enough memory", "can't allocate memory")
+# The form of the C++ logger: [W121 10:00:00.0 sdp_utils.cpp:98] Warning: … (function …)
+_STDERR = re.compile(
+    r"^(?:\[W[^\]]*\]\s*)?Warning: (.*?)(?:\s*\(function [^()]*(?:\(\))?\))?$", re.M
+)
+
+
+@dataclass
+class Asker:
+    """Asks PyTorch on one device; environment is `environment.collect()`'s answer."""
+
+    device: str
+    environment: dict[str, Any]
+    advice: bool
+    rules: Oracle = field(init=False)
+    stderr: StderrTap = field(init=False)
+
+    def __post_init__(self) -> None:
+        adjust = with_flags(self.environment)
+        self.rules = rule_oracle(machine_of(self.environment), self.device, adjust)
+        self.stderr = StderrTap()
+
+    def answer(self, cell: Cell) -> LiveAnswer:
+        """All answers about one config; what goes wrong is its `error`."""
+        config = cell.config.resolve(self.device)
+        try:
+            choice = self.choose(config)
+            return LiveAnswer(
+                cell.cell,
+                config.label,
+                choice,
+                self.priority_order(),
+                tuple(self.backend(config, name) for name in BACKENDS),
+            )
+        except Exception as error:
+            return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
+
+    def backend(self, config: Config, name: str) -> LiveBackend:
+        """One backend: eligible or not, why not, and what would help."""
+        oracle = _remembering(self.ask)
+        eligible = oracle(config, name).eligible
+        ways: tuple[Advice, ...] = ()
+        if self.advice and name != "math":
+            ways = advise(config, name, oracle, lambda asked: _choice_or_unknown(self, asked))
+        can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
+        return LiveBackend(name, eligible, blockers(config, name, oracle), ways, can_use)
+
+    def choose(self, config: Config) -> str:
+        """What `auto` takes, nothing launched; `none` where PyTorch raises. Raises what else goes
+        wrong, such as a lack of memory.
+        """
+        with _deterministic(config), heard_warnings([]):
+            return self._fused_choice(config) or "none"
+
+    def priority_order(self) -> tuple[str, ...]:
+        """The order in force, to be read after a first choice; empty where PyTorch cannot tell. The
+        CPU has an order of its own.
+        """
+        if self.device == "cpu":
+            return CPU_ORDER
+        read = getattr(torch._C, "_get_sdp_priority_order", None)
+        names = [environment.backend_name(number) for number in read()] if read else []
+        return tuple(name for name in names if name in BACKENDS)
+
+    def ask(self, config: Config, backend: str) -> Answer:
+        """Whether PyTorch would take `backend` if it had no other; None where the inputs cannot be
+        made.
+        """
+        if self.environment.get(f"sdp_{backend}") is False:
+            text = f"{backend} attention has been runtime disabled."
+            return Answer(False, (Told("runtime_disabled", text, "live"),))
+        heard: list[str] = []
+        try:
+            with (
+                _deterministic(config),
+                heard_warnings(heard),
+                self.stderr.into(heard),
+                sdpa_kernel([getattr(SDPBackend, SDP_BACKENDS[backend])]),
+            ):
+                choice = self._fused_choice(config)
+        except RuntimeError as error:
+            return Answer(None, (Told("error", _failure(error, config), "live"),))
+        if choice == backend:
+            return Answer(True)
+        told = [Told(code(text), text, "live") for text in _about(backend, heard)]
+        if not told and self.device == "cuda":
+            told = [Told(code(text), text, "live") for text in self.can_use(config, backend)[1]]
+        return Answer(False, tuple(told) or self._inferred(config, backend))
+
+    def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
+        """`can_use_*_attention` and the texts that came with a no."""
+        ask = getattr(torch.backends.cuda, f"can_use_{backend}_attention", None)
+        if ask is None:
+            return None, []
+        heard: list[str] = []
+        try:
+            with _deterministic(config), heard_warnings(heard), self.stderr.into(heard):
+                made = empty_inputs(config, self.device)
+                grouped = config.num_kv_heads != config.num_heads
+                params = torch.backends.cuda.SDPAParams(
+                    made.query, made.key, made.value, made.mask,
+                    config.dropout, config.causal, grouped,
+                )  # fmt: skip
+                can = bool(ask(params, True))
+        except RuntimeError:
+            return None, []
+        return can, [] if can else [text for text in map(clean, heard) if not is_header(text)]
+
+    def _fused_choice(self, config: Config) -> str | None:
+        inputs = empty_inputs(config, self.device)
+        try:
+            name = environment.backend_name(fused_choice(config, inputs))
+        except RuntimeError as error:
+            if is_refusal(error):
+                return None
+            raise
+        return None if name == "error" else name
+
+    def _inferred(self, config: Config, backend: str) -> tuple[Told, ...]:
+        """PyTorch refused without a word: the rule's reason, if there is one."""
+        by_rule = self.rules(config, backend)
+        if by_rule.eligible is False:
+            first = by_rule.reasons[0]
+            return (Told(first.code, first.message, "inferred"),)
+        return (Told("no_text", "PyTorch refuses it without a reason.", "inferred"),)
+
+
+class StderrTap:
+    """What C++ writes to file descriptor 2 for a while, as warnings' texts."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+
+    @contextlib.contextmanager
+    def into(self, texts: list[str]) -> Iterator[None]:
+        """Adds the texts written inside; anything else goes on to stderr afterwards."""
+        sys.stderr.flush()
+        kept = os.dup(2)
+        os.dup2(self._file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            self._file.seek(0)
+            written = self._file.read().decode(errors="replace")
+            self._file.seek(0)
+            self._file.truncate()
+            texts += stderr_texts(written)
+            rest = [line for line in written.splitlines() if line and not _STDERR.match(line)]
+            os.write(2, "".join(f"{line}\n" for line in rest).encode())
+
+
+def stderr_texts(written: str) -> list[str]:
+    """The warnings in what C++ wrote to stderr."""
+    return [match.strip() for match in _STDERR.findall(written)]
+
+
+def empty_inputs(config: Config, device: str) -> Any:
+    """Inputs as `make_inputs` lays them out, allocated and never written: nothing is launched."""
+    dtype = DTYPES[str(config.dtype)]
+
+    def tensor(heads: int, rows: int, head_dim: int) -> Any:
+        shape = (config.batch, heads, rows, head_dim)
+        made = _laid_out(
+            config.layout, shape, lambda *size: torch.empty(size, device=device, dtype=dtype)
+        )
+        return made.requires_grad_() if config.bwd else made
+
+    query = tensor(config.num_heads, config.seq_len_q, config.head_dim)
+    key = tensor(config.num_kv_heads, config.seq_len_kv, config.head_dim)
+    value = tensor(config.num_kv_heads, config.seq_len_kv, config.value_dim)
+    mask = None
+    if config.mask != "none":
+        lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}.get(
+            config.mask, (1, 1)
+        )
+        kind = torch.bool if config.mask.startswith("bool") else dtype
+        mask = torch.empty((*lead, config.seq_len_q, config.seq_len_kv), device=device, dtype=kind)
+        mask.requires_grad_(config.mask == "float_grad")
+    return Inputs(query, key, value, mask, None)
+
+
+def _laid_out(layout: str, shape: tuple[int, int, int, int], empty: Callable[..., Any]) -> Any:
+    batch, heads, rows, head_dim = shape
+    if layout == "bshd":
+        return empty(batch, rows, heads, head_dim).transpose(1, 2)
+    if layout == "strided_last":
+        return empty(batch, heads, rows, 2 * head_dim)[..., ::2]
+    if layout == "offset1":
+        return empty(batch * heads * rows * head_dim + 1)[1:].view(shape)
+    if layout == "broadcast_batch":
+        return empty(1, heads, rows, head_dim).expand(shape)
+    return empty(*shape)
+
+
+def _remembering(oracle: Oracle) -> Oracle:
+    """The same question is asked once: blockers and advice share many."""
+    known: dict[tuple[Config, str], Answer] = {}
+
+    def ask(config: Config, backend: str) -> Answer:
+        key = (config, backend)
+        if key not in known:
+            known[key] = oracle(config, backend)
+        return known[key]
+
+    return ask
+
+
+def _choice_or_unknown(asker: Asker, config: Config) -> str:
+    try:
+        return asker.choose(config)
+    except RuntimeError:
+        return "unknown"
+
+
+@contextlib.contextmanager
+def _deterministic(config: Config) -> Iterator[None]:
+    """As the config says, but without its filling of new tensors, which would launch a kernel."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(config.deterministic)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _about(backend: str, heard: list[str]) -> list[str]:
+    """The reasons under the header of that backend, without repeats."""
+    found, subject = [], ""
+    for text in map(clean, heard):
+        if is_header(text):
+            subject = HEADERS.get(text.split()[0].lower(), "")
+        elif subject == backend:
+            found.append(text)
+    return list(dict.fromkeys(found))
+
+
+def _failure(error: BaseException, config: Config) -> str:
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    if any(words in text for words in OOM_TEXTS):
+        return f"the inputs of {config.label} do not fit into memory, so nothing could be asked: {text}"
+    return f"asking about {config.label} failed: {text}"
