@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from profharness.config import Config, expand_configs
 from profharness.errors import NotFoundError, UsageError
-from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
+from profharness.rows import TRACE_PROFILERS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,9 +50,9 @@ def profiler_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
     """The profilers that leave traces; empty for every one. Raises UsageError for another name."""
     found = name_tuple(names)
     for name in found:
-        if name not in (ALL, *PROFILERS):
+        if name not in (ALL, *TRACE_PROFILERS):
             raise UsageError(
-                f"no launches of a profiler {name!r}; known are {', '.join(PROFILERS)}, {ALL}"
+                f"no launches of a profiler {name!r}; known are {', '.join(TRACE_PROFILERS)}, {ALL}"
             )
     return () if ALL in found else found
 

@@ -14,6 +14,8 @@ from typing import Any
 from profharness.errors import UsageError
 
 DTYPES = ("fp16", "bf16", "fp32")
+SDPA_BACKENDS = ("flash", "efficient", "cudnn", "math")  # the ones that SDPA chooses between
+OWN_CHOICE = ("auto", "all-disabled")  # settings that leave the choice to PyTorch
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
 LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
 WORDS = ("causal", "bwd", "deterministic")

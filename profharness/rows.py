@@ -7,6 +7,22 @@ from typing import Any
 
 Triple = tuple[int, int, int]
 
+TRACE_PROFILERS = ("torch", "nsys", "ncu")
+"""The profilers whose launches can be stored, in the order in which an answer prefers them."""
+MEASUREMENTS = ("event", "graph", "kernel", "wall")
+"""What a latency sample can be, in the order in which one ranks backends; wall is the CPU's."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why a backend cannot take a config. source: live (PyTorch said so), rule, or
+    inferred.
+    """
+
+    code: str
+    message: str
+    source: str = "live"
+
 
 NAIVE_COMPILED = "naive-compiled"
 """The backend whose `tuning` counts REPLACEMENTS: how often Inductor put SDPA into its graph."""

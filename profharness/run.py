@@ -20,6 +20,7 @@ import msgspec
 
 from profharness.config import Config
 from profharness.errors import TraceFormatError, UsageError
+from profharness.rows import MEASUREMENTS, Refusal
 
 RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
@@ -28,17 +29,6 @@ SCHEMA = "profharness.run/1"
 
 
 STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One reason why a backend cannot take a config. source: live (PyTorch said so), rule, or
-    inferred.
-    """
-
-    code: str
-    message: str
-    source: str = "live"
 
 
 @dataclass(frozen=True)
@@ -230,8 +220,7 @@ class Plan:
 
 
 BENCH_FILE = "bench.json"
-MEASUREMENTS = ("event", "graph", "kernel")
-RANKING = ("event", "graph", "kernel", "wall")
+GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
 PRECISION = 0.01
 WIDE = "the median is known to"  # how the doubt begins that every short run has
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
@@ -241,11 +230,11 @@ _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 class BenchPlan:
     """precision: half the width of the 95 % interval over the median at which a measurement is
     done; max_time_s: seconds of sampling that one cell may take; iterations fixes the samples of
-    each measurement instead (None: until precise or out of time). measurements are of `MEASUREMENTS`;
+    each measurement instead (None: until precise or out of time). measurements are of `GPU_MEASUREMENTS`;
     on a CPU the wall clock stands in for all of them. The first one ranks.
     """
 
-    measurements: tuple[str, ...] = MEASUREMENTS
+    measurements: tuple[str, ...] = GPU_MEASUREMENTS
     precision: float = PRECISION
     max_time_s: float = 10.0
     iterations: int | None = None
@@ -260,9 +249,9 @@ def make_plan(
 ) -> BenchPlan:
     """A plan that can be meant. Raises UsageError for an unknown measurement."""
     for name in measurements:
-        if name not in MEASUREMENTS:
-            raise UsageError(f"no measurement {name!r}; known are {', '.join(MEASUREMENTS)}")
-    chosen = tuple(dict.fromkeys(measurements)) or MEASUREMENTS
+        if name not in GPU_MEASUREMENTS:
+            raise UsageError(f"no measurement {name!r}; known are {', '.join(GPU_MEASUREMENTS)}")
+    chosen = tuple(dict.fromkeys(measurements)) or GPU_MEASUREMENTS
     return BenchPlan(chosen, precision, max_time_s, iterations)
 
 

@@ -15,7 +15,7 @@ import profharness
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.profilers.registry import PROFILERS as REGISTRY
-from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
+from profharness.rows import TRACE_PROFILERS
 from profharness.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ def test_profilers_are_named_as_on_the_command_line(store: Path) -> None:
 
 
 def test_the_names_of_profilers_are_those_that_leave_traces() -> None:
-    assert list(PROFILERS) == [one.name for one in REGISTRY.values() if one.suffix]
+    assert list(TRACE_PROFILERS) == [one.name for one in REGISTRY.values() if one.suffix]
 
 
 def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
-from profharness.rows import KernelRow, Triple
+from profharness.rows import TRACE_PROFILERS, KernelRow, Triple
 
 MAX_TIME_RATIO = 1.25
 MIN_TIME_DIFFERENCE_NS = 2000
@@ -41,10 +40,10 @@ class Witnesses:
     disagreements: tuple[Disagreement, ...] = field(default=())
 
     def value(self, name: str, *order: str) -> Any:
-        """A field of the first profiler's row that knows it, in the order given (or PROFILERS)."""
+        """A field of the first profiler's row that knows it, in the order given (or TRACE_PROFILERS)."""
         known = (
             getattr(self.rows[profiler], name)
-            for profiler in order or PROFILERS
+            for profiler in order or TRACE_PROFILERS
             if profiler in self.rows
         )
         return next((value for value in known if value is not None), None)
@@ -86,14 +85,14 @@ def _witnesses(key: _Key, rows: dict[str, KernelRow], told: set[str]) -> Witness
 
 def _missing(first: KernelRow, rows: dict[str, KernelRow], told: set[str]) -> list[Disagreement]:
     expected = {name for name in told if name != "ncu" or first.kernel_kind not in UNSEEN_BY_NCU}
-    absent = [name for name in PROFILERS if name in expected - rows.keys()]
+    absent = [name for name in TRACE_PROFILERS if name in expected - rows.keys()]
     return [Disagreement("missing", f"{name} did not see it") for name in absent]
 
 
 def _differs(rows: dict[str, KernelRow], name: str, code: str, what: str) -> list[Disagreement]:
     known = {
         profiler: getattr(rows[profiler], name)
-        for profiler in PROFILERS
+        for profiler in TRACE_PROFILERS
         if profiler in rows and getattr(rows[profiler], name) is not None
     }
     if len(set(known.values())) < 2:
@@ -115,7 +114,7 @@ def _shared(rows: dict[str, KernelRow]) -> list[Disagreement]:
 
 def _time(rows: dict[str, KernelRow]) -> list[Disagreement]:
     """nsys against torch both ways; ncu only where it is faster, for cold caches make it slower."""
-    torch, nsys, ncu = (rows.get(name) for name in PROFILERS)
+    torch, nsys, ncu = (rows.get(name) for name in TRACE_PROFILERS)
     warm = torch or nsys
     pairs = [(torch, nsys, 1 / MAX_TIME_RATIO), (warm, ncu, None)]
     found = []

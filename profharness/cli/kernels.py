@@ -18,7 +18,7 @@ from profharness.cli._options import (
 )
 from profharness.cli._output import emit, hint
 from profharness.files import check_output
-from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
+from profharness.rows import TRACE_PROFILERS
 
 if TYPE_CHECKING:
     from profharness.config import Config
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--profiler",
     multiple=True,
-    type=click.Choice([*PROFILERS, "all"]),
+    type=click.Choice([*TRACE_PROFILERS, "all"]),
     help="Only what this profiler saw; all: every profiler side by side. Repeatable.  [default: the "
     "first of torch, nsys and ncu that the run has]",
 )
@@ -95,7 +95,7 @@ def command(
     from profharness.errors import UsageError
 
     side_by_side = "all" in profiler
-    wanted = PROFILERS if side_by_side else profiler
+    wanted = TRACE_PROFILERS if side_by_side else profiler
     expected = split_names(expect)
     check_expected_names(expected)
     if steps and len(wanted) > 1:
@@ -147,7 +147,7 @@ def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
     for row in rows:
         seen.setdefault(row.run, set()).add(row.profiler)
     chosen = {
-        run: next((name for name in PROFILERS if name in names), min(names))
+        run: next((name for name in TRACE_PROFILERS if name in names), min(names))
         for run, names in seen.items()
     }
     if any(len(names) > 1 for names in seen.values()):

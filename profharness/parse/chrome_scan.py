@@ -18,6 +18,7 @@ import msgspec
 from profharness.errors import TraceFormatError
 from profharness.parse.chrome_read import BLOCK, MAX_PIECE, Layout, Window, object_end, skip_space
 from profharness.parse.columns import Collector, Events, NeedExactTimes, Spool, Tables
+from profharness.processes import child_environment
 
 RANGE = 8 * 1024 * 1024
 
@@ -75,14 +76,12 @@ def scan(request: Request, spool: Spool) -> Answer:
 
 def start_child(request: Request, file: BinaryIO) -> subprocess.Popen[bytes]:
     """A child that scans; it writes columns to `file` and its Answer to stdout."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(file.fileno())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=(file.fileno(),),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env=child_environment(),
     )
     assert child.stdin is not None
     child.stdin.write(pickle.dumps(request))

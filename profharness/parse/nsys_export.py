@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import sqlite3
@@ -17,6 +16,7 @@ from typing import Any
 
 from profharness.errors import TraceFormatError
 from profharness.kernel_names import canonical
+from profharness.processes import child_environment
 
 SAFE_REFERENCES = 24  # back references in one name; see `_expands`
 CHILD_SECONDS = 20.0  # of all names together, should the next not work
@@ -93,14 +93,12 @@ def _demangle_apart(names: list[str]) -> Mapping[str, str]:
 
 
 def _ask_child(names: list[str]) -> list[str]:
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env=child_environment(),
     )
     try:
         output, _ = child.communicate("\n".join(names).encode(), timeout=CHILD_SECONDS)

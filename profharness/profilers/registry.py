@@ -13,9 +13,6 @@ from profharness.profilers.nsys import NsysSession
 from profharness.profilers.tools import Tool, require_tool
 from profharness.run import Protocol
 
-# How they work stands in profilers/registry.py; readers need no more than the names.
-TRACE_PROFILERS = ("torch", "nsys", "ncu")
-
 
 @dataclass(frozen=True)
 class Profiler:

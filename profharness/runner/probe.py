@@ -19,6 +19,7 @@ from profharness.config import Config, parse_config
 from profharness.devices import PEAKS_FILE, Peaks
 from profharness.dispatch.advice import ANSWERS_FILE, LiveAnswer
 from profharness.errors import CaptureError, UsageError
+from profharness.processes import child_environment
 from profharness.run import Cell, JournalEntry, Protocol, read_run
 from profharness.runner.capture import CaptureOptions, capture
 from profharness.runner.supervise import run_cells, worker_environment
@@ -116,7 +117,7 @@ def measure_peaks(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Measure
                 errors="replace",
                 timeout=timeout_s,
                 check=False,
-                env=_importable(),
+                env=child_environment(),
             )
         except subprocess.TimeoutExpired:
             raise CaptureError(
@@ -132,13 +133,6 @@ def measure_peaks(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Measure
             )
         found = msgspec.json.decode(path.read_bytes(), type=Measured)
     return Measured(found.peaks, found.environment, datetime.now(UTC).isoformat(timespec="seconds"))
-
-
-def _importable() -> dict[str, str]:
-    """This process's environment with profharness importable, behind the user's own path."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
 
 
 AskProgress = Callable[[int, int, str], None]

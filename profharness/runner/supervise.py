@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from profharness.errors import CaptureError
-from profharness.processes import _child_environment, has_ended, held
+from profharness.processes import child_environment, has_ended, held
 from profharness.profilers.base import Ended, Outcome, Session
 from profharness.run import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan, Protocol
 
@@ -258,7 +258,7 @@ def _started(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=session.environment(_child_environment()),
+                env=session.environment(child_environment()),
                 start_new_session=True,
             )
         yield process

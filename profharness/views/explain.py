@@ -17,7 +17,7 @@ from profharness.answers.explain.model import (
     environment_text,
     explanation_record,
 )
-from profharness.run import Refusal
+from profharness.rows import Refusal
 from profharness.views.document import Block, Code, Column, Document, Heading, Note, Table
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Any
 
 from profharness.answers.agreement import disagreements, replacement, replacement_text
 from profharness.answers.witnesses import Witnesses, cold_ratio, join
-from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
 from profharness.views.document import Block, Column, Document, Heading, Note, Table
 
 SCHEMA = "profharness.kernels/1"
@@ -222,7 +221,7 @@ FORMS: dict[str, Column] = {
         Column("shared_bytes", "KiB", "kib", right=True),
         Column("registers_per_thread", "regs", "count", right=True),
         Column("launches_per_call", "n/call", "count", right=True),
-        *(Column(name, f"{name} µs", "us", right=True) for name in PROFILERS),
+        *(Column(name, f"{name} µs", "us", right=True) for name in TRACE_PROFILERS),
         Column("achieved", "achieved%", "percent", right=True),
         Column("dram", "DRAM KiB", "kib", right=True),
         Column("disagree", "disagree", "names"),
@@ -293,7 +292,9 @@ def _values(each: Witnesses) -> dict[str, Any]:
     achieved = each.metric(ACHIEVED_OCCUPANCY)
     moved = [value for name in DRAM_BYTES if (value := each.metric(name)) is not None]
     named = ("shared_bytes", "registers_per_thread", "launches_per_call")
-    times = {name: each.rows[name].duration_ns if name in each.rows else None for name in PROFILERS}
+    times = {
+        name: each.rows[name].duration_ns if name in each.rows else None for name in TRACE_PROFILERS
+    }
     return {
         "backend": each.backend,
         "kernel_short": each.kernel_short,
@@ -342,12 +343,12 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[Witnesses]) -> list[Not
     """What holds for the whole table: which witnesses there are, and how to read ncu's times."""
     told = {row.profiler for row in rows}
     notes = []
-    absent = [name for name in PROFILERS if name not in told]
+    absent = [name for name in TRACE_PROFILERS if name not in told]
     if absent and rows:
         notes.append(
             Note(
                 f"no rows of {', '.join(absent)} here; "
-                f"`profharness capture --profiler {','.join(PROFILERS)}` takes all three"
+                f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` takes all three"
             )
         )
     ratios = cold_ratio(joined)

@@ -23,7 +23,8 @@ from profharness.backends import (
     find_backend,
 )
 from profharness.environment import backend_name
-from profharness.run import Cell, Refusal
+from profharness.rows import Refusal
+from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
 from profharness.worker.failures import (

@@ -13,7 +13,8 @@ import torch
 from profharness.backends import ImplementationError, RefusedError, find_backend
 from profharness.backends.sources import where
 from profharness.dispatch.predict import clean, code, is_header
-from profharness.run import Cell, Refusal
+from profharness.rows import Refusal
+from profharness.run import Cell
 
 if TYPE_CHECKING:
     from profharness.worker.workspace import Bench

@@ -22,8 +22,7 @@ from profharness.answers.bench.rows import (
 )
 from profharness.config import expand_configs, parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.rows import NAIVE_COMPILED, REPLACEMENTS
-from profharness.run import Refusal
+from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, Refusal
 from profharness.store import ingest_path, open_store
 from profharness.views.bench import FIELDS, bench_document
 from profharness.views.renderers import RENDERERS

@@ -17,7 +17,8 @@ from click.testing import CliRunner, Result
 
 from profharness.config import expand_configs
 from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
-from profharness.run import Cell, Protocol, Refusal, Run, write_run
+from profharness.rows import Refusal
+from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path
 
 COMMANDS = ("kernels", "diff", "runs", "ingest", "export")

@@ -15,7 +15,7 @@ from profharness.answers.explain.model import (
     explanation_record,
     flat_record,
 )
-from profharness.run import Refusal
+from profharness.rows import Refusal
 from profharness.views.document import Code, Document, Note
 from profharness.views.explain import answer_blocks, explain_document, verdict
 from profharness.views.renderers import render_markdown

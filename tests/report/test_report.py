@@ -18,7 +18,8 @@ from profharness.cli._output import SUFFIX_FORMATS
 from profharness.cli.report import command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.run import Cell, Check, Problem, Protocol, Refusal, Run, write_run
+from profharness.rows import Refusal
+from profharness.run import Cell, Check, Problem, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.views.bench import rate_blocks
 from profharness.views.cells import latency_charts, selection_blocks, shape_family

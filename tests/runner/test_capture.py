@@ -109,7 +109,7 @@ def test_too_large_a_cell_is_oom_and_the_next_one_runs(tmp_path: Path) -> None:
 SABOTAGE = """
 import os, sys, time
 import profharness.worker.cell as cell
-from profharness.worker import failing
+from profharness.worker import failures as failing
 run_cell = cell.run_cell
 def sabotaged(job, bench, stage):
     stage("sabotage")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from profharness.config import parse_config
-from profharness.run import Cell, Protocol, Refusal, Run, TraceFile, write_run
+from profharness.rows import Refusal
+from profharness.run import Cell, Protocol, Run, TraceFile, write_run
 
 KINETO = Path(__file__).parent.parent / "data" / "kineto_h200.json.gz"
 RANGE = "b2h8s512d64-fp16/"

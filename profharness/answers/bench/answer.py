@@ -22,7 +22,8 @@ from profharness.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends
 from profharness.config import DTYPES, Config, parse_config
 from profharness.dispatch.advice import SDP_BACKENDS, call_code
 from profharness.errors import NotFoundError, UsageError
-from profharness.run import PRECISION, RANKING, BenchPlan, read_plan
+from profharness.rows import MEASUREMENTS
+from profharness.run import PRECISION, BenchPlan, read_plan
 
 if TYPE_CHECKING:
     from profharness.devices import Peaks
@@ -191,7 +192,7 @@ def benched(
     name = store.resolve(run or "latest")
     plan = _plan_of(store, name)
     precision = (plan.precision if plan else PRECISION) if precision is None else precision
-    rank_by = (plan.measurements if plan else RANKING) if rank_by is None else rank_by
+    rank_by = (plan.measurements if plan else MEASUREMENTS) if rank_by is None else rank_by
     rows = bench_rows(
         store,
         name,
@@ -261,7 +262,7 @@ def _plan_of(store: Store, run: str) -> BenchPlan | None:
 def _ranking(rows: Sequence[BenchRow], rank_by: Sequence[str]) -> str:
     """The first measurement in that order that any row has."""
     seen = {row.measurement for row in rows}
-    return next((one for one in (*rank_by, *RANKING) if one in seen), RANKING[0])
+    return next((one for one in (*rank_by, *MEASUREMENTS) if one in seen), MEASUREMENTS[0])
 
 
 def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:

@@ -12,7 +12,8 @@ from profharness import costs, stats
 from profharness.config import Config, parse_config
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.errors import NotFoundError, UsageError
-from profharness.run import PRECISION, RANKING, WIDE
+from profharness.rows import MEASUREMENTS
+from profharness.run import PRECISION, WIDE
 
 if TYPE_CHECKING:
     from profharness.rows import CellRow
@@ -184,7 +185,7 @@ def bench_rows(
     backends: Sequence[str] | None = None,
     verifications: Sequence[str] = (),
 ) -> list[BenchRow]:
-    """The rows of a run (None: the latest) in its order, measurements as in `RANKING`.
+    """The rows of a run (None: the latest) in its order, measurements as in `MEASUREMENTS`.
 
     baseline is the config that speed-ups are told against, on `auto` (without it: `naive`, else
     `math`, on the same config). precision: half an interval over its median that is wide. configs
@@ -280,7 +281,7 @@ def all_samples(
     for cell in cells:
         told = {"kernel": tuple(sums[cell.cell].values())} if cell.cell in sums else {}
         merged = {**cell.samples, **told}
-        found[cell.cell] = {name: merged[name] for name in RANKING if merged.get(name)}
+        found[cell.cell] = {name: merged[name] for name in MEASUREMENTS if merged.get(name)}
     return found
 
 

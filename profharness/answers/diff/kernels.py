@@ -10,8 +10,7 @@ from profharness import stats
 from profharness.answers.diff.model import Change, Verdict
 from profharness.answers.roles import ROLES, assign_roles, role_order
 from profharness.kernel_names import parse_kernel_name
-from profharness.profilers.registry import TRACE_PROFILERS as PROFILERS
-from profharness.rows import KernelRow
+from profharness.rows import TRACE_PROFILERS, KernelRow
 
 Groups = dict[str, tuple[KernelRow, ...]]
 
@@ -137,7 +136,7 @@ def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
 
 
 def _preferred(profilers: set[str]) -> str | None:
-    known = [name for name in PROFILERS if name in profilers]
+    known = [name for name in TRACE_PROFILERS if name in profilers]
     return known[0] if known else min(profilers, default=None)
 
 

@@ -14,7 +14,8 @@ from profharness.dispatch.advice import Advice as Way
 from profharness.dispatch.advice import LiveAnswer, LiveBackend
 from profharness.dispatch.machine import machine_of, with_flags
 from profharness.errors import CaptureError
-from profharness.run import Cell, Refusal
+from profharness.rows import Refusal
+from profharness.run import Cell
 from profharness.runner.probe import Asked, AskProgress, ask
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from profharness.run import Refusal
+from profharness.rows import Refusal
 
 SCHEMA = "profharness.explain/1"
 

@@ -23,7 +23,7 @@ from profharness.dispatch.machine import (
 )
 from profharness.dispatch.predict import undecided
 from profharness.errors import UsageError
-from profharness.run import Refusal
+from profharness.rows import Refusal
 
 CPU = "cpu"
 
