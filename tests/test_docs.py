@@ -20,7 +20,7 @@ from profharness.answers.diff.model import VERDICTS, DiffRow
 from profharness.answers.expect import check_expected_names
 from profharness.backends import ALL, KERNELS, find_backend
 from profharness.cli.main import COMMANDS, cli
-from profharness.store import open_store
+from profharness.store import ingest_path, open_store
 from profharness.store.schema import VIEWS_1
 from profharness.views.kernels import FIELDS
 
@@ -30,6 +30,8 @@ PAGES = (
     "CHANGELOG.md",
     "docs/design.md",
     "docs/measuring.md",
+    "docs/verification.md",
+    "docs/benchmarks.md",
     "docs/nsight.md",
     "docs/explain.md",
 )
@@ -153,6 +155,15 @@ def test_the_sql_runs_on_a_new_store(tmp_path: Path) -> None:
             assert store.connection.execute(statement).fetchall() == []
         with pytest.raises(sqlite3.OperationalError):
             store.connection.execute("SELECT nothing FROM cell_summary")
+
+
+def test_the_sql_answers_what_the_readme_shows(tmp_path: Path) -> None:
+    ingest_path(tmp_path / "store.db", ROOT / "traces")
+    (statement,) = fences("README.md", "sql")
+    (shown_rows,) = (text for text in fences("README.md", "text") if text.startswith("auto|"))
+    with open_store(tmp_path / "store.db") as store:
+        rows = store.connection.execute(statement).fetchall()
+    assert ["|".join(map(str, row)) for row in rows] == shown_rows.splitlines()
 
 
 def python_calls() -> list[ast.Call]:
