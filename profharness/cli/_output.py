@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -48,8 +48,10 @@ def emit(
     if format_ == "md" and output is not None:
         _write_markdown(document, output, images, force=force)
         return
-    color = output is None and _wants_color()
-    text = RENDERERS[format_](document, width=_width(), color=color)
+    options: dict[str, Any] = {}
+    if format_ == "table":
+        options = {"width": _width(), "color": output is None and _wants_color()}
+    text = RENDERERS[format_](document, **options)
     if output is not None:
         with atomic_file(output, force=force) as file:
             file.write(text.encode())

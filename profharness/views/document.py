@@ -1,12 +1,14 @@
-"""A chart as a block of a Document: what to draw, free of any drawing library."""
+"""A Document: headings, tables, notes, code and charts for people, records for machines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-# kind -> what it is; `chart_draw.DRAWERS` has one function for each.
+import msgspec
+
+# kind -> what it is; `charts.DRAWERS` has one function for each.
 KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, a line and a mark a series",
     "dots": "one row a label (y), a mark a series at x on a logarithmic axis",
@@ -28,11 +30,11 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """kind is a key of KINDS; x, y and series name keys that every one of rows has.
+    """kind is a key of KINDS; x, y and series name keys that each of rows has.
 
-    Values are in the unit that x_title and y_title say. caption says what is to be seen, for those
-    who cannot see it too. roofs belong to the kind `roofline`. A text format leaves a chart out:
-    its figures stand in a table of the same Document.
+    Values are in the unit that x_title and y_title name. caption describes the picture for those
+    who cannot see it. roofs belong to the kind `roofline`. A text format leaves a chart out: its
+    figures stand in a table of the same Document.
     """
 
     kind: str
@@ -55,8 +57,10 @@ class Chart:
                 raise ValueError(f"a row of chart {self.title!r} has no {', '.join(missing)}")
 
     def plain_rows(self) -> list[dict[str, Any]]:
-        """The rows under the keys x, y and series: field names that no drawing library reads as a
-        path or an expression."""
+        """The rows under the keys x, y and series.
+
+        No drawing library reads these field names as a path or an expression.
+        """
         return [
             {"x": row[self.x], "y": row[self.y], "series": str(row[self.series])}
             for row in self.rows
@@ -70,9 +74,8 @@ MISSING = "-"  # shown for a value that a profiler cannot know
 class Column:
     """One column: key names it for machines, title for people; format is a key of FORMATS.
 
-    right aligns numbers. shrink marks a column that a narrow terminal may cut short with an
-    ellipsis; every other
-    column is always shown whole. repeat=False leaves a value out where it equals the one above it.
+    right aligns numbers. A narrow terminal may cut a column with shrink short with an ellipsis;
+    it shows every other column whole. repeat=False omits a value that equals the one above it.
     """
 
     key: str
@@ -85,8 +88,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A line above what follows it; detail is set off from it. level 2 opens a section, 3 a part
-    of one."""
+    """A line above what follows it. level 2 opens a section, 3 a part of one."""
 
     text: str
     detail: str = ""
@@ -95,8 +97,7 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of raw values, one per column (durations in nanoseconds, sizes in bytes, shares 0 to
-    1)."""
+    """Rows of raw values, one a column: durations in ns, sizes in bytes, shares 0 to 1."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -106,10 +107,24 @@ class Table:
             if len(row) != len(self.columns):
                 raise ValueError(f"a row of {len(row)} values in {len(self.columns)} columns")
 
+    @classmethod
+    def of(cls, columns: Sequence[Column], items: Iterable[Any]) -> Table:
+        """A row for each item: the attributes, or a dict's values, that the columns' keys name."""
+        return cls(
+            tuple(columns),
+            tuple(
+                tuple(
+                    item[column.key] if isinstance(item, dict) else getattr(item, column.key)
+                    for column in columns
+                )
+                for item in items
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One remark; level is `note`, `warning` or `error`, label says on what (a backend, a role)."""
+    """One remark. level is `note`, `warning` or `error`; label names its subject (a backend)."""
 
     text: str
     label: str = ""
@@ -130,9 +145,8 @@ Block = Heading | Table | Note | Code | Chart
 class Document:
     """blocks are for people; records (with extra, further top-level JSON keys) are for machines.
 
-    schema names the record layout, `profharness.<what>/<version>`; fields are the record keys in
-    order, so that a CSV without
-    a single row still has its header.
+    schema names the record layout, `profharness.<what>/<version>`. fields are the record keys in
+    order, so that a CSV without a row still has its header.
     """
 
     schema: str
@@ -143,48 +157,31 @@ class Document:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _text(value: Any) -> str:
-    return str(value)
-
-
 def _count(value: Any) -> str:
     return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
 
 
-def _microseconds(value: Any) -> str:
-    return f"{value / 1e3:.2f}"
-
-
-def _kib(value: Any) -> str:
-    return f"{value / 1024:.1f}"
-
-
-def _percent(value: Any) -> str:
-    return f"{100 * value:.1f}"
-
-
-def _triple(value: Any) -> str:
-    return ",".join(str(number) for number in value)
-
-
-def _ratio(value: Any) -> str:
-    return f"{value:.2f}x"
-
-
-def _names(value: Any) -> str:
-    return ", ".join(str(item) for item in value) or MISSING
-
-
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "text": _text,
+    "text": str,
     "count": _count,
-    "us": _microseconds,
-    "kib": _kib,
-    "percent": _percent,
-    "triple": _triple,
-    "ratio": _ratio,
-    "names": _names,
+    "us": lambda value: f"{value / 1e3:.2f}",
+    "kib": lambda value: f"{value / 1024:.1f}",
+    "percent": lambda value: f"{100 * value:.1f}",
+    "triple": lambda value: ",".join(map(str, value)),
+    "ratio": lambda value: f"{value:.2f}x",
+    "names": lambda value: ", ".join(map(str, value)) or MISSING,
 }
+
+
+def field_names(row_type: Any) -> tuple[str, ...]:
+    """The fields of a dataclass in order."""
+    return tuple(item.name for item in fields(row_type))
+
+
+def record(item: object, names: Iterable[str] = ()) -> dict[str, Any]:
+    """A dataclass in JSON's types, nested ones too. names: these fields alone, in this order."""
+    plain: dict[str, Any] = msgspec.to_builtins(item)
+    return {name: plain[name] for name in names} if names else plain
 
 
 def format_value(column: Column, value: Any) -> str:
@@ -199,8 +196,8 @@ def format_value(column: Column, value: Any) -> str:
 def formatted_rows(table: Table) -> list[list[str]]:
     """All rows as text, with values left out where a column does not repeat them.
 
-    A value is left out only while everything left of it is the same too, so that no row reads as
-    part of another group.
+    A value is left out only while everything left of it is the same too. Otherwise a row would
+    read as part of another group.
     """
     result: list[list[str]] = []
     previous: list[str] = []

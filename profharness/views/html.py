@@ -4,6 +4,7 @@ contents, and tables that sort and filter."""
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,6 @@ from profharness.views.document import (
 )
 
 FILTER_FROM = 8  # a table with fewer rows is read faster than it is filtered
-TRIPLE_KEYS = 3
 DEEPEST = 3  # level of the headings in the table of contents
 
 
@@ -55,12 +55,11 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def render_html(document: Document, *, width: int = 100, color: bool = False) -> str:
+def render_html(document: Document) -> str:
     """A whole page that opens from disk and asks nothing of the network: its policy forbids it.
 
     Raises MissingExtraError where the document holds charts and the extra `report` is missing.
     """
-    del width, color
     style, script = _asset("page.css"), _asset("page.js")
     page = _Page()
     body = "\n".join(page.block(block) for block in document.blocks)
@@ -163,7 +162,7 @@ def _detail(heading: Heading) -> str:
 
 def _note(note: Note) -> str:
     level = note.level if note.level in ("warning", "error") else "note"
-    word = f"{level}: " if level != "note" else ""
+    word = "" if level == "note" else f"{level}: "
     label = f"<b>{_text(note.label)}</b> " if note.label else ""
     return f'<p class="{level}">{label}{word}{_text(note.text)}</p>'
 
@@ -189,8 +188,10 @@ def _table(table: Table, ident: str, named: str) -> str:
 
 
 def _cells(columns: Sequence[Column], row: Sequence[Any]) -> Iterator[str]:
-    """Every value is shown, also where a text format leaves repeated ones out: sorting may take
-    the row elsewhere. data-v holds the number to sort by."""
+    """Every value is shown, repeated ones too: sorting may take the row elsewhere.
+
+    data-v holds the number to sort by.
+    """
     for column, value in zip(columns, row, strict=True):
         text = _text(format_value(column, value))
         number = _sort_number(value)
@@ -199,17 +200,12 @@ def _cells(columns: Sequence[Column], row: Sequence[Any]) -> Iterator[str]:
 
 
 def _sort_number(value: Any) -> float | int | None:
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        return value if value == value else None
-    if isinstance(value, tuple) and len(value) == TRIPLE_KEYS:
-        product = 1
-        for part in value:
-            if not isinstance(part, int):
-                return None
-            product *= part
-        return product
+        return value if value == value else None  # NaN sorts as what is not known
+    if isinstance(value, tuple) and len(value) == 3 and all(isinstance(n, int) for n in value):
+        return math.prod(value)
     return None
 
 

@@ -7,13 +7,13 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from profharness.views.document import (
+    Block,
     Chart,
     Code,
-    Column,
     Document,
     Heading,
     Note,
@@ -24,14 +24,6 @@ from profharness.views.document import (
 from profharness.views.terminal import render_table
 
 TRIPLES = ("grid", "block")  # split into _x, _y, _z in a CSV, as the store's views do
-
-
-class Renderer(Protocol):
-    """A renderer is pure; width (in characters) and color matter to the terminal only."""
-
-    def __call__(self, document: Document, *, width: int = 100, color: bool = False) -> str:
-        """The whole text, with a final line break."""
-        ...
 
 
 def _plain(value: Any) -> Any:
@@ -45,9 +37,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def render_json(document: Document, *, width: int = 100, color: bool = False) -> str:
+def render_json(document: Document) -> str:
     """`{"schema": …, "rows": […], …}`, one record a line, so that it greps and diffs well."""
-    del width, color
     rows = ",\n".join(f"  {_dumps(record)}" for record in document.records)
     parts = [
         f'"schema": {_dumps(document.schema)}',
@@ -57,9 +48,8 @@ def render_json(document: Document, *, width: int = 100, color: bool = False) ->
     return "{" + ",\n".join(parts) + "}\n"
 
 
-def render_jsonl(document: Document, *, width: int = 100, color: bool = False) -> str:
+def render_jsonl(document: Document) -> str:
     """The records alone, one JSON object a line; what stands beside them is in `json` only."""
-    del width, color
     return "".join(f"{_dumps(record)}\n" for record in document.records)
 
 
@@ -67,10 +57,9 @@ def _dumps(value: Any) -> str:
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
-def render_csv(document: Document, *, width: int = 100, color: bool = False) -> str:
+def render_csv(document: Document) -> str:
     """The records under a header row; null is empty, grid and block take three columns each, other
     nested values are JSON."""
-    del width, color
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([name for key in document.fields for name in _csv_names(key)])
@@ -110,73 +99,55 @@ def escape_markdown(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def render_markdown(
-    document: Document, *, width: int = 100, color: bool = False, images: Sequence[str] = ()
-) -> str:
+def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
     """GitHub-flavoured Markdown: headings, pipe tables, notes as list items.
 
-    images: the address of a picture for each chart, in their order; without them charts are left
-    out.
+    images are the addresses of the charts' pictures in order; charts without one are left out.
     """
-    del width, color
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
     for block in document.blocks:
-        text = _markdown_chart(block, left) if isinstance(block, Chart) else _markdown_block(block)
-        follows_note = isinstance(block, Note) and parts[-1].startswith("- ")
-        if follows_note:
+        text = _markdown_block(block, left)
+        if isinstance(block, Note) and parts[-1].startswith("- "):
             parts[-1] += "\n" + text
         elif text:
             parts.append(text)
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_chart(chart: Chart, images: Iterator[str]) -> str:
-    image = next(images, None)
-    return f"![{escape_markdown(chart.title)}](<{image}>)" if image else ""
-
-
-def _markdown_block(block: Heading | Note | Code | Table) -> str:
+def _markdown_block(block: Block, images: Iterator[str]) -> str:
     match block:
         case Heading(text, detail, level):
-            return f"{'#' * level} {escape_markdown(text)}" + (
-                f" ({escape_markdown(detail)})" if detail else ""
-            )
+            aside = f" ({escape_markdown(detail)})" if detail else ""
+            return f"{'#' * level} {escape_markdown(text)}{aside}"
         case Note(text, label):
-            return (
-                "- " + (f"**{escape_markdown(label)}**: " if label else "") + escape_markdown(text)
-            )
+            lead = f"**{escape_markdown(label)}**: " if label else ""
+            return f"- {lead}{escape_markdown(text)}"
         case Code(text):
             return f"```python\n{text}\n```"
-        case Table():
-            return _markdown_table(block)
+        case Chart():
+            image = next(images, None)
+            return f"![{escape_markdown(block.title)}](<{image}>)" if image else ""
+        case Table(columns):
+            rules = ["---:" if column.right else ":---" for column in columns]
+            rows = [[column.title for column in columns], *formatted_rows(block)]
+            lines = [[escape_markdown(cell) for cell in row] for row in rows]
+            lines.insert(1, rules)
+            return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _markdown_table(table: Table) -> str:
-    def row(cells: list[str]) -> str:
-        return "| " + " | ".join(escape_markdown(cell) for cell in cells) + " |"
+def _render_html(document: Document) -> str:
+    from profharness.views.html import render_html  # templates and hashes, for this format alone
 
-    def rule(column: Column) -> str:
-        return "---:" if column.right else ":---"
-
-    lines = [row([column.title for column in table.columns])]
-    lines.append("| " + " | ".join(rule(column) for column in table.columns) + " |")
-    lines += [row(cells) for cells in formatted_rows(table)]
-    return "\n".join(lines)
+    return render_html(document)
 
 
-def render_html(document: Document, *, width: int = 100, color: bool = False) -> str:
-    """One page that needs nothing beside it; imported when somebody asks for one."""
-    from profharness.views.html import render_html as render
-
-    return render(document, width=width, color=color)
-
-
-RENDERERS: dict[str, Renderer] = {
+# Each takes a Document and returns the whole text; `table` has options of its own.
+RENDERERS: dict[str, Callable[..., str]] = {
     "table": render_table,
     "json": render_json,
     "jsonl": render_jsonl,
     "csv": render_csv,
     "md": render_markdown,
-    "html": render_html,
+    "html": _render_html,
 }
