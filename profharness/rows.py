@@ -66,7 +66,7 @@ class CellRow:
     choice: str | None
     sdpa_op: str | None
     iterations: int
-    refusals: tuple[tuple[str, str, str], ...]  # code, message, source
+    refusals: tuple[Refusal, ...]
     warnings: tuple[str, ...]
     samples: dict[str, tuple[int, ...]] = field(default_factory=dict)
     peak_memory_bytes: int | None = None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import Diff, DiffRow, Side, environment_changes
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import CellRow, KernelRow, Refusal
 
 SQUARE = "b2h8s512d64-fp16"
 TRAIN = "b2h8s1024d64-fp16-causal-bwd"
@@ -187,7 +187,7 @@ def test_a_config_that_one_side_lacks() -> None:
 
 
 def test_status() -> None:
-    refusal = (("dropout", "no dropout here", "live"),)
+    refusal = (Refusal("dropout", "no dropout here"),)
     fine = cell(SQUARE, "flash")
     refused = cell(SQUARE, "flash", status="refused", refusals=refusal)
     none: tuple[KernelRow, ...] = ()
@@ -197,7 +197,7 @@ def test_status() -> None:
     assert row.reasons == ("baseline: ok", "candidate: refused [dropout]: no dropout here")
     diff = diff_cells(side(cells=(refused,), kernels=none), side(cells=(refused,), kernels=none))
     assert [row.verdict for row in diff.rows] == ["same"]
-    other = replace(refused, refusals=(("mask", "no mask", "live"),))
+    other = replace(refused, refusals=(Refusal("mask", "no mask"),))
     diff = diff_cells(side(cells=(refused,), kernels=none), side(cells=(other,), kernels=none))
     assert [c.field for c in diff.rows[0].changes] == ["refusals"]
 

@@ -79,7 +79,7 @@ def test_every_cell_is_ok_or_refused_with_a_reason(store: Store) -> None:
         assert cell.status in ("ok", "refused")
         assert bool(cell.refusals) == (cell.status == "refused")
         assert not cell.warnings
-        assert all(code != "unknown" for code, _, _ in cell.refusals)
+        assert all(refusal.code != "unknown" for refusal in cell.refusals)
 
 
 def test_op_choice_and_kernels_agree_on_the_backend(store: Store) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from profharness.rows import Refusal
 from profharness.store.queries import Store
 
 _TRIPLES = ("grid", "block")
@@ -61,6 +62,6 @@ def _columns(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return {f"{name}_{key}": inner for key, inner in value.items()}
     if isinstance(value, tuple):
-        heads = (item[0] if isinstance(item, tuple) else item for item in value)
+        heads = (item.code if isinstance(item, Refusal) else item for item in value)
         return {name: "; ".join(str(head) for head in heads)}
     return {name: value}

@@ -4,6 +4,7 @@ nor pandas.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from profharness.config import Config
 from profharness.devices import Device, Occupancy, occupancy
 from profharness.errors import NotFoundError
-from profharness.rows import CellRow, KernelRow, RunRow, Triple
+from profharness.rows import CellRow, KernelRow, Refusal, RunRow, Triple
 from profharness.store.connection import config_ids, connect, in_list, transaction
 from profharness.store.metrics import Values, group_metrics
 from profharness.store.schema import forget_run
@@ -355,7 +356,7 @@ class Store:
         warnings, clocks = tuple(json.loads(row[10])), json.loads(row[12])
         tuning = json.loads(row[13]) if row[13] else None
         figures = (samples_ns, row[11], clocks, None, tuning)
-        values = (*row[1:10], tuple(refusals), warnings, *figures)
+        values = (*row[1:10], tuple(itertools.starmap(Refusal, refusals)), warnings, *figures)
         return CellRow(*values)
 
     def environment(self, run: str | None = None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ follows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from profharness.answers.agreement import replacement_notes, replacements
@@ -161,10 +161,7 @@ def _cell(cell: CellRow) -> dict[str, Any]:
         "peak_memory_bytes": cell.peak_memory_bytes,
         "clocks": cell.clocks,
         "tuning": cell.tuning,
-        "refusals": [
-            {"code": code, "message": message, "source": source}
-            for code, message, source in cell.refusals
-        ],
+        "refusals": [asdict(refusal) for refusal in cell.refusals],
         "warnings": list(cell.warnings),
     }
 
@@ -302,7 +299,7 @@ def _failed(answer: Benched, explain: bool) -> Iterator[Note]:
             continue
         texts = [_opening(cell.message or cell.status)]
         if explain and cell.refusals:
-            texts = [f"{message} [{code}]" for code, message, _ in cell.refusals]
+            texts = [f"{refusal.message} [{refusal.code}]" for refusal in cell.refusals]
         for text in texts:
             found.setdefault((cell.backend, cell.status, text), []).append(cell.config)
     for (backend, status, text), configs in found.items():

@@ -116,7 +116,7 @@ def ran(cell: CellRow) -> str | None:
 def _reason(cell: CellRow) -> str:
     if cell.status == "ok":
         return ""
-    texts = [cell.message or "", *(message for _, message, _ in cell.refusals)]
+    texts = [cell.message or "", *(refusal.message for refusal in cell.refusals)]
     return "; ".join(dict.fromkeys(text for text in texts if text))
 
 

@@ -4,6 +4,7 @@ per backend without."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from profharness.answers.agreement import disagreements, replacement, replacement_text
@@ -62,10 +63,7 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
         "choice": cell.choice,
         "sdpa_op": cell.sdpa_op,
         "tuning": cell.tuning,
-        "refusals": [
-            {"code": code, "message": message, "source": source}
-            for code, message, source in cell.refusals
-        ],
+        "refusals": [asdict(refusal) for refusal in cell.refusals],
         "warnings": list(cell.warnings),
     }
 
@@ -197,7 +195,7 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
 
 
 def _reason(cell: CellRow) -> str:
-    texts = [message for _, message, _ in cell.refusals]
+    texts = [refusal.message for refusal in cell.refusals]
     if cell.message and (cell.status != "refused" or not texts):
         texts.insert(0, cell.message)
     return "; ".join(dict.fromkeys(texts)) or "no reason recorded"

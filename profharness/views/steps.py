@@ -121,7 +121,7 @@ def steps_document(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> Docum
         blocks += _backends(config, own, steps)
         for cell in own:
             if cell.status != "ok":
-                reason = cell.message or "; ".join(text for _, text, _ in cell.refusals)
+                reason = cell.message or "; ".join(refusal.message for refusal in cell.refusals)
                 level = "note" if cell.status == "refused" else "error"
                 blocks.append(Note(f"{cell.status}: {reason}", cell.backend, level))
             records += [_record(cell, step) for step in steps[cell.cell]]

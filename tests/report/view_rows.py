@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import CellRow, KernelRow, Refusal
 
 RUN = "20250102-030405-ab12"
 CONFIG = "b2-h8-s512-d64-fp16"
@@ -99,7 +99,7 @@ def sample() -> tuple[list[KernelRow], list[CellRow]]:
             cell="2",
             backend="efficient",
             status="refused",
-            refusals=(("DTYPE", "Expected query, key and value to be | of <one> dtype", "live"),),
+            refusals=(Refusal("DTYPE", "Expected query, key and value to be | of <one> dtype"),),
         ),
         cell(cell="3", backend="cudnn", status="crashed", message="the worker died of SIGABRT"),
     ]

@@ -17,6 +17,7 @@ from nsys_make import unpacked
 
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import open_trace
+from profharness.rows import Refusal
 from profharness.run import TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.store.sources import find_sources
@@ -116,7 +117,10 @@ def test_run_folder_attributes_launches_to_cells(tmp_path: Path, run_folder: Fol
     assert efficient.sdpa_op == "aten::_scaled_dot_product_efficient_attention"
     assert flash.samples == {"event": (5, 1, 3, 9)} and flash.clocks == {"sm_mhz": 1980}
     assert refused.status == "refused" and refused.sdpa_op is None and refused.warnings == ()
-    assert refused.refusals == (("head_dim", "too large", "live"), ("dtype", "no", "rule"))
+    assert refused.refusals == (
+        Refusal("head_dim", "too large", "live"),
+        Refusal("dtype", "no", "rule"),
+    )
     assert (result.launches, dropped) == (9, 375)
     assert sources == {"20261121-aaaa": "capture"}
     check_integrity(store)

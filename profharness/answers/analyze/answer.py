@@ -142,7 +142,7 @@ def _with_dtype(config: Config, machine: Machine) -> Config:
 
 
 def _reason(cell: CellRow) -> str | None:
-    texts = [text for _, text, _ in cell.refusals]
+    texts = [refusal.message for refusal in cell.refusals]
     return cell.message or ("; ".join(texts) if texts else None)
 
 

@@ -295,11 +295,11 @@ def call_row(
 
 
 def _codes(cell: CellRow) -> tuple[str, ...]:
-    return tuple(sorted({code for code, _, _ in cell.refusals}))
+    return tuple(sorted({refusal.code for refusal in cell.refusals}))
 
 
 def _told(cell: CellRow) -> str:
-    texts = [cell.message] if cell.message else [text for _, text, _ in cell.refusals]
+    texts = [cell.message] if cell.message else [refusal.message for refusal in cell.refusals]
     codes = f" [{', '.join(_codes(cell))}]" if cell.refusals else ""
     return f"{cell.status}{codes}" + (f": {'; '.join(texts)}" if texts else "")
 
