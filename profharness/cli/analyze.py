@@ -10,11 +10,12 @@ import click
 from profharness.cli._options import (
     backend_option,
     config_options,
+    emit,
+    hint,
     output_options,
     read_configs,
     store_option,
 )
-from profharness.cli._output import emit, hint
 from profharness.files import check_output
 
 if TYPE_CHECKING:

@@ -12,14 +12,16 @@ import click
 from profharness.cli._options import (
     FORMATS,
     backend_option,
+    capture_progress,
     config_options,
     device_option,
+    emit,
+    hint,
     out_option,
     read_configs,
     split_names,
     store_option,
 )
-from profharness.cli._output import emit, hint
 from profharness.errors import UsageError
 from profharness.files import atomic_file, check_output
 
@@ -239,7 +241,6 @@ def _measure(
     configs: list[Config], backends: tuple[str, ...], store: Path, options: CaptureOptions
 ) -> Captured:
     """The run; what its ingest warns of goes to stderr."""
-    from profharness.cli._progress import capture_progress
     from profharness.jobs import bench_into_store
 
     with capture_progress() as progress:
@@ -253,7 +254,6 @@ def _measure(
 def _verified(captured: Captured, store: Path) -> str:
     """The run that checked the outputs of what was timed, on the configs as they are."""
     from profharness.cases import NONE
-    from profharness.cli._progress import capture_progress
     from profharness.jobs import verify_into_store
     from profharness.runner.capture import VerifyOptions
 

@@ -11,6 +11,7 @@ import click
 
 from profharness.cli._options import (
     backend_option,
+    capture_progress,
     config_options,
     device_option,
     out_option,
@@ -155,7 +156,6 @@ def _capture(
     store: Path,
     note: str | None,
 ) -> Captured:
-    from profharness.cli._progress import capture_progress
     from profharness.errors import UsageError
     from profharness.jobs import capture_into_store
     from profharness.runner import CaptureOptions
@@ -169,7 +169,6 @@ def _capture(
 
 def _resume(text: str, out: Path, store: Path, named: bool) -> Captured:
     """Go on with a run folder; named says whether configs or backends were asked for as well."""
-    from profharness.cli._progress import capture_progress
     from profharness.errors import UsageError
     from profharness.jobs import resume_into_store
 

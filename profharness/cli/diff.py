@@ -10,12 +10,12 @@ import click
 
 from profharness.cli._options import (
     config_options,
+    emit,
     output_options,
     read_configs,
     split_names,
     store_option,
 )
-from profharness.cli._output import emit
 from profharness.files import check_output
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from profharness.cli._options import output_options, store_option
-from profharness.cli._output import emit
+from profharness.cli._options import emit, output_options, store_option
 from profharness.files import check_output
 
 

@@ -11,13 +11,15 @@ import click
 
 from profharness.cli._options import (
     backend_option,
+    capture_progress,
     config_options,
+    emit,
+    hint,
     output_options,
     read_configs,
     split_names,
     store_option,
 )
-from profharness.cli._output import emit, hint
 from profharness.files import check_output
 
 if TYPE_CHECKING:
@@ -221,7 +223,6 @@ def _bisected(asked: _Asked) -> Document:
 def _measure(answers: Sequence[Explanation], asked: _Asked) -> None:
     """Capture the asked configs on `auto` and the advised ones on their backends."""
     from profharness.answers.explain.answer import to_measure
-    from profharness.cli._progress import capture_progress
     from profharness.jobs import capture_into_store
     from profharness.run import Protocol
     from profharness.runner import CaptureOptions

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from profharness.cli._options import file_options, store_option
-from profharness.cli._output import hint, quiet_stdout
+from profharness.cli._options import file_options, hint, quiet_stdout, store_option
 from profharness.files import check_output
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from profharness.cli._options import store_option
-from profharness.cli._output import hint, quiet_stdout
+from profharness.cli._options import hint, quiet_stdout, store_option
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult

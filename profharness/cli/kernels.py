@@ -10,13 +10,15 @@ import click
 
 from profharness.cli._options import (
     backend_option,
+    capture_progress,
     config_options,
+    emit,
+    hint,
     output_options,
     read_configs,
     split_names,
     store_option,
 )
-from profharness.cli._output import emit, hint
 from profharness.files import check_output
 from profharness.rows import TRACE_PROFILERS
 
@@ -223,7 +225,6 @@ def _capture(
     profilers: tuple[str, ...],
 ) -> str:
     """Capture what the store does not have, and return the new run's id."""
-    from profharness.cli._progress import capture_progress
     from profharness.jobs import capture_into_store
     from profharness.runner import CaptureOptions
 

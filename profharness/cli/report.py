@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from profharness.cli._options import FORMATS, file_options, store_option
-from profharness.cli._output import SUFFIX_FORMATS, emit
+from profharness.cli._options import FORMATS, SUFFIX_FORMATS, emit, file_options, store_option
 from profharness.files import check_output
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profharness.cli._output import hint, quiet_stdout
+from profharness.cli._options import hint, quiet_stdout
 
 
 @click.command()

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from profharness.cli._options import store_option
-from profharness.cli._output import hint
+from profharness.cli._options import hint, store_option
 
 
 @click.command()

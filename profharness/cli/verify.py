@@ -8,15 +8,16 @@ import click
 
 from profharness.cli._options import (
     backend_option,
+    capture_progress,
     config_options,
     device_option,
+    emit,
     out_option,
     output_options,
     read_configs,
     split_names,
     store_option,
 )
-from profharness.cli._output import emit
 from profharness.files import check_output
 
 
@@ -76,7 +77,6 @@ def command(
       profharness verify --config 2,8,512,64 --cases seq_1,large --format json
     """
     from profharness.cases import STANDARD, failures
-    from profharness.cli._progress import capture_progress
     from profharness.errors import GateError, UsageError
     from profharness.jobs import default_backends, every_backend, verify_into_store
     from profharness.run import Protocol

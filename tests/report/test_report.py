@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli._options import FORMATS
-from profharness.cli._output import SUFFIX_FORMATS
+from profharness.cli._options import FORMATS, SUFFIX_FORMATS
 from profharness.cli.report import command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
