@@ -14,7 +14,7 @@ from profharness.backends import ALL, CPU_BACKENDS, DEFAULT_BACKENDS, KERNELS, e
 from profharness.cases import VerificationRow
 from profharness.config import Config
 from profharness.errors import ProfharnessError
-from profharness.profilers.registry import find_profilers, require_tools
+from profharness.profilers import find_profilers, require_tools
 from profharness.run import BenchPlan, Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
 from profharness.runner.book import Progress

@@ -1,4 +1,4 @@
-"""Interrupts while something must not be left half-done."""
+"""Child processes: how they start, are waited for and end, and interrupts meanwhile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.02
+END_GRACE_S = 2.0
 
 
 class _Hold:
@@ -107,10 +108,68 @@ def kill(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its group."""
+def kill_group(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process and its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, number)
+
+
+def start_group(
+    argv: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """A child that leads a process group and a session of its own; both its streams are appended to
+    log. Raises OSError when it does not start.
+    """
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def run_group(
+    argv: Sequence[str], log: Path, environment: Mapping[str, str], timeout_s: float
+) -> int | None:
+    """The exit code of a child of `start_group`, None when it was ended for taking too long. Nothing
+    of its group is left afterwards, whatever interrupts the wait.
+    """
+    process = start_group(argv, log, environment)
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        try:
+            kill_group(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_GRACE_S)
+        finally:
+            kill_group(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_GRACE_S)
+
+
+def run_briefly(
+    argv: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """A short child and what it wrote; None when it does not start or takes longer than timeout_s."""
+    try:
+        return subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
 
 
 def child_environment() -> dict[str, str]:

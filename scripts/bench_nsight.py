@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from profharness.profilers.tools import require_tool
+from profharness.profilers import require_tool
 from profharness.run import Protocol
 
 HERE = Path(__file__).resolve().parent

@@ -14,7 +14,7 @@ import pytest
 import profharness
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.profilers.registry import PROFILERS as REGISTRY
+from profharness.profilers import PROFILERS as REGISTRY
 from profharness.rows import TRACE_PROFILERS
 from profharness.run import read_run
 

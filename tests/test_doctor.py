@@ -35,7 +35,7 @@ from profharness.doctor.system import (
     may_administer,
     process_names,
 )
-from profharness.profilers.tools import Tool
+from profharness.profilers.base import Tool
 
 LDD = """\tlinux-vdso.so.1 (0x00007ffc)
 \tlibdw.so.1 => not found
@@ -184,17 +184,20 @@ def test_ncu_and_driver(ncu: str | None, driver: str | None, warns: bool) -> Non
 
 
 def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
-    """In an interpreter without site-packages, where the package cannot be there."""
+    """In an interpreter that knows no package of that name."""
     ncu = script(tmp_path / "c" / "ncu", "echo Version 2025.3.1.0")
     (clean / "ncu").symlink_to(ncu)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from importlib import metadata\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
         "from profharness.doctor.profilers import ncu_reader; print(ncu_reader().detail)"
     )
     root = str(Path(__file__).resolve().parents[1])
 
     def detail() -> str:
-        argv = [sys.executable, "-ISc", code, root]
+        argv = [sys.executable, "-Ic", code, root]
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
     assert detail() == "not installed"

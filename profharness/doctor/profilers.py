@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 
 from profharness.doctor.system import Check
-from profharness.profilers.failures import NsightError
-from profharness.profilers.tools import Tool, find_tool, tool_missing, version_key
+from profharness.profilers import find_tool, tool_missing
+from profharness.profilers.base import Tool, ToolError, version_key
 
 LDD_TIMEOUT_S = 20.0
 IMPORTER = "QdstrmImporter"
@@ -64,7 +64,7 @@ def check_tool(name: str) -> tuple[Tool | None, Check]:
     """A profiler's executable on PATH, where its variable says, or where its installers put it."""
     try:
         tool = find_tool(name)
-    except NsightError as error:
+    except ToolError as error:
         return None, Check(name, "warning", error.failure.message, error.failure.remedy)
     if tool is None:
         failure = tool_missing(name)
@@ -174,7 +174,7 @@ def ncu_reader() -> Check:
     remedy = 'pip install "profharness[ncu]"'
     try:
         ncu = find_tool("ncu")
-    except NsightError:
+    except ToolError:
         ncu = None
     module = ncu.path.resolve().parent / "extras" / "python" / "ncu_report.py" if ncu else None
     if module is not None and module.is_file():

@@ -290,7 +290,7 @@ READERS: dict[str, Callable[[Path], NcuReport | None]] = {
 
 
 def _find_ncu() -> Path:
-    from profharness.profilers.tools import find_tool
+    from profharness.profilers import find_tool
 
     tool = find_tool("ncu")
     if tool is None:

@@ -22,6 +22,8 @@ from profharness.parse.nsys_export import Export, canonical_names, memcpy_name, 
 from profharness.parse.nsys_read import CORRELATIONS, KERNEL, MEMCPY, NAMES, Reader
 from profharness.parse.output import Renumber
 from profharness.parse.ranges import NsysRanges
+from profharness.profilers import require_tool
+from profharness.profilers.nsys import export_report
 from profharness.trace import LaunchBatch, LaunchConfig, Trace
 
 REPORT_SUFFIX = ".nsys-rep"
@@ -41,18 +43,16 @@ def parse_nsys(path: Path) -> Trace:
     kernels, memcpys and memsets; a file without any gives an empty Trace whose warnings say what
     nsys said. A launch without its API call in the file has launch_ns, range and cell_range NONE.
     Raises TraceFormatError when the file is no export, damaged or half-written, and what
-    nsight.nsys.export_report raises. The caller closes the Trace.
+    `export_report` raises. The caller closes the Trace.
     """
     path = Path(path)
     if not path.name.lower().endswith(REPORT_SUFFIX):
         return _parse(path, path)
-    from profharness.profilers.nsys import export_report
-
     if not path.is_file():
         raise TraceFormatError(path, "no such file", expected="a report of nsys")
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         output = Path(folder) / "report.sqlite"
-        export_report(path, output)
+        export_report(path, output, require_tool("nsys").path)
         return _parse(output, path)
 
 

@@ -1,8 +1,10 @@
-"""The outer form of an .ncu-rep: that it is one, that it is whole, and which ncu wrote it.
+"""Nsight Compute: how it is called, how it fails, and whether its report is whole.
 
-Source of facts: NVIDIA's ProfilerReport.proto (in Nsight Compute, extras/FileFormat) and a report
-of ncu 2025.3. After the magic comes a sized FileHeader, then blocks: a sized BlockHeader whose
-field 2 counts results, field 3 holds the session and field 5 the bytes of payload that follow.
+The texts of failures were seen with ncu 2022.3 to 2025.3, or read in NVIDIA's manuals, binaries and
+public reports of users. Source of the outer form of an .ncu-rep: NVIDIA's ProfilerReport.proto (in
+Nsight Compute, extras/FileFormat) and a report of ncu 2025.3. After the magic comes a sized
+FileHeader, then blocks: a sized BlockHeader whose field 2 counts results, field 3 holds the session
+and field 5 the bytes of payload that follow.
 """
 
 from __future__ import annotations
@@ -17,14 +19,308 @@ from pathlib import Path
 from typing import BinaryIO
 
 from profharness.errors import TraceFormatError
-from profharness.profilers.base import Argv, Ended, NsightSession
-from profharness.profilers.failures import (
+from profharness.profilers.base import (
+    LOADER,
+    NO_SANDBOX,
+    OWN_TMPDIR,
+    TOOL_OPTIONS,
+    Ended,
     Failure,
-    diagnose_ncu,
+    Rule,
+    Rules,
+    ToolSession,
+    diagnose,
+    escape_macros,
     report_damaged,
+    version_key,
 )
-from profharness.profilers.nsys import escape_macros
-from profharness.profilers.tools import version_key
+
+SUFFIX = ".ncu-rep"
+DOMAIN = "profharness"
+# The ranges around profiled calls of cells, not those around warm-up.
+CELL_FILTER = f"regex:{DOMAIN}@profharness:c[0-9]+"
+# One pass on GH100. launch__* cost no pass; those named here are in every ncu since 2022.3, and
+# launch__sm_count (2024 and later) comes along unasked.
+DEFAULT_METRICS: tuple[str, ...] = (
+    "gpu__time_duration.sum",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "sm__maximum_warps_per_active_cycle_pct",
+    "launch__occupancy_limit_blocks",
+    "launch__occupancy_limit_registers",
+    "launch__occupancy_limit_shared_mem",
+    "launch__occupancy_limit_warps",
+    "launch__waves_per_multiprocessor",
+)
+# --import-sass: unknown to 2024.2, known to 2025.3. Without it reports are some fifty times larger.
+IMPORT_SASS_SINCE = (2025, 3)
+
+
+RULES = Rules(
+    "ncu",
+    (
+        Rule(
+            "no_driver",
+            r"Nsight Compute failed to connect to the CUDA driver",
+            "ncu found no CUDA driver and did not start the program: no {report}",
+            "run on a machine with an NVIDIA GPU and driver; libcuda.so on the library path must not be "
+            "the stub of the toolkit",
+        ),
+        Rule(
+            "counters_forbidden",
+            r"ERR_NVGPUCTRPERM",
+            "this user may not read the GPU's hardware counters (ERR_NVGPUCTRPERM)",
+            "either run as root (in a container with CAP_SYS_ADMIN), or load the driver with "
+            "NVreg_RestrictProfilingToAdminUsers=0 and start anew; on WSL allow it in the Windows NVIDIA "
+            "control panel; `--profiler torch` works without counters",
+        ),
+        Rule(
+            "library_not_loaded",
+            r"LibraryNotLoaded",
+            "ncu cannot start its counter library (LibraryNotLoaded) and ended the program: this driver "
+            "is older than ncu, or this is a gVisor container, or ncu does not know the GPU",
+            "match ncu to the driver (2025.3 goes with 580), see that /dev/nvidia-caps is there, and "
+            + NO_SANDBOX.replace("{tool}", "ncu"),
+        ),
+        Rule(
+            "counters_busy",
+            r"driver resource was unavailable",
+            "another tool holds the GPU's hardware counters",
+            "stop it: `dcgmi profile --pause` before and `dcgmi profile --resume` after, or wait for the "
+            "other ncu to end",
+        ),
+        Rule(
+            "injection",
+            r"CUDA_INJECTION64_PATH is set to (?P<path>.*?)(?:\. To run|$)",
+            "another tool is already injected (CUDA_INJECTION64_PATH is {path})",
+            "unset CUDA_INJECTION64_PATH, and do not run ncu inside nsys or nsys inside ncu",
+        ),
+        Rule(
+            "lock_file",
+            r"Failed to open/create lock file (?P<path>\S+)",
+            "the lock file {path} belongs to somebody else",
+            "set TMPDIR to a folder of your own; ncu keeps its lock there",
+        ),
+        Rule(
+            "driver_too_old",
+            r"Insufficient driver version to profile on device (?P<device>\d+)",
+            "the driver is too old for this ncu to profile device {device}",
+            "update the driver, or use an older Nsight Compute",
+        ),
+        Rule(
+            "metrics_unavailable",
+            r"Failed to access the following metrics",
+            "some metrics are out of reach on this GPU, as on a MIG slice",
+            "use a whole GPU, or ask for fewer metrics with --metrics",
+        ),
+        Rule(
+            "unknown_metric",
+            r"Failed to find metric (?P<metric>.*)",
+            "ncu knows no metric {metric} on this GPU",
+            "`ncu --query-metrics` lists those of this GPU",
+        ),
+        Rule(
+            "unknown_section",
+            r"Option '--section (?P<section>[^']*)' did not match any section",
+            "ncu has no section {section}",
+            "`ncu --list-sections` lists them",
+        ),
+        Rule(
+            "unknown_set",
+            r"No metrics to collect found in sections",
+            "the set or sections asked for hold no metrics",
+            "`ncu --list-sets` and `ncu --list-sections` list them",
+        ),
+        Rule(
+            "unknown_option",
+            r"unrecogni[sz]ed option '(?P<option>[^']*)'",
+            "this ncu does not know the option {option}",
+            TOOL_OPTIONS.replace("{tool}", "ncu"),
+        ),
+        Rule(
+            "executable_missing",
+            r"^==ERROR== '(?P<path>[^']*)' does not exist or is not an executable",
+            "{path} does not exist or is not an executable",
+            "give the program's absolute path",
+        ),
+        Rule(
+            "executable_missing",
+            r"^==ERROR== Missing executable to launch",
+            "ncu was given no program to start",
+            "name the program behind ncu's options",
+        ),
+        Rule(
+            "output_exists",
+            r"^==ERROR== File (?P<path>.*?) ?already exists",
+            "{path} was there already, and ncu left it as it was",
+            "remove it, or pass -f",
+        ),
+        Rule(
+            "tmpdir_unusable",
+            r"Failed to create temporary file",
+            "ncu cannot write its temporary file (TMPDIR)",
+            OWN_TMPDIR,
+        ),
+        Rule(
+            "tool_error",
+            r"^==ERROR== (?!The application returned an error code)(?P<words>.+)",
+            "ncu reported an error for {report}: {words}",
+            "see the log of ncu for the lines around it",
+        ),
+        Rule(
+            "target_failed",
+            r"^==ERROR== The application returned an error code \((?P<exit>\d+)\)",
+            "the profiled program ended with code {exit} before ncu wrote {report}",
+            "run the program without ncu and mend it first",
+            quoted=True,
+            written=False,
+        ),
+        # Only where no rule above and no failure of the target explains it.
+        Rule(
+            "child_processes",
+            r"requires the --target-processes all option",
+            "the kernels ran in a child process, which ncu did not follow",
+            "pass --target-processes all",
+        ),
+        Rule(
+            "no_kernels_matched",
+            r"^==WARNING== No kernels were profiled",
+            "ncu profiled no kernel for {report}: none ran, or none ran inside the ranges of cells",
+            "see whether the cells launch kernels at all (`--profiler torch`); a filter needs its name "
+            "escaped, a slash at the end for push/pop ranges and none for start/end ranges",
+        ),
+        Rule(
+            "tool_library_missing",
+            r"\bncu: " + LOADER,
+            "ncu did not start for want of the library {library}",
+            "install the package that has it",
+        ),
+        Rule(
+            "killed",
+            r"\A(?P<how>signal \d+)$",
+            "ncu was ended by {how} before it wrote {report}",
+            "see the kernel log for out-of-memory, then run again with fewer cells",
+            written=False,
+        ),
+    ),
+    timeout=(
+        Rule(
+            "lock_file",
+            r"nsight-compute-lock",
+            "ncu waited too long for the lock of another ncu",
+            "set TMPDIR to a folder of your own, or let the other ncu end",
+        ),
+    ),
+)
+
+
+def profile_argv(
+    tool: Path,
+    output: Path,
+    command: Sequence[str],
+    *,
+    log: Path,
+    metrics: Sequence[str] = (),
+    sections: Sequence[str] = (),
+    version: str | None = None,
+) -> list[str]:
+    """The argv that profiles the kernels inside the ranges of cells; output ends in `.ncu-rep`.
+
+    metrics and sections come on top of DEFAULT_METRICS. Clocks are left as they are, so that
+    durations compare with other profilers; caches are flushed before each pass (ncu's default).
+    Standard input goes to the target. version: that of the tool, to leave out what an
+    older one does not know; None means the newest. Raises ValueError for another suffix.
+    """
+    if output.suffix != SUFFIX:
+        raise ValueError(f"{output}: the report of ncu must end in {SUFFIX}")
+    knows_sass = version is None or version_key(version) >= IMPORT_SASS_SINCE
+    wanted = tuple(dict.fromkeys([*DEFAULT_METRICS, *metrics]))
+    return [
+        str(tool),
+        *("--config-file", "off"),
+        *("--target-processes", "all"),
+        *("--replay-mode", "kernel"),
+        *("--clock-control", "none"),
+        *(("--import-sass", "no") if knows_sass else ()),
+        "--nvtx",
+        *("--nvtx-include", CELL_FILTER),
+        *("--metrics", ",".join(wanted)),
+        *(word for section in sections for word in ("--section", section)),
+        "--disable-extra-suffixes",
+        *("--log-file", str(log)),
+        "-f",
+        *("-o", escape_macros(output)),
+        *command,
+    ]
+
+
+def csv_argv(tool: Path, report: Path) -> list[str]:
+    """The argv that prints a report, one row a kernel, values in base units; needs no GPU."""
+    return [
+        str(tool),
+        *("--config-file", "off"),
+        *("--import", str(report)),
+        "--csv",
+        *("--page", "raw"),
+        *("--print-units", "base"),
+    ]
+
+
+def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
+    """The environment for ncu and its target.
+
+    LC_ALL=C, because CSV numbers have thousands separators in other locales; a TMPDIR of its own,
+    because another user's lock file may lie in the common one; sections are read where they are
+    installed, not copied into the home folder; another tool's injection must not be there.
+    """
+    kept = {name: value for name, value in base.items() if name != "CUDA_INJECTION64_PATH"}
+    return {
+        **kept,
+        "TMPDIR": str(tmpdir),
+        "LC_ALL": "C",
+        "NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT": "1",
+    }
+
+
+class NcuSession(ToolSession):
+    """Under `ncu`, one process for all cells of a start."""
+
+    @property
+    def log(self) -> Path:
+        """ncu's own words, apart from the worker's."""
+        return self.scratch / "log"
+
+    def argv(self, command: list[str]) -> list[str]:
+        return profile_argv(
+            self.tool.path,
+            self.report,
+            command,
+            log=self.log,
+            metrics=self.protocol.metrics,
+            sections=self.protocol.sections,
+            version=self.tool.version,
+        )
+
+    def environment(self, base: dict[str, str]) -> dict[str, str]:
+        return child_environment(base, self.scratch)
+
+    def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
+        said = self.log.read_text(errors="replace") if self.log.exists() else ""
+        text = f"{ended.text}\n{said}"
+        failure = diagnose(RULES, ended.returncode, text, self.report, self.started)
+        if not self.report.exists():
+            return failure, None
+        try:
+            check_file(self.report)
+        except TraceFormatError as error:
+            return failure or report_damaged("ncu", self.report, str(error)), None
+        return failure, self.report
+
+    def interrupt(self, process: subprocess.Popen[bytes]) -> None:  # noqa: ARG002
+        """ncu writes its report when its target ends, however that ends."""
+        self.signal_workers(signal.SIGTERM)
+
 
 MAGIC = b"NVR\0"
 EXPECTED = "a report that `ncu -o` wrote"
@@ -134,157 +430,3 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, place
     raise ValueError(place)
-
-
-SUFFIX = ".ncu-rep"
-DOMAIN = "profharness"
-
-
-# One pass on GH100. launch__* cost no pass; those named here are in every ncu since 2022.3, and
-# launch__sm_count (2024 and later) comes along unasked.
-DEFAULT_METRICS: tuple[str, ...] = (
-    "gpu__time_duration.sum",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "sm__maximum_warps_per_active_cycle_pct",
-    "launch__occupancy_limit_blocks",
-    "launch__occupancy_limit_registers",
-    "launch__occupancy_limit_shared_mem",
-    "launch__occupancy_limit_warps",
-    "launch__waves_per_multiprocessor",
-)
-
-
-# --import-sass: unknown to 2024.2, known to 2025.3. Without it reports are some fifty times larger.
-IMPORT_SASS_SINCE = (2025, 3)
-
-
-_SPECIAL = re.compile(r"[@,\[\]/*+\\]")
-
-
-def escape_nvtx(name: str) -> str:
-    """A range or domain name in which a filter of ncu finds no operator: `b2/auto` is `b2\\/auto`."""
-    return _SPECIAL.sub(lambda match: "\\" + match[0], name)
-
-
-def nvtx_filter(name: str, *, domain: str | None = DOMAIN, push_pop: bool = False) -> str:
-    """The filter for ranges of exactly that name.
-
-    Start/end ranges by default: they hold for the whole process, so that backward kernels count,
-    which autograd launches from a thread of its own. A push/pop range holds for its thread alone
-    and is told by a slash at the end. domain None: the default domain.
-    """
-    prefix = "" if domain is None else f"{escape_nvtx(domain)}@"
-    return f"{prefix}{escape_nvtx(name)}{'/' if push_pop else ''}"
-
-
-# The ranges around profiled calls of cells, not those around warm-up.
-CELL_FILTER = f"regex:{DOMAIN}@profharness:c[0-9]+"
-
-
-def profile_argv(
-    tool: Path,
-    output: Path,
-    command: Sequence[str],
-    *,
-    log: Path,
-    metrics: Sequence[str] = (),
-    sections: Sequence[str] = (),
-    version: str | None = None,
-) -> list[str]:
-    """The argv that profiles the kernels inside the ranges of cells; output ends in `.ncu-rep`.
-
-    metrics and sections come on top of DEFAULT_METRICS. Clocks are left as they are, so that
-    durations compare with other profilers; caches are flushed before each pass (ncu's default).
-    Standard input goes to the target. version: that of the tool, to leave out what an
-    older one does not know; None means the newest. Raises ValueError for another suffix.
-    """
-    if output.suffix != SUFFIX:
-        raise ValueError(f"{output}: the report of ncu must end in {SUFFIX}")
-    knows_sass = version is None or version_key(version) >= IMPORT_SASS_SINCE
-    wanted = tuple(dict.fromkeys([*DEFAULT_METRICS, *metrics]))
-    return [
-        str(tool),
-        *("--config-file", "off"),
-        *("--target-processes", "all"),
-        *("--replay-mode", "kernel"),
-        *("--clock-control", "none"),
-        *(("--import-sass", "no") if knows_sass else ()),
-        "--nvtx",
-        *("--nvtx-include", CELL_FILTER),
-        *("--metrics", ",".join(wanted)),
-        *(word for section in sections for word in ("--section", section)),
-        "--disable-extra-suffixes",
-        *("--log-file", str(log)),
-        "-f",
-        *("-o", escape_macros(output)),
-        *command,
-    ]
-
-
-def csv_argv(tool: Path, report: Path) -> list[str]:
-    """The argv that prints a report, one row a kernel, values in base units; needs no GPU."""
-    return [
-        str(tool),
-        *("--config-file", "off"),
-        *("--import", str(report)),
-        "--csv",
-        *("--page", "raw"),
-        *("--print-units", "base"),
-    ]
-
-
-def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
-    """The environment for ncu and its target.
-
-    LC_ALL=C, because CSV numbers have thousands separators in other locales; a TMPDIR of its own,
-    because another user's lock file may lie in the common one; sections are read where they are
-    installed, not copied into the home folder; another tool's injection must not be there.
-    """
-    kept = {name: value for name, value in base.items() if name != "CUDA_INJECTION64_PATH"}
-    return {
-        **kept,
-        "TMPDIR": str(tmpdir),
-        "LC_ALL": "C",
-        "NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT": "1",
-    }
-
-
-class NcuSession(NsightSession):
-    """Under `ncu`, one process for all cells of a start."""
-
-    @property
-    def log(self) -> Path:
-        """ncu's own words, apart from the worker's."""
-        return self.scratch / "log"
-
-    def argv(self, command: Argv) -> Argv:
-        return profile_argv(
-            self.tool.path,
-            self.report,
-            command,
-            log=self.log,
-            metrics=self.protocol.metrics,
-            sections=self.protocol.sections,
-            version=self.tool.version,
-        )
-
-    def environment(self, base: dict[str, str]) -> dict[str, str]:
-        return child_environment(base, self.scratch)
-
-    def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
-        said = self.log.read_text(errors="replace") if self.log.exists() else ""
-        text = f"{ended.text}\n{said}"
-        failure = diagnose_ncu(ended.returncode, text, self.report, self.started)
-        if not self.report.exists():
-            return failure, None
-        try:
-            check_file(self.report)
-        except TraceFormatError as error:
-            return failure or report_damaged("ncu", self.report, str(error)), None
-        return failure, self.report
-
-    def interrupt(self, process: subprocess.Popen[bytes]) -> None:  # noqa: ARG002
-        """ncu writes its report when its target ends, however that ends."""
-        self.signal_workers(signal.SIGTERM)

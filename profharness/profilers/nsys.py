@@ -1,4 +1,8 @@
-"""How nsys is called: to profile a command, to export its report to SQLite, to end a session."""
+"""Nsight Systems: how it is called, how its report becomes SQLite, and how it fails.
+
+The texts of failures were seen with nsys 2022.4 to 2025.3, or read in NVIDIA's manuals, binaries
+and public reports of users.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,253 @@ import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from profharness.errors import TraceFormatError
-from profharness.processes import kill
-from profharness.profilers.base import Argv, Ended, NsightSession
-from profharness.profilers.failures import (
+from profharness.processes import kill, run_briefly, run_group
+from profharness.profilers.base import (
+    LOADER,
+    NO_SANDBOX,
+    OWN_TMPDIR,
+    TOOL_OPTIONS,
+    Ended,
     Failure,
-    NsightError,
-    diagnose_nsys,
-    diagnose_nsys_export,
-    no_cuda_events,
+    Rule,
+    Rules,
+    ToolError,
+    ToolSession,
+    diagnose,
+    escape_macros,
+    quoted,
     report_damaged,
 )
-from profharness.profilers.tools import require_tool
 
 SUFFIX = ".nsys-rep"
 EXPORT_TIMEOUT_S = 900.0
-END_GRACE_S = 2.0
+KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
+SQLITE_MAGIC = b"SQLite format 3\0"
+_SAME_VERSION = (
+    "capture, import and export with one and the same nsys, on the machine that captured, and carry "
+    "the .sqlite file away"
+)
+_DEBIAN = "libdw1, libelf1, libssh-4 on Debian and Ubuntu"
+
+NO_CUDA_EVENTS = Rule(
+    "no_cuda_events",
+    r"No CUDA events collected|CUDA profiling might have not been started correctly",
+    "nsys saw no CUDA work for {report}",
+    "see that the program uses the GPU (nvidia-smi, torch.cuda.is_available()) and that nsys is not "
+    "older than the CUDA that torch was built with; `--profiler torch` works without nsys",
+)
+
+
+# Those hold even where a report was written: it is cut short or empty of kernels.
+WRITTEN_RULES = (
+    Rule(
+        "version_mismatch",
+        r"Qdstrm version (?P<version>\S+) is not supported",
+        "the importer cannot read a raw file of nsys {version}, so {report} is not usable",
+        _SAME_VERSION,
+    ),
+    Rule(
+        "version_mismatch",
+        r"Supplied input buffer of size \d+ is too small"
+        r"|Unknown runtime API function index: \d+"
+        r"|Data member TimestampType was not initialized",
+        "nsys and its importer, or nsys and the CUDA of the program, are of different versions: "
+        "{report} lacks events",
+        _SAME_VERSION + "; a CUDA 13 program needs nsys 2025.3 or newer",
+    ),
+    Rule(
+        "import_incomplete",
+        r"Errors occurred while processing the raw events",
+        "the importer stopped in the middle: {report} lacks events",
+        _SAME_VERSION,
+    ),
+    NO_CUDA_EVENTS,
+)
+
+
+# These hold where no report was written.
+UNWRITTEN_RULES = (
+    Rule(
+        "sandboxed",
+        r"ConvertGpuTicksToSyncNs",
+        "nsys cannot relate GPU time to host time here, as in a gVisor container: no {report}",
+        NO_SANDBOX.replace("{tool}", "nsys"),
+    ),
+    Rule(
+        "executable_missing",
+        r"Executable not found in current directory or standard search paths"
+        r"|^No such file or directory: \S",
+        "nsys found no program to start for {report}",
+        "give the program's absolute path",
+    ),
+    Rule(
+        "unknown_option",
+        r"unrecogni[sz]ed option '(?P<option>[^']*)'",
+        "this nsys does not know the option {option}",
+        TOOL_OPTIONS.replace("{tool}", "nsys profile"),
+    ),
+    Rule(
+        "unknown_option",
+        r"Illegal --(?P<option>[\w-]+) arguments?\b(?P<value>.*)",
+        "this nsys does not take the value given to --{option}:{value}",
+        TOOL_OPTIONS.replace("{tool}", "nsys profile"),
+    ),
+    Rule(
+        "tmpdir_unusable",
+        r"boost::filesystem::temp_directory_path|^Agent launcher failed",
+        "nsys cannot start its background process or write its raw files (TMPDIR)",
+        OWN_TMPDIR,
+    ),
+    Rule(
+        "importer_missing",
+        r"The importer binary and its dependencies were not found",
+        "nsys left a raw .qdstrm file and no {report}: its importer (QdstrmImporter) is not where it "
+        "looks, in host-linux-x64 beside its own target-linux-x64",
+        "link it there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
+        "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64`), or install NVIDIA's own package",
+    ),
+    Rule(
+        "importer_library_missing",
+        r"Importer error status: An unknown error occurred",
+        "nsys left a raw .qdstrm file and no {report}: its importer (QdstrmImporter) does not start, "
+        "most often for want of a library",
+        "`ldd QdstrmImporter | grep 'not found'` names it; install the package that has it "
+        f"({_DEBIAN})",
+    ),
+    Rule(
+        "sys_missing",
+        r"Failed to get number of the device CPUs",
+        "the importer of nsys cannot read /sys, so there is no {report}",
+        "mount /sys and /proc in the container",
+    ),
+    Rule(
+        "import_failed",
+        r"Importer error status: (?P<words>.*)|Import Failed with (?P<more>.*)"
+        r"|^File is corrupted\.",
+        "nsys could not turn its raw .qdstrm file into {report}",
+        "run `QdstrmImporter -i FILE.qdstrm` of the same version by hand to see why; see whether the "
+        "disk is full",
+    ),
+    Rule(
+        "output_exists",
+        r"Failed to create '(?P<path>[^']*)': File exists",
+        "{path} was there already: nsys left it as it was and wrote the new report to TMPDIR",
+        "remove the old file, or pass --force-overwrite true",
+    ),
+    Rule(
+        "output_folder_missing",
+        r"Failed to create '(?P<path>[^']*)': No such file or directory",
+        "the folder of {path} does not exist: nsys wrote the report to TMPDIR",
+        "make the folder first",
+    ),
+    Rule(
+        "output_unwritable",
+        r"Failed to create '(?P<path>[^']*)': (?P<why>[^.\n]+)",
+        "nsys could not write {path}: {why}",
+        "choose a folder that is writable and has room",
+    ),
+    Rule(
+        "tool_library_missing",
+        LOADER,
+        "a program did not start for want of the library {library}, and there is no {report}",
+        "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
+    ),
+    Rule(
+        "capture_range_missed",
+        r"^Generated:\s*+(?!\S*\.(?:nsys-rep|qdstrm|qdrep))",
+        "the program never entered the range that nsys waits for, so there is no {report}",
+        "check the range's name, and set NSYS_NVTX_PROFILER_REGISTER_ONLY=0",
+    ),
+    Rule(
+        "sampling_forbidden",
+        r"requires root privileges or a paranoid level of (?P<level>\d)",
+        "nsys may not sample the CPU here, and there is no {report}",
+        "pass --sample=none --cpuctxsw=none, or set kernel.perf_event_paranoid to {level}",
+    ),
+    Rule(
+        "tool_crashed",
+        r"FATAL ERROR: (?P<words>.*)",
+        "nsys broke down before it wrote {report}: {words}",
+        "try another version of Nsight Systems; `--profiler torch` works without nsys",
+    ),
+)
+
+
+KILLED = Rule(
+    "killed",
+    r"\Asignal 9$",
+    "nsys was killed (SIGKILL) while it profiled for {report}",
+    "end what it left behind with `nsys shutdown --kill=sigterm --session=profile-PID` "
+    "(PID is that of the killed nsys); see the kernel log for out-of-memory, then run again",
+)
+
+RULES = Rules(
+    "nsys",
+    (KILLED, *(replace(rule, written=False) for rule in UNWRITTEN_RULES), *WRITTEN_RULES),
+    timeout=(
+        Rule(
+            "children_outlive_target",
+            r"Waiting for termination of re-parented processes",
+            "the program ended, but a process that it left behind kept nsys waiting for {report}",
+            "pass --wait=primary, or see that the program ends its own children",
+        ),
+    ),
+)
+
+EXPORT_RULES = Rules(
+    "nsys export",
+    (
+        Rule(
+            "output_exists",
+            r"Exportation error: File already exists: '(?P<path>[^']*)'",
+            "{path} was there already, and nsys export left it as it was",
+            "remove it, or pass --force-overwrite true",
+        ),
+        Rule(
+            "report_missing",
+            r"Exportation error: File not found: '(?P<path>[^']*)'",
+            "nsys export found no report {path}",
+            "check the path; nsys profile may have left none",
+        ),
+        Rule(
+            "version_mismatch",
+            r"ProtobufParseException|Version not supported: (?P<build>\S+)"
+            r"|Version number is invalid: (?P<version>\S+)",
+            "the report was made by a newer nsys than the one that exports it",
+            _SAME_VERSION,
+        ),
+        Rule(
+            "report_damaged",
+            r"Version tag is not found in the stream|Cannot read from stream"
+            r"|Section Table Reference magic number mismatch",
+            "the file is not an nsys report, or was cut short",
+            "copy it again, or capture again",
+        ),
+        Rule(
+            "tool_library_missing",
+            LOADER,
+            "nsys did not start for want of the library {library}",
+            "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
+        ),
+        Rule(
+            "export_failed",
+            r"Exportation error: (?P<words>.*)",
+            "nsys export failed: {words}",
+            "export with the nsys that made the report, and see whether the disk is full",
+        ),
+        Rule(
+            "export_failed",
+            r"\A(?P<how>signal \d+|exit code [1-9]\d*)$",
+            "nsys export failed ({how})",
+            "export with the nsys that made the report: `nsys export --type sqlite REPORT`",
+            quoted=True,
+        ),
+    ),
+)
 
 
 def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
@@ -51,11 +284,6 @@ def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
         f"--output={escape_macros(output)}",
         *command,
     ]
-
-
-def escape_macros(path: Path) -> str:
-    """A path in which nsys and ncu expand nothing: both read %p, %h and %q{NAME} in output names."""
-    return str(path).replace("%", "%%")
 
 
 def export_argv(tool: Path, report: Path, output: Path) -> list[str]:
@@ -95,98 +323,62 @@ def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
 
 
 def export_report(
-    report: Path,
-    output: Path,
-    tool: Path | None = None,
-    *,
-    timeout_s: float = EXPORT_TIMEOUT_S,
+    report: Path, output: Path, tool: Path, *, timeout_s: float = EXPORT_TIMEOUT_S
 ) -> None:
-    """Export a `.nsys-rep` to SQLite; output appears whole or not at all and replaces an old one.
-
-    tool: the nsys, by default the one that `require_tool` finds. Raises NsightError.
+    """Export a `.nsys-rep` to SQLite by the nsys at tool; output appears whole or not at all and
+    replaces an old one. Raises ToolError.
     """
-    nsys = require_tool("nsys").path if tool is None else tool
     try:
         folder = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
     except OSError as error:
-        raise NsightError(_unwritable(output, error)) from None
+        message = f"{output} cannot be written: {error.strerror}"
+        remedy = "name a file in a folder that exists and is writable"
+        raise ToolError(Failure("output_unwritable", message, remedy)) from None
     with folder as name:
-        part = Path(name) / "export.sqlite"
-        log = Path(name) / "log"
-        returncode = _run(export_argv(nsys, report, part), Path(name), log, timeout_s)
+        part, log = Path(name) / "export.sqlite", Path(name) / "log"
+        environment = child_environment(os.environ, Path(name))
+        try:
+            returncode = run_group(export_argv(tool, report, part), log, environment, timeout_s)
+        except OSError as error:
+            message = f"{tool} cannot be started: {error.strerror}"
+            remedy = "set PROFHARNESS_NSYS to the nsys executable, or install NVIDIA Nsight Systems"
+            raise ToolError(Failure("tool_missing", message, remedy)) from None
         text = log.read_text(encoding="utf-8", errors="replace")
-        failure = diagnose_nsys_export(returncode, text, part)
+        failure = diagnose_export(returncode, text, part)
         if failure is not None:
-            raise NsightError(failure, text)
+            raise ToolError(failure, text)
         part.replace(output)
 
 
-def _run(argv: list[str], tmpdir: Path, log: Path, timeout_s: float) -> int | None:
-    """Exit code, None when it was ended for taking too long; both streams go to log."""
-    with log.open("wb") as file:
-        try:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=child_environment(os.environ, tmpdir),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise NsightError(_not_started(argv[0], error)) from None
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end_group(process)
+def diagnose_export(returncode: int | None, text: str, output: Path) -> Failure | None:
+    """Why `nsys export` left no SQLite file at output; None when it did.
 
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of the process's group is left afterwards, whatever interrupts the wait."""
-    try:
-        _signal_group(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_GRACE_S)
-    finally:
-        _signal_group(process, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_GRACE_S)
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-
-
-def _unwritable(output: Path, error: OSError) -> Failure:
+    It leaves an empty or half-filled file behind when it fails, so a file alone proves nothing.
+    """
+    failure = EXPORT_RULES.match(returncode, text, output)
+    if failure is not None:
+        return failure
+    with contextlib.suppress(OSError), output.open("rb") as file:
+        if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
+            return None
     return Failure(
-        "output_unwritable",
-        f"{output} cannot be written: {error.strerror}",
-        "name a file in a folder that exists and is writable",
+        "export_empty",
+        f"nsys export ended well but left no SQLite file{quoted(text)}",
+        "see whether the disk is full; export with the nsys that made the report",
     )
 
 
-def _not_started(path: str, error: OSError) -> Failure:
-    return Failure(
-        "tool_missing",
-        f"{path} cannot be started: {error.strerror}",
-        "set PROFHARNESS_NSYS to the nsys executable, or install NVIDIA Nsight Systems",
-    )
-
-
-class NsysSession(NsightSession):
+class NsysSession(ToolSession):
     """Under `nsys profile`; the report is exported to SQLite at once, by the nsys that wrote it."""
 
-    def argv(self, command: Argv) -> Argv:
+    def argv(self, command: list[str]) -> list[str]:
         return profile_argv(self.tool.path, self.report, command)
 
     def environment(self, base: dict[str, str]) -> dict[str, str]:
         return child_environment(base, self.scratch)
 
     def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
-        failure = diagnose_nsys(ended.returncode, ended.text, self.report, self.started)
+        failure = diagnose(RULES, ended.returncode, ended.text, self.report, self.started)
         if not self.report.exists():
             return failure, None
         exported = self.report.with_suffix(".sqlite")
@@ -196,7 +388,7 @@ class NsysSession(NsightSession):
         except TraceFormatError as error:
             return report_damaged("nsys", exported, str(error)), None
         if kernels == 0:
-            failure = failure or no_cuda_events(self.report)
+            failure = failure or NO_CUDA_EVENTS.failure(self.report)
         return failure, exported
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
@@ -204,14 +396,7 @@ class NsysSession(NsightSession):
 
     def force(self, pid: int, timeout_s: float) -> None:
         """nsys leaves a daemon in a session of its own, which holds the target."""
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(
-                shutdown_argv(self.tool.path, pid),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=timeout_s,
-                check=False,
-            )
+        run_briefly(shutdown_argv(self.tool.path, pid), timeout_s)
 
 
 def count_kernels(export: Path) -> int:
@@ -237,7 +422,3 @@ def count_kernels(export: Path) -> int:
         raise TraceFormatError(export.name, f"damaged: {error}") from None
     finally:
         connection.close()
-
-
-KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
-SQLITE_MAGIC = b"SQLite format 3\0"

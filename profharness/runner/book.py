@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from profharness.profilers import PROFILERS, Profiler
 from profharness.profilers.base import Outcome
-from profharness.profilers.registry import PROFILERS, Profiler
 from profharness.run import Cell, JournalEntry, Problem, Run, TraceFile, write_run
 
 SAVE_EVERY_S = 1.0

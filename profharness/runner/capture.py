@@ -23,9 +23,8 @@ from profharness.cases import STANDARD, derive_cases
 from profharness.config import Config, parse_config
 from profharness.errors import CaptureError, UsageError
 from profharness.logs import log_wanted
-from profharness.profilers.base import Outcome
-from profharness.profilers.registry import Profiler, find_profilers, open_session, require_tools
-from profharness.profilers.tools import Tool
+from profharness.profilers import Profiler, find_profilers, open_session, require_tools
+from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
     JOURNAL_FILE,
     PLAN_FILE,
@@ -70,7 +69,7 @@ def capture(
     """Run every config on every backend and return the run folder.
 
     Failed cells are results, not errors, and what a wrapping profiler fails at stands in the run's
-    problems. Raises UsageError for unknown names, NsightError for a tool that is not there,
+    problems. Raises UsageError for unknown names, ToolError for a tool that is not there,
     CaptureError if no worker starts. After KeyboardInterrupt the folder is valid and `resume` goes on with it; the
     exception's `folder` attribute names it.
     """

@@ -13,7 +13,9 @@ from typing import IO
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError, UsageError
 from profharness.parse.ncu_csv import read_table, read_text
 from profharness.parse.packed import SUFFIX, unpacked
-from profharness.profilers.failures import NsightError
+from profharness.profilers import require_tool
+from profharness.profilers.base import ToolError
+from profharness.profilers.nsys import export_report
 from profharness.scrub.text import Cleaner, names_in, private_names
 
 EMPTIED = ("Host Name", "Process Name")
@@ -137,7 +139,7 @@ def exported(report: Path, made: Path) -> Path:
     try:
         with unpacked(report) as plain:
             _export(plain, made)
-    except (NsightError, MissingExtraError) as error:
+    except (ToolError, MissingExtraError) as error:
         if doubt is None:
             raise
         raise StaleExportError(
@@ -149,9 +151,7 @@ def exported(report: Path, made: Path) -> Path:
 
 def _export(report: Path, output: Path) -> None:
     if report.name.lower().endswith(NSYS_REPORT):
-        from profharness.profilers.nsys import export_report
-
-        export_report(report, output)
+        export_report(report, output, require_tool("nsys").path)
     else:
         from profharness.parse.ncu_readers import report_to_csv
 

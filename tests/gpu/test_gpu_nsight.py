@@ -13,9 +13,8 @@ from profharness.answers.witnesses import join
 from profharness.config import expand_configs
 from profharness.jobs import capture_into_store, default_backends
 from profharness.processes import find_workers
+from profharness.profilers import PROFILERS, find_tool, open_session, require_tools
 from profharness.profilers.base import Outcome
-from profharness.profilers.registry import PROFILERS, open_session, require_tools
-from profharness.profilers.tools import find_tool
 from profharness.run import Cell, Protocol
 from profharness.runner import CaptureOptions
 from profharness.runner.supervise import run_cells

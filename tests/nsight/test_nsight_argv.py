@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from fake_tools import Scenario, environments, install, invocations
-from hypothesis import given
-from hypothesis import strategies as st
 
 from profharness.profilers import ncu, nsys
 
@@ -188,29 +186,3 @@ def test_environments_reach_the_tools(tmp_path: Path) -> None:
     assert of_ncu["NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT"] == "1"
     assert "CUDA_INJECTION64_PATH" not in of_ncu
     assert base == before
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("profharness:c0001", {}, "profharness@profharness:c0001"),
-        ("b2/auto", {"push_pop": True}, "profharness@b2\\/auto/"),
-        ("a[0],b+c*d@e", {"domain": None}, "a\\[0\\]\\,b\\+c\\*d\\@e"),
-        ("r", {"domain": "my@domain"}, "my\\@domain@r"),
-    ],
-)
-def test_nvtx_filter(name: str, options: dict[str, object], expected: str) -> None:
-    assert ncu.nvtx_filter(name, **options) == expected  # type: ignore[arg-type]
-
-
-@given(st.text())
-def test_escaped_names_read_back_and_hold_no_operator(name: str) -> None:
-    escaped = ncu.escape_nvtx(name)
-    read, bare, characters = "", "", iter(escaped)
-    for character in characters:
-        if character == "\\":
-            read += next(characters)
-        else:
-            read, bare = read + character, bare + character
-    assert read == name
-    assert not set(bare) & set("@,[]/*+")

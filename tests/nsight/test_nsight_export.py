@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fake_tools import Behaviour, Scenario, environments, install, invocations
 
-from profharness.profilers.failures import NsightError
+from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import export_report
 
 
@@ -90,7 +90,7 @@ FAILURES = {
 def test_a_failed_export_leaves_nothing(case: str, left: str, tmp_path: Path, out: Path) -> None:
     returncode, text, code = FAILURES[case]
     behaviour = Behaviour(stderr=text + "\n", returncode=returncode, report=left)
-    with pytest.raises(NsightError) as caught:
+    with pytest.raises(ToolError) as caught:
         export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", tool(tmp_path, behaviour))
     assert caught.value.failure.code == code
     assert text in caught.value.raw
@@ -99,7 +99,7 @@ def test_a_failed_export_leaves_nothing(case: str, left: str, tmp_path: Path, ou
 
 def test_a_failed_export_leaves_the_old_file(tmp_path: Path, out: Path) -> None:
     (out / "a.sqlite").write_bytes(b"an old one")
-    with pytest.raises(NsightError, match=r"\[export_failed\]"):
+    with pytest.raises(ToolError, match=r"\[export_failed\]"):
         export_report(
             tmp_path / "a.nsys-rep", out / "a.sqlite", tool(tmp_path, Behaviour(returncode=1))
         )
@@ -111,7 +111,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, out: Path) -> None:
 def test_an_export_that_hangs_is_ended(ignore_signals: bool, tmp_path: Path, out: Path) -> None:
     nsys = hanging(tmp_path, ignore_signals)
     started = time.monotonic()
-    with pytest.raises(NsightError, match=r"took too long.*\[timeout\]"):
+    with pytest.raises(ToolError, match=r"took too long.*\[timeout\]"):
         export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", nsys, timeout_s=1.0)
     assert time.monotonic() - started < 20
     assert names(out) == []
@@ -139,14 +139,14 @@ def test_an_interrupted_export_leaves_no_process_and_no_file(tmp_path: Path, out
 
 
 def test_a_missing_folder_is_said(tmp_path: Path) -> None:
-    with pytest.raises(NsightError, match=r"\[output_unwritable\]"):
+    with pytest.raises(ToolError, match=r"\[output_unwritable\]"):
         export_report(
             tmp_path / "a.nsys-rep", tmp_path / "no" / "a.sqlite", tool(tmp_path, Behaviour())
         )
 
 
 def test_a_tool_that_is_not_there_is_said(tmp_path: Path, out: Path) -> None:
-    with pytest.raises(NsightError, match=r"\[tool_missing\]"):
+    with pytest.raises(ToolError, match=r"\[tool_missing\]"):
         export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", tmp_path / "no" / "nsys")
     assert names(out) == []
 

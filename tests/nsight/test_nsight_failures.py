@@ -17,18 +17,16 @@ from fake_tools import Behaviour, Scenario, install
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.profilers import failures as rules
 from profharness.profilers import ncu, nsys
-from profharness.profilers.failures import (
+from profharness.profilers.base import (
     Failure,
-    NsightError,
-    diagnose_ncu,
-    diagnose_ncu_import,
-    diagnose_nsys,
-    diagnose_nsys_export,
-    no_cuda_events,
+    Rule,
+    ToolError,
+    diagnose,
     report_state,
 )
+
+REGISTRIES = {"nsys": nsys.RULES, "ncu": ncu.RULES, "nsys export": nsys.EXPORT_RULES}
 
 
 def run(argv: list[str], environment: dict[str, str]) -> tuple[int, str]:
@@ -45,7 +43,7 @@ def run_nsys(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int
     argv = nsys.profile_argv(folder / "bin" / "nsys", report, target)
     started = time.time()
     returncode, text = run(argv, nsys.child_environment(os.environ, folder))
-    return returncode, diagnose_nsys(returncode, text, report, started)
+    return returncode, diagnose(nsys.RULES, returncode, text, report, started)
 
 
 def run_ncu(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Failure | None]:
@@ -55,7 +53,7 @@ def run_ncu(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int,
     started = time.time()
     returncode, text = run(argv, ncu.child_environment(os.environ, folder))
     text += log.read_text() if log.exists() else ""
-    return returncode, diagnose_ncu(returncode, text, report, started)
+    return returncode, diagnose(ncu.RULES, returncode, text, report, started)
 
 
 @pytest.mark.parametrize("case", NSYS)
@@ -84,14 +82,14 @@ def test_every_rule_stands_for_a_case_above() -> None:
     unreached = [
         f"{tool}: {rule.code}: {rule.pattern}"
         for tool, registry in (
-            ("nsys", (*rules.NSYS_RULES, *rules.NSYS_REPORT_RULES, *rules.NSYS_TIMEOUT_RULES)),
-            ("ncu", (*rules.NCU_RULES, *rules.NCU_EMPTY_RULES)),
+            ("nsys", (*nsys.RULES.rules, *nsys.RULES.timeout)),
+            ("ncu", ncu.RULES.rules),
         )
         for rule in registry
         if not any(
             table == tool and re.search(rule.pattern, text, re.MULTILINE) for table, text in cases
         )
-        and rule.code not in ("report_damaged", "report_missing")  # of `ncu --import`, below
+        and rule.code != "killed"  # by how the tool ended, not by a text
     ]
     assert not unreached
 
@@ -118,8 +116,8 @@ def test_a_signal_ends_nsys_with_a_report(number: signal.Signals, tmp_path: Path
     process.send_signal(number)
     assert process.wait(30) == 128 + number
     assert report_state(report, started) == "fresh"
-    assert diagnose_nsys(128 + number, "", report, started) is None
-    late = diagnose_nsys(None, "", report, started)
+    assert diagnose(nsys.RULES, 128 + number, "", report, started) is None
+    late = diagnose(nsys.RULES, None, "", report, started)
     assert late is not None
     assert late.code == "timeout"
 
@@ -179,7 +177,7 @@ def test_the_target_gets_stdin_and_environment(tmp_path: Path) -> None:
     ],
 )
 def test_nsys_took_too_long(text: str, code: str, tmp_path: Path) -> None:
-    failure = diagnose_nsys(None, text, tmp_path / "x.nsys-rep", 0.0)
+    failure = diagnose(nsys.RULES, None, text, tmp_path / "x.nsys-rep", 0.0)
     assert failure is not None
     assert failure.code == code
 
@@ -189,63 +187,25 @@ def test_nsys_took_too_long(text: str, code: str, tmp_path: Path) -> None:
     [("==PROF== Waiting for /tmp/nsight-compute-lock", "lock_file"), ("", "timeout")],
 )
 def test_ncu_took_too_long(text: str, code: str, tmp_path: Path) -> None:
-    failure = diagnose_ncu(None, text, tmp_path / "x.ncu-rep", 0.0)
+    failure = diagnose(ncu.RULES, None, text, tmp_path / "x.ncu-rep", 0.0)
     assert failure is not None
     assert failure.code == code
-
-
-@pytest.mark.parametrize(
-    ("returncode", "text", "code"),
-    [
-        (1, "==ERROR== Failed to load report file 'x.ncu-rep'.", "report_damaged"),
-        (1, "==ERROR== Could not open report file 'x.ncu-rep'.", "report_missing"),
-        (1, "", "export_failed"),
-        (0, "", "no_kernels_matched"),
-        (1, "==ERROR== Failed to add rules search path /x/sections.", "tool_error"),
-        (None, "", "timeout"),
-    ],
-)
-def test_ncu_import(returncode: int | None, text: str, code: str) -> None:
-    failure = diagnose_ncu_import(returncode, text, Path("x.ncu-rep"))
-    assert failure is not None
-    assert failure.code == code
-    warned = '==WARNING== No section files found in search paths.\n"ID","Process ID"\n'
-    assert diagnose_ncu_import(0, warned, Path("x.ncu-rep")) is None
-
-
-def test_what_the_diagnostics_say_of_no_cuda_stands_in_the_message() -> None:
-    said = ["Number of CUDA events collected: 0.", "No CUDA events collected. Does the process?"]
-    failure = no_cuda_events(Path("c0001.nsys-rep"), said)
-    assert failure.code == "no_cuda_events"
-    assert "c0001.nsys-rep" in failure.message
-    assert "Does the process?" in failure.message
-    assert "collected: 0" not in failure.message
 
 
 def test_the_error_carries_failure_and_text() -> None:
     failure = Failure("no_driver", "there is no driver", "install one")
-    error = NsightError(failure, "raw words")
+    error = ToolError(failure, "raw words")
     assert str(error) == "there is no driver; install one [no_driver]"
     assert (error.failure, error.raw, error.exit_code) == (failure, "raw words", 1)
 
 
 EVERY_RULE = [
-    rule
-    for registry in (
-        rules.NSYS_RULES,
-        rules.NSYS_REPORT_RULES,
-        rules.NSYS_TIMEOUT_RULES,
-        rules.EXPORT_RULES,
-        rules.NCU_RULES,
-        rules.NCU_EMPTY_RULES,
-        rules.NCU_TIMEOUT_RULES,
-    )
-    for rule in registry
+    rule for registry in REGISTRIES.values() for rule in (*registry.rules, *registry.timeout)
 ]
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.code)
-def test_rules_fill_their_blanks_and_say_what_to_do(rule: rules.Rule) -> None:
+def test_rules_fill_their_blanks_and_say_what_to_do(rule: Rule) -> None:
     groups = re.compile(rule.pattern).groupindex
     failure = rule.failure(Path("c0001.rep"), dict.fromkeys(groups, "WORD"))
     assert re.fullmatch(r"[a-z]+(_[a-z]+)*", failure.code)
@@ -265,9 +225,9 @@ def test_any_text_has_an_answer_and_no_report_is_never_success(
     report = Path("there/is/no/such.report")
     text = noise + "".join(texts) + noise
     for failure in (
-        diagnose_nsys(returncode, text, report, 0.0),
-        diagnose_ncu(returncode, text, report, 0.0),
-        diagnose_nsys_export(returncode, text, report),
+        diagnose(nsys.RULES, returncode, text, report, 0.0),
+        diagnose(ncu.RULES, returncode, text, report, 0.0),
+        nsys.diagnose_export(returncode, text, report),
     ):
         assert failure is not None
         assert failure.code
@@ -301,10 +261,7 @@ def wait_for(path: Path) -> None:
 
 
 def test_the_documents_list_every_code() -> None:
-    found = []
-    for each in vars(rules).values():
-        found += each if isinstance(each, tuple) else (each,)
-    codes = [rule.code for rule in found if isinstance(rule, rules.Rule)]
+    codes = [rule.code for rule in EVERY_RULE]
     page = Path(__file__).parents[2].joinpath("docs", "nsight.md").read_text(encoding="utf-8")
     assert len(codes) > 30
     assert [code for code in codes if f"`{code}`" not in page] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,16 @@ from fake_tools import Scenario, install
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.profilers import tools
-from profharness.profilers.failures import NsightError
-from profharness.profilers.tools import (
-    PLACES,
-    Tool,
+from profharness.profilers import (
+    PROFILERS,
     find_tool,
     installed,
     parse_version,
     require_tool,
-    version_key,
 )
+from profharness.profilers.base import Tool, ToolError, version_key
+
+PLACES = {name: PROFILERS[name].places for name in ("nsys", "ncu")}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,12 @@ def _nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(empty))
     monkeypatch.delenv("PROFHARNESS_NSYS", raising=False)
     monkeypatch.delenv("PROFHARNESS_NCU", raising=False)
-    monkeypatch.setattr(tools, "PLACES", {"nsys": (), "ncu": ()})
+    look_in(monkeypatch, {"nsys": (), "ncu": ()})
+
+
+def look_in(monkeypatch: pytest.MonkeyPatch, places: dict[str, tuple[str, ...]]) -> None:
+    for name, patterns in places.items():
+        monkeypatch.setitem(PROFILERS, name, replace(PROFILERS[name], places=patterns))
 
 
 def executable(path: Path) -> Path:
@@ -70,7 +75,7 @@ def test_a_variable_that_names_no_executable_is_an_error(
     (tmp_path / "plain").write_text("no program")
     for value in (str(tmp_path / "no" / "nsys"), str(tmp_path), str(tmp_path / "plain")):
         monkeypatch.setenv("PROFHARNESS_NSYS", value)
-        with pytest.raises(NsightError, match=r"PROFHARNESS_NSYS.*\[tool_missing\]"):
+        with pytest.raises(ToolError, match=r"PROFHARNESS_NSYS.*\[tool_missing\]"):
             find_tool("nsys")
     monkeypatch.setenv("PROFHARNESS_NSYS", "")
     assert find_tool("nsys") is not None
@@ -78,12 +83,12 @@ def test_a_variable_that_names_no_executable_is_an_error(
 
 def test_nothing_there() -> None:
     assert find_tool("nsys") is None
-    with pytest.raises(NsightError, match=r"install NVIDIA Nsight Compute.*\[tool_missing\]"):
+    with pytest.raises(ToolError, match=r"install NVIDIA Nsight Compute.*\[tool_missing\]"):
         require_tool("ncu")
 
 
 def test_the_newest_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "PLACES", PLACES)
+    look_in(monkeypatch, PLACES)
     paths = [
         executable(tmp_path / f"opt/nvidia/nsight-compute/{version}/ncu")
         for version in ("2025.10.1", "2025.9.3", "2024.1.1")
@@ -97,7 +102,7 @@ def test_the_newest_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_nsys_inside_nsight_compute_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "PLACES", PLACES)
+    look_in(monkeypatch, PLACES)
     inner = "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
     last = executable(tmp_path / inner)
     assert installed("nsys", tmp_path) == [last]
@@ -108,7 +113,7 @@ def test_the_nsys_inside_nsight_compute_comes_last(
 def test_a_tool_outside_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "place", Scenario())
     pattern = str(tmp_path / "pl*" / "nsys").lstrip("/")
-    monkeypatch.setattr(tools, "PLACES", {"nsys": (pattern,)})
+    look_in(monkeypatch, {"nsys": (pattern,)})
     assert find_tool("nsys") == Tool("nsys", tmp_path / "place" / "nsys", "2025.3.1.90", False)
 
 

@@ -16,10 +16,9 @@ from nsys_make import Maker, unpacked
 from profharness.config import expand_configs
 from profharness.errors import CaptureError
 from profharness.jobs import capture_into_store, resume_into_store
-from profharness.profilers.base import Grace, Outcome
-from profharness.profilers.failures import NsightError
+from profharness.profilers import PROFILERS, open_session, require_tools
+from profharness.profilers.base import Grace, Outcome, ToolError
 from profharness.profilers.nsys import NsysSession
-from profharness.profilers.registry import PROFILERS, open_session, require_tools
 from profharness.run import Cell, JournalEntry, Protocol, Run, TraceFile, read_run, write_run
 from profharness.runner import CaptureOptions, capture, resume, supervise
 from profharness.runner.book import Book
@@ -143,7 +142,7 @@ def test_ncu_without_permission_is_told_with_its_remedy(tmp_path: Path, tools: P
 
 @pytest.mark.usefixtures("tools")
 def test_a_missing_tool_is_told_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(NsightError, match=r"nsys.*tool_missing"):
+    with pytest.raises(ToolError, match=r"nsys.*tool_missing"):
         run_under(tmp_path / "runs", "torch", "nsys")
     assert not (tmp_path / "runs").exists()
 

@@ -13,11 +13,9 @@ import pytest
 from profharness.config import expand_configs
 from profharness.parse import open_trace
 from profharness.processes import find_workers
-from profharness.profilers.base import Outcome
-from profharness.profilers.failures import NsightError
+from profharness.profilers import PROFILERS, find_tool, open_session, require_tool, require_tools
+from profharness.profilers.base import Outcome, ToolError
 from profharness.profilers.nsys import export_report
-from profharness.profilers.registry import PROFILERS, open_session, require_tools
-from profharness.profilers.tools import find_tool
 from profharness.run import Cell, Protocol, Run, read_run
 from profharness.runner import CaptureOptions, capture
 from profharness.runner.supervise import run_cells
@@ -72,8 +70,8 @@ def test_report_and_export_are_read(run: tuple[Path, Run], tmp_path: Path, name:
 
 def test_garbage_is_no_report(tmp_path: Path) -> None:
     (tmp_path / "a.nsys-rep").write_bytes(b"no report at all" * 100)
-    with pytest.raises(NsightError) as caught:
-        export_report(tmp_path / "a.nsys-rep", tmp_path / "a.sqlite")
+    with pytest.raises(ToolError) as caught:
+        export_report(tmp_path / "a.nsys-rep", tmp_path / "a.sqlite", require_tool("nsys").path)
     assert caught.value.failure.remedy
     assert [path.name for path in tmp_path.iterdir()] == ["a.nsys-rep"]
 

@@ -14,7 +14,7 @@ import pytest
 from profharness.errors import TraceFormatError, UsageError
 from profharness.parse import open_trace
 from profharness.parse.ncu_readers import import_package
-from profharness.profilers.failures import NsightError
+from profharness.profilers.base import ToolError
 from profharness.run import TraceFile, read_run, write_run
 from profharness.scrub import scrub
 from profharness.scrub.reports import StaleExportError
@@ -74,7 +74,7 @@ def test_an_export_newer_than_the_report_is_used(
 ) -> None:
     report = tmp_path / "r.nsys-rep"
     report.write_bytes(b"raw")
-    with pytest.raises(NsightError, match="nsys"):
+    with pytest.raises(ToolError, match="nsys"):
         scrub(report)
     (tmp_path / "r.sqlite").write_bytes(nsys("nsys_h200").read_bytes())
     assert scrub(report).replaced == (("r.nsys-rep", "r-scrubbed.sqlite"),)
