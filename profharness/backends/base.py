@@ -12,6 +12,7 @@ from typing import Any
 
 from profharness.config import Config
 from profharness.errors import ProfharnessError
+from profharness.rows import Refusal
 
 Attention = Callable[..., Any]
 """attention(q, k, v, *, is_causal, scale, enable_gqa) on tensors in SDPA's layout: q [B, Hq, Sq, D],
@@ -26,6 +27,7 @@ class RefusedError(ProfharnessError):
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
         self.code = code
+        self.refusals: tuple[Refusal, ...] = (Refusal(code, reason),)
 
 
 class ImplementationError(ProfharnessError):

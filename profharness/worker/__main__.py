@@ -13,10 +13,10 @@ from profharness.worker.program import Program, run_each, run_program
 def body(program: Program) -> None:
     """Measure every cell."""
     from profharness.worker.cell import run_cell
-    from profharness.worker.workspace import open_bench
+    from profharness.worker.workspace import open_workspace
 
-    bench = open_bench(program.folder, program.plan, program.device)
-    run_each(program, lambda cell, stage: run_cell(cell, bench, stage))
+    workspace = open_workspace(program.folder, program.plan, program.device)
+    run_each(program, lambda cell, stage: run_cell(cell, workspace, stage))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ from profharness.worker.program import Program, run_program
 def body(program: Program) -> None:
     """Bench the plan's cells, config by config."""
     from profharness.worker.turns import bench_group
-    from profharness.worker.workspace import open_bench
+    from profharness.worker.workspace import open_workspace
 
-    bench = open_bench(program.folder, program.plan, program.device)
+    workspace = open_workspace(program.folder, program.plan, program.device)
     plan = read_plan(program.folder) or BenchPlan()
     cells = [
         replace(cell, config=cell.config.resolve(program.device)) for cell in program.plan.cells
     ]
     for _, group in itertools.groupby(cells, key=lambda cell: cell.config):
-        bench_group(list(group), bench, plan, program.write)
+        bench_group(list(group), workspace, plan, program.write)
 
 
 if __name__ == "__main__":

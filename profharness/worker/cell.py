@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +23,28 @@ from profharness.backends import (
     find_backend,
 )
 from profharness.environment import backend_name
-from profharness.rows import Refusal
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
 from profharness.worker.failures import (
-    DeadContextError,
+    RefusedBeforehandError,
     context_is_dead,
     failure,
     heard_warnings,
-    is_oom,
-    is_refusal,
-    shortened,
+    implementation_errors,
+    reasons_beforehand,
+    unless_dead,
 )
 from profharness.worker.inputs import (
     Inputs,
-    broken_output,
+    check_output,
     fused_choice,
     make_call,
     make_forward,
     make_inputs,
 )
-from profharness.worker.workspace import Bench
-
-
-def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
-    """What the loaded function says of its last call by an attribute `tuning`, else what its backend
-    says; None where neither says anything. Raises ImplementationError for an answer that is not a
-    dict that JSON can hold.
-    """
-    own = getattr(attention, "tuning", None)
-    answer = own() if callable(own) else backend.tuning()
-    if answer is None:
-        return None
-    try:
-        if not isinstance(answer, dict):
-            raise TypeError
-        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
-    except (TypeError, ValueError, OverflowError):
-        raise ImplementationError(
-            f"tuning() returned {answer!r}; it must return a dict that JSON can hold, or None"
-        ) from None
-    return found
-
+from profharness.worker.program import Stage
+from profharness.worker.workspace import Workspace
 
 NVTX_DOMAIN = "profharness"
 
@@ -93,14 +72,8 @@ def profiled_calls(
             sync()
 
 
-def with_torch_profiler(
-    call: Callable[[], Any],
-    cell: str,
-    iterations: int,
-    sync: Callable[[], None],
-    path: Path,
-) -> None:
-    """Profile the calls and export the Chrome trace to `path`.
+def with_torch_profiler(call: Callable[[], Any], cell: str, workspace: Workspace) -> None:
+    """Profile the calls of a cell and leave its Chrome trace in the run folder.
 
     A warm-up call opens each session: Kineto can drop records from before its capture window, and
     those would be the first.
@@ -109,157 +82,90 @@ def with_torch_profiler(
     with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
         with record_function(WARMUP_RANGE):
             call()
-            sync()
-        profiled_calls(call, cell, iterations, sync)
-    plain = path.with_suffix("")
+            workspace.sync()
+        profiled_calls(call, cell, workspace.plan.protocol.iterations, workspace.sync)
+    plain = workspace.folder / f"{cell}.torch.json"
     session.export_chrome_trace(str(plain))
-    path.write_bytes(igzip.compress(plain.read_bytes(), 2))
+    Path(f"{plain}.gz").write_bytes(igzip.compress(plain.read_bytes(), 2))
     plain.unlink()
 
 
-def run_cell(cell: Cell, bench: Bench, stage: Callable[[str], None]) -> Cell:
-    """The cell with its result. Raises DeadContextError (carrying the result) when the process has
-    to end after it.
+@dataclass
+class Attempt:
+    """A cell on its way through its first calls.
+
+    heard are the warnings so far; known are fields of the cell that hold even if it then fails.
     """
-    cell = replace(cell, config=cell.config.resolve(bench.device))
-    begin = time.perf_counter_ns()
-    heard: list[str] = []
-    known: dict[str, Any] = {}
-    torch.use_deterministic_algorithms(cell.config.deterministic)
-    # else deterministic mode fills every new tensor, by kernels that are not attention's
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        result = _measure(cell, bench, stage, heard, known)
-    except Exception as error:
-        result = failure(replace(cell, **known), bench, heard, error)
-        if context_is_dead(error):
-            raise DeadContextError(
-                replace(result, duration_ns=time.perf_counter_ns() - begin)
-            ) from None
-    return replace(result, duration_ns=time.perf_counter_ns() - begin)
 
+    cell: Cell
+    workspace: Workspace
+    stage: Stage
+    heard: list[str] = field(default_factory=list)
+    known: dict[str, Any] = field(default_factory=dict)
+    backend: Backend = field(init=False)
+    attention: Attention | None = field(init=False)
+    loaded_ns: int = field(init=False)
 
-def _measure(
-    cell: Cell,
-    bench: Bench,
-    stage: Callable[[str], None],
-    heard: list[str],
-    known: dict[str, Any],
-) -> Cell:
-    """The cell as it ran. known gets fields that hold also if it then fails."""
-    backend = find_backend(cell.backend, bench.sources)
-    if backend.load is not None:
-        stage("compile")  # importing an implementation may compile it
-    begin = time.perf_counter_ns()
-    reasons = reasons_beforehand(cell, bench, backend)
-    if reasons:
-        message = "; ".join(reason.message for reason in reasons)
-        return replace(cell, status="refused", message=message, refusals=reasons)
-    attention = backend.load() if backend.load is not None else None
-    loaded_ns = time.perf_counter_ns() - begin
-    stage("inputs")
-    inputs = make_inputs(cell.config, bench.device, bench.plan.protocol.seed)
-    call = make_call(cell.config, inputs, attention)
-    with backend.context():
-        if attention is None:
-            known["choice"] = own_choice(cell, inputs)
+    def load(self) -> None:
+        """Find and load the backend. Raises RefusedBeforehandError."""
+        self.backend = find_backend(self.cell.backend, self.workspace.sources)
+        if self.backend.load is not None:
+            self.stage("compile")  # importing an implementation may compile it
+        begin = time.perf_counter_ns()
+        reasons = reasons_beforehand(self.cell.config, self.workspace, self.backend)
+        if reasons:
+            raise RefusedBeforehandError(reasons)
+        self.attention = self.backend.load() if self.backend.load is not None else None
+        self.loaded_ns = time.perf_counter_ns() - begin
+        self.stage("inputs")
+
+    def call_first(self, inputs: Inputs, call: Callable[[], Any]) -> Cell:
+        """The cell after its first call, which must be made in the backend's own context."""
+        if self.attention is None:
+            self.known["choice"] = own_choice(self.cell, inputs)
         else:
-            stage("compile")
+            self.stage("compile")
             begin = time.perf_counter_ns()
-            with heard_warnings(heard):
-                try_out(cell, bench, backend, attention, inputs)
-            known["compile_ns"] = loaded_ns + time.perf_counter_ns() - begin
-            known["tuning"] = tuning_of(backend, attention)
-        stage("warm-up")
-        cell = first_call(replace(cell, **known), bench, call, heard)
-        for _ in range(bench.plan.protocol.warmup):
-            call()
-        bench.sync()
-        stage("profile")
-        if "torch" in bench.plan.profilers:
-            path = bench.folder / f"{cell.cell}.torch.json.gz"
-            with_torch_profiler(call, cell.cell, bench.plan.protocol.iterations, bench.sync, path)
-        else:
-            profiled_calls(call, cell.cell, bench.plan.protocol.iterations, bench.sync)
-        stage("timing")
-        return replace(
-            _timed(cell, bench, call), status="ok", iterations=bench.plan.protocol.iterations
-        )
+            with heard_warnings(self.heard):
+                self._try_out(self.attention, inputs)
+            self.known["compile_ns"] = self.loaded_ns + time.perf_counter_ns() - begin
+            self.known["tuning"] = tuning_of(self.backend, self.attention)
+        self.stage("warm-up")
+        return first_call(replace(self.cell, **self.known), self.workspace, call, self.heard)
+
+    def _try_out(self, attention: Attention, inputs: Inputs) -> None:
+        """The first call of an implementation: it compiles, and what it returns is held to the
+        contract. Raises RefusedError, or ImplementationError for a broken contract.
+        """
+        config = self.cell.config
+        with implementation_errors(self.backend):
+            output = make_forward(config, inputs, attention)()
+            check_output(self.backend.name, config, inputs, output)
+            if config.bwd and not output.requires_grad:
+                raise RefusedError("unsupported", "its output carries no gradient; leave bwd out")
+            if config.bwd:
+                make_call(config, inputs, attention)()
+            self.workspace.sync()
 
 
-def reasons_beforehand(cell: Cell, bench: Bench, backend: Backend) -> tuple[Refusal, ...]:
-    """Every reason against the cell that shows without a call."""
-    device = None
-    if bench.device not in backend.devices:
-        device = f"{cell.backend} attention does not exist on {bench.device}"
-    told = (
-        ("absent", backend.absent()),
-        ("no_device", device),
-        ("unsupported", backend.supports(cell.config)),
-    )
-    return tuple(Refusal(code, reason, "inferred") for code, reason in told if reason)
-
-
-def try_out(
-    cell: Cell, bench: Bench, backend: Backend, attention: Attention, inputs: Inputs
-) -> None:
-    """The first call of an implementation: it compiles, and what it returns is held to the contract.
-
-    Raises RefusedError for what the backend says it cannot do, ImplementationError for a broken
-    contract.
+def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
+    """What the loaded function says of its last call by an attribute `tuning`, else what its backend
+    says; None where neither says anything. Raises ImplementationError for an answer that is not a
+    dict that JSON can hold.
     """
+    own = getattr(attention, "tuning", None)
+    answer = own() if callable(own) else backend.tuning()
+    if answer is None:
+        return None
     try:
-        output = make_forward(cell.config, inputs, attention)()
-        broken = broken_output(cell.config, inputs, output)
-        if broken:
-            raise ImplementationError(f"{cell.backend} {broken}")
-        if cell.config.bwd and not output.requires_grad:
-            raise RefusedError("unsupported", "its output carries no gradient; leave bwd out")
-        if cell.config.bwd:
-            make_call(cell.config, inputs, attention)()
-        bench.sync()
-    except backend.refuses as error:
-        known = isinstance(error, (RefusedError, ImplementationError))
-        if known or is_refusal(error) or is_oom(error) or context_is_dead(error):
-            raise
-        text = f"{type(error).__name__}: {str(error).strip()}"
-        raise RefusedError("unsupported", shortened(text)) from error
-    except SystemExit as error:
-        raise ImplementationError(f"{cell.backend} called exit({error.code})") from error
-
-
-def first_call(cell: Cell, bench: Bench, call: Callable[[], Any], heard: list[str]) -> Cell:
-    """The call that shows whether the backend takes the config; it also gives the peak memory."""
-    before = 0
-    if bench.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    with heard_warnings(heard):
-        call()
-        bench.sync()
-    peak = torch.cuda.max_memory_allocated() - before if bench.device == "cuda" else None
-    return replace(cell, peak_memory_bytes=peak)
-
-
-def _timed(cell: Cell, bench: Bench, call: Callable[[], Any]) -> Cell:
-    samples = bench.plan.protocol.samples
-    if samples == 0 or bench.plan.wrapped:  # times under another program are not the call's own
-        return cell
-    if bench.device == "cpu":
-        return replace(cell, samples={"wall": timing.time_wall(call, samples)})
-    found = {"event": timing.time_events(call, samples, bench.flush)}
-    clocks = bench.read_clocks()
-    expected_ns = sorted(found["event"])[len(found["event"]) // 2]
-    if expected_ns > timing.GRAPH_WORTH_MAX_NS:
-        return replace(cell, samples=found, clocks=clocks)
-    notes: tuple[str, ...] = ()
-    try:
-        found["graph"] = timing.time_graph(call, samples, expected_ns)
-    except RuntimeError as error:
-        if context_is_dead(error):
-            raise
-        notes = (f"no CUDA-graph timing: {str(error).splitlines()[0]}",)
-    return replace(cell, samples=found, clocks=clocks, warnings=cell.warnings + notes)
+        if not isinstance(answer, dict):
+            raise TypeError
+        tuning: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
+    except (TypeError, ValueError, OverflowError):
+        raise ImplementationError(
+            f"tuning() returned {answer!r}; it must return a dict that JSON can hold, or None"
+        ) from None
+    return tuning
 
 
 def own_choice(cell: Cell, inputs: Inputs) -> str | None:
@@ -271,3 +177,84 @@ def own_choice(cell: Cell, inputs: Inputs) -> str | None:
             return backend_name(fused_choice(cell.config, inputs))
         except RuntimeError:
             return None
+
+
+def first_call(cell: Cell, workspace: Workspace, call: Callable[[], Any], heard: list[str]) -> Cell:
+    """The call that shows whether the backend takes the config; it also gives the peak memory."""
+    before = 0
+    if workspace.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with heard_warnings(heard):
+        call()
+        workspace.sync()
+    if workspace.device != "cuda":
+        return cell
+    return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
+
+
+def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
+    """The cell with its result. Raises DeadContextError (carrying the result) when the process has
+    to end after it.
+    """
+    cell = replace(cell, config=cell.config.resolve(workspace.device))
+    begin = time.perf_counter_ns()
+    attempt = Attempt(cell, workspace, stage)
+    torch.use_deterministic_algorithms(cell.config.deterministic)
+    # else deterministic mode fills every new tensor, by kernels that are not attention's
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        result = _measured(attempt)
+    except Exception as error:
+        result = failure(replace(cell, **attempt.known), workspace, attempt.heard, error)
+        return unless_dead(replace(result, duration_ns=time.perf_counter_ns() - begin), error)
+    return replace(result, duration_ns=time.perf_counter_ns() - begin)
+
+
+def _measured(attempt: Attempt) -> Cell:
+    """The cell as it ran."""
+    workspace, plan = attempt.workspace, attempt.workspace.plan
+    attempt.load()
+    config = attempt.cell.config
+    inputs = make_inputs(config, workspace.device, plan.protocol.seed)
+    call = make_call(config, inputs, attempt.attention)
+    with attempt.backend.context():
+        cell = attempt.call_first(inputs, call)
+        for _ in range(plan.protocol.warmup):
+            call()
+        workspace.sync()
+        attempt.stage("profile")
+        if "torch" in plan.profilers:
+            with_torch_profiler(call, cell.cell, workspace)
+        else:
+            profiled_calls(call, cell.cell, plan.protocol.iterations, workspace.sync)
+        attempt.stage("timing")
+        cell = _timed(cell, workspace, call)
+    return replace(cell, status="ok", iterations=plan.protocol.iterations)
+
+
+def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any]) -> Cell:
+    count = workspace.plan.protocol.samples
+    if count == 0 or workspace.plan.wrapped:
+        return cell  # times under another program are not the call's own
+    if workspace.device == "cpu":
+        return replace(cell, samples={"wall": timing.time_wall(call, count)})
+    samples = {"event": timing.time_events(call, count, workspace.flush)}
+    clocks = workspace.clocks() if workspace.clocks else {}
+    expected_ns = sorted(samples["event"])[len(samples["event"]) // 2]
+    if expected_ns <= timing.GRAPH_WORTH_MAX_NS:
+        try:
+            samples["graph"] = timing.time_graph(call, count, expected_ns)
+        except RuntimeError as error:
+            cell = without_graph(cell, error)
+    return replace(cell, samples=samples, clocks=clocks)
+
+
+def without_graph(cell: Cell, error: RuntimeError) -> Cell:
+    """The cell with a note on a graph that could not be captured. Raises the error where the
+    context is lost.
+    """
+    if context_is_dead(error):
+        raise error
+    note = f"no CUDA-graph timing: {str(error).splitlines()[0]}"
+    return replace(cell, warnings=(*cell.warnings, note))

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,9 @@ from profharness.dispatch.params import BACKENDS
 from profharness.dispatch.perturb import Answer, Oracle, Told, blockers, rule_oracle
 from profharness.dispatch.predict import CPU_ORDER, clean, code, is_header
 from profharness.run import Cell
-from profharness.worker.failures import HEADERS, heard_warnings, is_refusal
-from profharness.worker.inputs import DTYPES, Inputs, fused_choice
+from profharness.worker.failures import heard_warnings, is_oom, is_refusal, reasons_by_backend
+from profharness.worker.inputs import fused_choice, make_inputs
 
-OOM_TEXTS = ("out of memory", "not enough memory", "can't allocate memory")
 # The form of the C++ logger: [W121 10:00:00.0 sdp_utils.cpp:98] Warning: … (function …)
 _STDERR = re.compile(
     r"^(?:\[W[^\]]*\]\s*)?Warning: (.*?)(?:\s*\(function [^()]*(?:\(\))?\))?$", re.M
@@ -111,10 +110,12 @@ class Asker:
             return Answer(None, (Told("error", _failure(error, config), "live"),))
         if choice == backend:
             return Answer(True)
-        told = [Told(code(text), text, "live") for text in _about(backend, heard)]
-        if not told and self.device == "cuda":
-            told = [Told(code(text), text, "live") for text in self.can_use(config, backend)[1]]
-        return Answer(False, tuple(told) or self._inferred(config, backend))
+        reasons = reasons_by_backend(heard)
+        texts = list(dict.fromkeys(text for subject, text in reasons if subject == backend))
+        if not texts and self.device == "cuda":
+            texts = self.can_use(config, backend)[1]
+        told = tuple(Told(code(text), text, "live") for text in texts)
+        return Answer(False, told or self._inferred(config, backend))
 
     def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
         """`can_use_*_attention` and the texts that came with a no."""
@@ -124,7 +125,7 @@ class Asker:
         heard: list[str] = []
         try:
             with _deterministic(config), heard_warnings(heard), self.stderr.into(heard):
-                made = empty_inputs(config, self.device)
+                made = make_inputs(config, self.device, seed=None)
                 grouped = config.num_kv_heads != config.num_heads
                 params = torch.backends.cuda.SDPAParams(
                     made.query, made.key, made.value, made.mask,
@@ -136,7 +137,7 @@ class Asker:
         return can, [] if can else [text for text in map(clean, heard) if not is_header(text)]
 
     def _fused_choice(self, config: Config) -> str | None:
-        inputs = empty_inputs(config, self.device)
+        inputs = make_inputs(config, self.device, seed=None)
         try:
             name = environment.backend_name(fused_choice(config, inputs))
         except RuntimeError as error:
@@ -186,44 +187,6 @@ def stderr_texts(written: str) -> list[str]:
     return [match.strip() for match in _STDERR.findall(written)]
 
 
-def empty_inputs(config: Config, device: str) -> Any:
-    """Inputs as `make_inputs` lays them out, allocated and never written: nothing is launched."""
-    dtype = DTYPES[str(config.dtype)]
-
-    def tensor(heads: int, rows: int, head_dim: int) -> Any:
-        shape = (config.batch, heads, rows, head_dim)
-        made = _laid_out(
-            config.layout, shape, lambda *size: torch.empty(size, device=device, dtype=dtype)
-        )
-        return made.requires_grad_() if config.bwd else made
-
-    query = tensor(config.num_heads, config.seq_len_q, config.head_dim)
-    key = tensor(config.num_kv_heads, config.seq_len_kv, config.head_dim)
-    value = tensor(config.num_kv_heads, config.seq_len_kv, config.value_dim)
-    mask = None
-    if config.mask != "none":
-        lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}.get(
-            config.mask, (1, 1)
-        )
-        kind = torch.bool if config.mask.startswith("bool") else dtype
-        mask = torch.empty((*lead, config.seq_len_q, config.seq_len_kv), device=device, dtype=kind)
-        mask.requires_grad_(config.mask == "float_grad")
-    return Inputs(query, key, value, mask, None)
-
-
-def _laid_out(layout: str, shape: tuple[int, int, int, int], empty: Callable[..., Any]) -> Any:
-    batch, heads, rows, head_dim = shape
-    if layout == "bshd":
-        return empty(batch, rows, heads, head_dim).transpose(1, 2)
-    if layout == "strided_last":
-        return empty(batch, heads, rows, 2 * head_dim)[..., ::2]
-    if layout == "offset1":
-        return empty(batch * heads * rows * head_dim + 1)[1:].view(shape)
-    if layout == "broadcast_batch":
-        return empty(1, heads, rows, head_dim).expand(shape)
-    return empty(*shape)
-
-
 def _remembering(oracle: Oracle) -> Oracle:
     """The same question is asked once: blockers and advice share many."""
     known: dict[tuple[Config, str], Answer] = {}
@@ -255,19 +218,8 @@ def _deterministic(config: Config) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _about(backend: str, heard: list[str]) -> list[str]:
-    """The reasons under the header of that backend, without repeats."""
-    found, subject = [], ""
-    for text in map(clean, heard):
-        if is_header(text):
-            subject = HEADERS.get(text.split()[0].lower(), "")
-        elif subject == backend:
-            found.append(text)
-    return list(dict.fromkeys(found))
-
-
 def _failure(error: BaseException, config: Config) -> str:
     text = next(iter(str(error).splitlines()), type(error).__name__)
-    if any(words in text for words in OOM_TEXTS):
+    if is_oom(error) or "out of memory" in text:
         return f"the inputs of {config.label} do not fit into memory, so nothing could be asked: {text}"
     return f"asking about {config.label} failed: {text}"

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from profharness.backends import ImplementationError, RefusedError, find_backend
+from profharness.backends import Backend, ImplementationError, RefusedError, find_backend
 from profharness.backends.sources import where
+from profharness.config import Config
 from profharness.dispatch.predict import clean, code, is_header
 from profharness.rows import Refusal
 from profharness.run import Cell
-
-if TYPE_CHECKING:
-    from profharness.worker.workspace import Bench
-
+from profharness.worker.workspace import Workspace
 
 REFUSALS = ("No available kernel", "No viable backend")
 HEADERS = {"memory": "efficient", "flash": "flash", "cudnn": "cudnn"}
+MAX_MESSAGE = 4000  # a compiler's output can be megabytes
+OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
+
+
+class DeadContextError(Exception):
+    """The CUDA context is lost; this process can compute nothing more. args: the cell's result."""
+
+
+class RefusedBeforehandError(RefusedError):
+    """A backend does not take a config, which shows without a call."""
+
+    def __init__(self, reasons: tuple[Refusal, ...]) -> None:
+        super().__init__(reasons[0].code, "; ".join(reason.message for reason in reasons))
+        self.refusals = reasons
 
 
 @contextlib.contextmanager
@@ -42,69 +53,107 @@ def heard_warnings(texts: list[str]) -> Iterator[None]:
         torch.set_warn_always(before)
 
 
+@contextlib.contextmanager
+def implementation_errors(backend: Backend) -> Iterator[None]:
+    """What a backend raises inside becomes a RefusedError where it means a refusal, and an
+    ImplementationError where it would end the process.
+    """
+    try:
+        yield
+    except backend.refuses as error:
+        explained = isinstance(error, RefusedError | ImplementationError) or is_refusal(error)
+        if explained or is_oom(error) or context_is_dead(error):
+            raise
+        raise RefusedError("unsupported", error_text(error)) from error
+    except SystemExit as error:
+        raise ImplementationError(f"{backend.name} called exit({error.code})") from error
+
+
+def reasons_beforehand(
+    config: Config, workspace: Workspace, backend: Backend
+) -> tuple[Refusal, ...]:
+    """Every reason against a config that shows without a call."""
+    device = None
+    if workspace.device not in backend.devices:
+        device = f"{backend.name} attention does not exist on {workspace.device}"
+    reasons = {
+        "absent": backend.absent(),
+        "no_device": device,
+        "unsupported": backend.supports(config),
+    }
+    return tuple(Refusal(code, reason, "inferred") for code, reason in reasons.items() if reason)
+
+
 def is_refusal(error: BaseException) -> bool:
     """Whether an exception says that no permitted backend takes the call."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in REFUSALS)
+
+
+def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each reason among warnings after the backend whose header it follows (`` before any)."""
+    subject = ""
+    for text in map(clean, texts):
+        if is_header(text):
+            subject = HEADERS.get(text.split()[0].lower(), "")
+        else:
+            yield subject, text
 
 
 def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refusal, ...]:
     """The reasons for `backend` among the warnings (all of them for `auto` and the like), or the
     error itself, inferred.
     """
-    found: list[Refusal] = []
-    subject = ""
-    for text in map(clean, texts):
-        if is_header(text):
-            subject = HEADERS.get(text.split()[0].lower(), "")
-            continue
+    found: dict[Refusal, None] = {}
+    for subject, text in reasons_by_backend(texts):
         if not subject or subject == backend:
-            found.append(Refusal(code(text), text))
+            found[Refusal(code(text), text)] = None
         elif backend not in HEADERS.values():
-            found.append(Refusal(code(text), f"{subject}: {text}"))
-    if not found and REFUSALS[1] in str(error):
-        found.append(Refusal("runtime_disabled", str(error).splitlines()[0]))
-    elif not found:
-        found.append(
-            Refusal("no_text", f"PyTorch gave no reason: {str(error).splitlines()[0]}", "inferred")
-        )
-    return tuple(dict.fromkeys(found))
+            found[Refusal(code(text), f"{subject}: {text}")] = None
+    if found:
+        return tuple(found)
+    first_line = str(error).splitlines()[0]
+    if REFUSALS[1] in str(error):
+        return (Refusal("runtime_disabled", first_line),)
+    return (Refusal("no_text", f"PyTorch gave no reason: {first_line}", "inferred"),)
 
 
-MAX_MESSAGE = 4000  # a compiler's output can be megabytes
-OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
-
-
-class DeadContextError(Exception):
-    """The CUDA context is lost; this process can compute nothing more. args: the cell's result."""
-
-
-def failure(cell: Cell, bench: Bench, heard: list[str], error: Exception) -> Cell:
+def failure(cell: Cell, workspace: Workspace, heard: list[str], error: Exception) -> Cell:
     """The cell as refused, oom, crashed or error; heard are the warnings before the exception."""
-    message = _message(cell, bench, error)
     if isinstance(error, RefusedError):
-        reason = Refusal(error.code, str(error))
-        return replace(cell, status="refused", message=reason.message, refusals=(reason,))
+        return replace(cell, status="refused", message=str(error), refusals=error.refusals)
     if is_refusal(error):
         reasons = refusals(cell.backend, heard, error)
         return replace(cell, status="refused", message=reasons[0].message, refusals=reasons)
+    message = _message(cell, workspace, error)
     if is_oom(error):
-        if bench.device == "cuda":
+        if workspace.device == "cuda":
             torch.cuda.empty_cache()
         return replace(cell, status="oom", message=message.splitlines()[0])
+    return replace(cell, status="crashed" if context_is_dead(error) else "error", message=message)
+
+
+def unless_dead(result: Cell, error: Exception) -> Cell:
+    """The result of a cell that raised. Raises DeadContextError where no cell can follow it."""
     if context_is_dead(error):
-        return replace(cell, status="crashed", message=message)
-    return replace(cell, status="error", message=message)
+        raise DeadContextError(result) from None
+    return result
 
 
-def _message(cell: Cell, bench: Bench, error: Exception) -> str:
+def _message(cell: Cell, workspace: Workspace, error: Exception) -> str:
     """The error's own words, with the line of the user's file and without the file's folder."""
     text = str(error).strip()
     file = None
-    if cell.backend in bench.sources:
-        file = find_backend(cell.backend, bench.sources).file
+    if cell.backend in workspace.sources:
+        file = find_backend(cell.backend, workspace.sources).file
         text = text.replace(f"{file.parent}/", "") if file else text
-    known = isinstance(error, ImplementationError)
-    return shortened(text if known else f"{type(error).__name__}: {text}{where(error, file)}")
+    if isinstance(error, ImplementationError):
+        return shortened(text)
+    return shortened(f"{type(error).__name__}: {text}{where(error, file)}")
+
+
+def error_text(error: BaseException) -> str:
+    """The type and the words of an error, no longer than a message may be."""
+    return shortened(f"{type(error).__name__}: {str(error).strip()}")
 
 
 def shortened(text: str) -> str:
@@ -113,17 +162,16 @@ def shortened(text: str) -> str:
     if left_out <= 0:
         return text
     head = MAX_MESSAGE // 4
-    tail = text[head + left_out :]
-    return f"{text[:head]}\n[{left_out} characters left out]\n{tail}"
+    return f"{text[:head]}\n[{left_out} characters left out]\n{text[head + left_out :]}"
 
 
-def is_oom(error: Exception) -> bool:
+def is_oom(error: BaseException) -> bool:
     """Whether the memory of the GPU or the host did not suffice."""
     kinds = (MemoryError, torch.cuda.OutOfMemoryError)
     return isinstance(error, kinds) or any(text in str(error) for text in OOM_TEXTS)
 
 
-def context_is_dead(error: Exception) -> bool:
+def context_is_dead(error: BaseException) -> bool:
     """Whether a CUDA error is one of those after which every later call in the process fails too."""
     if is_oom(error) or not torch.cuda.is_available():
         return False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from profharness.backends import Attention
+from profharness.backends import Attention, ImplementationError
 from profharness.config import Config
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -28,23 +28,56 @@ class Inputs:
     grad: Any
 
 
-def make_inputs(config: Config, device: str, seed: int) -> Inputs:
-    """Normally distributed inputs in the config's dtype and layout, the same for the same seed."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
+    """Normally distributed inputs in the config's dtype and layout, the same for the same seed. With
+    None they are allocated and never written, so nothing is launched; grad is None then.
+    """
+    dtype = DTYPES[str(config.dtype)]
+    generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
+
+    def filled(*shape: int) -> Any:
+        if generator is None:
+            return torch.empty(shape, device=device, dtype=dtype)
+        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
     def tensor(heads: int, rows: int, head_dim: int = config.head_dim) -> Any:
-        shape = (config.batch, heads, rows, head_dim)
-        made = _laid_out(config, shape, device, generator)
+        made = _laid_out(config.layout, (config.batch, heads, rows, head_dim), filled)
         return made.requires_grad_() if config.bwd else made
 
     query = tensor(config.num_heads, config.seq_len_q)
     key = tensor(config.num_kv_heads, config.seq_len_kv)
     value = tensor(config.num_kv_heads, config.seq_len_kv, config.value_dim)
     grad = None
-    if config.bwd:
-        shape = (config.batch, config.num_heads, config.seq_len_q, config.value_dim)
-        grad = torch.randn(shape, device=device, dtype=query.dtype, generator=generator)
-    return Inputs(query, key, value, _mask(config, device, query.dtype, generator), grad)
+    if config.bwd and generator is not None:
+        grad = filled(config.batch, config.num_heads, config.seq_len_q, config.value_dim)
+    return Inputs(query, key, value, _mask(config, device, filled, generator), grad)
+
+
+def _laid_out(layout: str, shape: tuple[int, int, int, int], filled: Callable[..., Any]) -> Any:
+    batch, heads, rows, head_dim = shape
+    if layout == "bshd":
+        return filled(batch, rows, heads, head_dim).transpose(1, 2)
+    if layout == "strided_last":
+        return filled(batch, heads, rows, 2 * head_dim)[..., ::2]
+    if layout == "offset1":
+        return filled(batch * heads * rows * head_dim + 1)[1:].view(shape)
+    if layout == "broadcast_batch":
+        return filled(1, heads, rows, head_dim).expand(shape)
+    return filled(*shape)
+
+
+def _mask(config: Config, device: str, filled: Callable[..., Any], generator: Any) -> Any:
+    if config.mask == "none":
+        return None
+    lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}.get(config.mask, (1, 1))
+    shape = (*lead, config.seq_len_q, config.seq_len_kv)
+    if config.mask.startswith("float"):
+        return filled(*shape).requires_grad_(config.mask == "float_grad")
+    if generator is None:
+        return torch.empty(shape, device=device, dtype=torch.bool)
+    mask = torch.rand(shape, device=device, generator=generator) < 0.75
+    mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
+    return mask
 
 
 def make_forward(
@@ -81,18 +114,21 @@ def make_call(
     return forward_and_backward if config.bwd else forward
 
 
-def broken_output(config: Config, inputs: Inputs, output: Any) -> str | None:
-    """What is wrong with an implementation's output, or None: it must be a tensor like SDPA's."""
+def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None:
+    """Raises ImplementationError for an output of the named backend that is no tensor like SDPA's."""
     if not isinstance(output, torch.Tensor):
-        return f"returned {type(output).__name__}, not a tensor"
+        raise ImplementationError(f"{name} returned {type(output).__name__}, not a tensor")
     shape = (config.batch, config.num_heads, config.seq_len_q, config.value_dim)
     if tuple(output.shape) != shape:
-        return f"returned shape {list(output.shape)}; it must be {list(shape)}, [B, H, Sq, Dv]"
+        raise ImplementationError(
+            f"{name} returned shape {list(output.shape)}; it must be {list(shape)}, [B, H, Sq, Dv]"
+        )
     query = inputs.query
     if (output.dtype, output.device) != (query.dtype, query.device):
-        got, wanted = (f"{each.dtype} on {each.device}" for each in (output, query))
-        return f"returned {got}; the inputs are {wanted}"
-    return None
+        raise ImplementationError(
+            f"{name} returned {output.dtype} on {output.device}; "
+            f"the inputs are {query.dtype} on {query.device}"
+        )
 
 
 def fused_choice(config: Config, inputs: Inputs) -> int:
@@ -110,35 +146,3 @@ def fused_choice(config: Config, inputs: Inputs) -> int:
         enable_gqa=config.num_kv_heads != config.num_heads,
     )
     return int(answer)
-
-
-def _laid_out(config: Config, shape: tuple[int, int, int, int], device: str, generator: Any) -> Any:
-    batch, heads, rows, head_dim = shape
-    dtype = DTYPES[str(config.dtype)]
-
-    def randn(*size: int) -> Any:
-        return torch.randn(size, device=device, dtype=dtype, generator=generator)
-
-    if config.layout == "bshd":
-        return randn(batch, rows, heads, head_dim).transpose(1, 2)
-    if config.layout == "strided_last":
-        return randn(batch, heads, rows, 2 * head_dim)[..., ::2]
-    if config.layout == "offset1":
-        return randn(batch * heads * rows * head_dim + 1)[1:].view(shape)
-    if config.layout == "broadcast_batch":
-        return randn(1, heads, rows, head_dim).expand(shape)
-    return randn(*shape)
-
-
-def _mask(config: Config, device: str, dtype: Any, generator: Any) -> Any:
-    if config.mask == "none":
-        return None
-    rows = (config.seq_len_q, config.seq_len_kv)
-    lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}.get(config.mask, (1, 1))
-    shape = (*lead, *rows)
-    if config.mask.startswith("float"):
-        made = torch.randn(shape, device=device, dtype=dtype, generator=generator)
-        return made.requires_grad_() if config.mask == "float_grad" else made
-    mask = torch.rand(shape, device=device, generator=generator) < 0.75
-    mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
-    return mask

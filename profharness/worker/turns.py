@@ -9,23 +9,21 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from profharness import stats
-from profharness.backends import find_backend
 from profharness.config import Config
 from profharness.run import BenchPlan, Cell, JournalEntry, turn_order
-from profharness.worker import cell as cells
-from profharness.worker import failures as failing
 from profharness.worker import timing
-from profharness.worker.cell import tuning_of, with_torch_profiler
-from profharness.worker.failures import heard_warnings
+from profharness.worker.cell import Attempt, with_torch_profiler, without_graph
+from profharness.worker.failures import failure, unless_dead
 from profharness.worker.inputs import Inputs, make_call, make_inputs
 from profharness.worker.program import Write
-from profharness.worker.timing import ClockReader, over_time
-from profharness.worker.workspace import Bench
+from profharness.worker.timing import over_time
+from profharness.worker.workspace import Workspace
 
 MIN_SAMPLES = 20  # before the interval is asked; a call that is out of time stops at FEWEST
 FEWEST = 5
@@ -69,10 +67,10 @@ class Contestant:
         turn = max(1, min(TURN_MAX, TURN_NS // max(1, cost_ns)))
         return turn if plan.iterations is None else min(turn, plan.iterations - have)
 
-    def take(self, name: str, found: list[int], plan: BenchPlan) -> None:
-        """Keep samples, and say whether it is enough."""
+    def take(self, name: str, samples: list[int], plan: BenchPlan) -> None:
+        """Keep samples, and see whether they are enough."""
         kept = self.samples.setdefault(name, [])
-        kept += found
+        kept += samples
         if self._enough(name, kept, plan):
             self.done.add(name)
 
@@ -124,46 +122,52 @@ def take_turns(
     fail: Callable[[Contestant, Exception], None],
 ) -> list[Contestant]:
     """Sample all measurements of all contestants, round after round in an order of its own each,
-    until all are done; those that did not fail, in their order. between gives the clock readings
-    from one moment to another; fail hears of a contestant that raised, which is out.
+    until all are done. Returns those that did not fail, in their order. between gives the clock
+    readings from one moment to another; fail gets a contestant that raised, which is out.
     """
     out: set[str] = set()
     for number in itertools.count():
-        racing = [one for one in contestants if one.cell.cell not in out]
-        turns = [(one, name) for one in racing for name in one.samplers if one.wants(name, plan)]
+        racing = [contestant for contestant in contestants if contestant.cell.cell not in out]
+        turns = [
+            (contestant, name)
+            for contestant in racing
+            for name in contestant.samplers
+            if contestant.wants(name, plan)
+        ]
         if not turns:
             return racing
         for place in turn_order(seed, turns[0][0].cell.config.label, number, len(turns)):
-            one, name = turns[place]
-            if one.cell.cell in out:
+            contestant, name = turns[place]
+            cell = contestant.cell.cell
+            if cell in out:
                 continue
-            write(JournalEntry("begin", cell=one.cell.cell, stage="turn"))
-            have = len(one.samples.get(name, ()))
-            write(JournalEntry("stage", cell=one.cell.cell, stage=f"{name}, {have} samples"))
+            write(JournalEntry("begin", cell=cell, stage="turn"))
+            have = len(contestant.samples.get(name, ()))
+            write(JournalEntry("stage", cell=cell, stage=f"{name}, {have} samples"))
             begin = time.perf_counter()
             try:
-                found = _sampled(one, name, plan)
+                samples = _sampled(contestant, name, plan)
             except Exception as error:
-                out.add(one.cell.cell)
-                fail(one, error)
+                out.add(cell)
+                fail(contestant, error)
                 continue
             end = time.perf_counter()
-            one.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(found))
-            if number == 0 and one.expected_ns < DISCARD_MAX_NS:
+            contestant.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(samples))
+            if number == 0 and contestant.expected_ns < DISCARD_MAX_NS:
                 continue  # clocks rise under the first load
-            one.spent_s += end - begin
-            one.readings += between(begin, end)
-            one.span = (one.span[0] if one.span else begin, end)
-            one.take(name, found, plan)
+            contestant.spent_s += end - begin
+            contestant.readings += between(begin, end)
+            contestant.span = (contestant.span[0] if contestant.span else begin, end)
+            contestant.take(name, samples, plan)
     raise AssertionError("unreachable")
 
 
-def _sampled(one: Contestant, name: str, plan: BenchPlan) -> list[int]:
+def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> list[int]:
     """A turn's samples, with the garbage collector kept out of them."""
     gc.disable()
     try:
-        with one.context():
-            return one.samplers[name](one.wants(name, plan))
+        with contestant.context():
+            return contestant.samplers[name](contestant.wants(name, plan))
     finally:
         gc.enable()
 
@@ -175,7 +179,7 @@ class _Group:
     """
 
     config: Config
-    bench: Bench
+    workspace: Workspace
     plan: BenchPlan
     write: Write
     inputs: list[Inputs] = field(default_factory=list)
@@ -183,11 +187,11 @@ class _Group:
     def copies(self) -> list[Inputs]:
         """Copies of the inputs, each with values of its own."""
         if not self.inputs:
-            seed = self.bench.plan.protocol.seed
-            first = make_inputs(self.config, self.bench.device, seed)
+            device, seed = self.workspace.device, self.workspace.plan.protocol.seed
+            first = make_inputs(self.config, device, seed)
             self.inputs.append(first)
-            for number in range(1, copies_of(_size(first), _cache_bytes(self.bench.device))):
-                self.inputs.append(make_inputs(self.config, self.bench.device, seed + number))
+            for number in range(1, copies_of(_size(first), _cache_bytes(device))):
+                self.inputs.append(make_inputs(self.config, device, seed + number))
         return self.inputs
 
     def stage(self, cell: Cell, name: str) -> None:
@@ -195,151 +199,116 @@ class _Group:
 
     def fail(self, cell: Cell, heard: list[str], error: Exception) -> None:
         """Write down a cell that raised. Raises DeadContextError where nothing can follow."""
-        result = failing.failure(cell, self.bench, heard, error)
-        if failing.context_is_dead(error):
-            raise failing.DeadContextError(result) from None
+        result = unless_dead(failure(cell, self.workspace, heard, error), error)
         self.write(JournalEntry("end", cell=cell.cell, result=result))
 
+    def ready(self, attempt: Attempt) -> Contestant:
+        """A backend after its first call and warm-up."""
+        attempt.load()
+        inputs = self.copies()
+        calls = [make_call(self.config, copy, attempt.attention) for copy in inputs]
+        with attempt.backend.context():
+            cell = attempt.call_first(inputs[0], calls[0])
+            expected_ns = _warmed_up(rotating(calls), self.workspace)
+            cell, samplers = self._samplers(cell, calls, expected_ns)
+        return Contestant(cell, attempt.backend.context, calls[0], expected_ns, samplers)
 
-def bench_group(group: Sequence[Cell], bench: Bench, plan: BenchPlan, write: Write) -> None:
+    def _samplers(
+        self, cell: Cell, calls: Sequence[Callable[[], Any]], expected_ns: int
+    ) -> tuple[Cell, dict[str, Callable[[int], list[int]]]]:
+        """A sampler per measurement; the cell says why one is not there."""
+        turning, measurements = rotating(calls), self.plan.on(self.workspace.device)
+        samplers: dict[str, Callable[[int], list[int]]] = {}
+        if "wall" in measurements:
+            samplers["wall"] = lambda samples: timing.time_wall(turning, samples)
+        if "event" in measurements:
+            flush = self.workspace.flush
+            samplers["event"] = lambda samples: timing.time_events(turning, samples, flush)
+        if "graph" in measurements and expected_ns <= timing.GRAPH_WORTH_MAX_NS:
+            self.stage(cell, "graph capture")
+            try:
+                samplers["graph"] = timing.open_graph(calls[0], expected_ns)
+            except RuntimeError as error:
+                cell = without_graph(cell, error)
+        return cell, samplers
+
+    def finished(self, contestant: Contestant) -> Cell:
+        """The cell with its samples, after the profiled calls where kernel times are wanted."""
+        workspace, cell = self.workspace, contestant.cell
+        profiled = "kernel" in self.plan.on(workspace.device)
+        iterations = 0
+        begin = time.perf_counter_ns()
+        if profiled and "torch" in workspace.plan.profilers:
+            self.stage(cell, "kernel")
+            iterations = workspace.plan.protocol.iterations
+            with contestant.context():
+                with_torch_profiler(contestant.call, cell.cell, workspace)
+        taken_ns = round(contestant.spent_s * 1e9) + time.perf_counter_ns() - begin
+        readings = contestant.readings
+        if not readings and contestant.span and workspace.clocks:
+            readings = workspace.clocks.nearest(
+                *contestant.span
+            )  # all turns were too short for one
+        return replace(
+            cell,
+            status="ok",
+            samples=contestant.samples,
+            iterations=iterations,
+            clocks=over_time(readings),
+            duration_ns=taken_ns,
+        )
+
+
+def bench_group(cells: Sequence[Cell], workspace: Workspace, plan: BenchPlan, write: Write) -> None:
     """Bench the cells of one config; each has an `end` in the journal afterwards. Raises
     DeadContextError (carrying a cell's result) when the process has to end.
     """
-    torch.use_deterministic_algorithms(group[0].config.deterministic)
-    shared = _Group(group[0].config, bench, plan, write)
-    ready = []
-    for cell in group:
+    torch.use_deterministic_algorithms(cells[0].config.deterministic)
+    group = _Group(cells[0].config, workspace, plan, write)
+    contestants = []
+    for cell in cells:
         write(JournalEntry("begin", cell=cell.cell))
-        heard: list[str] = []
+        attempt = Attempt(cell, workspace, partial(group.stage, cell))
         try:
-            made = _ready(cell, shared, heard)
+            contestants.append(group.ready(attempt))
         except Exception as error:
-            shared.fail(cell, heard, error)
-            continue
-        if isinstance(made, Cell):
-            write(JournalEntry("end", cell=cell.cell, result=made))
-        else:
-            ready.append(made)
-    reader = bench.read_clocks
-    between = reader.between if isinstance(reader, ClockReader) else (lambda *_: [])
-    raced = take_turns(
-        ready,
+            group.fail(cell, attempt.heard, error)
+    finishers = take_turns(
+        contestants,
         plan,
-        bench.plan.protocol.seed,
+        workspace.plan.protocol.seed,
         write,
-        between,
-        lambda one, error: shared.fail(one.cell, [], error),
+        workspace.clocks.between if workspace.clocks else lambda *_: [],
+        lambda contestant, error: group.fail(contestant.cell, [], error),
     )
-    for one in raced:
-        write(JournalEntry("begin", cell=one.cell.cell))
+    for contestant in finishers:
+        cell = contestant.cell
+        write(JournalEntry("begin", cell=cell.cell))
         try:
-            result = _finished(one, shared)
+            result = group.finished(contestant)
         except Exception as error:
-            shared.fail(one.cell, [], error)
-            continue
-        write(JournalEntry("end", cell=one.cell.cell, result=result))
-
-
-def _ready(cell: Cell, shared: _Group, heard: list[str]) -> Contestant | Cell:
-    """A backend after its first call and warm-up, or the cell as refused."""
-    bench = shared.bench
-    backend = find_backend(cell.backend, bench.sources)
-    shared.stage(cell, "compile" if backend.load is not None else "inputs")
-    begin = time.perf_counter_ns()
-    reasons = cells.reasons_beforehand(cell, bench, backend)
-    if reasons:
-        message = "; ".join(reason.message for reason in reasons)
-        return replace(cell, status="refused", message=message, refusals=reasons)
-    attention = backend.load() if backend.load is not None else None
-    loaded_ns = time.perf_counter_ns() - begin
-    inputs = shared.copies()
-    calls = [make_call(cell.config, each, attention) for each in inputs]
-    with backend.context():
-        if attention is None:
-            cell = replace(cell, choice=cells.own_choice(cell, inputs[0]))
+            group.fail(cell, [], error)
         else:
-            begin = time.perf_counter_ns()
-            with heard_warnings(heard):
-                cells.try_out(cell, bench, backend, attention, inputs[0])
-            taken_ns = loaded_ns + time.perf_counter_ns() - begin
-            cell = replace(cell, compile_ns=taken_ns, tuning=tuning_of(backend, attention))
-        shared.stage(cell, "warm-up")
-        cell = cells.first_call(cell, bench, calls[0], heard)
-        expected_ns = _warmed_up(rotating(calls), bench)
-        cell, samplers = _samplers(cell, shared, calls, expected_ns)
-    return Contestant(cell, backend.context, calls[0], expected_ns, samplers)
+            write(JournalEntry("end", cell=cell.cell, result=result))
 
 
-def _warmed_up(call: Callable[[], Any], bench: Bench) -> int:
+def _warmed_up(call: Callable[[], Any], workspace: Workspace) -> int:
     """Nanoseconds of one call after the warm-up calls, which WARMUP_MAX_S ends early."""
     deadline = time.perf_counter() + WARMUP_MAX_S
-    for _ in range(bench.plan.protocol.warmup):
+    for _ in range(workspace.plan.protocol.warmup):
         call()
         if time.perf_counter() > deadline:
             break
-    bench.sync()
+    workspace.sync()
     begin = time.perf_counter_ns()
     call()
-    bench.sync()
+    workspace.sync()
     return max(1, time.perf_counter_ns() - begin)
-
-
-def _samplers(
-    cell: Cell, shared: _Group, calls: Sequence[Callable[[], Any]], expected_ns: int
-) -> tuple[Cell, dict[str, Callable[[int], list[int]]]]:
-    """A sampler per measurement; the cell says why one is not there."""
-    bench, turning = shared.bench, rotating(calls)
-    wanted = shared.plan.on(bench.device)
-    found: dict[str, Callable[[int], list[int]]] = {}
-    if "wall" in wanted:
-        found["wall"] = lambda samples: timing.time_wall(turning, samples)
-    if "event" in wanted:
-        found["event"] = lambda samples: timing.time_events(turning, samples, bench.flush)
-    if "graph" in wanted and expected_ns <= timing.GRAPH_WORTH_MAX_NS:
-        shared.stage(cell, "graph capture")
-        try:
-            found["graph"] = timing.open_graph(calls[0], expected_ns)
-        except RuntimeError as error:
-            if failing.context_is_dead(error):
-                raise
-            note = f"no CUDA-graph timing: {str(error).splitlines()[0]}"
-            cell = replace(cell, warnings=(*cell.warnings, note))
-    return cell, found
-
-
-def _finished(one: Contestant, shared: _Group) -> Cell:
-    """The cell with its samples, after the profiled calls where kernel times are wanted."""
-    bench, protocol = shared.bench, shared.bench.plan.protocol
-    iterations = 0
-    begin = time.perf_counter_ns()
-    if "kernel" in shared.plan.on(bench.device) and "torch" in bench.plan.profilers:
-        shared.stage(one.cell, "kernel")
-        path = bench.folder / f"{one.cell.cell}.torch.json.gz"
-        iterations = protocol.iterations
-        with one.context():
-            with_torch_profiler(one.call, one.cell.cell, iterations, bench.sync, path)
-    taken_ns = round(one.spent_s * 1e9) + time.perf_counter_ns() - begin
-    return replace(
-        one.cell,
-        status="ok",
-        samples=one.samples,
-        iterations=iterations,
-        clocks=over_time(_readings(one, bench)),
-        duration_ns=taken_ns,
-    )
-
-
-def _readings(one: Contestant, bench: Bench) -> list[dict[str, Any]]:
-    """The clock readings of its turns; where all were too short for one, the nearest."""
-    reader = bench.read_clocks
-    if one.readings or one.span is None or not isinstance(reader, ClockReader):
-        return one.readings
-    return reader.nearest(*one.span)
 
 
 def _size(inputs: Inputs) -> int:
     tensors = (inputs.query, inputs.key, inputs.value, inputs.mask, inputs.grad)
-    return sum(each.numel() * each.element_size() for each in tensors if each is not None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _cache_bytes(device: str) -> int:

@@ -4,18 +4,15 @@ returns against the fp64 reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from profharness.backends import Attention, Backend, ImplementationError, RefusedError, find_backend
+from profharness.backends import Attention, Backend, RefusedError, find_backend
 from profharness.cases import values_of
 from profharness.config import Config
 from profharness.run import Cell, Check
-from profharness.worker import cell as cells
-from profharness.worker import failures as failing
 from profharness.worker.cell import tuning_of
 from profharness.worker.compare import (
     NAN_BYTE,
@@ -26,10 +23,21 @@ from profharness.worker.compare import (
     expect,
     poisoned,
 )
-from profharness.worker.failures import heard_warnings, is_refusal
-from profharness.worker.inputs import Inputs, broken_output, make_forward, make_inputs
+from profharness.worker.failures import (
+    context_is_dead,
+    error_text,
+    failure,
+    heard_warnings,
+    implementation_errors,
+    is_oom,
+    is_refusal,
+    reasons_beforehand,
+    unless_dead,
+)
+from profharness.worker.inputs import Inputs, check_output, make_forward, make_inputs
+from profharness.worker.program import Stage
 from profharness.worker.reference import GRADIENTS
-from profharness.worker.workspace import Bench
+from profharness.worker.workspace import Workspace
 
 LARGE = 5.5  # q and k times this: scores of 30 standard deviations, and exp(90) overflows fp32
 OFFSET = 1 << 20  # elements; keeps every alignment that the allocator gives
@@ -39,47 +47,48 @@ OFFSET = 1 << 20  # elements; keeps every alignment that the allocator gives
 class Verifier:
     """Verifies cells; the reference of the last problem is kept, for its other backends."""
 
-    bench: Bench
-    _known: tuple[tuple[Config, str], Inputs, Expected] | None = field(default=None, init=False)
+    workspace: Workspace
+    _last: tuple[tuple[Config, str], Inputs, Expected] | None = field(default=None, init=False)
 
-    def verify(self, cell: Cell, stage: Callable[[str], None]) -> Cell:
+    def verify(self, cell: Cell, stage: Stage) -> Cell:
         """The cell with its checks. Raises DeadContextError (carrying the result) when the process
         has to end after it.
         """
-        cell = replace(cell, config=cell.config.resolve(self.bench.device))
+        cell = replace(cell, config=cell.config.resolve(self.workspace.device))
         heard: list[str] = []
         torch.use_deterministic_algorithms(cell.config.deterministic)
         try:
             checks, tuning = self._checks(cell, stage, heard)
         except Exception as error:
-            result = failing.failure(cell, self.bench, heard, error)
-            if failing.context_is_dead(error):
-                raise failing.DeadContextError(_told(result)) from None
-            return _told(result)
-        cell = replace(cell, tuning=tuning)
+            result = failure(cell, self.workspace, heard, error)
+            # a backend that refuses, or that had too little memory, is not to blame
+            blameless = result.status in ("refused", "oom")
+            check = Check("out", None if blameless else False, result.message)
+            return unless_dead(replace(result, checks=(check,)), error)
+        cell = replace(cell, tuning=tuning, status="ok", checks=checks)
         wrong = [check for check in checks if check.passed is False]
-        if wrong:
-            message = f"wrong {wrong[0].what}: {wrong[0].message}"
-            return replace(cell, status="error", message=message, checks=checks)
-        return replace(cell, status="ok", checks=checks)
+        if not wrong:
+            return cell
+        return replace(cell, status="error", message=f"wrong {wrong[0].what}: {wrong[0].message}")
 
     def _checks(
-        self, cell: Cell, stage: Callable[[str], None], heard: list[str]
+        self, cell: Cell, stage: Stage, heard: list[str]
     ) -> tuple[tuple[Check, ...], dict[str, Any] | None]:
         """The checks, and what the implementation chose for its last call."""
-        backend = find_backend(cell.backend, self.bench.sources)
+        backend = find_backend(cell.backend, self.workspace.sources)
         stage("compile")
-        forward_only = self._refused(cell, backend)
+        forward_only = self._forward_only(cell.config, backend)
         config = replace(cell.config, bwd=False) if forward_only else cell.config
         attention = backend.load() if backend.load is not None else None
         stage("reference")
-        inputs, expected = self._reference(config, cell.case or "")
+        values = values_of(cell.case or "")
+        inputs, expected = self._reference(config, values)
         stage("calls")
-        caller = _Caller(config, self.bench, backend, attention, values_of(cell.case or ""))
+        caller = _Caller(config, self.workspace, backend, attention, values)
         with heard_warnings(heard), backend.context():
-            got, changed = caller.run(inputs, self.bench.plan.protocol.seed)
+            got, changed = caller.run(inputs, self.workspace.plan.protocol.seed)
         stage("comparison")
-        checks = [_inputs_check(changed)]
+        checks = [Check("inputs", changed is None, changed)]
         checks += [compare(config, inputs, name, got, expected) for name in got.names]
         reason = forward_only or got.no_gradient
         if cell.config.bwd and reason:
@@ -89,27 +98,30 @@ class Verifier:
             checks += [Check(name, False, text) for name in GRADIENTS if name not in got.names]
         return tuple(checks), tuning_of(backend, attention)
 
-    def _refused(self, cell: Cell, backend: Backend) -> str | None:
-        """Why only the forward pass can be verified, or None. Raises what says that neither can."""
-        reasons = cells.reasons_beforehand(cell, self.bench, backend)
+    def _forward_only(self, config: Config, backend: Backend) -> str | None:
+        """Why only the forward pass can be verified, or None. Raises RefusedError where neither
+        pass can.
+        """
+        reasons = reasons_beforehand(config, self.workspace, backend)
         if not reasons:
             return None
-        forward = replace(cell, config=replace(cell.config, bwd=False))
-        if cell.config.bwd and not cells.reasons_beforehand(forward, self.bench, backend):
+        forward = replace(config, bwd=False)
+        if config.bwd and not reasons_beforehand(forward, self.workspace, backend):
             return reasons[0].message
-        raise RefusedError(reasons[0].code, "; ".join(each.message for each in reasons))
+        raise RefusedError(reasons[0].code, "; ".join(reason.message for reason in reasons))
 
-    def _reference(self, config: Config, case: str) -> tuple[Inputs, Expected]:
-        key = (config, values_of(case))
-        if self._known is None or self._known[0] != key:
-            self._known = None  # before the next one takes its memory
-            inputs = case_inputs(config, key[1], self.bench.device, self.bench.plan.protocol.seed)
-            self._known = (key, inputs, expect(config, inputs))
-        return self._known[1], self._known[2]
+    def _reference(self, config: Config, values: str) -> tuple[Inputs, Expected]:
+        key = (config, values)
+        if self._last is None or self._last[0] != key:
+            self._last = None  # before the next one takes its memory
+            seed = self.workspace.plan.protocol.seed
+            inputs = case_inputs(config, values, self.workspace.device, seed)
+            self._last = (key, inputs, expect(config, inputs))
+        return self._last[1], self._last[2]
 
 
 def case_inputs(config: Config, values: str, device: str, seed: int) -> Inputs:
-    """Inputs of a config whose values or place are those of a case; see `verification.Case`."""
+    """Inputs of a config whose values or place are those of a case; see `cases.Case`."""
     inputs = make_inputs(config, device, seed)
     with torch.no_grad():
         if values == "large":
@@ -137,7 +149,7 @@ def _moved(tensor: Any) -> Any:
 
 
 @dataclass
-class _Called:
+class _Results:
     """What one call gave: `out` and gradients by name. no_gradient says why it cannot give any,
     backward_error how it failed to.
     """
@@ -155,94 +167,74 @@ class _Caller:
     """
 
     config: Config
-    bench: Bench
+    workspace: Workspace
     backend: Backend
     attention: Attention | None
     values: str
 
     def run(self, inputs: Inputs, seed: int) -> tuple[Got, str | None]:
         """What came back, and which input was changed on the way (with the place), or None."""
-        others = case_inputs(self.config, self.values, self.bench.device, seed + 1)
+        device = self.workspace.device
+        others = case_inputs(self.config, self.values, device, seed + 1)
         before = {name: _bytes(getattr(inputs, name)).clone() for name in GRADIENTS.values()}
-        with poisoned(NAN_BYTE, self._sized(inputs), self.bench.device):
+        with poisoned(NAN_BYTE, self._sized(inputs), device):
             earlier = _copies(self._call(others).tensors)
             first = self._call(inputs)
         kept = _copies(first.tensors)
         changed = _restored(inputs, before)
-        with poisoned(OTHER_BYTE, self._sized(inputs), self.bench.device):
+        with poisoned(OTHER_BYTE, self._sized(inputs), device):
             self._call(others)
             reused = tuple(name for name in kept if not _same(first.tensors[name], kept[name]))
             second = self._call(inputs)
         changed = _restored(inputs, before) or changed
-        called = (first, second)
         got = Got(
             kept,
             second.tensors,
             earlier,
             reused,
-            next((each.no_gradient for each in called if each.no_gradient), None),
-            next((each.backward_error for each in called if each.backward_error), None),
+            first.no_gradient or second.no_gradient,
+            first.backward_error or second.backward_error,
         )
         return got, changed
 
     def _sized(self, inputs: Inputs) -> list[Any]:
+        """Tensors of the sizes that a call may ask for."""
         query = inputs.query
         shape = (self.config.batch, self.config.num_heads, self.config.seq_len_q)
         out = torch.empty((*shape, self.config.value_dim), dtype=query.dtype, device="meta")
         sums = torch.empty(shape, dtype=torch.float32, device="meta")
         return [query, inputs.key, inputs.value, out, sums]
 
-    def _call(self, inputs: Inputs) -> _Called:
+    def _call(self, inputs: Inputs) -> _Results:
         """Raises ImplementationError for an output that breaks the contract, RefusedError for what
         the backend says it cannot do.
         """
-        try:
+        with implementation_errors(self.backend):
             out = make_forward(self.config, inputs, self.attention)()
-        except self.backend.refuses as error:
-            raise self._refusal(error) from error
-        except SystemExit as error:
-            raise ImplementationError(f"{self.backend.name} called exit({error.code})") from error
-        broken = broken_output(self.config, inputs, out)
-        if broken:
-            raise ImplementationError(f"{self.backend.name} {broken}")
-        called = _Called({"out": out.detach()})
+        check_output(self.backend.name, self.config, inputs, out)
+        results = _Results({"out": out.detach()})
         if self.config.bwd and not out.requires_grad:
-            called.no_gradient = "its output carries no gradient"
+            results.no_gradient = "its output carries no gradient"
         elif self.config.bwd:
-            self._backward(out, inputs, called)
-        self.bench.sync()
-        return called
+            self._backward(out, inputs, results)
+        self.workspace.sync()
+        return results
 
-    def _backward(self, out: Any, inputs: Inputs, called: _Called) -> None:
+    def _backward(self, out: Any, inputs: Inputs, results: _Results) -> None:
         """Add the gradients; what goes wrong costs them alone, and not the output."""
         leaves = tuple(getattr(inputs, name) for name in GRADIENTS.values())
         try:
             grads = torch.autograd.grad(out, leaves, inputs.grad, allow_unused=True)
-            self.bench.sync()
+            self.workspace.sync()
         except Exception as error:
-            if failing.is_oom(error) or failing.context_is_dead(error):
+            if is_oom(error) or context_is_dead(error):
                 raise
-            text = failing.shortened(f"{type(error).__name__}: {str(error).strip()}")
             if isinstance(error, self.backend.refuses) or is_refusal(error):
-                called.no_gradient = text
+                results.no_gradient = error_text(error)
             else:
-                called.backward_error = text
+                results.backward_error = error_text(error)
         else:
-            called.tensors |= dict(zip(GRADIENTS, grads, strict=True))
-
-    def _refusal(self, error: Exception) -> Exception:
-        known = isinstance(error, (RefusedError, ImplementationError)) or is_refusal(error)
-        if known or failing.is_oom(error) or failing.context_is_dead(error):
-            return error
-        text = f"{type(error).__name__}: {str(error).strip()}"
-        return RefusedError("unsupported", failing.shortened(text))
-
-
-def _told(result: Cell) -> Cell:
-    """A result without checks as one: passed is None where the backend is not to blame."""
-    blameless = result.status in ("refused", "oom")
-    check = Check("out", None if blameless else False, result.message)
-    return replace(result, checks=(check,))
+            results.tensors |= dict(zip(GRADIENTS, grads, strict=True))
 
 
 def _bytes(tensor: Any) -> Any:
@@ -252,7 +244,7 @@ def _bytes(tensor: Any) -> Any:
 
 
 def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if each is None else each.clone() for name, each in tensors.items()}
+    return {name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()}
 
 
 def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
@@ -269,13 +261,9 @@ def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
     return changed
 
 
-def _inputs_check(changed: str | None) -> Check:
-    return Check("inputs", changed is None, changed)
-
-
 def _same(one: Any, other: Any) -> bool:
     """Bitwise, so that NaN equals itself."""
     if one is None or other is None:
         return one is other
-    pair = (each.contiguous().view(torch.uint8) for each in (one, other))
-    return bool(torch.equal(*pair))
+    first, second = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
+    return bool(torch.equal(first, second))

@@ -13,9 +13,9 @@ from profharness.worker.program import Program, run_each, run_program
 def body(program: Program) -> None:
     """Verify every cell."""
     from profharness.worker.verifier import Verifier
-    from profharness.worker.workspace import open_bench
+    from profharness.worker.workspace import open_workspace
 
-    verifier = Verifier(open_bench(program.folder, program.plan, program.device))
+    verifier = Verifier(open_workspace(program.folder, program.plan, program.device))
     run_each(program, verifier.verify)
 
 

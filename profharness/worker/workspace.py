@@ -1,29 +1,26 @@
+"""What a worker process keeps from cell to cell."""
+
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from profharness.backends import (
-    read_sources,
-)
+from profharness.backends import read_sources
 from profharness.run import Plan
-from profharness.worker import timing
-from profharness.worker.timing import ClockReader
+from profharness.worker.timing import ClockReader, L2Flush
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What a worker keeps from cell to cell."""
+class Workspace:
+    """What a worker keeps from cell to cell. clocks is None on a CPU and under another program."""
 
     device: str
     folder: Path
     plan: Plan
-    read_clocks: Callable[[], dict[str, Any]]
-    flush: timing.L2Flush
+    clocks: ClockReader | None
+    flush: L2Flush
     sources: dict[str, str]
 
     def sync(self) -> None:
@@ -31,7 +28,7 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def open_bench(folder: Path, plan: Plan, device: str) -> Bench:
-    """The bench of one worker process on one device."""
-    reader = ClockReader() if device == "cuda" and not plan.wrapped else dict
-    return Bench(device, folder, plan, reader, timing.L2Flush(), read_sources(folder))
+def open_workspace(folder: Path, plan: Plan, device: str) -> Workspace:
+    """The workspace of one worker process on one device."""
+    clocks = ClockReader() if device == "cuda" and not plan.wrapped else None
+    return Workspace(device, folder, plan, clocks, L2Flush(), read_sources(folder))

@@ -17,7 +17,7 @@ from profharness.run import BenchPlan, Cell, JournalEntry, Plan, Protocol
 from profharness.worker import timing
 from profharness.worker.timing import ClockReader, over_time
 from profharness.worker.turns import bench_group
-from profharness.worker.workspace import Bench
+from profharness.worker.workspace import Workspace
 
 
 def late(seconds: float, answer_s: float = 0.0) -> Callable[[], dict[str, Callable[[], Any]]]:
@@ -83,13 +83,13 @@ def test_cells_too_quick_for_the_thread_have_a_reading(tmp_path: Path, iteration
     cells = [Cell(f"c{n}", config, name) for n, name in enumerate(("auto", "flash", "math"))]
     protocol = Protocol(iterations=iterations, warmup=0, samples=0, device="cpu")
     plan = Plan(tuple(cells), protocol, ("events",), 0)
-    bench = Bench("cpu", tmp_path, plan, ClockReader(late(1.5)), timing.L2Flush(), {})
+    workspace = Workspace("cpu", tmp_path, plan, ClockReader(late(1.5)), timing.L2Flush(), {})
     ended: list[Cell] = []
 
     def write(entry: JournalEntry) -> None:
         ended.extend([entry.result] if entry.result else [])
 
-    bench_group(cells, bench, replace(BenchPlan(), iterations=iterations), write)
+    bench_group(cells, workspace, replace(BenchPlan(), iterations=iterations), write)
     assert [cell.status for cell in ended] == ["ok"] * 3
     for cell in ended:
         assert cell.clocks["sm_mhz_min"] <= cell.clocks["sm_mhz"] <= cell.clocks["sm_mhz_max"]
