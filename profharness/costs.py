@@ -5,14 +5,10 @@ Conventions and their sources stand in docs/measuring.md, "FLOPs and bytes".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
+from profharness.config import Config
 from profharness.errors import UsageError
-
-if TYPE_CHECKING:
-    from profharness.config import Config
-
 
 CONVENTIONS = ("exact", "flash-attention")
 EXECUTIONS = ("fused", "unfused")
@@ -21,6 +17,59 @@ STATISTIC_BYTES = 4  # log-sum-exp and delta are fp32, one a query row
 MATH_BYTES = 4  # PyTorch's math computes 16-bit inputs in fp32
 SOFTMAX_OPS = 5  # a score: scale, compare, subtract and exponentiate, add, divide
 SOFTMAX_BWD_OPS = 4  # a score: multiply with the probability, subtract delta, multiply, scale
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """Bytes of each tensor of a call as stored.
+
+    Inputs count a dimension with stride 0 once, and key and value only the rows that some query
+    sees. statistics is one log-sum-exp a query row. gradients are those of Q, K, V and of a mask
+    with a gradient, written whole whatever a query sees. scores is one whole score matrix of all
+    heads, as unfused attention keeps it.
+    """
+
+    query: int
+    key: int
+    value: int
+    mask: int
+    output: int
+    statistics: int
+    gradients: int
+    scores: int
+
+    @property
+    def forward(self) -> int:
+        """Inputs and output."""
+        return self.query + self.key + self.value + self.mask + self.output
+
+
+def tensor_bytes(config: Config) -> TensorBytes:
+    """The bytes of a config's tensors. Raises UsageError for a config without a dtype."""
+    if config.dtype is None:
+        raise UsageError(
+            f"config {config}: bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
+        )
+    item = ITEM_BYTES[config.dtype]
+    rows, columns, dims = config.seq_len_q, config.seq_len_kv, config.head_dim + config.value_dim
+    seen = min(rows, columns) if config.causal else columns
+    heads, kv_heads = config.batch * config.num_heads, config.batch * config.num_kv_heads
+    stored = 1 if config.layout == "broadcast_batch" else config.batch
+    mask = 0
+    if config.mask != "none":
+        mask = (heads if config.mask == "float_bh" else 1) * rows * columns
+        mask *= item if config.mask.startswith("float") else 1  # a bool is one byte a score
+    gradients = item * (heads * rows * config.head_dim + kv_heads * columns * dims)
+    return TensorBytes(
+        query=stored * config.num_heads * rows * config.head_dim * item,
+        key=stored * config.num_kv_heads * seen * config.head_dim * item,
+        value=stored * config.num_kv_heads * seen * config.value_dim * item,
+        mask=mask,
+        output=heads * rows * config.value_dim * item,
+        statistics=STATISTIC_BYTES * heads * rows,
+        gradients=gradients + (mask if config.mask == "float_grad" else 0),
+        scores=heads * rows * columns * MATH_BYTES,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +112,7 @@ def flops(config: Config, convention: str = "exact") -> int:
     count, key-value heads do not. Raises UsageError for an unknown convention.
     """
     if convention == "exact":
-        scores = 2 * _heads(config) * score_count(config)
+        scores = 2 * config.batch * config.num_heads * score_count(config)
         key_products, value_products = (4, 3) if config.bwd else (1, 1)
         return scores * (key_products * config.head_dim + value_products * config.value_dim)
     if convention != "flash-attention":
@@ -72,7 +121,9 @@ def flops(config: Config, convention: str = "exact") -> int:
         )
     rows, columns = config.seq_len_q, config.seq_len_kv
     seen_twice = max(0, columns - rows) + columns if config.causal else 2 * columns
-    forward = _heads(config) * rows * seen_twice * (config.head_dim + config.value_dim)
+    forward = (
+        config.batch * config.num_heads * rows * seen_twice * (config.head_dim + config.value_dim)
+    )
     return forward * 7 // 2 if config.bwd else forward
 
 
@@ -84,53 +135,19 @@ def compulsory_bytes(config: Config) -> int:
     With `causal` only keys that a query sees count; a dimension with stride 0 counts once. Raises
     UsageError for a config without a dtype.
     """
-    if not config.bwd:
-        return _forward_bytes(config)
-    return working_set_bytes(config) + _forward_bytes(config) + _statistic_bytes(config)
+    tensors = tensor_bytes(config)
+    again = tensors.forward + tensors.statistics if config.bwd else 0
+    return working_set_bytes(config) + again
 
 
 def working_set_bytes(config: Config) -> int:
     """Bytes of all tensors that a call must touch, each once however often it is read: what has
     to fit in a cache for a repeated call to stay in it.
     """
+    tensors = tensor_bytes(config)
     if not config.bwd:
-        return _forward_bytes(config)
-    gradients = output_bytes(config) + _gradient_bytes(config)
-    return _forward_bytes(config) + gradients + _statistic_bytes(config)
-
-
-def query_bytes(config: Config) -> int:
-    """Bytes of Q as stored."""
-    return _stored(config, config.num_heads, config.seq_len_q, config.head_dim)
-
-
-def key_bytes(config: Config) -> int:
-    """Bytes of the rows of K that some query sees."""
-    return _stored(config, config.num_kv_heads, _seen_keys(config), config.head_dim)
-
-
-def value_bytes(config: Config) -> int:
-    """Bytes of the rows of V that some query sees."""
-    return _stored(config, config.num_kv_heads, _seen_keys(config), config.value_dim)
-
-
-def output_bytes(config: Config) -> int:
-    """Bytes of the output, which never has a stride of 0."""
-    return _heads(config) * config.seq_len_q * config.value_dim * _item(config)
-
-
-def mask_bytes(config: Config) -> int:
-    """Bytes of the mask as stored: one a score for bool masks, the dtype's for float ones."""
-    if config.mask == "none":
-        return 0
-    heads = _heads(config) if config.mask == "float_bh" else 1
-    item = _item(config) if config.mask.startswith("float") else 1
-    return heads * config.seq_len_q * config.seq_len_kv * item
-
-
-def score_bytes(config: Config, item: int = MATH_BYTES) -> int:
-    """Bytes of one whole score matrix of all heads, as unfused attention keeps it."""
-    return _heads(config) * config.seq_len_q * config.seq_len_kv * item
+        return tensors.forward
+    return tensors.forward + tensors.output + tensors.gradients + tensors.statistics
 
 
 def phases(config: Config, execution: str = "fused") -> tuple[Phase, ...]:
@@ -139,8 +156,8 @@ def phases(config: Config, execution: str = "fused") -> tuple[Phase, ...]:
     `fused`: scores stay on the chip, so QK^T moves Q and K, PV moves V and the output, and only
     scores that are needed are computed. The mask is read by the softmax phase. `unfused`, as
     PyTorch's math: each step reads and writes whole score matrices in fp32, causal saves nothing,
-    K and V of grouped heads are repeated,
-    and 16-bit inputs are cast first. Raises UsageError for an unknown execution or no dtype.
+    K and V of grouped heads are repeated, and 16-bit inputs are cast first. Raises UsageError for
+    an unknown execution or no dtype.
     """
     if execution == "fused":
         return _fused(config)
@@ -150,29 +167,26 @@ def phases(config: Config, execution: str = "fused") -> tuple[Phase, ...]:
 
 
 def _fused(config: Config) -> tuple[Phase, ...]:
-    query, key = query_bytes(config), key_bytes(config)
-    value, output = value_bytes(config), output_bytes(config)
-    scores = _heads(config) * score_count(config)
-    statistics = _statistic_bytes(config) if config.bwd else 0
+    tensors = tensor_bytes(config)
+    query, key, value, output = tensors.query, tensors.key, tensors.value, tensors.output
+    heads = config.batch * config.num_heads
+    scores = heads * score_count(config)
+    softmax = tensors.mask + (tensors.statistics if config.bwd else 0)
     per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
     forward = (
         Phase("QK^T", per_key, query + key),
-        Phase("softmax", SOFTMAX_OPS * scores, mask_bytes(config) + statistics, matmul=False),
+        Phase("softmax", SOFTMAX_OPS * scores, softmax, matmul=False),
         Phase("PV", per_value, value + output),
     )
     if not config.bwd:
         return forward
-    gradients = _gradient_bytes(config) - query - key - value
+    gradients = tensors.gradients - query - key - value  # those of dV, dP, dQ, dK apart
+    delta = 2 * heads * config.seq_len_q * config.value_dim
     return (
         *forward,
-        Phase("delta", 2 * output // _item(config), 2 * output, matmul=False),
+        Phase("delta", delta, 2 * output, matmul=False),
         Phase("QK^T again", per_key, query + key),
-        Phase(
-            "softmax backward",
-            SOFTMAX_BWD_OPS * scores,
-            mask_bytes(config) + statistics + gradients,
-            matmul=False,
-        ),
+        Phase("softmax backward", SOFTMAX_BWD_OPS * scores, softmax + gradients, matmul=False),
         Phase("dV", per_value, value),
         Phase("dP", per_value, value),
         Phase("dQ", per_key, query),
@@ -181,25 +195,24 @@ def _fused(config: Config) -> tuple[Phase, ...]:
 
 
 def _unfused(config: Config) -> tuple[Phase, ...]:
-    scores = _heads(config) * config.seq_len_q * config.seq_len_kv
-    matrix = score_bytes(config)
-    widen = MATH_BYTES // _item(config)
-    shared = config.num_kv_heads != config.num_heads
-    key, value = (_whole(config, columns) for columns in (config.head_dim, config.value_dim))
-    repeated = config.num_heads // config.num_kv_heads if shared else 1
-    moved_by_repeat = (key + value) * (1 + repeated)
-    query, key = query_bytes(config) * widen, key * repeated * widen
-    value, output = value * repeated * widen, output_bytes(config) * widen
+    tensors = tensor_bytes(config)
+    whole = tensor_bytes(replace(config, causal=False))  # causal saves nothing
+    key, value, matrix = whole.key, whole.value, tensors.scores
+    scores = config.batch * config.num_heads * config.seq_len_q * config.seq_len_kv
+    widen = MATH_BYTES // ITEM_BYTES[str(config.dtype)]
+    repeated = config.num_heads // config.num_kv_heads
     per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
     steps = []
-    if shared:
-        steps.append(Phase("repeat K and V", 0, moved_by_repeat, matmul=False))
+    if repeated > 1:
+        steps.append(Phase("repeat K and V", 0, (key + value) * (1 + repeated), matmul=False))
+    query, output = tensors.query * widen, tensors.output * widen
+    key, value = key * repeated * widen, value * repeated * widen
     if widen > 1:
-        narrow = query + key + value + output
-        steps.append(Phase("casts", 0, narrow + narrow // widen, matmul=False))
+        wide = query + key + value + output
+        steps.append(Phase("casts", 0, wide + wide // widen, matmul=False))
     steps.append(Phase("QK^T", per_key, query + key + matrix))
     if config.causal or config.mask != "none":
-        hidden = mask_bytes(config) or config.seq_len_q * config.seq_len_kv
+        hidden = tensors.mask or config.seq_len_q * config.seq_len_kv
         steps.append(Phase("mask", scores, 2 * matrix + hidden, matmul=False))
     steps.append(Phase("softmax", SOFTMAX_OPS * scores, 2 * matrix, matmul=False))
     if config.dropout:
@@ -214,47 +227,3 @@ def _unfused(config: Config) -> tuple[Phase, ...]:
             Phase("dK", per_key, matrix + query + key),
         ]
     return tuple(steps)
-
-
-def _forward_bytes(config: Config) -> int:
-    inputs = query_bytes(config) + key_bytes(config) + value_bytes(config) + mask_bytes(config)
-    return inputs + output_bytes(config)
-
-
-def _statistic_bytes(config: Config) -> int:
-    """One log-sum-exp a query row."""
-    return STATISTIC_BYTES * _heads(config) * config.seq_len_q
-
-
-def _gradient_bytes(config: Config) -> int:
-    """dQ, dK, dV, and that of a mask with a gradient; written whole, whatever a query sees."""
-    item = _item(config)
-    keys = config.batch * config.num_kv_heads * config.seq_len_kv * item
-    queries = _heads(config) * config.seq_len_q * config.head_dim * item
-    mask = mask_bytes(config) if config.mask == "float_grad" else 0
-    return queries + keys * (config.head_dim + config.value_dim) + mask
-
-
-def _heads(config: Config) -> int:
-    return config.batch * config.num_heads
-
-
-def _seen_keys(config: Config) -> int:
-    return min(config.seq_len_q, config.seq_len_kv) if config.causal else config.seq_len_kv
-
-
-def _whole(config: Config, columns: int) -> int:
-    return _stored(config, config.num_kv_heads, config.seq_len_kv, columns)
-
-
-def _stored(config: Config, heads: int, rows: int, columns: int) -> int:
-    batch = 1 if config.layout == "broadcast_batch" else config.batch
-    return batch * heads * rows * columns * _item(config)
-
-
-def _item(config: Config) -> int:
-    if config.dtype is None:
-        raise UsageError(
-            f"config {config}: bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
-        )
-    return ITEM_BYTES[config.dtype]

@@ -13,10 +13,9 @@ from profharness.costs import (
     CONVENTIONS,
     compulsory_bytes,
     flops,
-    key_bytes,
-    mask_bytes,
     phases,
     score_count,
+    tensor_bytes,
     working_set_bytes,
 )
 from profharness.errors import UsageError
@@ -64,7 +63,7 @@ def test_forward_flops_and_bytes_agree_with_a_count_by_hand(config: Config) -> N
     rows = config.batch * config.num_heads * config.seq_len_q
     columns = config.batch * config.num_kv_heads * keys
     dims = config.head_dim + config.value_dim
-    assert compulsory_bytes(forward) == (rows + columns) * dims * item + mask_bytes(config)
+    assert compulsory_bytes(forward) == (rows + columns) * dims * item + tensor_bytes(config).mask
 
 
 @given(configs(), st.sampled_from(CONVENTIONS), st.integers(1, 5))
@@ -148,7 +147,7 @@ def test_the_conventions_differ_by_the_diagonal() -> None:
 
 def test_bytes_of_the_decode_cell() -> None:
     config = parse_config("b1-h32-kv8-sq1-skv4096-d128-bf16")
-    assert key_bytes(config) == 8 * 4096 * 128 * 2
+    assert tensor_bytes(config).key == 8 * 4096 * 128 * 2
     assert compulsory_bytes(config) == 2 * 8 * 4096 * 128 * 2 + 2 * 32 * 128 * 2  # 16.8 MB
     assert flops(config) == 4 * 32 * 4096 * 128
 

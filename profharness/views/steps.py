@@ -9,7 +9,7 @@ from typing import Any
 
 from profharness.answers.roles import assign_roles
 from profharness.config import Config, parse_config
-from profharness.costs import output_bytes, score_bytes
+from profharness.costs import tensor_bytes
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CellRow, KernelRow
 from profharness.views.document import Block, Column, Document, Heading, Note, Table
@@ -185,7 +185,7 @@ def _backends(
     basis = {cell.cell: kernel_ns[cell.cell] or _whole_call_ns(cell) for cell in done}
     known = [time for time in basis.values() if time]
     slowest = max(known, default=None)
-    output, matrix = output_bytes(config), score_bytes(config)
+    tensors = tensor_bytes(config)
     rows = []
     for cell in done:
         names = {step.step for step in steps[cell.cell]}
@@ -199,17 +199,17 @@ def _backends(
                 _whole_call_ns(cell),
                 slowest / time if slowest and time else None,
                 peak / (1 << 20) if peak is not None else None,
-                peak / output if peak is not None else None,
-                peak / matrix if peak is not None and unfused else None,
+                peak / tensors.output if peak is not None else None,
+                peak / tensors.scores if peak is not None and unfused else None,
                 ("S^2" if unfused else "S") if names else None,
             )
         )
     text = (
-        f"output {output / (1 << 20):.2f} MiB, one score matrix in fp32 {matrix / (1 << 20):.2f} "
-        "MiB: backends with a softmax of their own hold score matrices and grow with S^2, fused "
-        "ones hold what is of the output's size and grow with S; speed-up is of kernel times, "
-        "against the slowest; launch gaps are the event time less the kernels, refilling the "
-        "flushed L2 included"
+        f"output {tensors.output / (1 << 20):.2f} MiB, one score matrix in fp32 "
+        f"{tensors.scores / (1 << 20):.2f} MiB: backends with a softmax of their own hold score "
+        "matrices and grow with S^2, fused ones hold what is of the output's size and grow with S; "
+        "speed-up is of kernel times, against the slowest; launch gaps are the event time less the "
+        "kernels, refilling the flushed L2 included"
     )
     return [Table(BACKEND_COLUMNS, tuple(rows)), Note(text)]
 

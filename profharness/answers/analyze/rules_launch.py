@@ -7,7 +7,7 @@ import math
 from profharness.answers.analyze.figures import KIB, L1_BYTES, L2_BYTES, Facts, Rule, percent, size
 from profharness.answers.analyze.model import DERIVED, MEASURED, Evidence, Finding, KernelFigures
 from profharness.config import Config
-from profharness.costs import key_bytes, value_bytes
+from profharness.costs import tensor_bytes
 
 TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # part of the SM time that the last wave leaves idle
 MANY_WAVES = 8
@@ -128,7 +128,8 @@ def readers(facts: Facts, kernel: KernelFigures) -> float | None:
 
 def _read_bytes(config: Config, times: float) -> float:
     """Bytes of K and V that are read if `times` blocks read those of each head."""
-    return times * (key_bytes(config) + value_bytes(config)) * _seen_part(config, times)
+    tensors = tensor_bytes(config)
+    return times * (tensors.key + tensors.value) * _seen_part(config, times)
 
 
 def kv_traffic(facts: Facts) -> list[Finding]:
@@ -139,7 +140,8 @@ def kv_traffic(facts: Facts) -> list[Finding]:
         times = readers(facts, kernel)
         if times is None or times < SEVERAL_READERS:
             continue
-        both = key_bytes(config) + value_bytes(config)  # with causal, of the rows that are seen
+        tensors = tensor_bytes(config)
+        both = tensors.key + tensors.value  # with causal, of the rows that are seen
         moved = _read_bytes(config, times)
         per_byte = facts.figures.flops / moved
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times

@@ -12,7 +12,7 @@ from profharness.answers.analyze.figures import (
     us,
 )
 from profharness.answers.analyze.model import DERIVED, MEASURED, Evidence, Finding
-from profharness.costs import score_bytes
+from profharness.costs import tensor_bytes
 
 WARM_L2 = 0.8  # inputs beyond this part of the L2 cannot all stay in it
 GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # part of the call without a kernel running
@@ -214,7 +214,7 @@ def score_traffic(facts: Facts) -> list[Finding]:
     if not facts.unfused:
         return []
     figures = facts.figures
-    matrix = score_bytes(facts.config)
+    matrix = tensor_bytes(facts.config).scores
     by_phases = sum(phase.bytes for phase in facts.phases)
     outside = 1 - facts.share_of(*GEMMS)
     evidence = [
