@@ -247,9 +247,7 @@ def explain(
     """
     import pandas as pd
 
-    from profharness.answers.explain.answer import explain_all
-    from profharness.answers.explain.model import flat_record
-    from profharness.answers.explain.rules import named_places
+    from profharness.answers.explain.answer import explain_all, flat_record, named_places
 
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     answers = explain_all(

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from profharness.answers.explain.answer import (
+    Explanation,
+    Place,
+    choices_by_rule,
+    chosen,
+    environment_text,
+    explain_all,
+    matrix,
+    named_places,
+    require_answer,
+    to_measure,
+    with_store,
+)
+from profharness.answers.explain.maps import bisect_all, draw_maps, numeric
 from profharness.cli._options import (
     backend_option,
     capture_progress,
@@ -20,21 +33,21 @@ from profharness.cli._options import (
     split_names,
     store_option,
 )
+from profharness.config import SDPA_BACKENDS, Config, parse_config
+from profharness.errors import UsageError
 from profharness.files import check_output
-
-if TYPE_CHECKING:
-    from profharness.answers.explain.model import Explanation
-    from profharness.answers.explain.rules import Place
-    from profharness.config import Config
-    from profharness.views.document import Document
-
-
-NAMED = ("flash", "efficient", "cudnn", "math")
+from profharness.views.document import Document
+from profharness.views.explain import (
+    bisect_document,
+    explain_document,
+    map_document,
+    matrix_document,
+)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What the command line asks for. places is empty where PyTorch itself is asked."""
+class _Question:
+    """What the command line asks. places is empty where PyTorch itself is asked."""
 
     configs: list[Config]
     backends: tuple[str, ...]
@@ -123,145 +136,107 @@ def command(
       profharness explain --config 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
     """
     check_output(output, force=force)
-    backends = _backends(split_names(backend))
-    configs = _configs(config, configs_file)
-    by_rule = torch is not None or gpu is not None
-    _check(by_rule, bisect=bisect, full=full, measure=measure, device=device)
-    if bisect is not None:
-        from profharness.answers.explain.maps import numeric
-
-        numeric(bisect)
-    from profharness.answers.explain.rules import named_places
-
+    for name in split_names(backend):
+        if name not in SDPA_BACKENDS:
+            known = ", ".join(SDPA_BACKENDS)
+            raise UsageError(f"--backend {name!r}: advice is on PyTorch's own backends: {known}")
+    asked_configs = read_configs(config, configs_file)
+    if not asked_configs:
+        raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
+    _check(torch is not None or gpu is not None, bisect, full, measure, device)
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     if len(places) > 1 and bisect is not None:
-        raise _usage("--bisect takes one release; give --torch a single one")
-    asked = _Asked(configs, backends, places, bisect, full, measure, device, timeout_s, store)
-    document, answers = _document(asked)
+        raise UsageError("--bisect takes one release; give --torch a single one")
+    question = _Question(
+        asked_configs, split_names(backend), places, bisect, full, measure, device, timeout_s, store
+    )
+    document, answers = _answered(question)
     emit(document, format_, output, force=force)
     if not places:
-        from profharness.answers.explain.live import require_answer
-
         require_answer(answers)
 
 
-def _document(asked: _Asked) -> tuple[Document, list[Explanation]]:
+def _check(by_rule: bool, bisect: str | None, full: bool, measure: bool, device: str) -> None:
+    """Raise UsageError for options that contradict each other."""
+    if measure and by_rule:
+        raise UsageError(
+            "--measure runs on this machine, --torch and --gpu mean another; choose one"
+        )
+    if device != "auto" and by_rule:
+        raise UsageError(
+            "--device is where PyTorch is asked; with --torch or --gpu write --gpu cpu"
+        )
+    if bisect is not None and (measure or full):
+        raise UsageError("--bisect asks for choices only; leave --measure and --full out")
+    if bisect is not None:
+        numeric(bisect)
+
+
+def _answered(question: _Question) -> tuple[Document, list[Explanation]]:
     """The result, and the answers that it is made of where PyTorch was asked one by one."""
-    if asked.bisect is not None:
-        return _bisected(asked), []
-    if len(asked.places) > 1:
-        from profharness.answers.explain.rules import matrix
-        from profharness.views.explain import matrix_document
-
-        found = [matrix(config, asked.places) for config in asked.configs]
-        return matrix_document(found, full=asked.full), []
-    answers = _answers(asked)
-    if len(asked.configs) > 1:
-        return _mapped(asked, answers), answers
-    from profharness.views.explain import explain_document
-
-    return explain_document(answers, full=asked.full, named=asked.backends), answers
-
-
-def _answers(asked: _Asked) -> list[Explanation]:
-    """One answer a config, with what the store adds; a map wants no advice."""
-    from profharness.answers.explain.answer import explain_all, with_store
-
-    if not asked.places and len(asked.configs) > 1:
-        hint(f"asking PyTorch about {len(asked.configs):,} configs")
-    found = explain_all(
-        asked.configs,
-        asked.places,
-        backends=asked.backends,
-        advice=len(asked.configs) == 1 or asked.full or asked.measure,
-        device=asked.device,
-        timeout_s=asked.timeout_s,
-    )
-    if asked.measure:
-        _measure(found, asked)
-    return with_store(found, asked.store)
-
-
-def _mapped(asked: _Asked, answers: Sequence[Explanation]) -> Document:
-    from profharness.answers.explain.maps import draw_maps
-    from profharness.answers.explain.model import chosen, environment_text
-    from profharness.config import parse_config
-    from profharness.views.explain import map_document
-
+    full, backends = question.full, question.backends
+    if question.bisect is not None:
+        return _bisected(question, question.bisect), []
+    if len(question.places) > 1:
+        matrices = [matrix(config, question.places) for config in question.configs]
+        return matrix_document(matrices, full=full, backends=backends), []
+    answers = _answers(question)
+    if len(question.configs) == 1:
+        return explain_document(answers, full=full, named=backends), answers
     configs = [parse_config(answer.config) for answer in answers]
     maps = draw_maps(configs, [chosen(answer) for answer in answers])
-    return map_document(maps, answers, where=environment_text(answers[0]), full=asked.full)
+    return map_document(maps, answers, where=environment_text(answers[0]), full=full), answers
 
 
-def _bisected(asked: _Asked) -> Document:
-    from profharness.answers.explain.maps import bisect_all
-    from profharness.views.explain import bisect_document
+def _answers(question: _Question) -> list[Explanation]:
+    """One answer a config, with what the store adds; a map wants no advice."""
+    if not question.places and len(question.configs) > 1:
+        hint(f"asking PyTorch about {len(question.configs):,} configs")
+    answers = explain_all(
+        question.configs,
+        question.places,
+        backends=question.backends,
+        advice=len(question.configs) == 1 or question.full or question.measure,
+        device=question.device,
+        timeout_s=question.timeout_s,
+    )
+    if question.measure:
+        _measure(answers, question)
+    return with_store(answers, question.store)
 
-    assert asked.bisect is not None
-    if asked.places:
-        from profharness.answers.explain.rules import choices_by_rule
 
-        place = asked.places[0]
-        found = bisect_all(asked.configs, asked.bisect, lambda many: choices_by_rule(many, place))
+def _bisected(question: _Question, name: str) -> Document:
+    if question.places:
+        place = question.places[0]
+        found = bisect_all(question.configs, name, lambda many: choices_by_rule(many, place))
         return bisect_document(found, where=f"{place.text}, by rule")
-    from profharness.answers.explain.live import live_choices
+    where = "live"
 
-    told: list[str] = []
-
-    def choose(many: Sequence[Config]) -> list[str]:
-        hint(f"asking PyTorch about {len(many):,} configs")
-        choices, where = live_choices(
-            many, device=asked.device, timeout_s=asked.timeout_s, required=not told
+    def choose(configs: Sequence[Config]) -> list[str]:
+        nonlocal where
+        hint(f"asking PyTorch about {len(configs):,} configs")
+        answers = explain_all(
+            configs, advice=False, device=question.device, timeout_s=question.timeout_s
         )
-        told.append(where)
-        return choices
+        if where == "live":
+            require_answer(answers)
+            where = environment_text(answers[0])
+        return [chosen(answer) for answer in answers]
 
-    found = bisect_all(asked.configs, asked.bisect, choose)
-    return bisect_document(found, where=told[0] if told else "live")
+    found = bisect_all(question.configs, name, choose)
+    return bisect_document(found, where=where)
 
 
-def _measure(answers: Sequence[Explanation], asked: _Asked) -> None:
+def _measure(answers: Sequence[Explanation], question: _Question) -> None:
     """Capture the asked configs on `auto` and the advised ones on their backends."""
-    from profharness.answers.explain.answer import to_measure
     from profharness.jobs import capture_into_store
     from profharness.run import Protocol
     from profharness.runner import CaptureOptions
 
-    options = CaptureOptions(protocol=Protocol(device=asked.device))
+    options = CaptureOptions(protocol=Protocol(device=question.device))
     jobs = to_measure(answers)
     if not jobs:
         hint("--measure: there is no advice to measure")
     for backends, configs in jobs.items():
         with capture_progress() as progress:
-            capture_into_store(configs, backends, asked.store, options, progress)
-
-
-def _configs(config: Sequence[str], configs_file: Path | None) -> list[Config]:
-    configs = read_configs(config, configs_file)
-    if not configs:
-        raise _usage("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
-    return configs
-
-
-def _backends(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if name not in NAMED:
-            known = ", ".join(NAMED)
-            raise _usage(f"--backend {name!r}: advice is on PyTorch's own backends: {known}")
-    return names
-
-
-def _check(by_rule: bool, *, bisect: str | None, full: bool, measure: bool, device: str) -> None:
-    """Raise UsageError for options that contradict each other."""
-    if measure and by_rule:
-        raise _usage("--measure runs on this machine, --torch and --gpu mean another; choose one")
-    if device != "auto" and by_rule:
-        raise _usage("--device is where PyTorch is asked; with --torch or --gpu write --gpu cpu")
-    if bisect is not None and (measure or full):
-        raise _usage("--bisect asks for choices only; leave --measure and --full out")
-
-
-def _usage(text: str) -> Exception:
-    from profharness.errors import UsageError
-
-    return UsageError(text)
+            capture_into_store(configs, backends, question.store, options, progress)

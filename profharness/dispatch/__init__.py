@@ -14,11 +14,11 @@ from profharness.dispatch.machine import (
 from profharness.dispatch.params import BACKENDS, AttentionParams, Mask, from_config
 from profharness.dispatch.predict import (
     Prediction,
-    Reason,
     Verdict,
     check,
     judge,
     predict,
+    predict_cell,
     priority_order,
 )
 
@@ -28,7 +28,6 @@ __all__ = [
     "Machine",
     "Mask",
     "Prediction",
-    "Reason",
     "Verdict",
     "check",
     "from_config",
@@ -39,6 +38,7 @@ __all__ = [
     "parse_release",
     "parse_releases",
     "predict",
+    "predict_cell",
     "priority_order",
     "release_text",
 ]

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from profharness.dispatch.perturb import Answer, Blocker, Choose, Oracle, rounded_up, with_dims
+from profharness.dispatch.perturb import Choose, Oracle, rounded_up, with_dims
+from profharness.dispatch.predict import Verdict
+from profharness.rows import Refusal
 
 if TYPE_CHECKING:
     from profharness.config import Config
@@ -260,10 +262,12 @@ out = torch.compile(flex_attention)(q, k, v, score_mod=score_mod{arguments})"""
 
 @dataclass(frozen=True)
 class Advice:
-    """One way for a backend to take a config: a sentence and code. config is the changed config's
-    label, None where the grammar cannot say it. verified: asked again, with the change, the backend
-    was eligible (None: could not be asked). choice: what `auto` takes then. steps: the names of the
-    changes.
+    """One change that makes a backend take a config.
+
+    change is a sentence, code the Python to write. config is the changed config's label, None where
+    the grammar cannot say it. verified: asked again, with the change, the backend was eligible
+    (None: could not be asked). choice: what `auto` takes then. gain: time before over time after,
+    where both were measured. steps: the names of the changes.
     """
 
     change: str
@@ -271,13 +275,14 @@ class Advice:
     config: str | None = None
     verified: bool | None = None
     choice: str | None = None
+    gain: float | None = None
     steps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _State:
     config: Config
-    answer: Answer
+    answer: Verdict
     steps: tuple[Change, ...] = ()
     sentences: tuple[str, ...] = ()
 
@@ -424,14 +429,15 @@ ANSWERS_FILE = "answers.jsonl"
 
 
 @dataclass(frozen=True)
-class LiveBackend:
-    """One backend's answer. can_use: what `can_use_*_attention` says, None where there is no such
-    function or it was not asked.
+class BackendAnswer:
+    """One backend's side of an answer. eligible None: not known. reasons are all that stand in the
+    way, the one that PyTorch stops at first. can_use: what `can_use_*_attention` says, None where
+    there is no such function or it was not asked.
     """
 
     backend: str
     eligible: bool | None
-    blockers: tuple[Blocker, ...] = ()
+    reasons: tuple[Refusal, ...] = ()
     advice: tuple[Advice, ...] = ()
     can_use: bool | None = None
 
@@ -446,5 +452,5 @@ class LiveAnswer:
     config: str
     choice: str | None = None
     priority_order: tuple[str, ...] = ()
-    backends: tuple[LiveBackend, ...] = ()
+    backends: tuple[BackendAnswer, ...] = ()
     error: str | None = None

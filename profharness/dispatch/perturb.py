@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from profharness.dispatch.machine import Machine
 from profharness.dispatch.params import AttentionParams, from_config
-from profharness.dispatch.predict import judge, predict
+from profharness.dispatch.predict import Verdict, judge, predict
+from profharness.rows import Refusal
 
 if TYPE_CHECKING:
     from profharness.config import Config
@@ -24,25 +25,8 @@ EASY_GROUP = 4
 LARGEST_SET = 3
 
 
-@dataclass(frozen=True)
-class Told:
-    """One reason, as whoever was asked gave it. source: `live`, `rule` or `inferred`."""
-
-    code: str
-    message: str
-    source: str = "rule"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Whether a backend takes a config (None: not known), and why not, the first reason first."""
-
-    eligible: bool | None
-    reasons: tuple[Told, ...] = ()
-
-
-Oracle = Callable[["Config", str], Answer]
-"""Answers for (config, backend): PyTorch itself, or the rules."""
+Oracle = Callable[["Config", str], Verdict]
+"""Answers for (config, backend), the first reason first: PyTorch itself, or the rules."""
 
 
 Choose = Callable[["Config"], str]
@@ -66,7 +50,7 @@ class Blocker:
     """
 
     properties: tuple[str, ...]
-    reason: Told
+    reason: Refusal
 
 
 def rounded_up(number: int, multiple: int = 8) -> int:
@@ -163,13 +147,13 @@ class _Search:
     backend: str
     oracle: Oracle
 
-    def refusal(self, config: Config) -> Told | None:
+    def refusal(self, config: Config) -> Refusal | None:
         """Why the backend refuses; None where it does not, or where that is not known."""
         answer = self.oracle(config, self.backend)
         return _first(answer) if answer.eligible is False else None
 
 
-_Found = tuple[tuple[str, ...], Told]
+_Found = tuple[tuple[str, ...], Refusal]
 
 
 def _alone(search: _Search) -> list[tuple[str, ...]]:
@@ -219,7 +203,7 @@ def _left_over(search: _Search, sets: list[set[str]]) -> Iterator[_Found]:
         gone |= set(needed)
 
 
-def _in_order(found: list[Blocker], first: Told) -> tuple[Blocker, ...]:
+def _in_order(found: list[Blocker], first: Refusal) -> tuple[Blocker, ...]:
     """The one that PyTorch stops at first, with the text that it then gives."""
     for index, blocker in enumerate(found):
         if blocker.reason.code == first.code:
@@ -228,10 +212,10 @@ def _in_order(found: list[Blocker], first: Told) -> tuple[Blocker, ...]:
     return tuple(found)
 
 
-def _first(answer: Answer) -> Told:
+def _first(answer: Verdict) -> Refusal:
     if answer.reasons:
         return answer.reasons[0]
-    return Told("no_text", "PyTorch gave no reason.", "inferred")
+    return Refusal("no_text", "PyTorch gave no reason.", "inferred")
 
 
 def rule_oracle(
@@ -241,11 +225,9 @@ def rule_oracle(
 ) -> Oracle:
     """The rules as an oracle; adjust may set what a config cannot say, such as flags."""
 
-    def ask(config: Config, backend: str) -> Answer:
+    def ask(config: Config, backend: str) -> Verdict:
         verdict = judge(backend, adjust(from_config(config, device)), machine)
-        certain = [item for item in verdict.reasons if item.certain]
-        told = tuple(Told(item.code, item.message) for item in certain or verdict.reasons)
-        return Answer(verdict.eligible, told)
+        return Verdict(verdict.eligible, verdict.certain or verdict.reasons, verdict.certain)
 
     return ask
 

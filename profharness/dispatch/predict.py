@@ -6,12 +6,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from profharness.config import SDPA_BACKENDS, Config
 from profharness.dispatch.checks import hazards
-from profharness.dispatch.machine import Machine, Release, release_text
-from profharness.dispatch.params import BACKENDS, AttentionParams
+from profharness.dispatch.machine import (
+    Machine,
+    Release,
+    is_told,
+    machine_of,
+    release_text,
+    with_flags,
+)
+from profharness.dispatch.params import AttentionParams, from_config
 from profharness.dispatch.rules import Rule, active_rules
+from profharness.rows import Refusal
 
 _SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
 _HEADER = re.compile(
@@ -101,22 +110,16 @@ CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 CPU_ORDER = ("flash", "math")
 
 
-class Reason(NamedTuple):
-    """Why a backend cannot take a call. first: the one that PyTorch meets first, and so the only
-    one that it tells. certain False: a rule that might refuse, but cannot be decided.
+class Verdict(NamedTuple):
+    """Whether a backend takes a call (None: not known), and the reasons against it in PyTorch's order.
+
+    There are no reasons if and only if eligible is True. certain: those that do refuse; the others
+    might, but cannot be decided. PyTorch stops at the first certain one and tells no other.
     """
 
-    code: str
-    message: str
-    first: bool = False
-    certain: bool = True
-
-
-class Verdict(NamedTuple):
-    """eligible is None where it cannot be known; no reasons if and only if it is True."""
-
     eligible: bool | None
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[Refusal, ...] = ()
+    certain: tuple[Refusal, ...] = ()
 
 
 class Prediction(NamedTuple):
@@ -157,7 +160,7 @@ PRIORITIES = (
 )  # fmt: skip
 
 
-def check(backend: str, params: AttentionParams, machine: Machine) -> tuple[Reason, ...]:
+def check(backend: str, params: AttentionParams, machine: Machine) -> tuple[Refusal, ...]:
     """All reasons against a backend (`flash efficient cudnn math`), in the order in which PyTorch
     asks; empty if it can take the call.
     """
@@ -169,9 +172,9 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
     if not machine.known:
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} were not read."
-        return Verdict(None, (Reason("unknown", text, certain=False),))
-    reasons: list[Reason] = []
-    certain = False
+        return Verdict(None, (Refusal("unknown", text, "rule"),))
+    reasons: list[Refusal] = []
+    certain: list[Refusal] = []
     for rule in active_rules(params.device, backend, machine.torch, params.nested):
         answer = _ask(rule, params, machine)
         if answer is False:
@@ -179,9 +182,10 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
         text = rule.text(params, machine)
         if answer is None:
             text = f"Cannot be known from what was given; PyTorch might say: {text}"
-        reasons.append(Reason(rule.code, text, bool(answer) and not certain, bool(answer)))
-        certain = certain or bool(answer)
-    return Verdict(False if certain else None if reasons else True, tuple(reasons))
+        reasons.append(Refusal(rule.code, text, "rule"))
+        certain += reasons[-1:] if answer else []
+    eligible = False if certain else None if reasons else True
+    return Verdict(eligible, tuple(reasons), tuple(certain))
 
 
 def priority_order(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
@@ -192,12 +196,33 @@ def priority_order(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
 
 def predict(params: AttentionParams, machine: Machine) -> Prediction:
     """What torch._fused_sdp_choice answers, without torch and without a GPU."""
-    verdicts = {backend: judge(backend, params, machine) for backend in BACKENDS}
+    verdicts = {backend: judge(backend, params, machine) for backend in SDPA_BACKENDS}
     orders = _orders(machine, params.device)
     choices = {choice for order in orders for choice in _choices(order, verdicts)}
     choice = choices.pop() if len(choices) == 1 else "unknown"
     order = orders[0] if len(orders) == 1 else ()
     return Prediction(choice, order, verdicts, hazards(choice, params, machine))
+
+
+def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -> str | None:
+    """What the rules say of a cell of a run: for `auto` and `all-disabled` the backend that PyTorch
+    takes, or `none` where it raises; for a forced backend `eligible` or `refused`. None where they
+    cannot tell, and for backends that PyTorch's dispatcher does not know.
+    """
+    if not is_told(environment):
+        return None
+    machine = machine_of(environment)
+    params = with_flags(environment)(from_config(config, environment["device_type"]))
+    if backend in SDPA_BACKENDS:
+        alone = replace(params, enabled=frozenset({backend}))
+        eligible = judge(backend, alone, machine).eligible
+        return None if eligible is None else "eligible" if eligible else "refused"
+    if backend == "all-disabled":
+        params = replace(params, enabled=frozenset({"cudnn"}))
+    elif backend != "auto":
+        return None
+    choice = predict(params, machine).choice
+    return None if choice == "unknown" else choice
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str]:

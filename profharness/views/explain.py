@@ -7,22 +7,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from profharness.answers.explain.model import (
+from profharness.answers.explain.answer import (
     FIELDS,
     SCHEMA,
-    Advice,
-    BackendAnswer,
     Explanation,
+    Matrix,
     chosen,
     environment_text,
     explanation_record,
 )
-from profharness.rows import Refusal
+from profharness.dispatch.advice import Advice, BackendAnswer
 from profharness.views.document import Block, Code, Column, Document, Heading, Note, Table
 
 if TYPE_CHECKING:
     from profharness.answers.explain.maps import Bisection, Edge, Map
-    from profharness.answers.explain.rules import Matrix
 
 COLUMNS = (
     Column("backend", "backend", repeat=False),
@@ -145,12 +143,8 @@ def _table(backends: Sequence[BackendAnswer]) -> Table:
             rows.append((side.backend, state, "", "", "", ""))
         for index, reason in enumerate(side.reasons):
             mark = FIRST if index == 0 and side.eligible is False else ""
-            rows.append((side.backend, state, mark, *_reason(reason)))
+            rows.append((side.backend, state, mark, reason.code, reason.source, reason.message))
     return Table(COLUMNS, tuple(rows))
-
-
-def _reason(reason: Refusal) -> tuple[str, str, str]:
-    return reason.code, reason.source, reason.message
 
 
 def _witnesses(answer: Explanation) -> list[Block]:
@@ -204,15 +198,18 @@ FLIP = "►"
 _MAP_STATES = {True: "yes", None: "unknown"}
 
 
-def matrix_document(matrices: Sequence[Matrix], *, full: bool = False) -> Document:
+def matrix_document(
+    matrices: Sequence[Matrix], *, full: bool = False, backends: Sequence[str] = ()
+) -> Document:
     """Releases side by side, oldest first; ► marks a release whose choice differs from the one
-    before. full adds every release's own answer.
+    before. full adds every release's own answer; backends are those that have a column.
     """
+    shown = backends or SHOWN_BACKENDS
     columns = (
         Column("flip", ""),
         Column("release", "torch"),
         Column("choice", "choice"),
-        *(Column(name, name) for name in SHOWN_BACKENDS),
+        *(Column(name, name) for name in shown),
         Column("changes", "what changed", shrink=True),
     )
     blocks: list[Block] = []
@@ -222,7 +219,7 @@ def matrix_document(matrices: Sequence[Matrix], *, full: bool = False) -> Docume
         rows = []
         for row in matrix.rows:
             answer = row.explanation
-            states = [_state(answer, name) for name in SHOWN_BACKENDS]
+            states = [_state(answer, name) for name in shown]
             mark = FLIP if row.flips else ""
             changes = "; ".join(row.changes)
             rows.append((mark, row.release, answer.predicted, *states, changes))

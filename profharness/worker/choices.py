@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profharness import environment
 from profharness.config import Config
-from profharness.dispatch.advice import SDP_BACKENDS, Advice, LiveAnswer, LiveBackend, advise
+from profharness.dispatch.advice import SDP_BACKENDS, Advice, BackendAnswer, LiveAnswer, advise
 from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.params import BACKENDS
-from profharness.dispatch.perturb import Answer, Oracle, Told, blockers, rule_oracle
-from profharness.dispatch.predict import CPU_ORDER, clean, code, is_header
+from profharness.dispatch.perturb import Oracle, blockers, rule_oracle
+from profharness.dispatch.predict import CPU_ORDER, Verdict, clean, code, is_header
+from profharness.rows import Refusal
 from profharness.run import Cell
 from profharness.worker.failures import heard_warnings, is_oom, is_refusal, reasons_by_backend
 from profharness.worker.inputs import fused_choice, make_inputs
@@ -63,7 +64,7 @@ class Asker:
         except Exception as error:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
 
-    def backend(self, config: Config, name: str) -> LiveBackend:
+    def backend(self, config: Config, name: str) -> BackendAnswer:
         """One backend: eligible or not, why not, and what would help."""
         oracle = _remembering(self.ask)
         eligible = oracle(config, name).eligible
@@ -71,7 +72,8 @@ class Asker:
         if self.advice and name != "math":
             ways = advise(config, name, oracle, lambda asked: _choice_or_unknown(self, asked))
         can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
-        return LiveBackend(name, eligible, blockers(config, name, oracle), ways, can_use)
+        reasons = dict.fromkeys(each.reason for each in blockers(config, name, oracle))
+        return BackendAnswer(name, eligible, tuple(reasons), ways, can_use)
 
     def choose(self, config: Config) -> str:
         """What `auto` takes, nothing launched; `none` where PyTorch raises. Raises what else goes
@@ -90,13 +92,13 @@ class Asker:
         names = [environment.backend_name(number) for number in read()] if read else []
         return tuple(name for name in names if name in BACKENDS)
 
-    def ask(self, config: Config, backend: str) -> Answer:
+    def ask(self, config: Config, backend: str) -> Verdict:
         """Whether PyTorch would take `backend` if it had no other; None where the inputs cannot be
         made.
         """
         if self.environment.get(f"sdp_{backend}") is False:
             text = f"{backend} attention has been runtime disabled."
-            return Answer(False, (Told("runtime_disabled", text, "live"),))
+            return Verdict(False, (Refusal("runtime_disabled", text),))
         heard: list[str] = []
         try:
             with (
@@ -107,15 +109,15 @@ class Asker:
             ):
                 choice = self._fused_choice(config)
         except RuntimeError as error:
-            return Answer(None, (Told("error", _failure(error, config), "live"),))
+            return Verdict(None, (Refusal("error", _failure(error, config)),))
         if choice == backend:
-            return Answer(True)
+            return Verdict(True)
         reasons = reasons_by_backend(heard)
         texts = list(dict.fromkeys(text for subject, text in reasons if subject == backend))
         if not texts and self.device == "cuda":
             texts = self.can_use(config, backend)[1]
-        told = tuple(Told(code(text), text, "live") for text in texts)
-        return Answer(False, told or self._inferred(config, backend))
+        refusals = tuple(Refusal(code(text), text) for text in texts)
+        return Verdict(False, refusals or self._inferred(config, backend))
 
     def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
         """`can_use_*_attention` and the texts that came with a no."""
@@ -146,13 +148,13 @@ class Asker:
             raise
         return None if name == "error" else name
 
-    def _inferred(self, config: Config, backend: str) -> tuple[Told, ...]:
+    def _inferred(self, config: Config, backend: str) -> tuple[Refusal, ...]:
         """PyTorch refused without a word: the rule's reason, if there is one."""
         by_rule = self.rules(config, backend)
         if by_rule.eligible is False:
             first = by_rule.reasons[0]
-            return (Told(first.code, first.message, "inferred"),)
-        return (Told("no_text", "PyTorch refuses it without a reason.", "inferred"),)
+            return (replace(first, source="inferred"),)
+        return (Refusal("no_text", "PyTorch refuses it without a reason.", "inferred"),)
 
 
 class StderrTap:
@@ -189,9 +191,9 @@ def stderr_texts(written: str) -> list[str]:
 
 def _remembering(oracle: Oracle) -> Oracle:
     """The same question is asked once: blockers and advice share many."""
-    known: dict[tuple[Config, str], Answer] = {}
+    known: dict[tuple[Config, str], Verdict] = {}
 
-    def ask(config: Config, backend: str) -> Answer:
+    def ask(config: Config, backend: str) -> Verdict:
         key = (config, backend)
         if key not in known:
             known[key] = oracle(config, backend)

@@ -121,6 +121,17 @@ def test_several_configs_have_a_matrix_each_and_one_that_never_changes_says_so()
     assert out.count("the choice is flash in all of them") == 2
 
 
+def test_a_matrix_has_columns_of_the_named_backends_only() -> None:
+    args = ("--config", "2,8,512,64,bf16", "--torch", "2.8,2.10", "--gpu", "A100")
+    for backend, names in (
+        ((), ["flash", "efficient", "cudnn"]),
+        (("math,flash",), ["math", "flash"]),
+    ):
+        out = told(*args, *(("--backend", *backend) if backend else ()))
+        (head,) = [line for line in out.splitlines() if "what changed" in line]
+        assert head.split()[:-2] == ["torch", "choice", *names]
+
+
 def test_several_configs_make_a_map_with_a_legend_and_edges() -> None:
     args = ("--config", "2,8,{64:8192:*2},{64,80,96,100,128},fp16", *ON_H200)
     out = told(*args)

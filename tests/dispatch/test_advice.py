@@ -14,7 +14,9 @@ from test_perturb import H200, configs, first_only, machines
 from profharness.config import Config, parse_config
 from profharness.dispatch import Machine, from_config, judge, machine_for, predict
 from profharness.dispatch.advice import CHANGES, DEEPEST, MOST, OUTSIDE, Advice, advise, call_code
-from profharness.dispatch.perturb import Answer, Told, rule_choice, rule_oracle
+from profharness.dispatch.perturb import rule_choice, rule_oracle
+from profharness.dispatch.predict import Verdict
+from profharness.rows import Refusal
 
 # Runs the code of several advices on CPU tensors beside the original call, and compares.
 RUN = r"""
@@ -131,7 +133,7 @@ def test_a_mask_that_must_stay_is_sent_to_flex_attention_unverified() -> None:
 def test_ways_that_no_config_can_say(reason: str) -> None:
     config = parse_config("2,8,16,64,fp32,mask=bool")
     (way,) = advise(
-        config, "efficient", lambda *_: Answer(False, (Told(reason, ""),)), lambda _: "math"
+        config, "efficient", lambda *_: Verdict(False, (Refusal(reason, ""),)), lambda _: "math"
     )
     assert way.verified is None
     compile(way.code, "advice", "exec")

@@ -10,11 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
-from profharness.dispatch import check, from_config, judge, machine_for
+from profharness.dispatch import Verdict, check, from_config, judge, machine_for
 from profharness.dispatch.machine import RELEASES, Machine
 from profharness.dispatch.perturb import (
     PROPERTIES,
-    Answer,
     Blocker,
     blockers,
     eased,
@@ -26,13 +25,13 @@ from profharness.dispatch.perturb import (
 H200 = machine_for("H200", "2.11")
 
 
-def first_only(machine: Machine) -> Callable[[Config, str], Answer]:
+def first_only(machine: Machine) -> Callable[[Config, str], Verdict]:
     """The rules, as terse as PyTorch: one reason a time."""
     ask = rule_oracle(machine)
 
-    def oracle(config: Config, backend: str) -> Answer:
+    def oracle(config: Config, backend: str) -> Verdict:
         answer = ask(config, backend)
-        return replace(answer, reasons=answer.reasons[:1])
+        return answer._replace(reasons=answer.reasons[:1])
 
     return oracle
 
@@ -118,8 +117,8 @@ def test_a_text_speaks_of_the_asked_figures() -> None:
 def test_a_set_that_no_three_properties_make_is_found_too() -> None:
     together = {"mask", "dropout", "causal", "bwd"}
 
-    def oracle(config: Config, _: str) -> Answer:
-        return Answer(not together <= set(uneasy(config)))
+    def oracle(config: Config, _: str) -> Verdict:
+        return Verdict(not together <= set(uneasy(config)))
 
     config = parse_config("1,2,32,64,mask=bool,dropout=0.5,causal,bwd,layout=bshd")
     (blocker,) = blockers(config, "flash", oracle)
@@ -171,7 +170,7 @@ def test_blockers_are_empty_if_and_only_if_eligible_and_easing_them_helps(
     for blocker in answer:
         others = {n for other in answer if other is not blocker for n in other.properties}
         assert oracle(eased(config, others - set(blocker.properties)), backend).eligible is False
-    known = {reason.code for reason in verdict.reasons if reason.certain}
+    known = {reason.code for reason in verdict.certain}
     if config.head_dim == 1:
         known.add("last_dim_stride")  # a stride that only matters once head_dim is padded
     assert {blocker.reason.code for blocker in answer} <= known
@@ -209,8 +208,8 @@ def test_no_property_is_a_blocker_that_cannot_be(name: str) -> None:
     )
     config = parse_config(text.replace("300", "299"))
 
-    def oracle(asked: Config, _: str) -> Answer:
-        return Answer(next(p for p in PROPERTIES if p.name == name).ease(asked) == asked)
+    def oracle(asked: Config, _: str) -> Verdict:
+        return Verdict(next(p for p in PROPERTIES if p.name == name).ease(asked) == asked)
 
     found_names = {b.properties for b in blockers(config, "flash", oracle)}
     assert (name,) in found_names

@@ -78,10 +78,9 @@ def test_reasons_eligibility_and_choice_agree(params: AttentionParams, machine: 
     prediction = predict(params, machine)
     for backend, verdict in prediction.backends.items():
         assert (not verdict.reasons) == (verdict.eligible is True)
-        certain = [reason for reason in verdict.reasons if reason.certain]
-        assert bool(certain) == (verdict.eligible is False)
-        assert [reason.first for reason in certain] == [True, *[False] * (len(certain) - 1)][
-            : len(certain)
+        assert bool(verdict.certain) == (verdict.eligible is False)
+        assert [reason for reason in verdict.reasons if reason in verdict.certain] == [
+            *verdict.certain
         ]
         assert check(backend, params, machine) == verdict.reasons
         for reason in verdict.reasons:

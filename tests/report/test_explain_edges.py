@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profharness.answers.explain.answer import choices_by_rule, find_places
 from profharness.answers.explain.maps import (
     ALL_OF,
     NUMERIC,
@@ -22,7 +23,6 @@ from profharness.answers.explain.maps import (
     sweep,
     varying,
 )
-from profharness.answers.explain.rules import choices_by_rule, find_places
 from profharness.config import Config, expand_configs, parse_config
 from profharness.errors import UsageError
 from profharness.views.document import Table

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from profharness.answers.explain.model import (
+from profharness.answers.explain.answer import (
     FIELDS,
-    Advice,
-    BackendAnswer,
     Explanation,
     chosen,
     explanation_record,
     flat_record,
 )
+from profharness.dispatch.advice import Advice, BackendAnswer
 from profharness.rows import Refusal
 from profharness.views.document import Code, Document, Note
 from profharness.views.explain import answer_blocks, explain_document, verdict

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from profharness.answers.explain import live
+from profharness.answers.explain.answer import Explanation
 from profharness.answers.explain.live import explain_live
-from profharness.answers.explain.model import BackendAnswer, Explanation
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
 from profharness.dispatch import check, from_config
-from profharness.dispatch.advice import LiveAnswer, LiveBackend
+from profharness.dispatch.advice import BackendAnswer
 from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.perturb import blockers, rule_oracle
 from profharness.run import PLAN_FILE, Plan, Protocol
@@ -258,8 +258,8 @@ def test_a_backend_that_is_switched_off_is_told_so(monkeypatch: pytest.MonkeyPat
     assert ["enable_flash_sdp(True)" in way.code for way in flash.advice] == [True]
 
 
-def doubts(environment: dict[str, Any], *backends: LiveBackend) -> str:
-    return " ".join(live._doubts(environment, LiveAnswer("c1", "", backends=backends)))
+def doubts(environment: dict[str, Any], *backends: BackendAnswer) -> str:
+    return " ".join(live._caveats(environment, backends))
 
 
 def test_what_casts_doubt_is_told_where_it_applies() -> None:
@@ -270,9 +270,9 @@ def test_what_casts_doubt_is_told_where_it_applies() -> None:
     assert "FA3 is activated" in doubts(cuda | {"flash_attention_impl": "FA3"})
     assert "activated" not in doubts(cuda | {"flash_attention_impl": None})
     assert "can_use_flash_attention says no" in doubts(
-        cuda, LiveBackend("flash", True, can_use=False)
+        cuda, BackendAnswer("flash", True, can_use=False)
     )
-    assert "differently" not in doubts(cuda, LiveBackend("flash", True, can_use=True))
+    assert "differently" not in doubts(cuda, BackendAnswer("flash", True, can_use=True))
 
 
 def test_no_configs_are_no_answers() -> None:
