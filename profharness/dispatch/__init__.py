@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from profharness.dispatch.checks import hazards
 from profharness.dispatch.machine import (
+    AttentionParams,
     Machine,
+    Mask,
+    from_config,
     machine_for,
     parse_cudnn,
     parse_release,
     parse_releases,
     release_text,
 )
-from profharness.dispatch.params import BACKENDS, AttentionParams, Mask, from_config
 from profharness.dispatch.predict import (
     Prediction,
     Verdict,
@@ -23,7 +25,6 @@ from profharness.dispatch.predict import (
 )
 
 __all__ = [
-    "BACKENDS",
     "AttentionParams",
     "Machine",
     "Mask",

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from profharness.dispatch.machine import Machine, Release
-from profharness.dispatch.params import AttentionParams
+from profharness.dispatch.machine import AttentionParams, Machine, Release
 
 Check = Callable[[AttentionParams, Machine], bool | None]
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from profharness.dispatch.machine import Machine
-from profharness.dispatch.params import AttentionParams, from_config
+from profharness.dispatch.machine import AttentionParams, Machine, from_config
 from profharness.dispatch.predict import Verdict, judge, predict
 from profharness.rows import Refusal
 

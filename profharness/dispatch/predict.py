@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 from profharness.config import SDPA_BACKENDS, Config
 from profharness.dispatch.checks import hazards
 from profharness.dispatch.machine import (
+    AttentionParams,
     Machine,
     Release,
+    from_config,
     is_told,
     machine_of,
     release_text,
     with_flags,
 )
-from profharness.dispatch.params import AttentionParams, from_config
 from profharness.dispatch.rules import Rule, active_rules
 from profharness.rows import Refusal
 

@@ -12,8 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from profharness.dispatch import checks as c
-from profharness.dispatch.machine import Machine, Release
-from profharness.dispatch.params import DTYPES, AttentionParams
+from profharness.dispatch.machine import DTYPES, AttentionParams, Machine, Release
 
 Message = str | Callable[[AttentionParams, Machine], str]
 

@@ -17,10 +17,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profharness import environment
-from profharness.config import Config
+from profharness.config import SDPA_BACKENDS, Config
 from profharness.dispatch.advice import SDP_BACKENDS, Advice, BackendAnswer, LiveAnswer, advise
 from profharness.dispatch.machine import machine_of, with_flags
-from profharness.dispatch.params import BACKENDS
 from profharness.dispatch.perturb import Oracle, blockers, rule_oracle
 from profharness.dispatch.predict import CPU_ORDER, Verdict, clean, code, is_header
 from profharness.rows import Refusal
@@ -59,7 +58,7 @@ class Asker:
                 config.label,
                 choice,
                 self.priority_order(),
-                tuple(self.backend(config, name) for name in BACKENDS),
+                tuple(self.backend(config, name) for name in SDPA_BACKENDS),
             )
         except Exception as error:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
@@ -90,7 +89,7 @@ class Asker:
             return CPU_ORDER
         read = getattr(torch._C, "_get_sdp_priority_order", None)
         names = [environment.backend_name(number) for number in read()] if read else []
-        return tuple(name for name in names if name in BACKENDS)
+        return tuple(name for name in names if name in SDPA_BACKENDS)
 
     def ask(self, config: Config, backend: str) -> Verdict:
         """Whether PyTorch would take `backend` if it had no other; None where the inputs cannot be

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from profharness.dispatch import BACKENDS, AttentionParams, Machine, Mask, parse_release, predict
+from profharness.config import SDPA_BACKENDS
+from profharness.dispatch import AttentionParams, Machine, Mask, parse_release, predict
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "dispatch_h200.jsonl.gz"
@@ -107,7 +108,7 @@ def random_params(rng: random.Random) -> AttentionParams:
     p["kv_heads_v"] = rng.choice([1, 2, 4]) if rare() < 0.08 else None
     p["head_dim_v"] = rng.choice([8, 32]) if rare() < 0.08 else None
     off = frozenset(name for name in ("flash", "math") if rare() < 0.05)
-    return AttentionParams(**p, mask=random_mask(rng, p), enabled=frozenset(BACKENDS) - off)
+    return AttentionParams(**p, mask=random_mask(rng, p), enabled=frozenset(SDPA_BACKENDS) - off)
 
 
 @pytest.fixture(scope="module")

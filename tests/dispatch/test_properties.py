@@ -8,8 +8,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profharness.config import SDPA_BACKENDS
 from profharness.devices import GPUS
-from profharness.dispatch import BACKENDS, AttentionParams, Machine, Mask, check, judge, predict
+from profharness.dispatch import AttentionParams, Machine, Mask, check, judge, predict
 from profharness.dispatch.machine import RELEASES
 from profharness.dispatch.predict import PRIORITIES, code
 from profharness.dispatch.rules import TABLES
@@ -58,7 +59,7 @@ calls = st.builds(
     storage_offset_bytes=st.sampled_from([0, 2, 16]),
     deterministic=st.sampled_from(["off", "error", "warn_only"]),
     nested=st.booleans(),
-    enabled=st.frozensets(st.sampled_from(BACKENDS), min_size=2),
+    enabled=st.frozensets(st.sampled_from(SDPA_BACKENDS), min_size=2),
     flash_impl=st.sampled_from(["FA2", "FA3", "FA4"]),
 )
 machines = st.builds(
@@ -87,7 +88,7 @@ def test_reasons_eligibility_and_choice_agree(params: AttentionParams, machine: 
             assert "{p." not in reason.message
             # what the capture path would read from PyTorch's text is the same word
             assert code(reason.message) in ({reason.code} if machine.known else {"unknown"})
-    if prediction.choice in BACKENDS and prediction.priority_order:
+    if prediction.choice in SDPA_BACKENDS and prediction.priority_order:
         order = prediction.priority_order
         before = order[: order.index(prediction.choice)]
         assert all(prediction.backends[backend].eligible is False for backend in before)
@@ -104,7 +105,7 @@ def test_an_unknown_cudnn_version_never_contradicts_a_known_one(
     params: AttentionParams, machine: Machine
 ) -> None:
     blind = replace(machine, cudnn=None)
-    for backend in BACKENDS:
+    for backend in SDPA_BACKENDS:
         seen, guess = judge(backend, params, machine), judge(backend, params, blind)
         assert guess.eligible in (None, seen.eligible)
     assert predict(params, blind).choice in ("unknown", predict(params, machine).choice)

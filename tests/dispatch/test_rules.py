@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from profharness.config import LAYOUTS, MASKS, parse_config
+from profharness.config import LAYOUTS, MASKS, SDPA_BACKENDS, parse_config
 from profharness.dispatch import (
-    BACKENDS,
     AttentionParams,
     Machine,
     Mask,
@@ -115,7 +114,7 @@ FACTS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("flash", "num_heads", "H100", GQA | {"kv_heads_v": 4}, "2.5.0 2.14 2.15", ""),
     ("cudnn", "num_heads", "H100", GQA | {"kv_heads_v": 4}, "", "2.7 2.8 2.15"),
     ("cudnn", "num_heads", "H100", GQA | {"kv_heads": 3}, "2.8 2.15", "2.5.0 2.7"),
-    *[(backend, "num_heads", "H100", MQA, "2.8 2.13", "2.14 2.15") for backend in BACKENDS[:3]],
+    *[(backend, "num_heads", "H100", MQA, "2.8 2.13", "2.14 2.15") for backend in SDPA_BACKENDS[:3]],
     ("flash", "num_heads", "H100", {"kv_heads": 2}, "2.5.0 2.15", ""),
     ("efficient", "alignment", "H100", {"storage_offset_bytes": 2}, "2.13 2.15", "2.11 2.12"),
     ("efficient", "alignment", "T4", {"storage_offset_bytes": 2}, "", "2.13 2.15"),
@@ -191,7 +190,7 @@ FACTS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
         )
         if (backend, word) != ("flash", "not_on_cuda")  # the CPU has a flash of its own
     ],
-    *[(backend, "seq_len_zero", "H100", {"seq_q": 0, "nested": True}, "2.15", "") for backend in BACKENDS[:2]],
+    *[(backend, "seq_len_zero", "H100", {"seq_q": 0, "nested": True}, "2.15", "") for backend in SDPA_BACKENDS[:2]],
     ("cudnn", "runtime_disabled", "H100", {"enabled": frozenset({"flash"})}, "2.6 2.9", ""),
     ("cudnn", "batch_size", "H100", {"batch_kv": 3}, "2.8", "2.7"),
     ("efficient", "capability", "sm130", {}, "2.5.0 2.15", ""),
