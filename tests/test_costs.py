@@ -93,7 +93,7 @@ def test_what_hides_scores_never_adds_work(config: Config) -> None:
     assert flops(replace(config, bwd=True)) > flops(replace(config, bwd=False))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(configs())
 def test_math_agrees_with_the_flop_counter_of_torch(config: Config) -> None:
     torch = pytest.importorskip("torch")

@@ -243,7 +243,7 @@ SUBSETS = st.lists(st.sampled_from(kernel_rows()), unique=True, max_size=60).map
 FACTORS = st.sampled_from([0.5, 1.0, 1.01, 2.0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SUBSETS)
 def test_a_side_against_itself(kernels: tuple[KernelRow, ...]) -> None:
     diff = diff_cells(side(kernels=kernels), side(kernels=kernels))
@@ -252,7 +252,7 @@ def test_a_side_against_itself(kernels: tuple[KernelRow, ...]) -> None:
     assert not diff.fails({"added", "removed", "changed", "faster", "slower"})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SUBSETS, SUBSETS, FACTORS, st.sampled_from([None, ("flash", "math"), ("cudnn", "flash")]))
 def test_swapping_and_completeness(
     left: tuple[KernelRow, ...],

@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from profharness.doctor import run_checks
 from profharness.doctor.profilers import (
@@ -280,10 +280,8 @@ def test_injection() -> None:
 def test_dcgm_by_its_real_process(tmp_path: Path) -> None:
     process = subprocess.Popen([program(tmp_path / "nv-hostengine"), "60"])
     try:
-        deadline = time.monotonic() + 10
-        while not (checks := check_dcgm(process_names())):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: check_dcgm(process_names()), process)
+        checks = check_dcgm(process_names())
     finally:
         process.kill()
         process.wait()

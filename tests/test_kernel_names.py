@@ -323,9 +323,9 @@ def test_a_cut_name_is_never_taken_for_something_else(row: dict[str, str], keep:
 )
 def test_hostile_names_take_no_time(stem: str, unit: str) -> None:
     name = stem + unit * (1_000_000 // len(unit))
-    start = time.perf_counter()
+    start = time.process_time()
     parse_kernel_name(name)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_short_name_is_the_parsed_one() -> None:
@@ -341,7 +341,7 @@ def test_parsing_is_fast() -> None:
 
 def _timed(names: list[str]) -> float:
     parse_kernel_name.cache_clear()
-    start = time.perf_counter()
+    start = time.process_time()
     for name in names:
         parse_kernel_name(name)
-    return time.perf_counter() - start
+    return time.process_time() - start

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG, PATIENCE_S
 
 from profharness.backends.templates import KINDS, check_text, kernel_text
 from profharness.config import expand_configs
@@ -109,12 +110,13 @@ def test_a_template_has_the_contract(kind: str) -> None:
     assert ast.parse(check_text("mine", kind, "../kernels/mine.py"))
 
 
+@pytest.mark.usefixtures("hanging")
 def test_a_template_runs_as_a_backend_and_long_compiles_are_named(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text(kernel_text("made", "torch"))
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / "slow.py").write_text(f"import os, time\n{HANG}\n")
     (tmp_path / "dies.py").write_text("import os\nos.abort()\n")
     files = [str(tmp_path / name) for name in ("made.py", "slow.py", "dies.py")]
-    protocol = Protocol(iterations=1, warmup=0, samples=0, timeout_s=4.0, device="cpu")
+    protocol = Protocol(iterations=1, warmup=0, samples=0, timeout_s=PATIENCE_S, device="cpu")
     options = CaptureOptions(("events",), tmp_path / "runs", protocol)
     record = read_run(capture(expand_configs("1,2,40,16,causal,bwd"), files, options))
     told = {cell.backend: (cell.status, str(cell.message)) for cell in record.cells}

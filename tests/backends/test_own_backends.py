@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from profharness.backends import (
     BACKENDS,
@@ -27,7 +28,7 @@ from profharness.runner import CaptureOptions, capture, resume
 
 ROOT = Path(__file__).resolve().parents[2]
 
-QUICK = Protocol(iterations=1, warmup=0, samples=2, timeout_s=60.0, device="cpu")
+QUICK = Protocol(iterations=1, warmup=0, samples=2, timeout_s=PATIENCE_S, device="cpu")
 GOOD = """
 from torch.nn.functional import scaled_dot_product_attention
 def attention(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from profharness.backends import find_backend
 from profharness.backends.sources import fingerprint, parts_of
@@ -18,7 +19,7 @@ from profharness.run import Protocol, read_run
 from profharness.runner import CaptureOptions, capture
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=60.0, device="cpu")
+QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=PATIENCE_S, device="cpu")
 GOOD = """
 from torch.nn.functional import scaled_dot_product_attention
 def attention(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):

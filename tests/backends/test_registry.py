@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import PATIENCE_S
 
 from profharness.backends import BACKENDS, RefusedError, find_backend
 from profharness.backends.base import wants
@@ -22,7 +23,7 @@ from profharness.views.doctor import backends_document
 
 OTHERS = (*TORCH_BACKENDS, *LIBRARY_BACKENDS)
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=60.0, device="cpu")
+QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=PATIENCE_S, device="cpu")
 
 
 def test_every_backend_is_refused_and_never_broken_without_a_gpu(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG, PATIENCE_S
 
 from profharness import stats
 from profharness.config import expand_configs
@@ -42,9 +43,9 @@ from profharness.worker.turns import (
 
 CONFIG = "1,1,16,8"
 LABEL = "b1-h1-s16-d8-fp32"
-PROTOCOL = Protocol(2, 2, 0, 60.0, 7, "cpu")
+PROTOCOL = Protocol(2, 2, 0, PATIENCE_S, 7, "cpu")
 
-MOODS = """
+MOODS = f"""
 import os, time
 import torch.nn.functional as F
 
@@ -69,7 +70,10 @@ def _raise():
     raise RuntimeError("gave up in its turn")
 
 dies = later(lambda: os._exit(9))
-hangs = later(lambda: time.sleep(600))
+def _hang():
+    {HANG}
+
+hangs = later(_hang)
 stumbles = later(_raise)
 """
 
@@ -214,10 +218,10 @@ def test_what_raises_is_a_row_and_the_others_are_timed(tmp_path: Path, moods: Pa
 
 
 @pytest.mark.parametrize(("mood", "status"), [("dies", "crashed"), ("hangs", "timeout")])
+@pytest.mark.usefixtures("hanging")
 def test_a_dead_turn_costs_one_cell(tmp_path: Path, moods: Path, mood: str, status: str) -> None:
-    protocol = replace(PROTOCOL, timeout_s=4.0)
     names = ["auto", f"{moods}:{mood}", "math"]
-    captured, _ = run_bench(tmp_path, names, BenchPlan(iterations=30), protocol=protocol)
+    captured, _ = run_bench(tmp_path, names, BenchPlan(iterations=30))
     cells = by_backend(captured)
     assert cells[mood].status == status
     assert "wall" in str(cells[mood].message)  # the stage that it was in

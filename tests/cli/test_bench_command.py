@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 import profharness
 
@@ -30,7 +31,7 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         text=True,
         capture_output=True,
-        timeout=180,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -152,7 +153,7 @@ def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> N
     assert "[1/2]" in first
     time.sleep(0.3)
     os.kill(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "what was done is kept; go on with: profharness capture --resume" in told
     (record,) = (tmp_path / "traces" / "runs").glob("*/run.json")

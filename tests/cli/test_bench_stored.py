@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 PROGRAM = (sys.executable, "-m", "profharness")
 
@@ -25,7 +26,7 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         text=True,
         capture_output=True,
-        timeout=180,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -103,7 +104,7 @@ def test_the_command_that_an_interrupt_names_goes_on_in_the_same_store(tmp_path:
     assert "[1/2]" in process.stderr.readline()
     time.sleep(0.2)
     os.kill(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     (run,) = (tmp_path / "my runs").iterdir()
     resume, show = told.split("go on with: ")[1].strip().split(" && ")

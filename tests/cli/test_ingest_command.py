@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 TRACE = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
 CAPBSET_DROP = 24
@@ -38,7 +39,7 @@ def ingest(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
         preexec_fn=obey_permissions if os.geteuid() == 0 else None,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},

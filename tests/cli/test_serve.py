@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from waiting import PATIENCE_S
 
 from profharness.answers.bench.answer import benched
 from profharness.config import parse_config
@@ -60,7 +61,7 @@ def served(store: Path) -> Iterator[str]:
 
 
 def get(address: str, path: str, host: str | None = None, method: str = "GET") -> Answer:
-    with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection(address, timeout=PATIENCE_S)) as connection:
         connection.request(method, path, headers={"Host": host or address})
         answer = connection.getresponse()
         return answer.status, answer.read().decode(errors="replace")
@@ -131,7 +132,7 @@ def test_only_loopback_is_listened_on_and_a_warning_else(store: Path) -> None:
         "--store",
         str(store),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "warning: --host 192.0.2.1" in done.stderr
     assert done.returncode == 2  # no machine has this address
 
@@ -140,7 +141,7 @@ def test_ctrl_c_ends_it_cleanly(store: Path) -> None:
     with serving("--store", store) as (process, address):
         assert get(address, "/")[0] == 200
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert (process.returncode, out, err) == (0, "", "stopped\n")
 
 
@@ -157,7 +158,9 @@ def test_a_taken_port_is_an_error(store: Path) -> None:
             "--store",
             str(store),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --host 127.0.0.1 --port {port}: cannot listen there")
     assert "Traceback" not in done.stderr
@@ -168,10 +171,10 @@ def test_without_a_store_or_the_extra_it_says_so(store: Path, tmp_path: Path) ->
         "import sys\nsys.modules['datasette'] = None\nfrom profharness.cli.main import main\nmain()"
     )
     command = [sys.executable, "-c", code, "serve", "--store", str(store)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1 and 'pip install "profharness[web]"' in done.stderr
     command = [sys.executable, "-m", "profharness", "serve", "--store", str(tmp_path / "no.db")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1 and "no store here" in done.stderr
 
 

@@ -141,7 +141,7 @@ def test_ways_that_no_config_can_say(reason: str) -> None:
         assert "enable_mem_efficient_sdp(True)" in way.code
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(configs, machines)
 def test_every_way_makes_its_backend_eligible(config: Config, machine: Machine) -> None:
     for backend in ("flash", "efficient", "cudnn"):

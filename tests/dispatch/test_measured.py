@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
 from profharness.config import SDPA_BACKENDS
 from profharness.dispatch import AttentionParams, Machine, Mask, parse_release, predict
@@ -119,7 +120,7 @@ def measured() -> list[dict[str, Any]]:
 
 def run_script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_every_answer_of_the_h200_is_predicted() -> None:
@@ -163,7 +164,7 @@ def test_the_cpu_dispatcher_agrees_on_2000_random_calls() -> None:
         for case in cases
     )
     done = subprocess.run(
-        [sys.executable, "-c", ASK], input=text, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", ASK], input=text, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
     version, *answers = [json.loads(line) for line in done.stdout.splitlines()]

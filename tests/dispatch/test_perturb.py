@@ -151,7 +151,7 @@ machines = st.builds(
 backends = st.sampled_from(["flash", "efficient", "cudnn"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(configs, machines, backends)
 @example(Config(1, 8, 2, 7, 7, 192, "fp16", head_dim_v=128, mask="float_grad"), H200, "cudnn")
 def test_blockers_are_empty_if_and_only_if_eligible_and_easing_them_helps(
@@ -176,7 +176,7 @@ def test_blockers_are_empty_if_and_only_if_eligible_and_easing_them_helps(
     assert {blocker.reason.code for blocker in answer} <= known
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(configs)
 @example(Config(1, 8, 8, 7, 7, 127, "fp16", head_dim_v=64))
 def test_properties_are_independent_and_complete(config: Config) -> None:

@@ -73,7 +73,7 @@ machines = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(calls, machines)
 def test_reasons_eligibility_and_choice_agree(params: AttentionParams, machine: Machine) -> None:
     prediction = predict(params, machine)
@@ -99,7 +99,7 @@ def test_reasons_eligibility_and_choice_agree(params: AttentionParams, machine: 
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(calls, machines.filter(lambda machine: machine.cudnn is not None))
 def test_an_unknown_cudnn_version_never_contradicts_a_known_one(
     params: AttentionParams, machine: Machine

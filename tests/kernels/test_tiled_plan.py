@@ -113,7 +113,7 @@ def check_fit(plan: Plan, problem: Problem, multiprocessors: int) -> None:
 
 
 @given(problems, st.sampled_from([132, 114, 144, 78, 60, 26]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_plan_is_valid_for_every_problem(problem: Problem, multiprocessors: int) -> None:
     plan = choose_plan(problem, multiprocessors)
     check_tile(plan)
@@ -127,7 +127,7 @@ def test_a_plan_is_valid_for_every_problem(problem: Problem, multiprocessors: in
 
 
 @given(problems, st.sampled_from(["block", "cluster", "grid"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_plan_exchanges_as_it_is_asked_to(problem: Problem, exchange: str) -> None:
     assume(problem.keys <= 128)
     try:
@@ -172,7 +172,7 @@ def test_an_exchange_that_cannot_be_had_is_refused(exchange: str) -> None:
 
 
 @given(problems)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_plan_describes_itself(problem: Problem) -> None:
     plan = choose_plan(problem, MULTIPROCESSORS)
     told = json.loads(json.dumps(plan.described()))

@@ -85,6 +85,8 @@ def profile(behaviour: dict[str, Any], report: Path, command: list[str], log: Pa
     if not behaviour["report_after_target"]:
         write_report(behaviour, report)
     code = run_target(behaviour, command) if behaviour["run_target"] else 0
+    if behaviour["hang"] and "PROFHARNESS_TEST_HANGS" in os.environ:  # see tests/waiting.py
+        Path(os.environ["PROFHARNESS_TEST_HANGS"]).write_text(str(os.getpid()))
     while behaviour["hang"] and not STOP:
         time.sleep(0.01)
     if behaviour["report_after_target"]:

@@ -16,6 +16,7 @@ from failure_cases_ncu import NCU
 from fake_tools import Behaviour, Scenario, install
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import PATIENCE_S, alive, until, written_pid
 
 from profharness.profilers import ncu, nsys
 from profharness.profilers.base import (
@@ -32,7 +33,7 @@ REGISTRIES = {"nsys": nsys.RULES, "ncu": ncu.RULES, "nsys export": nsys.EXPORT_R
 def run(argv: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Exit code, and what tool and target wrote."""
     done = subprocess.run(
-        argv, env=environment, capture_output=True, text=True, timeout=60, check=False
+        argv, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -109,12 +110,12 @@ def test_a_signal_ends_nsys_with_a_report(number: signal.Signals, tmp_path: Path
     when the runner says so, and none when it does not."""
     install(tmp_path / "bin", Scenario())
     report, sign = tmp_path / "c0001.nsys-rep", tmp_path / "started"
-    target = [sys.executable, "-ISc", f"open({str(sign)!r}, 'w'); import time; time.sleep(60)"]
+    target = [sys.executable, "-ISc", f"open({str(sign)!r}, 'w'); import time; time.sleep(86400)"]
     started = time.time()
     process = subprocess.Popen(nsys.profile_argv(tmp_path / "bin" / "nsys", report, target))
-    wait_for(sign)
+    until(sign.exists, process)
     process.send_signal(number)
-    assert process.wait(30) == 128 + number
+    assert process.wait(PATIENCE_S) == 128 + number
     assert report_state(report, started) == "fresh"
     assert diagnose(nsys.RULES, 128 + number, "", report, started) is None
     late = diagnose(nsys.RULES, None, "", report, started)
@@ -128,21 +129,17 @@ def test_shutdown_ends_what_a_killed_nsys_left(tmp_path: Path) -> None:
     target = [
         sys.executable,
         "-ISc",
-        f"import os, time; open({str(sign)!r}, 'w').write(str(os.getpid())); time.sleep(60)",
+        f"import os, time; open({str(sign)!r}, 'w').write(str(os.getpid())); time.sleep(86400)",
     ]
     process = subprocess.Popen(nsys.profile_argv(tool, tmp_path / "x.nsys-rep", target))
-    assert process.wait(30) == -9
-    wait_for(sign)
+    assert process.wait(PATIENCE_S) == -9
+    until(lambda: written_pid(sign))
     pid = int(sign.read_text())
     assert alive(pid)
     argv = nsys.shutdown_argv(tool, process.pid)
     assert argv == [str(tool), "shutdown", "--kill=sigterm", f"--session=profile-{process.pid}"]
     assert subprocess.run(argv, check=False).returncode == 0
-    for _ in range(500):
-        if not alive(pid):
-            break
-        time.sleep(0.01)
-    assert not alive(pid)
+    until(lambda: not alive(pid))
     assert log.exists()
 
 
@@ -243,21 +240,6 @@ def test_stamps_of_coarse_clocks_are_fresh(tmp_path: Path) -> None:
     os.utime(report, ns=(0, 1_000_000_000_950_000_000))
     assert report_state(report, 1_000_000_001.0) == "fresh"
     assert report_state(report, 1_000_000_001.9) == "stale"
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not yet waited for does not."""
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists() or (not path.stat().st_size and path.name == "pid"):
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.01)
 
 
 def test_the_documents_list_every_code() -> None:

@@ -43,7 +43,7 @@ def naive(rows: Sequence[tuple[Any, ...]], t: int, thread: int) -> tuple[str | N
     return (inner[-1][0] if inner else None), (cells[-1][0] if cells else None)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(told=ranges, made=calls, high=st.sampled_from((0, 1 << 31, 1 << 41)))
 def test_equals_a_naive_search(
     tmp_path_factory: pytest.TempPathFactory,

@@ -154,7 +154,8 @@ def test_temporary_files_go_with_close(export: Path) -> None:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(seed=st.integers(0, 1 << 30), data=st.binary(min_size=1, max_size=40))
 def test_any_damage_is_a_trace_or_a_format_error(
@@ -164,7 +165,7 @@ def test_any_damage_is_a_trace_or_a_format_error(
     path = tmp_path_factory.mktemp("damage") / "t.sqlite"
     at = seed % (len(whole) - len(data))
     path.write_bytes(whole[:at] + data + whole[at + len(data) :])
-    begun = time.monotonic()
+    begun = time.process_time()
     try:
         trace = parse_nsys(path)
     except TraceFormatError:
@@ -172,7 +173,7 @@ def test_any_damage_is_a_trace_or_a_format_error(
     else:
         assert sum(len(batch.kernel) for batch in trace.batches()) == trace.num_launches
         trace.close()
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20
 
 
 def test_a_schema_that_is_no_text_is_a_format_error(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import resource
-import time
 
 from nsys_make import FLASH, FLASH_CANONICAL
 
@@ -59,8 +59,13 @@ def test_a_small_bomb_doubles() -> None:
     assert sizes[2] - sizes[1] > 1.9 * (sizes[1] - sizes[0]) > 500
 
 
+def cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
 def test_a_bomb_stays_mangled_and_costs_nothing_but_time() -> None:
-    begun = time.monotonic()
+    begun = cpu_seconds()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     good = "_Z1f" + "3abc" + "S_" * (SAFE_REFERENCES + 5)
     bombs = [bomb(40), bomb(60)]
@@ -68,6 +73,6 @@ def test_a_bomb_stays_mangled_and_costs_nothing_but_time() -> None:
     assert [names[name] for name in bombs] == bombs
     assert names[good] == canonical(good)
     assert left == 2
-    assert time.monotonic() - begun < 30
+    assert cpu_seconds() - begun < 30
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 50_000  # KiB

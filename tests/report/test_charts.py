@@ -134,7 +134,7 @@ def test_a_wrong_chart_is_refused() -> None:
 
 
 @example("a\x00b\x1b[31m\x0b")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.text(min_size=1, max_size=30))
 def test_any_name_stays_text(name: str) -> None:
     rows = tuple({"x": x, "y": f"row {name}", "s": name} for x in (1.0, 2.0))

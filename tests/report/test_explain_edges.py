@@ -49,7 +49,7 @@ def holds(found: Bisection, answer: Callable[[int], str]) -> None:
 
 
 @given(st.integers(2, 65_536))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_one_threshold_is_found_exactly(threshold: int) -> None:
     def answer(value: int) -> str:
         return "cudnn" if value < threshold else "flash"
@@ -61,7 +61,7 @@ def test_one_threshold_is_found_exactly(threshold: int) -> None:
 
 
 @given(st.lists(st.integers(1, 5000), max_size=6), st.integers(1, 4000), st.integers(0, 4000))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_what_is_told_is_true_of_any_function(cuts: list[int], low: int, width: int) -> None:
     def answer(value: int) -> str:
         return ("flash", "cudnn", "efficient")[sum(value >= cut for cut in cuts) % 3]

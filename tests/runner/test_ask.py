@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from waiting import HANG, PATIENCE_S
 
 from profharness.answers.explain import live
 from profharness.answers.explain.answer import Explanation
@@ -40,7 +41,7 @@ CASES = {
 }  # fmt: skip
 
 # The same program, except that one config ends it in the way that argv[3] says.
-DEADLY = """
+DEADLY = f"""
 import os, sys, time
 from pathlib import Path
 from profharness.worker import ask, choices
@@ -50,7 +51,8 @@ real = choices.Asker.answer
 
 def answer(self, cell):
     if cell.config.batch == 3:
-        os.abort() if sys.argv[2] == "abort" else time.sleep(600)
+        if sys.argv[2] == "abort": os.abort()
+        {HANG}
     return real(self, cell)
 
 choices.Asker.answer = answer
@@ -227,6 +229,7 @@ def test_reasons_found_live_are_those_found_by_rule() -> None:
 
 
 @pytest.mark.parametrize(("how", "words"), [("abort", "SIGABRT"), ("hang", "no answer")])
+@pytest.mark.usefixtures("hanging")
 def test_a_config_that_ends_its_process_costs_only_itself(
     how: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,8 +239,7 @@ def test_a_config_that_ends_its_process_costs_only_itself(
     monkeypatch.setattr(probe, "ask_argv", argv)
     config = parse_config("1,2,8,16,dropout=0.5")
     configs = [replace(config, batch=batch) for batch in (2, 3, 4)]
-    # time enough for the others, which take milliseconds
-    before, lost, after = explain_live(configs, device="cpu", timeout_s=3 if how == "hang" else 60)
+    before, lost, after = explain_live(configs, device="cpu", timeout_s=PATIENCE_S)
     assert (before.choice, before.error) == ("math", None)
     assert (after.choice, after.error) == ("math", None)
     assert lost.choice is None
@@ -290,7 +292,7 @@ def test_the_program_ends_with_its_parent(tmp_path: Path) -> None:
     gone.wait()
     plan = Plan((), Protocol(), (), gone.pid)
     (tmp_path / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
-    done = subprocess.run(ask_argv(tmp_path, advice=True), timeout=60)
+    done = subprocess.run(ask_argv(tmp_path, advice=True), timeout=PATIENCE_S)
     assert done.returncode == 71
 
 

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import HANG, PATIENCE_S, alive, until
 
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, TraceFormatError, UsageError
@@ -19,7 +18,7 @@ from profharness.run import JOURNAL_FILE, RUN_FILE, Cell, Protocol, Run, read_ru
 from profharness.runner import CaptureOptions, capture, resume
 from profharness.runner.supervise import run_cells
 
-QUICK = Protocol(iterations=2, warmup=1, samples=5, timeout_s=60.0, device="cpu")
+QUICK = Protocol(iterations=2, warmup=1, samples=5, timeout_s=PATIENCE_S, device="cpu")
 
 
 def quick(out: Path, protocol: Protocol = QUICK) -> CaptureOptions:
@@ -106,7 +105,7 @@ def test_too_large_a_cell_is_oom_and_the_next_one_runs(tmp_path: Path) -> None:
     assert [cell.status for cell in record.cells] == ["oom", "ok"]
 
 
-SABOTAGE = """
+SABOTAGE = f"""
 import os, sys, time
 import profharness.worker.cell as cell
 from profharness.worker import failures as failing
@@ -116,7 +115,7 @@ def sabotaged(job, bench, stage):
     seq = job.config.seq_len_q
     if seq == 3: os.kill(os.getpid(), 9)
     if seq == 4: os.abort()
-    if seq == 5: time.sleep(3600)
+    if seq == 5: {HANG}
     if seq == 6:
         os.fork() or time.sleep(3600)
         sys.stderr.write("the last words\\n"); sys.stderr.flush(); os._exit(3)
@@ -133,14 +132,7 @@ def sabotage(folder: Path) -> list[str]:
     return [sys.executable, "-c", SABOTAGE, str(folder)]
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-
-
+@pytest.mark.usefixtures("hanging")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_cell_that_kills_its_process_costs_only_itself(tmp_path: Path) -> None:
     cells = [
@@ -148,11 +140,10 @@ def test_a_cell_that_kills_its_process_costs_only_itself(tmp_path: Path) -> None
         for rows, config in enumerate(expand_configs("1,1,1:8:+1,8,fp32"), start=1)
     ]
     ends: dict[str, Cell] = {}
-    protocol = replace(QUICK, timeout_s=5)
     run_cells(
         tmp_path,
         cells,
-        protocol,
+        QUICK,
         ("events",),
         lambda entry: ends.update({entry.result.cell: entry.result}) if entry.result else None,
         command=sabotage,
@@ -208,14 +199,10 @@ def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
         *("--store", str(tmp_path / "store.db")),
     ]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        folders = list(tmp_path.glob("*/journal.jsonl"))
-        if folders and b'"end"' in folders[0].read_bytes():
-            break
-        time.sleep(0.05)
+    journals = lambda: tmp_path.glob("*/journal.jsonl")  # noqa: E731
+    until(lambda: any(b'"end"' in path.read_bytes() for path in journals()), process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "--resume" in errors
     folder = next(tmp_path.glob("*/run.json")).parent
@@ -239,20 +226,11 @@ def test_a_killed_parent_takes_its_worker_along(tmp_path: Path) -> None:
         f"capture(expand_configs('8,8,2048,64'), ['math'], CaptureOptions(out=Path({str(tmp_path)!r})))"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not list(tmp_path.glob("*/journal.jsonl")):
-        time.sleep(0.05)
+    until(lambda: list(tmp_path.glob("*/journal.jsonl")), process)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        workers = [
-            p for p in Path("/proc").glob("[0-9]*") if str(tmp_path).encode() in _command_line(p)
-        ]
-        if not workers:
-            break
-        time.sleep(0.1)
-    assert not workers
+    mark = str(tmp_path).encode()
+    until(lambda: all(mark not in _command_line(path) for path in Path("/proc").glob("[0-9]*")))
 
 
 def test_a_folder_that_is_no_run_is_told_apart(tmp_path: Path) -> None:

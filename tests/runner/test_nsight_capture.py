@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fake_tools import Behaviour, Scenario, install, invocations
 from nsys_make import Maker, unpacked
+from waiting import HANG, PATIENCE_S
 
 from profharness.config import expand_configs
 from profharness.errors import CaptureError
@@ -20,12 +21,12 @@ from profharness.profilers import PROFILERS, open_session, require_tools
 from profharness.profilers.base import Grace, Outcome, ToolError
 from profharness.profilers.nsys import NsysSession
 from profharness.run import Cell, JournalEntry, Protocol, Run, TraceFile, read_run, write_run
-from profharness.runner import CaptureOptions, capture, resume, supervise
+from profharness.runner import CaptureOptions, capture, resume
 from profharness.runner.book import Book
 from profharness.runner.supervise import LOG_FILE, run_cells
 from profharness.store import open_store
 
-QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=60.0, device="cpu")
+QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=PATIENCE_S, device="cpu")
 CONFIGS = expand_configs("1,2,{16,32},16")
 NO_IMPORTER = Behaviour(
     stderr="Importer error status: The importer binary and its dependencies were not found.\n",
@@ -291,12 +292,12 @@ def test_last_words_are_those_of_the_start_that_died(tmp_path: Path, tools: Path
     assert "first pass" not in messages[1]
 
 
-HANGING = """
-import runpy, sys, time
+HANGING = f"""
+import os, runpy, sys, time
 import profharness.worker.cell as cell
 run_cell = cell.run_cell
 def hanging(job, bench, stage):
-    if job.config.seq_len_q == 16: time.sleep(3600)
+    if job.config.seq_len_q == 16: {HANG}
     return run_cell(job, bench, stage)
 cell.run_cell = hanging
 sys.argv = ["worker", sys.argv[1]]
@@ -337,7 +338,7 @@ def run_in_session(folder: Path, grace: Grace) -> tuple[dict[str, str], list[Out
     run_cells(
         folder,
         [Cell(f"c000{n}", config, "math") for n, config in enumerate(CONFIGS, start=1)],
-        replace(QUICK, timeout_s=8),
+        QUICK,
         ("nsys",),
         lambda entry: (
             ends.update({entry.result.cell: entry.result.status}) if entry.result else None
@@ -349,6 +350,7 @@ def run_in_session(folder: Path, grace: Grace) -> tuple[dict[str, str], list[Out
     return ends, outcomes
 
 
+@pytest.mark.usefixtures("hanging")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_cell_that_hangs_leaves_a_report_and_no_process(
     tmp_path: Path, tools: Path, export: str
@@ -361,11 +363,9 @@ def test_a_cell_that_hangs_leaves_a_report_and_no_process(
     assert not workers(tmp_path)
 
 
+@pytest.mark.usefixtures("hanging")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_tool_that_ignores_every_signal_leaves_no_process(
-    tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervise, "START_TIMEOUT_S", 5.0)
+def test_a_tool_that_ignores_every_signal_leaves_no_process(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none")))
     ends, outcomes = run_in_session(tmp_path / "run", Grace(0.5, 0.5, 0.5))
     assert ends == {"c0001": "timeout", "c0002": "ok"}

@@ -5,10 +5,10 @@ says so.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import HANG, PATIENCE_S
 
 from profharness.config import expand_configs
 from profharness.parse import open_trace
@@ -25,17 +25,17 @@ pytestmark = [
     pytest.mark.skipif(find_tool("nsys") is None, reason="Nsight Systems is not installed"),
 ]
 
-QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=60.0, device="cpu")
+QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=PATIENCE_S, device="cpu")
 CONFIGS = expand_configs("1,2,{16,32},16")
-HANGING = """
-import sys, time
+HANGING = f"""
+import os, sys, time
 from pathlib import Path
 import profharness.worker.cell as cell
 from profharness.worker.__main__ import body
 from profharness.worker.program import run_program
 run_cell = cell.run_cell
 def hanging(job, bench, stage):
-    if job.config.seq_len_q == 16: time.sleep(3600)
+    if job.config.seq_len_q == 16: {HANG}
     return run_cell(job, bench, stage)
 cell.run_cell = hanging
 run_program(Path(sys.argv[1]), body)
@@ -76,6 +76,7 @@ def test_garbage_is_no_report(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.nsys-rep"]
 
 
+@pytest.mark.usefixtures("hanging")
 def test_a_hanging_cell_leaves_no_process(tmp_path: Path) -> None:
     profiler = PROFILERS["nsys"]
     tools = require_tools([profiler])
@@ -84,7 +85,7 @@ def test_a_hanging_cell_leaves_no_process(tmp_path: Path) -> None:
     run_cells(
         tmp_path,
         [Cell(f"c000{n}", config, "math") for n, config in enumerate(CONFIGS, start=1)],
-        replace(QUICK, timeout_s=10),
+        QUICK,
         ("nsys",),
         lambda entry: (
             ends.update({entry.result.cell: entry.result.status}) if entry.result else None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from profharness.store import open_store
 
@@ -41,7 +42,7 @@ def release(children: list[subprocess.Popen[str]]) -> list[str]:
         child.stdin = None
     answers = []
     for child in children:
-        out, errors = child.communicate(timeout=120)
+        out, errors = child.communicate(timeout=PATIENCE_S)
         assert child.returncode == 0, errors
         answers.append(out)
     return answers
@@ -72,7 +73,7 @@ def test_a_killed_ingest_leaves_nothing(tmp_path: Path, kineto: Path, run_folder
         "Path(source))", "Path(source), progress=lambda *a: __import__('os')._exit(9))"
     )
     child = start(store, kineto, program=program)
-    child.communicate(timeout=60)
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 9
     with open_store(store) as opened:
         assert [row.run for row in opened.runs()] == ["20261121-aaaa"]

@@ -42,7 +42,7 @@ def torch_in_fp64(config: Config, inputs: object) -> list[torch.Tensor]:
     return [out.detach(), *grads]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),
@@ -135,7 +135,7 @@ def test_cases_are_derived_and_each_problem_comes_once() -> None:
         derive_cases(config, ["lagre"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(*[st.integers(1, 40)] * 3, st.integers(1, 300)),
     group=st.integers(1, 12),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from profharness.cases import CASES, VerificationRow, failures
 from profharness.config import expand_configs
@@ -22,7 +23,7 @@ from profharness.store import ingest_path, open_store
 WRONG = Path(__file__).parent / "wrong.py"
 # a CPU takes long over 1000 rows in half precision
 QUICK = ",".join(name for name in CASES if name != "seq_1000")
-PROTOCOL = Protocol(0, 0, 0, timeout_s=60.0, device="cpu")
+PROTOCOL = Protocol(0, 0, 0, timeout_s=PATIENCE_S, device="cpu")
 
 
 def rows_of(
@@ -32,10 +33,8 @@ def rows_of(
     cases: str = "none",
     *,
     grad: bool = False,
-    timeout_s: float = 60.0,
 ) -> list[VerificationRow]:
-    protocol = Protocol(0, 0, 0, timeout_s=timeout_s, device="cpu")
-    options = VerifyOptions(tuple(cases.split(",")), grad, folder / "runs", protocol)
+    options = VerifyOptions(tuple(cases.split(",")), grad, folder / "runs", PROTOCOL)
     names = [name if name in ("auto", "flash", "math", "naive") else f"{WRONG}:{name}"
              for name in backends]  # fmt: skip
     store = folder / "store.db"
@@ -149,9 +148,10 @@ def test_the_store_tells_who_is_wrong_and_a_new_ingest_the_same(
     assert {label for label, _ in wrong} == {rows[0].config}
 
 
+@pytest.mark.usefixtures("hanging")
 def test_a_dying_and_a_hanging_one_cost_only_their_own_check(tmp_path: Path) -> None:
     backends = ["crashes", "hangs", "right"]
-    rows = rows_of(tmp_path, "1,1,16,16,fp32", backends, timeout_s=3.0)
+    rows = rows_of(tmp_path, "1,1,16,16,fp32", backends)
     assert [(row.what, row.passed, row.status) for row in rows] == [
         ("out", False, "crashed"),
         ("out", False, "timeout"),

@@ -4,6 +4,7 @@ first answer comes.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S, until
 
 from profharness.config import parse_config
 from profharness.run import BenchPlan, Cell, JournalEntry, Plan, Protocol
@@ -20,24 +22,28 @@ from profharness.worker.turns import bench_group
 from profharness.worker.workspace import Workspace
 
 
-def late(seconds: float, answer_s: float = 0.0) -> Callable[[], dict[str, Callable[[], Any]]]:
-    """A source of clocks that opens after some seconds and takes a while to answer."""
+def questions(ask: Callable[[], int]) -> Callable[[], dict[str, Callable[[], Any]]]:
+    """A source of clocks that opens at once."""
+    return lambda: {"sm_mhz": ask}
 
-    def ask() -> int:
-        time.sleep(answer_s)
-        return 1980
 
-    def questions() -> dict[str, Callable[[], Any]]:
+def late(seconds: float) -> Callable[[], dict[str, Callable[[], Any]]]:
+    """A source of clocks that opens after some seconds."""
+
+    def opened() -> dict[str, Callable[[], Any]]:
         time.sleep(seconds)
-        return {"sm_mhz": ask}
+        return {"sm_mhz": lambda: 1980}
 
-    return questions
+    return opened
 
 
-def test_the_nearest_reading_waits_for_the_first_one() -> None:
-    reader = ClockReader(late(0.3))
+def test_the_nearest_reading_waits_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "FIRST_S", PATIENCE_S)
+    answer = threading.Event()
+    reader = ClockReader(questions(lambda: answer.wait(PATIENCE_S) and 1980))
     now = time.perf_counter()
     assert reader.between(now, now) == []
+    threading.Timer(0.1, answer.set).start()
     assert over_time(reader.nearest(now, now)) == {
         "sm_mhz": 1980,
         "sm_mhz_min": 1980,
@@ -47,19 +53,29 @@ def test_the_nearest_reading_waits_for_the_first_one() -> None:
 
 
 def test_a_reading_counts_while_it_is_under_way() -> None:
-    reader = ClockReader(late(0.0, answer_s=0.2))
-    time.sleep(0.1)
+    asked, answer = threading.Event(), threading.Event()
+
+    def ask() -> int:
+        if asked.is_set():
+            raise RuntimeError("one reading is enough")
+        asked.set()
+        answer.wait(PATIENCE_S)
+        return 1980
+
+    reader = ClockReader(questions(ask))
+    assert asked.wait(PATIENCE_S)
     begin = time.perf_counter()
-    end = begin + 0.01
-    time.sleep(0.2)
+    end = begin + 1e-6
+    answer.set()
+    until(lambda: reader.between(begin, end))
     assert reader.between(begin, end) == [{"sm_mhz": 1980}]
     assert reader.between(begin - 60, begin - 50) == []
 
 
 def test_the_nearest_is_the_nearest() -> None:
     counted = iter(range(1_000_000))
-    reader = ClockReader(lambda: {"sm_mhz": lambda: next(counted)})
-    time.sleep(0.3)
+    reader = ClockReader(questions(lambda: next(counted)))
+    until(lambda: reader().get("sm_mhz", 0) >= 4)
     end = time.perf_counter()
     (first,) = reader.nearest(0.0, 0.0)
     (last,) = reader.nearest(end, end)
@@ -67,13 +83,14 @@ def test_the_nearest_is_the_nearest() -> None:
     assert last["sm_mhz"] >= 3
 
 
-def test_without_a_source_nothing_is_said_and_nobody_waits() -> None:
+def test_without_a_source_nothing_is_said_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> dict[str, Callable[[], Any]]:
         raise OSError("no NVML")
 
+    monkeypatch.setattr(timing, "FIRST_S", PATIENCE_S)
     begin = time.perf_counter()
     assert ClockReader(broken).nearest(begin, begin) == []
-    assert time.perf_counter() - begin < 2
+    assert time.perf_counter() - begin < PATIENCE_S
 
 
 @pytest.mark.parametrize("iterations", [1, 3])

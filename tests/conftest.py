@@ -1,0 +1,23 @@
+"""What holds for all tests: no test's answer depends on how busy the machine is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from waiting import MARK, Clock
+
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The supervisor's clock runs away while a process that ran `waiting.HANG` lives, so that the
+    limit of a cell can be hours. The fixture is the file in which that process stands.
+    """
+    mark = tmp_path / "hangs.pid"
+    monkeypatch.setenv(MARK, str(mark))
+    monkeypatch.setattr("profharness.runner.supervise.time", Clock(mark))
+    return mark
