@@ -137,20 +137,27 @@ def run_group(
     """The exit code of a child of `start_group`, None when it was ended for taking too long. Nothing
     of its group is left afterwards, whatever interrupts the wait.
     """
-    process = start_group(argv, log, environment)
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with held():  # an interrupt inside of Popen() would leave a child that nobody knows
+            process = start_group(argv, log, environment)
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        try:
-            kill_group(process, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_GRACE_S)
-        finally:
-            kill_group(process)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_GRACE_S)
+        if process is not None:
+            _end_group(process)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        kill_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_GRACE_S)
+    finally:
+        kill_group(process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_GRACE_S)
 
 
 def run_briefly(

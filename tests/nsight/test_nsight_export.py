@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_tools import Behaviour, Scenario, environments, install, invocations
@@ -147,6 +148,25 @@ def test_a_tool_that_is_not_there_is_said(tmp_path: Path, out: Path) -> None:
     with pytest.raises(ToolError, match=r"\[tool_missing\]"):
         export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", tmp_path / "no" / "nsys")
     assert names(out) == []
+
+
+def test_an_interrupt_while_an_export_starts_leaves_no_process(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            children.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    nsys = hanging(tmp_path, ignore_signals=False)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", nsys)
+    assert [child.returncode for child in children] != [None]
+    assert not alive(children[0].pid)
 
 
 def hanging(folder: Path, ignore_signals: bool) -> Path:
