@@ -1,73 +1,60 @@
 """Time and peak memory of profharness' ingest against json.load and HolisticTraceAnalysis,
 interleaved, each in a fresh process.
+
+python scripts/bench_ingest.py [--rounds N] [--parse-only] [--hta] [TRACE…]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-CHILD = """
-import json, resource, sys, time
-from pathlib import Path
-what, path, store = sys.argv[1:4]
-{setup}
-start = time.perf_counter()
-{work}
-seconds = time.perf_counter() - start
-peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF,
-resource.RUSAGE_CHILDREN))
-print(json.dumps([seconds, peak * 1024 / 1e6]))
-"""
-PARSE = "trace = parse_chrome(Path(path)); list(map(len, (b.kernel for b in trace.batches())))"
+from _frame import cost, in_turns, parser
+from make_trace import DEFAULT, make_trace
+
+MADE_BYTES = 10**8
+PARSE = "trace = parse_chrome(path); list(map(len, (b.kernel for b in trace.batches())))"
 SUBJECTS = {
-    "json.load": ("import gzip\nread = gzip.open if path.endswith('.gz') else open",
+    "json.load": ("import gzip\nread = gzip.open if path.suffix == '.gz' else open",
                   "json.load(read(path))"),
     "parse": ("from profharness.parse.chrome import parse_chrome", PARSE),
-    "ingest": ("from profharness.store import ingest_path", "ingest_path(Path(store), Path(path))"),
-    "hta": ("from hta.common.trace import parse_trace_file", "parse_trace_file(path)"),
+    "ingest": ("from profharness.store import ingest_path", "ingest_path(store, path)"),
+    "hta": ("from hta.common.trace import parse_trace_file", "parse_trace_file(str(path))"),
 }  # fmt: skip
 
 
-def measure(subject: str, path: Path) -> tuple[float, float]:
-    """(seconds, peak RSS in MB of the largest process) of one run in a fresh process."""
-    setup, work = SUBJECTS[subject]
-    code = CHILD.format(setup=setup, work=work)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", code, subject, str(path), f"{folder}/store.db"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{subject} failed on {path}:\n{done.stderr}")
-    seconds, peak = json.loads(done.stdout.splitlines()[-1])
-    return seconds, peak
-
-
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path, nargs="+", help="made with scripts/make_trace.py")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parse-only", action="store_true", help="leave the store out")
-    parser.add_argument("--hta", action="store_true", help="HolisticTraceAnalysis too")
-    options = parser.parse_args()
+    """Measure each trace and print a line for each subject."""
+    made = parser(__doc__, rounds=3)
+    made.add_argument("trace", type=Path, nargs="*", help="by default one of 100 MB is made")
+    made.add_argument("--parse-only", action="store_true", help="leave the store out")
+    made.add_argument("--hta", action="store_true", help="HolisticTraceAnalysis too")
+    options = made.parse_args()
     ours = "parse" if options.parse_only else "ingest"
     subjects = ["json.load", ours, *(["hta"] if options.hta else [])]
-    print(f"{'trace':28} {'what':10} {'median s':>9} {'MB RSS':>8} {'json.load / it':>15}")
-    for path in options.trace:
-        found: dict[str, list[tuple[float, float]]] = {subject: [] for subject in subjects}
-        for _ in range(options.rounds):
-            for subject in subjects:
-                found[subject].append(measure(subject, path))
-        base = statistics.median(seconds for seconds, _ in found["json.load"])
-        for subject, runs in found.items():
-            seconds = statistics.median(s for s, _ in runs)
-            peak = max(p for _, p in runs)
-            print(f"{path.name:28} {subject:10} {seconds:9.2f} {peak:8.0f} {base / seconds:15.1f}")
+    with tempfile.TemporaryDirectory() as folder:
+        traces = options.trace or [Path(folder) / "made.json"]
+        if not options.trace:
+            make_trace(DEFAULT, traces[0], MADE_BYTES, "attention")
+        print(f"{'trace':28} {'what':10} {'median s':>9} {'MB RSS':>8} {'json.load / it':>15}")
+        for path in traces:
+            report(path, subjects, options.rounds)
+
+
+def report(path: Path, subjects: list[str], rounds: int) -> None:
+    """Measure one trace, every ingest into a store of its own."""
+
+    def measure(subject: str) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder:
+            return cost(*SUBJECTS[subject], path, Path(folder) / "store.db")
+
+    measured = in_turns(subjects, measure, rounds)
+    medians = {name: statistics.median(run[0] for run in runs) for name, runs in measured.items()}
+    for subject, median in medians.items():
+        peak = max(run[1] for run in measured[subject])
+        above = medians["json.load"] / median
+        print(f"{path.name:28} {subject:10} {median:9.2f} {peak:8.0f} {above:15.1f}")
 
 
 if __name__ == "__main__":

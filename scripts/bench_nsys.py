@@ -1,45 +1,30 @@
 """Time and peak memory of parsing nsys exports, against bare sqlite3 reading the same rows; both
 interleaved, each in a fresh process.
+
+python scripts/bench_nsys.py [--rounds N] [--launches N] [EXPORT…]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from _frame import cost, in_turns, parser
 from make_nsys import DEFAULT, make
 
-CHILD = """
-import json, resource, sys, time
-from pathlib import Path
-path = sys.argv[1]
-{setup}
-start = time.perf_counter()
-{work}
-seconds = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([seconds, peak * 1024 / 1e6, count, ranges]))
-"""
 PARSE = """
-trace = parse_nsys(Path(path))
-count, ranges = sum(len(batch.kernel) for batch in trace.batches()), len(trace.ranges)
+trace = parse_nsys(path)
+extra = [sum(len(batch.kernel) for batch in trace.batches()), len(trace.ranges)]
 trace.close()
 """
 BARE = """
-ranges = 0
 for table, columns in TABLES.items():
-    known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
-    wanted = ", ".join(column for column in columns if column in known)
+    present = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+    read = ", ".join(column for column in columns if column in present)
     where = CALLS if table.endswith("_RUNTIME") else ""
-    cursor = connection.execute(f"SELECT {wanted} FROM {table} {where}") if wanted else []
-    for row in cursor:
+    for row in connection.execute(f"SELECT {read} FROM {table} {where}") if read else ():
         pass
-count = 0
 """
 TABLES = """
 import sqlite3
@@ -59,49 +44,32 @@ SUBJECTS = {
 }
 
 
-def measure(subject: str, path: Path) -> tuple[float, float, int, int]:
-    """(seconds, peak RSS in MB, launches, ranges) of one run in a fresh process."""
-    setup, work = SUBJECTS[subject]
-    code = CHILD.format(setup=setup, work=work)
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{subject} failed on {path}:\n{done.stderr}")
-    seconds, peak, count, ranges = json.loads(done.stdout.splitlines()[-1])
-    return seconds, peak, count, ranges
-
-
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("export", type=Path, nargs="*", help="left out: one made for the purpose")
-    parser.add_argument("--launches", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    """Measure each export."""
+    made = parser(__doc__, rounds=3)
+    made.add_argument("export", type=Path, nargs="*", help="left out: one made for the purpose")
+    made.add_argument("--launches", type=int, default=1_000_000)
+    options = made.parse_args()
+    head = f"{'export':20} {'MB':>6} {'what':13} {'median s':>9} {'launches/s':>11} {'MB RSS':>7}"
     with tempfile.TemporaryDirectory() as folder:
-        paths = list(options.export)
-        if not paths:
-            paths = [Path(folder) / "made.sqlite"]
+        paths = options.export or [Path(folder) / "made.sqlite"]
+        if not options.export:
             make(DEFAULT, paths[0], options.launches)
-        print(
-            f"{'export':20} {'MB':>6} {'what':13} {'median s':>9} {'launches/s':>11} {'MB RSS':>7}"
-        )
+        print(head)
         for path in paths:
             report(path, options.rounds)
 
 
 def report(path: Path, rounds: int) -> None:
-    """Measure one export and print a line per subject."""
-    found: dict[str, list[tuple[float, float, int, int]]] = {subject: [] for subject in SUBJECTS}
-    for _ in range(rounds):
-        for subject in SUBJECTS:
-            found[subject].append(measure(subject, path))
-    _, _, launches, ranges = found["parse"][0]
+    """Measure one export and print a line for each subject."""
+    measured = in_turns(
+        list(SUBJECTS), lambda subject: cost(*SUBJECTS[subject], path, Path()), rounds
+    )
+    _, _, launches, ranges = measured["parse"][0]
     size = path.stat().st_size / 1e6
-    for subject, runs in found.items():
+    for subject, runs in measured.items():
         seconds = statistics.median(run[0] for run in runs)
-        peak = max(run[1] for run in runs)
-        rate = launches / seconds
+        peak, rate = max(run[1] for run in runs), launches / seconds
         print(f"{path.name:20} {size:6.0f} {subject:13} {seconds:9.2f} {rate:11.0f} {peak:7.0f}")
     print(f"{launches} launches, {ranges} ranges")
 

@@ -1,0 +1,108 @@
+"""The frame of the bars: commands and programs that take turns, each in a fresh process, and the
+medians of what they cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+HERE = Path(__file__).resolve().parent
+CELLS = (str(HERE / "bench_configs.txt"), "auto", "flash", "efficient", "cudnn", "math")
+PROGRAM = """
+import json, resource, sys, time
+from pathlib import Path
+path, store = map(Path, sys.argv[1:])
+extra = []
+{setup}
+start = time.perf_counter()
+{work}
+seconds = time.perf_counter() - start
+usages = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+peak = max(resource.getrusage(usage).ru_maxrss for usage in usages)
+print(json.dumps([seconds, peak * 1024 / 1e6, *extra]))
+"""
+Measured = TypeVar("Measured")
+
+
+def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """A command line with --rounds."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--rounds", type=int, default=rounds)
+    return made
+
+
+def output(argv: Sequence[str]) -> str:
+    """What a command printed; a failure ends the script with it."""
+    environment = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{argv} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def seconds(argv: Sequence[str]) -> float:
+    """Wall time of a command."""
+    start = time.perf_counter()
+    output(argv)
+    return time.perf_counter() - start
+
+
+def cost(setup: str, work: str, path: Path, store: Path) -> list[Any]:
+    """Seconds of the work in a fresh process, peak RSS in MB of its largest process, and what the
+    work put into `extra`; the program knows both paths by their names.
+    """
+    program = PROGRAM.format(setup=setup, work=work)
+    lines = output([sys.executable, "-c", program, str(path), str(store)]).splitlines()
+    figures: list[Any] = json.loads(lines[-1])
+    return figures
+
+
+def capture(folder: Path, *words: str) -> list[str]:
+    """The argv of a capture of CELLS into the folder, and into store.db there."""
+    configs, *backends = CELLS
+    places = ("--out", str(folder), "--store", str(folder / "store.db"))
+    cells = ("--configs", configs, "--backend", ",".join(backends))
+    return [sys.executable, "-m", "profharness", "capture", *cells, *words, *places]
+
+
+def bare_calls(*words: str) -> list[str]:
+    """The argv of the script that makes the calls of CELLS without a profiler."""
+    return [sys.executable, str(HERE / "bare_calls.py"), *words, *CELLS]
+
+
+def in_turns(
+    subjects: Sequence[str], measure: Callable[[str], Measured], rounds: int
+) -> dict[str, list[Measured]]:
+    """Each subject that many times, interleaved."""
+    measured: dict[str, list[Measured]] = {subject: [] for subject in subjects}
+    for _ in range(rounds):
+        for subject in subjects:
+            measured[subject].append(measure(subject))
+    return measured
+
+
+def print_times(times: Mapping[str, Sequence[float]]) -> None:
+    """Median and range in seconds, a line for each."""
+    width = max(map(len, times))
+    print(f"{'':{width}} {'median s':>9} {'min s':>8} {'max s':>8}")
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(f"{name:{width}} {median:9.2f} {min(values):8.2f} {max(values):8.2f}")
+
+
+def print_ratio(times: Mapping[str, Sequence[float]], name: str, floor: str) -> None:
+    """Median and range of the ratios of two subjects, round by round."""
+    ratios = [above / below for above, below in zip(times[name], times[floor], strict=True)]
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    print(f"{name} / {floor}: {statistics.median(ratios):.2f} ({spread}, {len(ratios)} rounds)")
