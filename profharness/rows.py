@@ -29,6 +29,11 @@ NAIVE_COMPILED = "naive-compiled"
 REPLACEMENTS = "sdpa_replacements"
 
 
+def axes(name: str, triple: Triple | None) -> dict[str, int | None]:
+    """A grid or block as three columns: `grid_x`, `grid_y`, `grid_z`."""
+    return dict(zip((f"{name}_{axis}" for axis in "xyz"), triple or (None,) * 3, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class RunRow:
     """One stored run. source is `capture` (made by profharness) or `trace` (somebody's file)."""

@@ -44,7 +44,7 @@ def command(sources: tuple[Path, ...], store: Path) -> None:
       profharness ingest profile.nsys-rep counters.ncu-rep
     """
     from profharness.errors import ProfharnessError
-    from profharness.store.sources import find_sources
+    from profharness.store.ingest import find_sources
 
     done = failed = 0
     for given in sources:

@@ -1,5 +1,5 @@
-"""The store: SQLite in, rows out. Names are loaded on first use, so that reading never imports
-numpy, pandas or a parser.
+"""The store: SQLite in, rows out. What ingests is loaded on first use, so that reading imports
+neither numpy nor a parser.
 """
 
 from __future__ import annotations
@@ -7,11 +7,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from profharness.store.frames import query, to_frame
-    from profharness.store.ingest import IngestResult, ingest_path
-    from profharness.store.queries import LaunchRow, RangeRow, Store, open_store
+from profharness.store.queries import LaunchRow, RangeRow, Store, open_store, query, to_frame
 
+if TYPE_CHECKING:
+    from profharness.store.ingest import IngestResult, ingest_path
 
 __all__ = [
     "IngestResult",
@@ -25,19 +24,7 @@ __all__ = [
 ]
 
 
-_MODULES = {
-    "IngestResult": "ingest",
-    "ingest_path": "ingest",
-    "LaunchRow": "queries",
-    "RangeRow": "queries",
-    "Store": "queries",
-    "open_store": "queries",
-    "query": "frames",
-    "to_frame": "frames",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.ingest"), name)

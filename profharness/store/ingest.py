@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
@@ -16,73 +16,27 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from profharness import run as record
-from profharness.devices import Device
 from profharness.errors import StoreError, TraceFormatError
-from profharness.parse import open_trace
-from profharness.store import insert as intern
-from profharness.store.connection import connect, transaction, waiting
-from profharness.store.insert import CellTrace, Inserted, insert_trace, to_json
-from profharness.store.metrics import insert_metrics
-from profharness.store.schema import forget_run
-from profharness.store.sources import Raw, Source, find_sources, problems, read_source
-from profharness.store.verifications import insert_verifications
+from profharness.parse import is_trace, open_trace, sniff
+from profharness.run import RUN_FILE, Cell, Problem, Protocol, Run, TraceFile, read_run
+from profharness.store.insert import (
+    CellTrace,
+    Inserted,
+    config_ids,
+    insert_row,
+    insert_rows,
+    insert_trace,
+    row_id,
+    to_json,
+)
+from profharness.store.schema import connect, forget_run, transaction, waiting
 from profharness.trace import LaunchBatch, Trace
-
-
-def tell_cells(
-    connection: sqlite3.Connection,
-    run: record.Run,
-    ids: dict[str, int],
-    results: list[tuple[str, Inserted]],
-) -> list[str]:
-    """Write what the traces say about the cells; the new warnings, each with its cell."""
-    seen: dict[str, list[tuple[str, CellTrace]]] = {}
-    for profiler, result in results:
-        for trace in result.cells:
-            seen.setdefault(trace.cell, []).append((profiler, trace))
-    told = []
-    for cell in run.cells:
-        traces = seen.get(cell.cell, [])
-        fresh = list(dict.fromkeys(text for _, trace in traces if (text := trace.warning())))
-        fresh += [
-            f"the {profiler} trace holds no launch of this cell"
-            for profiler in _watched(run, cell)
-            if not sum(sum(item.launches_per_call) for name, item in traces if name == profiler)
-        ]
-        ops = [trace.sdpa_op for _, trace in traces if trace.sdpa_op]
-        connection.execute(
-            "UPDATE cells SET sdpa_op = ?, warnings = ? WHERE id = ?",
-            (ops[0] if ops else None, to_json([*cell.warnings, *fresh]), ids[cell.cell]),
-        )
-        told += [f"{cell.cell}: {text}" for text in fresh]
-    return told
-
-
-def _watched(run: record.Run, cell: record.Cell) -> list[str]:
-    """The profilers that left a trace with this cell in it, which ran."""
-    if cell.status != "ok":
-        return []
-    return list(dict.fromkeys(item.profiler for item in run.traces if cell.cell in item.cells))
-
-
-def unmeasured(protocol: record.Protocol, trace: Trace) -> list[str]:
-    """A warning for each metric asked for that ncu left out: it passes over names that it does not
-    know, without a word.
-    """
-    if trace.profiler != "ncu" or not trace.num_launches:
-        return []
-    known = trace.metrics.names if trace.metrics else []
-    return [
-        f"ncu measured no {name}; `ncu --query-metrics` lists what this GPU has"
-        for name in protocol.metrics
-        if not any(each == name or each.startswith(f"{name}.") for each in known)
-    ]
-
 
 Progress = Callable[[str, int, int], None]
 
-
+EXPECTED = "a run folder, a trace file, or a folder of these"
+CHUNK = 1 << 20
+UNREADABLE = "trace_unreadable"
 MAX_INT = (1 << 63) - 1  # of SQLite
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
 
@@ -102,6 +56,30 @@ class IngestResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Raw:
+    """One raw trace file of a source; cells are those that run.json says it covers. problem: why it
+    cannot be read.
+    """
+
+    profiler: str | None
+    name: str
+    path: Path
+    content_hash: str
+    cells: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source before it is parsed; run is None for a trace file that no run folder holds."""
+
+    path: Path
+    run: Run | None
+    raws: tuple[Raw, ...]
+    content_hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Parsed:
     raw: Raw
     trace: Trace
@@ -112,6 +90,75 @@ class _RawError(Exception):
     """Reading a raw trace failed in the middle. args: the Raw, the TraceFormatError."""
 
 
+def find_sources(path: Path) -> list[Path]:
+    """The run folders and trace files that a path stands for. Raises TraceFormatError if there is
+    none.
+    """
+    try:
+        if path.is_file() or (path / RUN_FILE).is_file():
+            return [path]
+        if not path.is_dir():
+            raise TraceFormatError(path, "no such file or folder", expected=EXPECTED)
+        sources = list(_walk(path))
+    except OSError as error:
+        place = error.filename or path
+        raise TraceFormatError(place, f"cannot be read: {error.strerror}") from None
+    if not sources:
+        raise TraceFormatError(path, "nothing to ingest in this folder", expected=EXPECTED)
+    return sources
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
+        if entry.is_dir() and not entry.is_symlink():
+            yield from [entry] if (entry / RUN_FILE).is_file() else _walk(entry)
+        elif entry.is_file() and is_trace(entry) and sniff(entry):
+            yield entry
+
+
+def _read_source(path: Path) -> Source:
+    """A run folder or trace file with its content hash, nothing parsed. Raises TraceFormatError."""
+    if path.is_file():
+        content_hash = _hash_file(path)
+        return Source(path, None, (Raw(None, path.name, path, content_hash),), content_hash)
+    run = read_run(path)
+    raws = tuple(_raw(path, trace) for trace in run.traces)
+    digest = xxhash.xxh3_128(msgspec.json.encode(run))
+    for raw in raws:
+        digest.update(raw.content_hash.encode())
+    return Source(path, run, raws, digest.hexdigest())
+
+
+def _hash_file(path: Path) -> str:
+    """XXH3-128 of the file's bytes, as hex. Raises TraceFormatError if it cannot be read."""
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def _raw(folder: Path, trace: TraceFile) -> Raw:
+    path = folder / trace.path
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise TraceFormatError(
+            folder / RUN_FILE,
+            f"names a trace outside of its folder: {trace.path!r}",
+            expected="a path inside the run folder",
+        )
+    content_hash, problem = "", None
+    try:
+        if not path.is_file():
+            raise TraceFormatError(path, "named in run.json but missing", expected="a raw trace")
+        content_hash = _hash_file(path)
+    except TraceFormatError as error:
+        problem = str(error)
+    return Raw(trace.profiler, trace.path, path, content_hash, trace.cells, problem)
+
+
 class _Writer:
     """The store, opened when it exists or is needed: a source that cannot be read makes none."""
 
@@ -119,7 +166,7 @@ class _Writer:
         self._path = path
         self._connection: sqlite3.Connection | None = None
 
-    def known(self) -> sqlite3.Connection | None:
+    def existing(self) -> sqlite3.Connection | None:
         """The connection, None while there is no file. Raises StoreError."""
         return self.open() if self._connection or self._path.exists() else None
 
@@ -150,20 +197,20 @@ def ingest_path(
     results = []
     try:
         for path in find_sources(source):
-            found = read_source(path)
+            read = _read_source(path)
             try:
-                results.append(_ingest(writer, found, progress))
+                results.append(_ingest(writer, read, progress))
             except StoreError as error:
-                raise StoreError(f"{error}{_kept(found)}") from None
+                raise StoreError(f"{error}{_remedy(read)}") from None
             except sqlite3.Error as error:
                 message = f"{store}: cannot be written: {error}; name another --store"
-                raise StoreError(f"{message}{_kept(found)}") from None
+                raise StoreError(f"{message}{_remedy(read)}") from None
     finally:
         writer.close()
     return results
 
 
-def _kept(source: Source) -> str:
+def _remedy(source: Source) -> str:
     """What to do with a run folder that a store did not take."""
     if source.run is None:
         return ""
@@ -178,9 +225,9 @@ def _ingest(writer: _Writer, source: Source, progress: Progress | None) -> Inges
     of a new start.
     """
     if source.run is not None:
-        _check_record(source.path / record.RUN_FILE, source.run)
-    known = writer.known()
-    unchanged = waiting(lambda: _unchanged(known, source)) if known else None
+        _check_record(source.path / RUN_FILE, source.run)
+    existing = writer.existing()
+    unchanged = waiting(lambda: _unchanged(existing, source)) if existing else None
     if unchanged:
         return unchanged
     while True:
@@ -192,16 +239,16 @@ def _ingest(writer: _Writer, source: Source, progress: Progress | None) -> Inges
                     return _unchanged(connection, source) or _write(
                         connection, source, parsed, progress
                     )
-            except _RawError as failed:
-                raw, error = failed.args
+            except _RawError as failure:
+                failed, error = failure.args
                 if source.run is None:
                     raise error from None
-                bad = replace(raw, problem=str(error))
-                raws = tuple(bad if each is raw else each for each in source.raws)
+                bad = replace(failed, problem=str(error))
+                raws = tuple(bad if raw is failed else raw for raw in source.raws)
                 source = replace(source, raws=raws)
 
 
-def _check_record(path: Path, run: record.Run) -> None:
+def _check_record(path: Path, run: Run) -> None:
     """Raise TraceFormatError for a record that parses and that the tables cannot hold: told here,
     before there is a store, and not by SQLite.
     """
@@ -259,19 +306,19 @@ def _write(
     name = run.run if run else f"trace-{source.content_hash[:10]}"
     replaced = forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
-    _insert_devices(
-        connection, run_id, (device for item in parsed for device in item.trace.devices)
-    )
+    _insert_devices(connection, run_id, [item.trace for item in parsed])
     cells = _insert_cells(connection, run_id, run.cells) if run else None
     results = [_insert_raw(connection, run_id, item, cells, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
     for item, result in zip(parsed, results, strict=True):
         warnings += [f"{item.raw.name}: range of unknown cell {c}" for c in result.unknown_cells]
-    if run:
-        warnings += [text for item in parsed for text in unmeasured(run.protocol, item.trace)]
-        told = [(item.trace.profiler, result) for item, result in zip(parsed, results, strict=True)]
-        warnings += tell_cells(connection, run, cells or {}, told)
+    if run and cells is not None:
+        warnings += [text for item in parsed for text in _unmeasured(run.protocol, item.trace)]
+        profilers = [item.trace.profiler for item in parsed]
+        warnings += _update_cells(
+            connection, run, cells, list(zip(profilers, results, strict=True))
+        )
     return IngestResult(
         name,
         "replaced" if replaced else "new",
@@ -288,36 +335,28 @@ def _insert_run(
     run = source.run
     environment = dict(run.environment) if run else dict(parsed[0].trace.environment)
     devices = [device.name for item in parsed for device in item.trace.devices]
-    told = environment.get("gpu") or environment.get("cpu")
+    recorded = environment.get("gpu") or environment.get("cpu")
+    torch = environment.get("torch")
     data = to_json(environment)
     digest = xxhash.xxh3_128_hexdigest(data.encode())
-    connection.execute(
-        "INSERT INTO environments (hash, data) VALUES (?, ?) ON CONFLICT DO NOTHING", (digest, data)
-    )
-    profilers = run.profilers if run else (parsed[0].trace.profiler,)
-    torch = environment.get("torch")
     row = {
         "run": name,
         "created": run.created if run else _created(source.path, parsed[0]),
         "source": "capture" if run else "trace",
         "path": str(source.path),
         "content_hash": source.content_hash,
-        "environment_id": connection.execute(
-            "SELECT id FROM environments WHERE hash = ?", (digest,)
-        ).fetchone()[0],
-        "device": devices[0] if devices else (str(told) if told else None),
+        "environment_id": row_id(
+            connection, "environments", {"hash": digest}, lambda: {"data": data}
+        ),
+        "device": devices[0] if devices else (str(recorded) if recorded else None),
         "torch": None if torch is None else str(torch),
-        "profilers": to_json(list(profilers)),
+        "profilers": to_json(list(run.profilers if run else (parsed[0].trace.profiler,))),
         "protocol": to_json(msgspec.to_builtins(run.protocol)) if run else None,
         "note": run.note if run else None,
         "profharness": run.profharness if run else None,
-        "problems": to_json(msgspec.to_builtins(problems(source))),
+        "problems": to_json(msgspec.to_builtins(_problems(source))),
     }
-    cursor = connection.execute(
-        f"INSERT INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
-        tuple(row.values()),
-    )
-    return int(cursor.lastrowid or 0)
+    return insert_row(connection, "runs", row)
 
 
 def _created(path: Path, parsed: _Parsed) -> str:
@@ -331,30 +370,49 @@ def _created(path: Path, parsed: _Parsed) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def _insert_devices(connection: sqlite3.Connection, run_id: int, devices: Iterator[Device]) -> None:
+def _problems(source: Source) -> tuple[Problem, ...]:
+    """The problems that run.json tells of, and the traces that cannot be read."""
+    if source.run is None:
+        return ()
+    unreadable = (
+        Problem(
+            raw.profiler or "",
+            UNREADABLE,
+            raw.problem,
+            f"copy {raw.name} again if another copy is whole, or capture again with "
+            f"--profiler {raw.profiler}",
+            cells=raw.cells,
+        )
+        for raw in source.raws
+        if raw.problem is not None
+    )
+    return (*source.run.problems, *unreadable)
+
+
+def _insert_devices(connection: sqlite3.Connection, run_id: int, traces: list[Trace]) -> None:
     """One row a device; what one trace does not tell, another may."""
     merged: dict[int, dict[str, object]] = {}
-    for device in devices:
-        values = {name: getattr(device, name) for name in Device.__slots__}
-        known = merged.setdefault(device.index, values)
-        known.update({key: value for key, value in values.items() if known.get(key) is None})
-    columns = [name for name in Device.__slots__ if name != "index"]
-    connection.executemany(
-        f"INSERT INTO devices (run_id, device_index, {', '.join(columns)}) "
-        f"VALUES ({', '.join('?' * (len(columns) + 2))})",
-        [(run_id, index, *(row[name] for name in columns)) for index, row in merged.items()],
-    )
+    for device in chain.from_iterable(trace.devices for trace in traces):
+        values = asdict(device)
+        row = merged.setdefault(device.index, values)
+        row.update({key: value for key, value in values.items() if row[key] is None})
+    for index, row in merged.items():
+        del row["index"]
+        insert_row(connection, "devices", {"run_id": run_id, "device_index": index, **row})
 
 
 def _insert_cells(
-    connection: sqlite3.Connection, run_id: int, cells: tuple[record.Cell, ...]
+    connection: sqlite3.Connection, run_id: int, cells: Sequence[Cell]
 ) -> dict[str, int]:
-    configs = intern.configs(connection, (cell.config for cell in cells))
+    """Insert the cells and what hangs on them; their row ids by name."""
+    configs = config_ids(connection, (cell.config for cell in cells))
     ids = {
         cell.cell: _insert_cell(connection, run_id, cell, configs[cell.config]) for cell in cells
     }
-    connection.executemany(
-        "INSERT INTO samples (cell_id, measurement, ordinal, duration_ns) VALUES (?, ?, ?, ?)",
+    insert_rows(
+        connection,
+        "samples",
+        ("cell_id", "measurement", "ordinal", "duration_ns"),
         (
             (ids[cell.cell], name, ordinal, value)
             for cell in cells
@@ -362,32 +420,30 @@ def _insert_cells(
             for ordinal, value in enumerate(values)
         ),
     )
-    connection.executemany(
-        "INSERT INTO refusals (cell_id, ordinal, code, message, source) VALUES (?, ?, ?, ?, ?)",
-        (
-            (ids[cell.cell], ordinal, refusal.code, refusal.message, refusal.source)
-            for cell in cells
-            for ordinal, refusal in enumerate(cell.refusals)
-        ),
-    )
-    insert_verifications(connection, cells, ids)
+    for cell in cells:
+        for ordinal, refusal in enumerate(cell.refusals):
+            row = {"cell_id": ids[cell.cell], "ordinal": ordinal, **asdict(refusal)}
+            insert_row(connection, "refusals", row)
+        for ordinal, check in enumerate(cell.checks):
+            row = {
+                "cell_id": ids[cell.cell],
+                "ordinal": ordinal,
+                "asked": cell.asked or cell.config.label,
+                "case_name": cell.case or "",
+                **asdict(check),
+            }
+            insert_row(connection, "verifications", row)
     return ids
 
 
-def _insert_cell(
-    connection: sqlite3.Connection, run_id: int, cell: record.Cell, config_id: int
-) -> int:
-    cursor = connection.execute(
-        "INSERT INTO cells (run_id, cell, config_id, backend, status, message, choice, iterations, "
-        "peak_memory_bytes, duration_ns, clocks, warnings, tuning) "
-        "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        (
-            run_id, cell.cell, config_id, cell.backend, cell.status, cell.message, cell.choice,
-            cell.iterations, cell.peak_memory_bytes, cell.duration_ns, to_json(cell.clocks),
-            to_json(list(cell.warnings)), to_json(cell.tuning) if cell.tuning else None,
-        ),
-    )  # fmt: skip
-    return int(cursor.lastrowid or 0)
+def _insert_cell(connection: sqlite3.Connection, run_id: int, cell: Cell, config_id: int) -> int:
+    same = ("cell", "backend", "status", "message", "choice", "iterations", "peak_memory_bytes",
+            "duration_ns")  # fmt: skip
+    row = {name: getattr(cell, name) for name in same}
+    row |= {"run_id": run_id, "config_id": config_id, "clocks": to_json(cell.clocks)}
+    row |= {"warnings": to_json(cell.warnings)}
+    row |= {"tuning": to_json(cell.tuning) if cell.tuning else None}
+    return insert_row(connection, "cells", row)
 
 
 def _insert_raw(
@@ -398,16 +454,17 @@ def _insert_raw(
     progress: Progress | None,
 ) -> Inserted:
     raw, trace = parsed.raw, parsed.trace
-    cursor = connection.execute(
-        "INSERT INTO traces (run_id, profiler, path, content_hash, launches, dropped, skipped, "
-        "warnings, environment, first_launch_id, last_launch_id) "
-        "VALUES (?, ?, ?, ?, 0, 0, ?, ?, ?, 0, 0)",
-        (
-            run_id, trace.profiler, raw.name, raw.content_hash, trace.skipped,
-            to_json(list(trace.warnings)), to_json(trace.environment),
-        ),
-    )  # fmt: skip
-    trace_id = int(cursor.lastrowid or 0)
+    row = {
+        "run_id": run_id,
+        "profiler": trace.profiler,
+        "path": raw.name,
+        "content_hash": raw.content_hash,
+        "skipped": trace.skipped,
+        "warnings": to_json(trace.warnings),
+        "environment": to_json(trace.environment),
+        # insert_trace knows these when it is done
+        **dict.fromkeys(("launches", "dropped", "first_launch_id", "last_launch_id"), 0),
+    }
     done = 0
 
     def advance(launches: int) -> None:
@@ -416,16 +473,54 @@ def _insert_raw(
         if progress:
             progress(raw.name, done, trace.num_launches)
 
-    before = connection.execute("SELECT coalesce(max(id), 0) FROM launches").fetchone()[0]
     try:
-        result = insert_trace(connection, trace_id, trace, parsed.batches, cells, advance)
+        trace_id = insert_row(connection, "traces", row)
+        return insert_trace(connection, trace_id, trace, parsed.batches, cells, advance)
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
-    if trace.metrics is not None:
-        insert_metrics(connection, before + 1, trace.metrics, result.kept)
-    connection.execute(
-        "UPDATE traces SET launches = ?, dropped = ?, first_launch_id = ?, last_launch_id = ? "
-        "WHERE id = ?",
-        (result.launches, result.dropped, before + 1, before + result.launches, trace_id),
-    )
-    return result
+
+
+def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
+    """A warning for each metric asked for that ncu left out: it passes over names that it does not
+    know, without a word.
+    """
+    if trace.profiler != "ncu" or not trace.num_launches:
+        return []
+    measured = trace.metrics.names if trace.metrics else []
+    return [
+        f"ncu measured no {name}; `ncu --query-metrics` lists what this GPU has"
+        for name in protocol.metrics
+        if not any(metric == name or metric.startswith(f"{name}.") for metric in measured)
+    ]
+
+
+def _update_cells(
+    connection: sqlite3.Connection,
+    run: Run,
+    ids: dict[str, int],
+    results: list[tuple[str, Inserted]],
+) -> list[str]:
+    """Write what the traces say about the cells; the new warnings, each with its cell."""
+    by_cell: dict[str, list[tuple[str, CellTrace]]] = {}
+    for profiler, result in results:
+        for trace in result.cells:
+            by_cell.setdefault(trace.cell, []).append((profiler, trace))
+    warnings = []
+    for cell in run.cells:
+        traces = by_cell.get(cell.cell, [])
+        fresh = list(dict.fromkeys(text for _, trace in traces if (text := trace.warning())))
+        covering = dict.fromkeys(raw.profiler for raw in run.traces if cell.cell in raw.cells)
+        launching = {profiler for profiler, trace in traces if any(trace.launches_per_call)}
+        if cell.status == "ok":
+            fresh += [
+                f"the {profiler} trace holds no launch of this cell"
+                for profiler in covering
+                if profiler not in launching
+            ]
+        ops = [trace.sdpa_op for _, trace in traces if trace.sdpa_op]
+        connection.execute(
+            "UPDATE cells SET sdpa_op = ?, warnings = ? WHERE id = ?",
+            (ops[0] if ops else None, to_json([*cell.warnings, *fresh]), ids[cell.cell]),
+        )
+        warnings += [f"{cell.cell}: {text}" for text in fresh]
+    return warnings

@@ -1,6 +1,4 @@
-"""One parsed trace into rows: ranges, launches in column blocks, and the groups derived from
-them.
-"""
+"""One parsed trace into rows: ranges, launches in column blocks, groups, and hardware counters."""
 
 from __future__ import annotations
 
@@ -8,123 +6,62 @@ import json
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from profharness.config import Config
 from profharness.kernel_names import parse_kernel_name
-from profharness.store.groups import Grouped, Grouping, Groups, busiest
+from profharness.rows import axes
+from profharness.store.groups import Grouped, Grouping, Groups
 from profharness.trace import (
     CELL_RANGE_PREFIX,
     NONE,
     LaunchBatch,
     LaunchConfig,
+    Metrics,
     Range,
     Trace,
     range_cell,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Column = NDArray[np.int64]
+
 SDPA_OP = re.compile(r"aten::_scaled_dot_product_\w*attention\w*")
-
-
-_LAUNCH_CONFIG_COLUMNS = (
-    "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "registers_per_thread",
-    "static_shared_bytes", "dynamic_shared_bytes", "shared_bytes",
+BLOCK = 8192
+PIECE = 32768  # launches looked up and grouped at once
+ROWS_PER_STATEMENT = 64  # one statement for many rows takes half the time of one for each
+MAX_COUNTS_SHOWN = 20
+_UNCHANGED = (
+    "device", "stream", "correlation", "graph_node", "pid", "tid", "launch_ns", "start_ns",
+    "duration_ns", "bytes",
 )  # fmt: skip
-_CONFIG_COLUMNS = tuple(field.name for field in fields(Config))
-_KERNEL_COLUMNS = (
-    "short", "family", "backend", "arch", "dtype", "head_dim", "tile_m", "tile_n", "stages",
-    "warps", "direction", "causal", "dropout",
+_LAUNCH_COLUMNS = (
+    "trace_id", "cell_id", "iteration", "kernel_id", "launch_config_id", "op_path_id", "range_id",
+    "api_id", *_UNCHANGED,
 )  # fmt: skip
+_GROUP_KEYS = (
+    "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device", "op_path_id"
+)  # fmt: skip
+_NEVER_NULL = {
+    "trace_id", "by_op", "kernel_id", "launch_config_id", "device", "launches", "start_ns",
+    "first_ns",
+}  # fmt: skip
 
 
-def sdpa_op(path: str) -> str | None:
-    """The innermost SDPA implementation op of a folded op path; the composite op that dispatches to
-    it does not count.
-    """
-    for op in reversed(path.split(";")):
-        if SDPA_OP.fullmatch(op):
-            return op
-    return None
+def to_json(value: object) -> str:
+    """Canonical JSON: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
-def kernels(connection: sqlite3.Connection, names: list[str], kinds: list[str]) -> list[int]:
-    """Ids of kernels by canonical name and kind, in the order given."""
-    return [_kernel(connection, name, kind) for name, kind in zip(names, kinds, strict=True)]
-
-
-def _kernel(connection: sqlite3.Connection, name: str, kind: str) -> int:
-    found = connection.execute(
-        "SELECT id FROM kernels WHERE name = ? AND kind = ?", (name, kind)
-    ).fetchone()
-    if found:
-        return int(found[0])
-    parsed = parse_kernel_name(name, kind)
-    values = {column: getattr(parsed, column) for column in _KERNEL_COLUMNS}
-    return _insert(connection, "kernels", {"name": name, "kind": kind} | values)
-
-
-def launch_configs(connection: sqlite3.Connection, configs: Iterable[LaunchConfig]) -> list[int]:
-    """Ids of launch configurations, in the order given."""
-    ids = []
-    for config in configs:
-        values = (
-            *(config.grid or (None,) * 3),
-            *(config.block or (None,) * 3),
-            config.registers_per_thread,
-            config.static_shared_bytes,
-            config.dynamic_shared_bytes,
-            config.shared_bytes,
-        )
-        row = dict(zip(_LAUNCH_CONFIG_COLUMNS, values, strict=True))
-        ids.append(_same_row(connection, "launch_configs", row))
-    return ids
-
-
-def configs(connection: sqlite3.Connection, asked: Iterable[Config]) -> dict[Config, int]:
-    """Ids of attention configs."""
-    ids = {}
-    for config in set(asked):
-        row = {name: getattr(config, name) for name in _CONFIG_COLUMNS}
-        ids[config] = _same_row(connection, "configs", {"label": config.label} | row)
-    return ids
-
-
-def op_paths(connection: sqlite3.Connection, paths: Iterable[str]) -> list[int]:
-    """Ids of folded op paths, in the order given."""
-    ids = []
-    for path in paths:
-        found = connection.execute("SELECT id FROM op_paths WHERE path = ?", (path,)).fetchone()
-        row: dict[str, object] = {"path": path, "sdpa_op": sdpa_op(path)}
-        ids.append(int(found[0]) if found else _insert(connection, "op_paths", row))
-    return ids
-
-
-def names(connection: sqlite3.Connection, table: str, values: Iterable[str]) -> list[int]:
-    """Ids of names in a table of id and name (`apis`, `range_names`), in the order given."""
-    known: dict[str, int] = {}
-    ids = []
-    for value in values:
-        if value not in known:
-            known[value] = _same_row(connection, table, {"name": value})
-        ids.append(known[value])
-    return ids
-
-
-def _same_row(connection: sqlite3.Connection, table: str, row: dict[str, object]) -> int:
-    """The id of the row with exactly these values, NULLs included, inserted if there is none."""
-    where = " AND ".join(f"{column} IS ?" for column in row)
-    found = connection.execute(
-        f"SELECT id FROM {table} WHERE {where}", tuple(row.values())
-    ).fetchone()
-    return int(found[0]) if found else _insert(connection, table, row)
-
-
-def _insert(connection: sqlite3.Connection, table: str, row: dict[str, object]) -> int:
+def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
+    """Insert a row given by its columns' names; its id."""
     marks = ", ".join("?" * len(row))
     cursor = connection.execute(
         f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", tuple(row.values())
@@ -132,28 +69,65 @@ def _insert(connection: sqlite3.Connection, table: str, row: dict[str, object]) 
     return int(cursor.lastrowid or 0)
 
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+def insert_rows(
+    connection: sqlite3.Connection,
+    table: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+) -> None:
+    """Insert rows whose values are in the order of the columns."""
+    marks = ", ".join("?" * len(columns))
+    connection.executemany(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", rows)
 
-    Column = NDArray[np.int64]
+
+def row_id(
+    connection: sqlite3.Connection,
+    table: str,
+    key: Mapping[str, object],
+    more: Callable[[], Mapping[str, object]] = dict,
+) -> int:
+    """The id of the row with this key, NULLs included. If there is none it is inserted, and more
+    gives its other columns.
+    """
+    where = " AND ".join(f"{column} IS ?" for column in key)
+    row = connection.execute(f"SELECT id FROM {table} WHERE {where}", tuple(key.values()))
+    found = row.fetchone()
+    return int(found[0]) if found else insert_row(connection, table, {**key, **more()})
 
 
-BLOCK = 8192
-PIECE = 32768  # launches looked up and grouped at once
-ROWS_PER_STATEMENT = 64
-MAX_COUNTS_SHOWN = 20
+def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
+    """Ids of attention configs."""
+    return {
+        config: row_id(connection, "configs", {"label": config.label, **asdict(config)})
+        for config in set(configs)
+    }
 
 
-_COLUMNS = (
-    "trace_id", "cell_id", "iteration", "kernel_id", "launch_config_id", "op_path_id", "range_id",
-    "api_id", "device", "stream", "correlation", "graph_node", "pid", "tid", "launch_ns",
-    "start_ns", "duration_ns", "bytes",
-)  # fmt: skip
-_REQUIRED = {"trace_id", "kernel_id", "launch_config_id", "device", "start_ns", "duration_ns"}
-_GROUP_COLUMNS = (
-    "trace_id, by_op, cell_id, range_name_id, kernel_id, launch_config_id, op_path_id, device, "
-    "launches, total_ns, median_ns, min_ns, max_ns, first_ns"
-)
+def sdpa_op(path: str) -> str | None:
+    """The innermost SDPA implementation op of a folded op path; the composite op that dispatches to
+    it does not count.
+    """
+    return next((op for op in reversed(path.split(";")) if SDPA_OP.fullmatch(op)), None)
+
+
+def _kernel_id(connection: sqlite3.Connection, name: str, kind: str) -> int:
+    key = {"name": name, "kind": kind}
+    return row_id(connection, "kernels", key, lambda: asdict(parse_kernel_name(name, kind)) | key)
+
+
+def _launch_config_id(connection: sqlite3.Connection, config: LaunchConfig) -> int:
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    shape = axes("grid", values.pop("grid")) | axes("block", values.pop("block"))
+    return row_id(connection, "launch_configs", shape | values)
+
+
+def _op_path_id(connection: sqlite3.Connection, path: str) -> int:
+    return row_id(connection, "op_paths", {"path": path}, lambda: {"sdpa_op": sdpa_op(path)})
+
+
+def _name_ids(connection: sqlite3.Connection, table: str, names: Sequence[str]) -> list[int]:
+    ids = {name: row_id(connection, table, {"name": name}) for name in dict.fromkeys(names)}
+    return [ids[name] for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,21 +152,27 @@ class CellTrace:
 
 @dataclass(slots=True)
 class Inserted:
-    """What came of one trace: launches stored and dropped, and what it says about each cell.
-
-    kept has, block by block, the places in the trace of the launches stored; only for a trace with
-    metrics.
-    """
+    """What came of one trace: launches stored and dropped, and what it says about each cell."""
 
     launches: int = 0
     dropped: int = 0
-    kept: list[Column] = field(default_factory=list)
-    cells: list[CellTrace] = field(default_factory=list)
+    cells: tuple[CellTrace, ...] = ()
     unknown_cells: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Lookups:
+class _Calls:
+    """The profiled calls of one cell: the ordinal of the call that each of its ranges belongs
+    to.
+    """
+
+    ordinal_of_range: dict[int, int]
+    count: int
+    start_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ids:
     """From a trace's indices to row ids; the last element of each stands for NONE, so that index -1
     finds it.
     """
@@ -217,40 +197,49 @@ def insert_trace(
     cells: dict[str, int] | None,
     progress: Callable[[int], None] | None = None,
 ) -> Inserted:
-    """Insert a trace's ranges, launches and groups inside the caller's transaction.
+    """Insert what hangs on a row of `traces` inside the caller's transaction.
 
     cells maps a run's cell ids to row ids; launches outside of them are dropped and counted. None
     (a foreign trace) keeps all.
     """
     calls = _cell_calls(trace.ranges, cells or {})
-    look = _lookups(connection, trace_id, trace, calls, cells or {})
-    statement = _launch_statement(1), _launch_statement(ROWS_PER_STATEMENT)
+    ids = _row_ids(connection, trace_id, trace, calls, cells or {})
+    first_id = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM launches").fetchone()[0]
     result = Inserted()
+    kept = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
-    grouped = None
-    with Grouping() as grouping:
-        for batch in chain.from_iterable(map(_pieces, batches)):
-            keep = slice(None) if cells is None else _in_cells(batch, look)
-            if trace.metrics is not None:
-                places = np.arange(len(batch.kernel)) + result.launches + result.dropped
-                result.kept.append(places[keep])
-            rows, keys = _batch_columns(trace_id, batch, look, keep)
-            result.dropped += len(batch.kernel) - len(rows)
-            result.launches += len(rows)
-            _insert_rows(connection, statement, rows)
-            *columns, duration, start, iteration = keys
-            if len(rows):
-                grouping.add(columns, duration, start)
-            _count_calls(per_call, columns[0], iteration)
-            if progress:
-                progress(len(batch.kernel))
-        if result.launches:
-            grouped = grouping.finish()
-            _insert_groups(connection, trace_id, grouped, foreign=cells is None)
+    grouping = Grouping()
+    for batch in chain.from_iterable(map(_pieces, batches)):
+        keep = slice(None) if cells is None else ids.cell[batch.cell_range] != NONE
+        columns = _launch_columns(trace_id, batch, ids, keep)
+        if trace.metrics is not None:
+            kept.append(np.arange(len(batch.kernel))[keep] + result.launches + result.dropped)
+        stored = len(columns["trace_id"])
+        result.dropped += len(batch.kernel) - stored
+        result.launches += stored
+        if stored:
+            _insert_columns(
+                connection, "launches", {name: columns[name] for name in _LAUNCH_COLUMNS}
+            )
+            keys = [columns[name] for name in _GROUP_KEYS]
+            grouping.add(keys, columns["duration_ns"], columns["first_ns"])
+            _count_calls(per_call, columns["cell_id"], columns["iteration"])
+        if progress:
+            progress(len(batch.kernel))
+    grouped = grouping.finish() if result.launches else None
+    if grouped:
+        _insert_groups(connection, trace_id, grouped, foreign=cells is None)
+    if trace.metrics is not None:
+        _insert_metrics(connection, first_id, trace.metrics, kept)
+    connection.execute(
+        "UPDATE traces SET launches = ?, dropped = ?, first_launch_id = ?, last_launch_id = ? "
+        "WHERE id = ?",
+        (result.launches, result.dropped, first_id, first_id + result.launches - 1, trace_id),
+    )
     if cells is not None:
         seen = {range_cell(item.name) for item in trace.ranges} - {None}
         result.unknown_cells = tuple(sorted(str(cell) for cell in seen if cell not in cells))
-        result.cells = _cell_traces(connection, trace_id, calls, cells, per_call, grouped)
+        result.cells = _insert_cell_traces(connection, trace_id, calls, cells, per_call, grouped)
     return result
 
 
@@ -267,17 +256,6 @@ def _count_calls(per_call: dict[int, Column], cell: Column, iteration: Column) -
         for seen in np.unique(cell).tolist():
             counts = per_call[seen]
             counts += np.bincount(iteration[cell == seen], minlength=len(counts))
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """The profiled calls of one cell: the ordinal of the call that each of its ranges belongs
-    to.
-    """
-
-    ordinal_of_range: dict[int, int]
-    count: int
-    start_ns: int
 
 
 def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Calls]:
@@ -308,25 +286,27 @@ def _calls(ranges: Sequence[Range], indices: list[int]) -> _Calls:
     return _Calls(ordinals, ordinal + 1, ranges[ordered[0]].start_ns)
 
 
-def _lookups(
+def _row_ids(
     connection: sqlite3.Connection,
     trace_id: int,
     trace: Trace,
     calls: dict[str, _Calls],
     cells: dict[str, int],
-) -> _Lookups:
-    range_names = names(connection, "range_names", (item.name for item in trace.ranges))
+) -> _Ids:
     cell = np.full(len(trace.ranges) + 1, NONE, np.int64)
     iteration, origin = cell.copy(), np.zeros(len(trace.ranges) + 1, np.int64)
     for name, call in calls.items():
         for index, ordinal in call.ordinal_of_range.items():
             cell[index], iteration[index], origin[index] = cells[name], ordinal, call.start_ns
-    return _Lookups(
-        kernel=_lookup(kernels(connection, trace.kernels, trace.kernel_kinds)),
-        launch_config=_lookup(launch_configs(connection, trace.launch_configs)),
-        op_path=_lookup(op_paths(connection, trace.op_paths)),
-        api=_lookup(names(connection, "apis", trace.apis)),
-        range=_lookup(_insert_ranges(connection, trace_id, trace, range_names, cell, iteration)),
+    range_names = _name_ids(connection, "range_names", [item.name for item in trace.ranges])
+    ranges = _insert_ranges(connection, trace_id, trace.ranges, range_names, cell, iteration)
+    kernels = zip(trace.kernels, trace.kernel_kinds, strict=True)
+    return _Ids(
+        kernel=_lookup(_kernel_id(connection, name, kind) for name, kind in kernels),
+        launch_config=_lookup(_launch_config_id(connection, one) for one in trace.launch_configs),
+        op_path=_lookup(_op_path_id(connection, path) for path in trace.op_paths),
+        api=_lookup(_name_ids(connection, "apis", trace.apis)),
+        range=_lookup(ranges),
         range_name=_lookup(range_names),
         cell=cell,
         iteration=iteration,
@@ -334,14 +314,14 @@ def _lookups(
     )
 
 
-def _lookup(ids: Sequence[int]) -> Column:
+def _lookup(ids: Iterable[int]) -> Column:
     return np.array([*ids, NONE], np.int64)
 
 
 def _insert_ranges(
     connection: sqlite3.Connection,
     trace_id: int,
-    trace: Trace,
+    ranges: Sequence[Range],
     names: list[int],
     cell: Column,
     iteration: Column,
@@ -358,63 +338,48 @@ def _insert_ranges(
                 item.start_ns, item.duration_ns, item.pid, item.tid,
             )
             for index, (item, name, in_cell, call) in enumerate(
-                zip(trace.ranges, names, cell.tolist(), iteration.tolist(), strict=False)
+                zip(ranges, names, cell.tolist(), iteration.tolist(), strict=False)
             )
         ),
     )  # fmt: skip
-    return range(base, base + len(trace.ranges))
+    return range(base, base + len(ranges))
 
 
-def _in_cells(batch: LaunchBatch, look: _Lookups) -> NDArray[np.bool_]:
-    inside: NDArray[np.bool_] = look.cell[batch.cell_range] != NONE
-    return inside
-
-
-def _batch_columns(
-    trace_id: int, batch: LaunchBatch, look: _Lookups, keep: NDArray[np.bool_] | slice
-) -> tuple[Column, tuple[Column, ...]]:
-    """The kept launches of a batch as a matrix of rows, and the columns that grouping needs."""
+def _launch_columns(
+    trace_id: int, batch: LaunchBatch, ids: _Ids, keep: NDArray[np.bool_] | slice
+) -> dict[str, Column]:
+    """The kept launches of a batch by column of `launches`, and two more columns for grouping."""
     cell_range = batch.cell_range[keep]
     inner = batch.range[keep]
     inner = np.where(inner == NONE, cell_range, inner)
-    cell = look.cell[cell_range]
-    columns = (
-        np.full(len(inner), trace_id, np.int64),
-        cell,
-        look.iteration[cell_range],
-        look.kernel[batch.kernel[keep]],
-        look.launch_config[batch.launch_config[keep]],
-        look.op_path[batch.op_path[keep]],
-        look.range[inner],
-        look.api[batch.api[keep]],
-        *(
-            getattr(batch, name)[keep]
-            for name in ("device", "stream", "correlation", "graph_node", "pid", "tid")
-        ),
-        batch.launch_ns[keep],
-        batch.start_ns[keep],
-        batch.duration_ns[keep],
-        batch.bytes[keep],
-    )
-    keys = (
-        cell, look.range_name[inner], columns[3], columns[4], columns[8], columns[5],
-        columns[16], columns[15] - look.origin[cell_range], columns[2],
-    )  # fmt: skip
-    return np.stack(columns, axis=1), keys
+    columns = {
+        "trace_id": np.full(len(inner), trace_id, np.int64),
+        "cell_id": ids.cell[cell_range],
+        "iteration": ids.iteration[cell_range],
+        "kernel_id": ids.kernel[batch.kernel[keep]],
+        "launch_config_id": ids.launch_config[batch.launch_config[keep]],
+        "op_path_id": ids.op_path[batch.op_path[keep]],
+        "range_id": ids.range[inner],
+        "range_name_id": ids.range_name[inner],
+        "api_id": ids.api[batch.api[keep]],
+        **{name: getattr(batch, name)[keep] for name in _UNCHANGED},
+    }
+    columns["first_ns"] = columns["start_ns"] - ids.origin[cell_range]
+    return columns
 
 
-def _launch_statement(rows: int) -> str:
-    marks = ", ".join("?" if name in _REQUIRED else "nullif(?, -1)" for name in _COLUMNS)
-    values = ", ".join([f"({marks})"] * rows)
-    return f"INSERT INTO launches ({', '.join(_COLUMNS)}) VALUES {values}"
-
-
-def _insert_rows(connection: sqlite3.Connection, statements: tuple[str, str], rows: Column) -> None:
-    single, many = statements
+def _insert_columns(
+    connection: sqlite3.Connection, table: str, columns: Mapping[str, Column]
+) -> None:
+    """Insert rows given as columns of equal length; NONE becomes NULL where there can be one."""
+    rows = np.stack(list(columns.values()), axis=1)
+    row = ", ".join("?" if name in _NEVER_NULL else f"nullif(?, {NONE})" for name in columns)
+    insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
+    single, many = insert + f"({row})", insert + ", ".join([f"({row})"] * ROWS_PER_STATEMENT)
     whole = len(rows) - len(rows) % ROWS_PER_STATEMENT
     for begin in range(0, whole, BLOCK):
         block = rows[begin : min(begin + BLOCK, whole)]
-        connection.executemany(many, block.reshape(-1, ROWS_PER_STATEMENT * len(_COLUMNS)).tolist())
+        connection.executemany(many, block.reshape(-1, ROWS_PER_STATEMENT * len(columns)).tolist())
     connection.executemany(single, rows[whole:].tolist())
 
 
@@ -424,79 +389,89 @@ def _insert_groups(
     """Insert groups twice: with op paths taken together (each showing its busiest one) and
     apart. A foreign trace's first_ns counts from its first launch.
     """
-    fine, coarse, op = grouped.fine, grouped.coarse, grouped.keys[:, -1]
-    origin = int(fine.first.min()) if foreign else 0
-    shown = op[busiest(grouped.coarse_of, fine, coarse)]
-    for by_op, groups, paths in ((0, coarse, shown), (1, fine, op)):
-        connection.executemany(
-            f"INSERT INTO launch_groups ({_GROUP_COLUMNS}) VALUES (?, ?, nullif(?, -1), "
-            "nullif(?, -1), ?, ?, nullif(?, -1), ?, ?, ?, ?, ?, ?, ?)",
-            _group_rows(trace_id, by_op, groups, grouped.keys[groups.index], paths, origin),
-        )
+    op_paths = grouped.keys[:, -1]
+    origin = int(grouped.fine.first.min()) if foreign else 0
+    for by_op, groups, paths in (
+        (0, grouped.coarse, op_paths[grouped.busiest()]),
+        (1, grouped.fine, op_paths),
+    ):
+        keys = dict(zip(_GROUP_KEYS, grouped.keys[groups.index].T, strict=True))
+        columns = _group_columns(groups) | keys | {"op_path_id": paths}
+        columns["trace_id"] = np.full_like(paths, trace_id)
+        columns["by_op"] = np.full_like(paths, by_op)
+        columns["first_ns"] = groups.first - origin
+        order = np.lexsort((groups.first, columns["cell_id"]))
+        ordered = {name: column[order] for name, column in columns.items()}
+        _insert_columns(connection, "launch_groups", ordered)
 
 
-def _group_rows(
-    trace_id: int, by_op: int, groups: Groups, keys: Column, paths: Column, origin: int
-) -> list[list[int]]:
-    cell, range_name, kernel, launch_config, device, _ = keys.T
-    constant = np.ones(len(groups.index), np.int64)
-    # One launch without a time (NONE) leaves its whole group without one.
-    total, median, maximum = (
-        np.where(groups.minimum == NONE, NONE, values)
-        for values in (groups.total, groups.median, groups.maximum)
-    )
-    rows = np.stack(
-        (
-            constant * trace_id, constant * by_op, cell, range_name, kernel, launch_config, paths,
-            device, groups.count, total, median, groups.minimum, maximum,
-            groups.first - origin,
-        ),
-        axis=1,
-    )  # fmt: skip
-    ordered: list[list[int]] = rows[np.lexsort((groups.first, cell))].tolist()
-    return ordered
+def _group_columns(groups: Groups) -> dict[str, Column]:
+    """The statistics by column. One launch without a time leaves its group without one."""
+    times = {
+        "total_ns": groups.total,
+        "median_ns": groups.median,
+        "min_ns": groups.minimum,
+        "max_ns": groups.maximum,
+    }
+    columns = {
+        name: np.where(groups.minimum == NONE, NONE, values) for name, values in times.items()
+    }
+    return {"launches": groups.count, **columns}
 
 
-def _cell_traces(
+def _insert_cell_traces(
     connection: sqlite3.Connection,
     trace_id: int,
     calls: dict[str, _Calls],
     cells: dict[str, int],
     launches: dict[int, Column],
     grouped: Grouped | None,
-) -> list[CellTrace]:
-    found: dict[int, list[tuple[int, int]]] = {}
-    if grouped:
-        keys = grouped.keys
-        members = zip(
-            keys[:, 0].tolist(), keys[:, -1].tolist(), grouped.fine.count.tolist(), strict=True
-        )
-        for owner, op, count in members:
-            found.setdefault(owner, []).append((op, count))
+) -> tuple[CellTrace, ...]:
     ops = dict(connection.execute("SELECT id, sdpa_op FROM op_paths WHERE sdpa_op IS NOT NULL"))
-    answers = []
+    launches_of_op: dict[int, Counter[str]] = {}
+    if grouped:
+        groups = zip(grouped.keys.tolist(), grouped.fine.count.tolist(), strict=True)
+        for (cell_id, *_, op_path), count in groups:
+            if op_path in ops:
+                launches_of_op.setdefault(cell_id, Counter())[ops[op_path]] += count
+    traces = []
     for cell, call in calls.items():
         per_call = launches[cells[cell]].tolist()
-        seen: Counter[str] = Counter()
-        for op, count in found.get(cells[cell], ()):
-            if op in ops:
-                seen[ops[op]] += count
-        answers.append(CellTrace(cell, tuple(per_call), _main_op(seen)))
-        connection.execute(
-            "INSERT INTO trace_cells (trace_id, cell_id, calls, start_ns, launches) "
-            "VALUES (?, ?, ?, ?, ?)",
-            (trace_id, cells[cell], call.count, call.start_ns, sum(per_call)),
-        )
-    return answers
+        main_op = _main_op(launches_of_op.get(cells[cell], Counter()))
+        traces.append(CellTrace(cell, tuple(per_call), main_op))
+        row = {
+            "trace_id": trace_id,
+            "cell_id": cells[cell],
+            "calls": call.count,
+            "start_ns": call.start_ns,
+            "launches": sum(per_call),
+        }
+        insert_row(connection, "trace_cells", row)
+    return tuple(traces)
 
 
 def _main_op(seen: Counter[str]) -> str | None:
     """The forward op with the most launches; a backward op only where no forward one was seen."""
-    if not seen:
-        return None
-    return min(seen, key=lambda op: (op.endswith("_backward"), -seen[op], op))
+    return min(seen, key=lambda op: (op.endswith("_backward"), -seen[op], op), default=None)
 
 
-def to_json(value: object) -> str:
-    """Canonical JSON: equal values give equal text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+def _insert_metrics(
+    connection: sqlite3.Connection, first_id: int, metrics: Metrics, kept: Iterable[Column]
+) -> None:
+    """Insert the metrics of the launches stored with the ids from first_id on.
+
+    kept: blocks of their places in the trace, in the order of ids. A value that is NaN has no row.
+    """
+    order = sorted(range(len(metrics.names)), key=metrics.names.__getitem__)
+    values = metrics.values[:, order]
+    heads = [(metrics.names[index], metrics.units[index]) for index in order]
+    rows = (
+        (launch_id, *head, value)
+        for launch_id, place in enumerate(chain.from_iterable(kept), first_id)
+        for head, value in zip(heads, values[place].tolist(), strict=True)
+        if value == value  # not NaN
+    )
+    insert = "INSERT INTO metrics (launch_id, name, unit, value) VALUES "
+    while block := list(islice(rows, ROWS_PER_STATEMENT)):
+        marks = ", ".join(["(?, ?, ?, ?)"] * len(block))
+        connection.execute(insert + marks, list(chain.from_iterable(block)))

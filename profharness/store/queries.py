@@ -1,159 +1,80 @@
-"""Named questions to the store, answered with the rows of `profharness.rows`. Imports neither numpy
-nor pandas.
+"""Named questions to the store, answered with the rows of `profharness.rows` and as DataFrames.
+
+Imports neither numpy nor, for rows, pandas.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import chain, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from profharness.config import Config
+from profharness.config import WORDS, Config
 from profharness.devices import Device, Occupancy, occupancy
 from profharness.errors import NotFoundError
-from profharness.rows import CellRow, KernelRow, Refusal, RunRow, Triple
-from profharness.store.connection import config_ids, connect, in_list, transaction
-from profharness.store.metrics import Values, group_metrics
-from profharness.store.schema import forget_run
+from profharness.rows import CellRow, KernelRow, Refusal, RunRow, Triple, axes
+from profharness.store.schema import connect, forget_run, transaction
 from profharness.store.verifications import (
+    find_peaks,
     insert_peaks,
-    peaks_of,
     verification_rows,
     wrong_backends,
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from profharness.cases import VerificationRow
     from profharness.devices import Peaks
     from profharness.run import Problem
 
-
-_SELECT = """
-    SELECT r.run, cf.label AS config, c.backend, c.cell, t.profiler, c.status, rn.name AS range,
-        k.name AS kernel, k.short AS kernel_short, k.kind AS kernel_kind, k.family,
-        lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y, lc.block_z,
-        lc.registers_per_thread, lc.static_shared_bytes, lc.dynamic_shared_bytes, lc.shared_bytes,
-        g.launches, CAST(g.launches AS REAL) / tc.calls AS launches_per_call,
-        nullif(g.median_ns, -1) AS duration_ns, nullif(g.total_ns, -1) AS total_ns,
-        nullif(g.min_ns, -1) AS min_ns, nullif(g.max_ns, -1) AS max_ns, g.first_ns,
-        o.path AS op_path, o.sdpa_op, g.device, r.id AS run_id, g.trace_id, g.cell_id,
-        g.range_name_id, g.kernel_id, g.launch_config_id, g.op_path_id
-    FROM launch_groups g JOIN traces t ON t.id = g.trace_id JOIN runs r ON r.id = t.run_id
-    JOIN kernels k ON k.id = g.kernel_id JOIN launch_configs lc ON lc.id = g.launch_config_id
-    LEFT JOIN cells c ON c.id = g.cell_id LEFT JOIN configs cf ON cf.id = c.config_id
-    LEFT JOIN trace_cells tc ON tc.trace_id = g.trace_id AND tc.cell_id = g.cell_id
-    LEFT JOIN range_names rn ON rn.id = g.range_name_id
-    LEFT JOIN op_paths o ON o.id = g.op_path_id
-"""
-_IDS = (
-    "trace_id", "cell_id", "range_name_id", "kernel_id", "launch_config_id", "op_path_id"
-)  # fmt: skip
-UNKNOWN = float("nan")  # a sum with one part unknown is unknown, and so are all shares of it
-_ORDER = "ORDER BY r.created DESC, r.id DESC, c.id, g.trace_id, g.first_ns, g.id"
-
-
-def kernel_rows(
-    connection: sqlite3.Connection,
-    run: str | None,
-    configs: Sequence[Config] | None,
-    backends: Sequence[str] | None,
-    profilers: Sequence[str] | None,
-    cells: Sequence[str] | None,
-    by_op: bool,
-) -> list[KernelRow]:
-    """Kernel rows of one run (None: of all), filtered; in the order of cells and, within one, of
-    first start.
-    """
-    where, values = ["g.by_op = ?"], [by_op]
-    if configs is not None:
-        where.append(f"c.config_id IN ({in_list(config_ids(connection, configs))})")
-    for column, wanted in (
-        ("r.run", None if run is None else [run]),
-        ("c.backend", backends),
-        ("t.profiler", profilers),
-        ("c.cell", cells),
-    ):
-        if wanted is not None:
-            where.append(f"{column} IN ({', '.join('?' * len(wanted))})")
-            values += wanted  # type: ignore[arg-type]
-    cursor = connection.execute(f"{_SELECT} WHERE {' AND '.join(where)} {_ORDER}", values)
-    names = [column[0] for column in cursor.description]
-    rows = [dict(zip(names, row, strict=True)) for row in cursor]
-    totals: dict[tuple[object, ...], float] = {}
-    for row in rows:
-        part = UNKNOWN if row["total_ns"] is None else row["total_ns"]
-        totals[_whole(row)] = totals.get(_whole(row), 0) + part
-    occupied = _occupancies(connection)
-    metrics = group_metrics(connection, rows, by_op=by_op)
-    return [
-        _kernel_row(row, totals[_whole(row)], occupied, values)
-        for row, values in zip(rows, metrics, strict=True)
-    ]
-
-
-def _whole(row: dict[str, Any]) -> tuple[object, ...]:
-    """What a row's share is a part of: its cell's launches, or its range's where there is no
-    cell.
-    """
-    inner = row["range_name_id"] if row["cell_id"] is None else None
-    return row["trace_id"], row["cell_id"], inner
-
-
-def _kernel_row(
-    row: dict[str, Any],
-    whole_ns: float,
-    occupied: Callable[..., Occupancy | None],
-    metrics: Values,
-) -> KernelRow:
-    grid = _triple(row.pop("grid_x"), row.pop("grid_y"), row.pop("grid_z"))
-    block = _triple(row.pop("block_x"), row.pop("block_y"), row.pop("block_z"))
-    run_id = row.pop("run_id")
-    for name in _IDS:
-        del row[name]
-    shared = row["shared_bytes"]
-    if shared is None and None not in (row["static_shared_bytes"], row["dynamic_shared_bytes"]):
-        shared = row["static_shared_bytes"] + row["dynamic_shared_bytes"]
-    found = occupied(run_id, row["device"], block, row["registers_per_thread"], shared)
-    return KernelRow(
-        **row,
-        grid=grid,
-        block=block,
-        share=row["total_ns"] / whole_ns if whole_ns > 0 else None,
-        occupancy=found.fraction if found else None,
-        occupancy_limiter=found.limiter if found else None,
-        metrics=metrics,
-    )
-
-
-def _triple(x: int | None, y: int | None, z: int | None) -> Triple | None:
-    return None if x is None or y is None or z is None else (x, y, z)
-
-
-def _occupancies(connection: sqlite3.Connection) -> Callable[..., Occupancy | None]:
-    columns = ", ".join(name for name in Device.__slots__ if name != "index")
-    rows = connection.execute(f"SELECT run_id, device_index, {columns} FROM devices")
-    devices = {(row[0], row[1]): Device(*row[1:]) for row in rows}
-
-    @cache
-    def occupied(
-        run_id: int, index: int, block: Triple | None, registers: int | None, shared: int | None
-    ) -> Occupancy | None:
-        device = devices.get((run_id, index))
-        if device is None or block is None or registers is None or shared is None:
-            return None
-        return occupancy(block[0] * block[1] * block[2], registers, shared, device)
-
-    return occupied
-
+Record = dict[str, Any]
+Metrics = dict[str, tuple[float, str]]
 
 FAILED = ("oom", "error", "crashed", "timeout")
 CANDIDATES_SHOWN = 8
 LATEST = "latest"
 NO_PROFILERS = "[]"
+UNKNOWN = float("nan")  # a sum with one part unknown is unknown, and so are all shares of it
+_CONFIG_FIELDS = tuple(field.name for field in fields(Config))
+_DEVICE_COLUMNS = ", ".join(
+    "device_index" if field.name == "index" else f"d.{field.name}" for field in fields(Device)
+)
+_GROUP_KEYS = ("trace_id", "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device")
+
+
+def _records(connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[Record]:
+    cursor = connection.execute(sql, values)
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+def _where(filters: Mapping[str, Iterable[Any] | None]) -> tuple[str, list[Any]]:
+    """A condition on columns and its values; a filter that is None does not filter."""
+    given = {column: list(values) for column, values in filters.items() if values is not None}
+    conditions = [f"{name} IN ({', '.join('?' * len(given[name]))})" for name in given]
+    return " AND ".join(conditions) or "1", [*chain.from_iterable(given.values())]
+
+
+def _config_ids(
+    connection: sqlite3.Connection, configs: Sequence[Config] | None
+) -> list[int] | None:
+    """Ids of the stored configs that any of the configs matches; without a dtype it matches any."""
+    if configs is None:
+        return None
+    rows = connection.execute(f"SELECT id, {', '.join(_CONFIG_FIELDS)} FROM configs").fetchall()
+    matching = []
+    for row in rows:
+        values = dict(zip(_CONFIG_FIELDS, row[1:], strict=True))
+        stored = Config(**(values | {name: bool(values[name]) for name in WORDS}))
+        if any(config.matches(stored) for config in configs):
+            matching.append(row[0])
+    return matching
 
 
 class LaunchRow(NamedTuple):
@@ -235,14 +156,17 @@ class Store:
     def runs(self) -> list[RunRow]:
         """All runs, newest first."""
         failed = ", ".join(f"'{status}'" for status in FAILED)
-        rows = self.connection.execute(
+        rows = _records(
+            self.connection,
             "SELECT run, created, source, path, device, torch, profilers, "
-            "(SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
-            f"(SELECT count(*) FROM cells c WHERE c.run_id = r.id AND c.status IN ({failed})), "
-            "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) "
-            "FROM runs r ORDER BY created DESC, id DESC"
+            "(SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells, (SELECT count(*) "
+            f"FROM cells c WHERE c.run_id = r.id AND c.status IN ({failed})) AS failed_cells, "
+            "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches "
+            "FROM runs r ORDER BY created DESC, id DESC",
         )
-        return [RunRow(*(*row[:6], tuple(json.loads(row[6])), *row[7:])) for row in rows]
+        return [
+            RunRow(**(row | {"profilers": tuple(json.loads(row["profilers"]))})) for row in rows
+        ]
 
     def resolve(self, ref: str) -> str:
         """The id of the run meant by an id, a unique prefix, `latest` or `latest~N`.
@@ -288,8 +212,36 @@ class Store:
         by_op keeps launches from different op paths apart; otherwise op_path is that of most
         launches.
         """
-        wanted = None if run == "all" else self.resolve(run or LATEST)
-        return kernel_rows(self.connection, wanted, configs, backends, profilers, cells, by_op)
+        where, values = _where(
+            {
+                "by_op": [by_op],
+                "run": self._selected(run),
+                "config_id": _config_ids(self.connection, configs),
+                "backend": backends,
+                "profiler": profilers,
+                "cell": cells,
+            }
+        )
+        rows = _records(
+            self.connection,
+            f"SELECT * FROM kernel_groups WHERE {where} "
+            "ORDER BY created DESC, run_id DESC, cell_id, trace_id, first_ns, group_id",
+            values,
+        )
+        totals: dict[tuple[Any, ...], float] = {}
+        for row in rows:
+            part = UNKNOWN if row["total_ns"] is None else row["total_ns"]
+            totals[_whole(row)] = totals.get(_whole(row), 0) + part
+        occupancy_of = _occupancies(self.connection)
+        metrics = _group_metrics(self.connection, rows, by_op)
+        return [
+            _kernel_row(row, totals[_whole(row)], occupancy_of, values)
+            for row, values in zip(rows, metrics, strict=True)
+        ]
+
+    def _selected(self, run: str | None) -> list[str] | None:
+        """The runs that a question is about: None for `all`, else one."""
+        return None if run == "all" else [self.resolve(run or LATEST)]
 
     def latest_run_with(
         self, configs: Sequence[Config], backends: Sequence[str] | None = None
@@ -297,8 +249,8 @@ class Store:
         """The newest run that has cells for all the configs (on all the backends, if any are
         given).
         """
-        groups = [config_ids(self.connection, [config]) for config in configs]
-        if not groups or not all(groups):
+        ids = [_config_ids(self.connection, [config]) or [] for config in configs]
+        if not ids or not all(ids):
             return None
         rows = self.connection.execute(
             "SELECT r.run, c.config_id, c.backend FROM runs r JOIN cells c ON c.run_id = r.id "
@@ -307,9 +259,9 @@ class Store:
         held: dict[str, set[tuple[int, str | None]]] = {}
         for name, config_id, backend in rows:
             held.setdefault(name, set()).update({(config_id, backend), (config_id, None)})
-        needs = [(ids, backend) for ids in groups for backend in (backends or (None,))]
+        needs = [(any_of, backend) for any_of in ids for backend in (backends or (None,))]
         for name, cells in held.items():
-            if all(any((one, backend) in cells for one in ids) for ids, backend in needs):
+            if all(any((one, backend) in cells for one in any_of) for any_of, backend in needs):
                 return name
         return None
 
@@ -323,41 +275,42 @@ class Store:
         """The cells of a run (None: the latest, `all`: of every run) with raw samples and refusals,
         in the run's order.
         """
-        where, values = ["1"], []
-        if run != "all":
-            where.append("r.run = ?")
-            values.append(self.resolve(run or LATEST))
-        if configs is not None:
-            where.append(f"c.config_id IN ({in_list(config_ids(self.connection, configs))})")
-        if backends is not None:
-            where.append(f"c.backend IN ({', '.join('?' * len(backends))})")
-            values += backends
-        rows = self.connection.execute(
-            "SELECT c.id, r.run, c.cell, cf.label, c.backend, c.status, c.message, c.choice, "
-            "c.sdpa_op, c.iterations, c.warnings, c.peak_memory_bytes, c.clocks, c.tuning "
-            "FROM cells c JOIN runs r ON r.id = c.run_id JOIN configs cf ON cf.id = c.config_id "
-            f"WHERE {' AND '.join(where)} ORDER BY r.created DESC, r.id DESC, c.id",
+        where, values = _where(
+            {
+                "run": self._selected(run),
+                "config_id": _config_ids(self.connection, configs),
+                "backend": backends,
+            }
+        )
+        rows = _records(
+            self.connection,
+            "SELECT c.*, r.run, cf.label AS config FROM cells c JOIN runs r ON r.id = c.run_id "
+            f"JOIN configs cf ON cf.id = c.config_id WHERE {where} "
+            "ORDER BY r.created DESC, r.id DESC, c.id",
             values,
         )
-        return [self._cell(row) for row in rows.fetchall()]
+        return [self._cell(row) for row in rows]
 
-    def _cell(self, row: tuple[Any, ...]) -> CellRow:
+    def _cell(self, row: Record) -> CellRow:
         samples: dict[str, list[int]] = {}
         for name, value in self.connection.execute(
             "SELECT measurement, duration_ns FROM samples WHERE cell_id = ? "
             "ORDER BY measurement, ordinal",
-            row[:1],
+            (row["id"],),
         ):
             samples.setdefault(name, []).append(value)
         refusals = self.connection.execute(
-            "SELECT code, message, source FROM refusals WHERE cell_id = ? ORDER BY ordinal", row[:1]
+            "SELECT code, message, source FROM refusals WHERE cell_id = ? ORDER BY ordinal",
+            (row["id"],),
         )
-        samples_ns = {name: tuple(values) for name, values in samples.items()}
-        warnings, clocks = tuple(json.loads(row[10])), json.loads(row[12])
-        tuning = json.loads(row[13]) if row[13] else None
-        figures = (samples_ns, row[11], clocks, None, tuning)
-        values = (*row[1:10], tuple(itertools.starmap(Refusal, refusals)), warnings, *figures)
-        return CellRow(*values)
+        decoded = {
+            "refusals": tuple(starmap(Refusal, refusals)),
+            "warnings": tuple(json.loads(row["warnings"])),
+            "samples": {name: tuple(values) for name, values in samples.items()},
+            "clocks": json.loads(row["clocks"]),
+            "tuning": json.loads(row["tuning"]) if row["tuning"] else None,
+        }
+        return CellRow(**(_known_fields(CellRow, row) | decoded))
 
     def environment(self, run: str | None = None) -> dict[str, Any]:
         """The environment that a run was made in: flat keys to JSON values."""
@@ -373,7 +326,7 @@ class Store:
         """Peaks of the run's device: measured if the store has them, else from the data sheet;
         source (`measured`, `data sheet`) asks for one of the two alone.
         """
-        return peaks_of(self.connection, self.environment(run), source)
+        return find_peaks(self.connection, self.environment(run), source)
 
     def add_peaks(self, peaks: Peaks, created: str, environment: Mapping[str, Any]) -> None:
         """Keep measured peaks. Needs a store opened with write."""
@@ -404,13 +357,12 @@ class Store:
 
     def devices(self, run: str | None = None) -> list[Device]:
         """The GPUs that the traces of a run describe, by index."""
-        columns = ", ".join(f"d.{name}" for name in Device.__slots__ if name != "index")
         rows = self.connection.execute(
-            f"SELECT d.device_index, {columns} FROM devices d JOIN runs r ON r.id = d.run_id "
-            "WHERE r.run = ? ORDER BY d.device_index",
+            f"SELECT {_DEVICE_COLUMNS} FROM devices d JOIN runs r ON r.id = d.run_id "
+            "WHERE r.run = ? ORDER BY device_index",
             (self.resolve(run or LATEST),),
         )
-        return [Device(*row) for row in rows]
+        return list(starmap(Device, rows))
 
     def launches(
         self, run: str | None = None, *, profiler: str | None = None, cell: str | None = None
@@ -418,16 +370,18 @@ class Store:
         """Stream the launches of a run, trace by trace in the order of their files; nothing is held
         in memory.
         """
+        where, values = _where(
+            {
+                "run": [self.resolve(run or LATEST)],
+                "profiler": None if profiler is None else [profiler],
+                "cell": None if cell is None else [cell],
+            }
+        )
         columns = ", ".join(LaunchRow._fields)
-        where, values = "run = ?", [self.resolve(run or LATEST)]
-        for column, value in (("profiler", profiler), ("cell", cell)):
-            if value is not None:
-                where += f" AND {column} = ?"
-                values.append(value)
-        cursor = self.connection.execute(
+        rows = self.connection.execute(
             f"SELECT {columns} FROM kernel_launches WHERE {where}", values
         )
-        return map(LaunchRow._make, cursor)
+        return map(LaunchRow._make, rows)
 
     def ranges(self, run: str | None = None) -> list[RangeRow]:
         """The user ranges of a run's traces, in trace order."""
@@ -438,7 +392,7 @@ class Store:
             "LEFT JOIN cells c ON c.id = g.cell_id WHERE r.run = ? ORDER BY g.id",
             (self.resolve(run or LATEST),),
         )
-        return [RangeRow._make(row) for row in rows]
+        return list(map(RangeRow._make, rows))
 
     def delete_run(self, ref: str) -> str:
         """Delete a run and all that hangs on it; its id. Needs a store opened with write."""
@@ -468,3 +422,169 @@ def _steps_back(ref: str) -> int | None:
 def _some(names: Sequence[str]) -> str:
     more = len(names) - CANDIDATES_SHOWN
     return ", ".join(names[:CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _known_fields(row_type: type, row: Record) -> Record:
+    """What a record holds of a dataclass's fields."""
+    return {field.name: row[field.name] for field in fields(row_type) if field.name in row}
+
+
+def _whole(row: Record) -> tuple[Any, ...]:
+    """What a row's share is a part of: its cell's launches, or its range's where there is no
+    cell.
+    """
+    inner = row["range_name_id"] if row["cell_id"] is None else None
+    return row["trace_id"], row["cell_id"], inner
+
+
+def _kernel_row(
+    row: Record,
+    whole_ns: float,
+    occupancy_of: Callable[..., Occupancy | None],
+    metrics: Metrics,
+) -> KernelRow:
+    grid, block = _triple(row, "grid"), _triple(row, "block")
+    shared = row["shared_bytes"]
+    if shared is None and None not in (row["static_shared_bytes"], row["dynamic_shared_bytes"]):
+        shared = row["static_shared_bytes"] + row["dynamic_shared_bytes"]
+    occupied = occupancy_of(
+        row["run_id"], row["device"], block, row["registers_per_thread"], shared
+    )
+    return KernelRow(
+        **_known_fields(KernelRow, row),
+        grid=grid,
+        block=block,
+        share=row["total_ns"] / whole_ns if whole_ns > 0 else None,
+        occupancy=occupied.fraction if occupied else None,
+        occupancy_limiter=occupied.limiter if occupied else None,
+        metrics=metrics,
+    )
+
+
+def _triple(row: Record, name: str) -> Triple | None:
+    x, y, z = (row[f"{name}_{axis}"] for axis in "xyz")
+    return None if x is None or y is None or z is None else (x, y, z)
+
+
+def _occupancies(connection: sqlite3.Connection) -> Callable[..., Occupancy | None]:
+    rows = connection.execute(f"SELECT run_id, {_DEVICE_COLUMNS} FROM devices d")
+    devices = {row[:2]: Device(*row[1:]) for row in rows}
+
+    @cache
+    def occupancy_of(
+        run_id: int, index: int, block: Triple | None, registers: int | None, shared: int | None
+    ) -> Occupancy | None:
+        device = devices.get((run_id, index))
+        if device is None or block is None or registers is None or shared is None:
+            return None
+        return occupancy(block[0] * block[1] * block[2], registers, shared, device)
+
+    return occupancy_of
+
+
+def _group_metrics(
+    connection: sqlite3.Connection, rows: Sequence[Record], by_op: bool
+) -> list[Metrics]:
+    """For each row of `kernel_groups` the median of every metric over its launches, with the unit;
+    empty where there is none. A trace without metrics costs one lookup.
+    """
+    names = (*_GROUP_KEYS, "op_path_id") if by_op else _GROUP_KEYS
+    groups = [tuple(row[name] for name in names) for row in rows]
+    metrics: dict[tuple[Any, ...], Metrics] = {}
+    for trace_id in dict.fromkeys(row["trace_id"] for row in rows):
+        span = connection.execute(
+            "SELECT first_launch_id, last_launch_id FROM traces WHERE id = ? AND EXISTS (SELECT 1 "
+            "FROM metrics WHERE launch_id BETWEEN first_launch_id AND last_launch_id)",
+            (trace_id,),
+        ).fetchone()
+        if span:
+            metrics |= _medians(connection, span, names, set(groups))
+    return [metrics.get(group, {}) for group in groups]
+
+
+def _medians(
+    connection: sqlite3.Connection,
+    span: tuple[int, int],
+    names: Sequence[str],
+    groups: set[tuple[Any, ...]],
+) -> dict[tuple[Any, ...], Metrics]:
+    """Medians over the launches of a span of ids, by group; names are those of a group's values."""
+    columns = ("g.name_id" if name == "range_name_id" else f"l.{name}" for name in names)
+    launches = connection.execute(
+        f"SELECT l.id, {', '.join(columns)} FROM launches l "
+        "LEFT JOIN ranges g ON g.id = l.range_id WHERE l.id BETWEEN ? AND ?",
+        span,
+    )
+    group_of = {row[0]: row[1:] for row in launches if row[1:] in groups}
+    values: dict[tuple[Any, ...], dict[tuple[str, str], list[float]]] = {}
+    for launch, name, unit, value in connection.execute(
+        "SELECT launch_id, name, unit, value FROM metrics WHERE launch_id BETWEEN ? AND ? "
+        "ORDER BY launch_id, name",
+        (min(group_of, default=0), max(group_of, default=-1)),
+    ):
+        if launch in group_of:
+            of_group = values.setdefault(group_of[launch], {})
+            of_group.setdefault((name, unit), []).append(value)
+    return {
+        group: {name: (_median(numbers), unit) for (name, unit), numbers in of_group.items()}
+        for group, of_group in values.items()
+    }
+
+
+def _median(numbers: Sequence[float]) -> float:
+    # The module statistics takes longer to import than most answers take.
+    ordered, middle = sorted(numbers), len(numbers) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def to_frame(rows: Sequence[Any]) -> pd.DataFrame:
+    """A frame with flat columns, one row each.
+
+    A grid or block becomes three columns (`grid_x`, …), a tuple of texts one text joined by "; ",
+    raw samples a count and a median (`event_samples`, `event_median_ns`), metrics one column each
+    under the profiler's own name, without the unit, other dicts one column a key. Unknown values
+    are missing, never 0.
+    """
+    return _frame([_flat(row) for row in rows])
+
+
+def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
+    """The answer to any SELECT over the store's tables and views."""
+    cursor = store.connection.execute(sql, params)
+    columns = [column[0] for column in cursor.description or ()]
+    return _frame(cursor.fetchall(), columns)
+
+
+def _frame(rows: list[Any], columns: list[str] | None = None) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _flat(row: Any) -> Record:
+    names = [field.name for field in fields(row)] if is_dataclass(row) else row._fields
+    flat: Record = {}
+    for name in names:
+        flat |= _columns(name, getattr(row, name))
+    return flat
+
+
+def _columns(name: str, value: Any) -> Record:
+    if name in ("grid", "block"):
+        return axes(name, value)
+    if name == "samples":
+        columns: Record = {}
+        for kind, numbers in value.items():
+            columns[f"{kind}_samples"] = len(numbers)
+            columns[f"{kind}_median_ns"] = _median(numbers) if numbers else None
+        return columns
+    if name == "metrics":
+        return {key: number for key, (number, _) in value.items()}
+    if isinstance(value, dict):
+        return {f"{name}_{key}": inner for key, inner in value.items()}
+    if isinstance(value, tuple):
+        texts = (item.code if isinstance(item, Refusal) else str(item) for item in value)
+        return {name: "; ".join(texts)}
+    return {name: value}

@@ -1,172 +1,205 @@
-"""The store's tables and views, as sqlite_utils migrations that are never edited after a release.
+"""The store file: its tables and views, and how it is opened.
 
-The launches of a trace have consecutive ids, so a range of ids stands for an index on trace_id.
+Migrations are made with sqlite_utils and never edited after a release. The launches of a trace have
+consecutive ids, so a range of ids stands for an index on trace_id.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    pass
-
+from profharness.errors import NotFoundError, StoreError
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7  # 1 to 6 were never released
 MIGRATION_SET = "profharness"
+BUSY_SECONDS = 600.0
+MAGIC = b"SQLite format 3\0"
+Answer = TypeVar("Answer")
+
+# peaks does not refer to environments: these go with the last run that has them, peaks stay.
+TABLES = """
+CREATE TABLE environments (
+    id INTEGER PRIMARY KEY, hash TEXT NOT NULL UNIQUE, data TEXT NOT NULL) STRICT;
+
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, run TEXT NOT NULL UNIQUE, created TEXT NOT NULL,
+    source TEXT NOT NULL CHECK (source IN ('capture', 'trace')), path TEXT NOT NULL,
+    content_hash TEXT NOT NULL, environment_id INTEGER NOT NULL REFERENCES environments(id),
+    device TEXT, torch TEXT, profilers TEXT NOT NULL, protocol TEXT, note TEXT, profharness TEXT,
+    problems TEXT NOT NULL) STRICT;
+CREATE INDEX runs_created ON runs(created, id);
+CREATE INDEX runs_content ON runs(content_hash);
+CREATE INDEX runs_environment ON runs(environment_id);
+
+CREATE TABLE devices (
+    run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE, device_index INTEGER NOT NULL,
+    name TEXT NOT NULL, compute_major INTEGER NOT NULL, compute_minor INTEGER NOT NULL,
+    num_sms INTEGER NOT NULL, total_memory_bytes INTEGER, max_threads_per_block INTEGER,
+    max_threads_per_sm INTEGER, registers_per_block INTEGER, registers_per_sm INTEGER,
+    shared_bytes_per_block INTEGER, shared_bytes_per_block_optin INTEGER,
+    shared_bytes_per_sm INTEGER, warp_size INTEGER NOT NULL,
+    PRIMARY KEY (run_id, device_index)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE configs (
+    id INTEGER PRIMARY KEY, label TEXT NOT NULL, batch INTEGER NOT NULL, num_heads INTEGER NOT NULL,
+    num_kv_heads INTEGER NOT NULL, seq_len_q INTEGER NOT NULL, seq_len_kv INTEGER NOT NULL,
+    head_dim INTEGER NOT NULL, head_dim_v INTEGER, dtype TEXT, causal INTEGER NOT NULL,
+    mask TEXT NOT NULL, dropout REAL NOT NULL, scale REAL, layout TEXT NOT NULL,
+    bwd INTEGER NOT NULL, deterministic INTEGER NOT NULL) STRICT;
+CREATE INDEX configs_label ON configs(label);
+
+CREATE TABLE cells (
+    id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+    cell TEXT NOT NULL, config_id INTEGER NOT NULL REFERENCES configs(id), backend TEXT NOT NULL,
+    status TEXT NOT NULL, message TEXT, choice TEXT, sdpa_op TEXT, iterations INTEGER NOT NULL,
+    peak_memory_bytes INTEGER, duration_ns INTEGER, clocks TEXT NOT NULL, warnings TEXT NOT NULL,
+    tuning TEXT, UNIQUE (run_id, cell)) STRICT;
+CREATE INDEX cells_config ON cells(config_id);
+
+CREATE TABLE samples (
+    cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, measurement TEXT NOT NULL,
+    ordinal INTEGER NOT NULL, duration_ns INTEGER NOT NULL,
+    PRIMARY KEY (cell_id, measurement, ordinal)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE refusals (
+    cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
+    code TEXT NOT NULL, message TEXT NOT NULL, source TEXT NOT NULL,
+    PRIMARY KEY (cell_id, ordinal)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE verifications (
+    cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
+    asked TEXT NOT NULL, case_name TEXT NOT NULL, what TEXT NOT NULL, passed INTEGER, message TEXT,
+    error REAL, allowance REAL, relative_error REAL, relative_allowance REAL,
+    PRIMARY KEY (cell_id, ordinal)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE peaks (
+    id INTEGER PRIMARY KEY, device TEXT NOT NULL, created TEXT NOT NULL, bandwidth_bytes_per_s REAL,
+    flops_per_s TEXT NOT NULL, l2_bytes INTEGER, num_sms INTEGER, origin TEXT NOT NULL,
+    environment TEXT NOT NULL) STRICT;
+CREATE INDEX peaks_device ON peaks(device, id);
+
+CREATE TABLE traces (
+    id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+    profiler TEXT NOT NULL, path TEXT NOT NULL, content_hash TEXT NOT NULL,
+    launches INTEGER NOT NULL, dropped INTEGER NOT NULL, skipped INTEGER NOT NULL,
+    warnings TEXT NOT NULL, environment TEXT NOT NULL, first_launch_id INTEGER NOT NULL,
+    last_launch_id INTEGER NOT NULL) STRICT;
+CREATE INDEX traces_run ON traces(run_id);
+
+CREATE TABLE trace_cells (
+    trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, calls INTEGER NOT NULL,
+    start_ns INTEGER NOT NULL, launches INTEGER NOT NULL,
+    PRIMARY KEY (trace_id, cell_id)) STRICT, WITHOUT ROWID;
+CREATE INDEX trace_cells_cell ON trace_cells(cell_id);
+
+CREATE TABLE kernels (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, short TEXT NOT NULL,
+    family TEXT NOT NULL, backend TEXT, arch TEXT, dtype TEXT, head_dim INTEGER, tile_m INTEGER,
+    tile_n INTEGER, tile_k INTEGER, stages INTEGER, warps INTEGER, direction TEXT,
+    causal INTEGER, dropout INTEGER, UNIQUE (name, kind)) STRICT;
+
+CREATE TABLE launch_configs (
+    id INTEGER PRIMARY KEY, grid_x INTEGER, grid_y INTEGER, grid_z INTEGER, block_x INTEGER,
+    block_y INTEGER, block_z INTEGER, registers_per_thread INTEGER, static_shared_bytes INTEGER,
+    dynamic_shared_bytes INTEGER, shared_bytes INTEGER) STRICT;
+CREATE INDEX launch_configs_key ON launch_configs(
+    grid_x, grid_y, grid_z, block_x, registers_per_thread, shared_bytes);
+
+CREATE TABLE op_paths (id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, sdpa_op TEXT) STRICT;
+CREATE TABLE apis (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
+CREATE TABLE range_names (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
+
+CREATE TABLE ranges (
+    id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    name_id INTEGER NOT NULL REFERENCES range_names(id),
+    cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE, iteration INTEGER,
+    parent_id INTEGER REFERENCES ranges(id) DEFERRABLE INITIALLY DEFERRED,
+    start_ns INTEGER NOT NULL, duration_ns INTEGER NOT NULL, pid INTEGER NOT NULL,
+    tid INTEGER NOT NULL) STRICT;
+CREATE INDEX ranges_trace ON ranges(trace_id);
+CREATE INDEX ranges_cell ON ranges(cell_id) WHERE cell_id IS NOT NULL;
+CREATE INDEX ranges_parent ON ranges(parent_id) WHERE parent_id IS NOT NULL;
+
+CREATE TABLE launches (
+    id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE, iteration INTEGER,
+    kernel_id INTEGER NOT NULL REFERENCES kernels(id),
+    launch_config_id INTEGER NOT NULL REFERENCES launch_configs(id),
+    op_path_id INTEGER REFERENCES op_paths(id),
+    range_id INTEGER REFERENCES ranges(id) ON DELETE SET NULL,
+    api_id INTEGER REFERENCES apis(id), device INTEGER NOT NULL, stream INTEGER,
+    correlation INTEGER, graph_node INTEGER, pid INTEGER, tid INTEGER, launch_ns INTEGER,
+    start_ns INTEGER NOT NULL, duration_ns INTEGER, bytes INTEGER) STRICT;
+CREATE INDEX launches_cell ON launches(cell_id) WHERE cell_id IS NOT NULL;
+
+CREATE TABLE launch_groups (
+    id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    by_op INTEGER NOT NULL, cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE,
+    range_name_id INTEGER REFERENCES range_names(id),
+    kernel_id INTEGER NOT NULL REFERENCES kernels(id),
+    launch_config_id INTEGER NOT NULL REFERENCES launch_configs(id),
+    op_path_id INTEGER REFERENCES op_paths(id), device INTEGER NOT NULL, launches INTEGER NOT NULL,
+    total_ns INTEGER, median_ns INTEGER, min_ns INTEGER, max_ns INTEGER,
+    first_ns INTEGER NOT NULL) STRICT;
+CREATE INDEX launch_groups_trace ON launch_groups(trace_id, by_op);
+CREATE INDEX launch_groups_cell ON launch_groups(cell_id) WHERE cell_id IS NOT NULL;
+
+CREATE TABLE metrics (
+    launch_id INTEGER NOT NULL REFERENCES launches(id) ON DELETE CASCADE, name TEXT NOT NULL,
+    value REAL NOT NULL, unit TEXT NOT NULL,
+    PRIMARY KEY (launch_id, name)) STRICT, WITHOUT ROWID
+"""
 
 
-TABLES_1 = (
-    """CREATE TABLE environments (
-        id INTEGER PRIMARY KEY, hash TEXT NOT NULL UNIQUE, data TEXT NOT NULL) STRICT""",
-    """CREATE TABLE runs (
-        id INTEGER PRIMARY KEY, run TEXT NOT NULL UNIQUE, created TEXT NOT NULL,
-        source TEXT NOT NULL CHECK (source IN ('capture', 'trace')), path TEXT NOT NULL,
-        content_hash TEXT NOT NULL, environment_id INTEGER NOT NULL REFERENCES environments(id),
-        device TEXT, torch TEXT, profilers TEXT NOT NULL, protocol TEXT, note TEXT,
-        profharness TEXT) STRICT""",
-    "CREATE INDEX runs_created ON runs(created, id)",
-    "CREATE INDEX runs_content ON runs(content_hash)",
-    "CREATE INDEX runs_environment ON runs(environment_id)",
-    """CREATE TABLE devices (
-        run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
-        device_index INTEGER NOT NULL,
-        name TEXT NOT NULL, compute_major INTEGER NOT NULL, compute_minor INTEGER NOT NULL,
-        num_sms INTEGER NOT NULL, total_memory_bytes INTEGER, max_threads_per_block INTEGER,
-        max_threads_per_sm INTEGER, registers_per_block INTEGER, registers_per_sm INTEGER,
-        shared_bytes_per_block INTEGER, shared_bytes_per_block_optin INTEGER,
-        shared_bytes_per_sm INTEGER, warp_size INTEGER NOT NULL,
-        PRIMARY KEY (run_id, device_index)) STRICT, WITHOUT ROWID""",
-    """CREATE TABLE configs (
-        id INTEGER PRIMARY KEY, label TEXT NOT NULL, batch INTEGER NOT NULL,
-        num_heads INTEGER NOT NULL, num_kv_heads INTEGER NOT NULL, seq_len_q INTEGER NOT NULL,
-        seq_len_kv INTEGER NOT NULL, head_dim INTEGER NOT NULL, dtype TEXT, causal INTEGER NOT NULL,
-        mask TEXT NOT NULL, dropout REAL NOT NULL, scale REAL, layout TEXT NOT NULL,
-        bwd INTEGER NOT NULL) STRICT""",
-    "CREATE INDEX configs_label ON configs(label)",
-    """CREATE TABLE cells (
-        id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
-        cell TEXT NOT NULL, config_id INTEGER NOT NULL REFERENCES configs(id),
-        backend TEXT NOT NULL,
-        status TEXT NOT NULL, message TEXT, choice TEXT, sdpa_op TEXT, iterations INTEGER NOT NULL,
-        peak_memory_bytes INTEGER, duration_ns INTEGER, clocks TEXT NOT NULL,
-        warnings TEXT NOT NULL, UNIQUE (run_id, cell)) STRICT""",
-    "CREATE INDEX cells_config ON cells(config_id)",
-    """CREATE TABLE samples (
-        cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, measurement TEXT NOT NULL,
-        ordinal INTEGER NOT NULL, duration_ns INTEGER NOT NULL,
-        PRIMARY KEY (cell_id, measurement, ordinal)) STRICT, WITHOUT ROWID""",
-    """CREATE TABLE refusals (
-        cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
-        code TEXT NOT NULL, message TEXT NOT NULL, source TEXT NOT NULL,
-        PRIMARY KEY (cell_id, ordinal)) STRICT, WITHOUT ROWID""",
-    """CREATE TABLE traces (
-        id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
-        profiler TEXT NOT NULL, path TEXT NOT NULL, content_hash TEXT NOT NULL,
-        launches INTEGER NOT NULL, dropped INTEGER NOT NULL, skipped INTEGER NOT NULL,
-        warnings TEXT NOT NULL, environment TEXT NOT NULL,
-        first_launch_id INTEGER NOT NULL, last_launch_id INTEGER NOT NULL) STRICT""",
-    "CREATE INDEX traces_run ON traces(run_id)",
-    """CREATE TABLE trace_cells (
-        trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
-        cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, calls INTEGER NOT NULL,
-        start_ns INTEGER NOT NULL, launches INTEGER NOT NULL,
-        PRIMARY KEY (trace_id, cell_id)) STRICT, WITHOUT ROWID""",
-    "CREATE INDEX trace_cells_cell ON trace_cells(cell_id)",
-    """CREATE TABLE kernels (
-        id INTEGER PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, short TEXT NOT NULL,
-        family TEXT NOT NULL, backend TEXT, arch TEXT, dtype TEXT, head_dim INTEGER, tile_m INTEGER,
-        tile_n INTEGER, stages INTEGER, warps INTEGER, direction TEXT, causal INTEGER,
-        dropout INTEGER, UNIQUE (name, kind)) STRICT""",
-    """CREATE TABLE launch_configs (
-        id INTEGER PRIMARY KEY, grid_x INTEGER, grid_y INTEGER, grid_z INTEGER, block_x INTEGER,
-        block_y INTEGER, block_z INTEGER, registers_per_thread INTEGER, static_shared_bytes INTEGER,
-        dynamic_shared_bytes INTEGER, shared_bytes INTEGER) STRICT""",
-    """CREATE INDEX launch_configs_key ON launch_configs(
-        grid_x, grid_y, grid_z, block_x, registers_per_thread, shared_bytes)""",
-    """CREATE TABLE op_paths (
-        id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, sdpa_op TEXT) STRICT""",
-    "CREATE TABLE apis (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT",
-    "CREATE TABLE range_names (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT",
-    """CREATE TABLE ranges (
-        id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
-        name_id INTEGER NOT NULL REFERENCES range_names(id),
-        cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE, iteration INTEGER,
-        parent_id INTEGER REFERENCES ranges(id) DEFERRABLE INITIALLY DEFERRED,
-        start_ns INTEGER NOT NULL, duration_ns INTEGER NOT NULL, pid INTEGER NOT NULL,
-        tid INTEGER NOT NULL) STRICT""",
-    "CREATE INDEX ranges_trace ON ranges(trace_id)",
-    "CREATE INDEX ranges_cell ON ranges(cell_id) WHERE cell_id IS NOT NULL",
-    "CREATE INDEX ranges_parent ON ranges(parent_id) WHERE parent_id IS NOT NULL",
-    """CREATE TABLE launches (
-        id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
-        cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE, iteration INTEGER,
-        kernel_id INTEGER NOT NULL REFERENCES kernels(id),
-        launch_config_id INTEGER NOT NULL REFERENCES launch_configs(id),
-        op_path_id INTEGER REFERENCES op_paths(id),
-        range_id INTEGER REFERENCES ranges(id) ON DELETE SET NULL,
-        api_id INTEGER REFERENCES apis(id), device INTEGER NOT NULL, stream INTEGER,
-        correlation INTEGER, graph_node INTEGER, pid INTEGER, tid INTEGER, launch_ns INTEGER,
-        start_ns INTEGER NOT NULL, duration_ns INTEGER NOT NULL, bytes INTEGER) STRICT""",
-    "CREATE INDEX launches_cell ON launches(cell_id) WHERE cell_id IS NOT NULL",
-    """CREATE TABLE launch_groups (
-        id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
-        by_op INTEGER NOT NULL, cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE,
-        range_name_id INTEGER REFERENCES range_names(id),
-        kernel_id INTEGER NOT NULL REFERENCES kernels(id),
-        launch_config_id INTEGER NOT NULL REFERENCES launch_configs(id),
-        op_path_id INTEGER REFERENCES op_paths(id), device INTEGER NOT NULL,
-        launches INTEGER NOT NULL, total_ns INTEGER NOT NULL, median_ns INTEGER NOT NULL,
-        min_ns INTEGER NOT NULL, max_ns INTEGER NOT NULL, first_ns INTEGER NOT NULL) STRICT""",
-    "CREATE INDEX launch_groups_trace ON launch_groups(trace_id, by_op)",
-    "CREATE INDEX launch_groups_cell ON launch_groups(cell_id) WHERE cell_id IS NOT NULL",
-    """CREATE TABLE metrics (
-        launch_id INTEGER NOT NULL REFERENCES launches(id) ON DELETE CASCADE, name TEXT NOT NULL,
-        value REAL, text TEXT, unit TEXT, PRIMARY KEY (launch_id, name)) STRICT, WITHOUT ROWID""",
-)
+_RESOURCES = """grid_x, grid_y, grid_z, block_x, block_y, block_z, registers_per_thread,
+    static_shared_bytes, dynamic_shared_bytes, shared_bytes"""
+_LAUNCHES_OF_TRACES = """FROM traces t JOIN runs r ON r.id = t.run_id
+    JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
+    JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
+    LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id"""
 
-
-TABLES_2 = (
-    "ALTER TABLE configs ADD COLUMN head_dim_v INTEGER",
-    "ALTER TABLE configs ADD COLUMN deterministic INTEGER NOT NULL DEFAULT 0",
-    "ALTER TABLE runs ADD COLUMN problems TEXT NOT NULL DEFAULT '[]'",
-)
-
-
-TABLES_6 = ("ALTER TABLE cells ADD COLUMN tuning TEXT",)
-
-
-GEOMETRY = """lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y, lc.block_z,
-    lc.registers_per_thread, lc.static_shared_bytes, lc.dynamic_shared_bytes, lc.shared_bytes"""
-
-
-VIEWS_1 = {
+# kernel_groups and sample_summary serve the store itself; docs/design.md lists the other views.
+VIEWS = {
     "kernel_launches": f"""
         SELECT r.run, cf.label AS config, c.backend, t.profiler, rn.name AS range,
-            k.name AS kernel, k.short AS kernel_short, k.family, {GEOMETRY}, l.stream, l.device,
+            k.name AS kernel, k.short AS kernel_short, k.family, {_RESOURCES}, l.stream, l.device,
             l.start_ns, l.duration_ns, k.kind AS kernel_kind, c.cell, l.iteration,
             o.path AS op_path, o.sdpa_op, a.name AS api, l.correlation, l.graph_node, l.pid, l.tid,
             l.launch_ns, l.bytes, l.id AS launch_id
-        FROM traces t JOIN runs r ON r.id = t.run_id
-        JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
-        JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
-        LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id
+        {_LAUNCHES_OF_TRACES}
         LEFT JOIN ranges g ON g.id = l.range_id LEFT JOIN range_names rn ON rn.id = g.name_id
         LEFT JOIN op_paths o ON o.id = l.op_path_id LEFT JOIN apis a ON a.id = l.api_id""",
-    "kernel_summary": f"""
+    "kernel_groups": f"""
         SELECT r.run, cf.label AS config, c.backend, t.profiler, rn.name AS range,
-            k.name AS kernel, k.short AS kernel_short, k.family, {GEOMETRY}, g.device, g.launches,
-            CAST(g.launches AS REAL) / tc.calls AS launches_per_call, g.median_ns AS duration_ns,
-            g.total_ns, g.min_ns, g.max_ns, g.first_ns, k.kind AS kernel_kind, c.cell, c.status,
-            o.path AS op_path, o.sdpa_op
+            k.name AS kernel, k.short AS kernel_short, k.family, {_RESOURCES}, g.device,
+            g.launches, CAST(g.launches AS REAL) / tc.calls AS launches_per_call,
+            g.median_ns AS duration_ns, g.total_ns, g.min_ns, g.max_ns, g.first_ns,
+            k.kind AS kernel_kind, c.cell, c.status, o.path AS op_path, o.sdpa_op,
+            g.id AS group_id, g.by_op, g.trace_id, g.cell_id, g.range_name_id, g.kernel_id,
+            g.launch_config_id, g.op_path_id, c.config_id, r.id AS run_id, r.created
         FROM launch_groups g JOIN traces t ON t.id = g.trace_id JOIN runs r ON r.id = t.run_id
         JOIN kernels k ON k.id = g.kernel_id JOIN launch_configs lc ON lc.id = g.launch_config_id
         LEFT JOIN cells c ON c.id = g.cell_id LEFT JOIN configs cf ON cf.id = c.config_id
         LEFT JOIN trace_cells tc ON tc.trace_id = g.trace_id AND tc.cell_id = g.cell_id
         LEFT JOIN range_names rn ON rn.id = g.range_name_id
-        LEFT JOIN op_paths o ON o.id = g.op_path_id
-        WHERE g.by_op = 0""",
+        LEFT JOIN op_paths o ON o.id = g.op_path_id""",
+    "kernel_summary": f"""
+        SELECT run, config, backend, profiler, range, kernel, kernel_short, family, {_RESOURCES},
+            device, launches, launches_per_call, duration_ns, total_ns, min_ns, max_ns, first_ns,
+            kernel_kind, cell, status, op_path, sdpa_op
+        FROM kernel_groups WHERE by_op = 0""",
+    "kernel_metrics": f"""
+        SELECT r.run, cf.label AS config, c.backend, c.cell, k.name AS kernel,
+            k.short AS kernel_short, lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y,
+            lc.block_z, m.name AS metric, m.value, m.unit, l.id AS launch_id
+        {_LAUNCHES_OF_TRACES} JOIN metrics m ON m.launch_id = l.id""",
     "sample_summary": """
         SELECT cell_id, measurement, count(*) AS samples, min(duration_ns) AS min_ns,
             max(duration_ns) AS max_ns, avg(duration_ns) AS mean_ns,
@@ -195,48 +228,22 @@ VIEWS_1 = {
 }
 
 
-# A launch whose time was not measured has the duration -1 in its table, for the column is NOT NULL;
-# the same holds for the four times of a group with such a launch. Views and queries tell NULL.
-VIEWS_3 = {
-    "kernel_launches": VIEWS_1["kernel_launches"].replace(
-        "l.duration_ns,", "nullif(l.duration_ns, -1) AS duration_ns,"
-    ),
-    "kernel_summary": VIEWS_1["kernel_summary"]
-    .replace("g.median_ns AS duration_ns", "nullif(g.median_ns, -1) AS duration_ns")
-    .replace(
-        "g.total_ns, g.min_ns, g.max_ns,",
-        "nullif(g.total_ns, -1) AS total_ns, nullif(g.min_ns, -1) AS min_ns, "
-        "nullif(g.max_ns, -1) AS max_ns,",
-    ),
-    "kernel_metrics": """
-        SELECT r.run, cf.label AS config, c.backend, c.cell, k.name AS kernel,
-            k.short AS kernel_short, lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y,
-            lc.block_z, m.name AS metric, m.value, m.unit, l.id AS launch_id
-        FROM traces t JOIN runs r ON r.id = t.run_id
-        JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
-        JOIN metrics m ON m.launch_id = l.id
-        JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
-        LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id""",
-}
-
-
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring the schema up to date inside the caller's open write transaction.
-
-    sqlite_utils (which imports pandas) is loaded here only: an up-to-date store never pays for it.
-    """
-    from sqlite_utils import Database, Migrations
+    """Bring the schema up to date inside the caller's open write transaction."""
+    from sqlite_utils import Database, Migrations  # imports pandas; an up-to-date store needs none
 
     migrations = Migrations(MIGRATION_SET)
-    migrations(name="001_initial")(_initial)
-    migrations(name="002_problems")(_problems)
-    migrations(name="003_metrics")(_metrics)
-    migrations(name="004_verifications")(_verifications)
-    migrations(name="005_peaks")(_peaks)
-    migrations(name="006_tuning")(_tuning)
+    migrations(name="007_initial")(_initial)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _initial(db: Any) -> None:
+    for statement in TABLES.split(";"):
+        db.execute(statement)
+    for name, select in VIEWS.items():
+        db.create_view(name, select)
 
 
 def forget_run(connection: sqlite3.Connection, run: str) -> bool:
@@ -245,75 +252,182 @@ def forget_run(connection: sqlite3.Connection, run: str) -> bool:
     Children go first and launches by their ids, so that it is quick and right with foreign keys on
     or off.
     """
-    found = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
-    if found is None:
+    row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
+    if row is None:
         return False
-    for first, last in connection.execute(
-        "SELECT first_launch_id, last_launch_id FROM traces WHERE run_id = ?", found
+    for ids in connection.execute(
+        "SELECT first_launch_id, last_launch_id FROM traces WHERE run_id = ?", row
     ).fetchall():
-        for table, column in (("metrics", "launch_id"), ("launches", "id")):
-            connection.execute(f"DELETE FROM {table} WHERE {column} BETWEEN ? AND ?", (first, last))
-    for table in ("launch_groups", "trace_cells", "ranges"):
-        connection.execute(
-            f"DELETE FROM {table} WHERE trace_id IN (SELECT id FROM traces WHERE run_id = ?)", found
-        )
-    for table in ("samples", "refusals", "verifications"):
-        connection.execute(
-            f"DELETE FROM {table} WHERE cell_id IN (SELECT id FROM cells WHERE run_id = ?)", found
-        )
-    for table in ("traces", "cells", "devices"):
-        connection.execute(f"DELETE FROM {table} WHERE run_id = ?", found)
-    connection.execute("DELETE FROM runs WHERE id = ?", found)
+        connection.execute("DELETE FROM metrics WHERE launch_id BETWEEN ? AND ?", ids)
+        connection.execute("DELETE FROM launches WHERE id BETWEEN ? AND ?", ids)
+    trace_ids = "trace_id IN (SELECT id FROM traces WHERE run_id = ?)"
+    cell_ids = "cell_id IN (SELECT id FROM cells WHERE run_id = ?)"
+    for tables, where in (
+        (("launch_groups", "trace_cells", "ranges"), trace_ids),
+        (("samples", "refusals", "verifications"), cell_ids),
+        (("traces", "cells", "devices"), "run_id = ?"),
+        (("runs",), "id = ?"),
+    ):
+        for table in tables:
+            connection.execute(f"DELETE FROM {table} WHERE {where}", row)
     connection.execute("DELETE FROM environments WHERE id NOT IN (SELECT environment_id FROM runs)")
     return True
 
 
-def _initial(db: Any) -> None:
-    for statement in TABLES_1:
-        db.execute(statement)
-    for name, select in VIEWS_1.items():
-        db.create_view(name, select)
+def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Connection:
+    """A connection in autocommit mode to an up-to-date store; with write, one is made if need be.
+
+    Raises NotFoundError when there is no store to read. Raises StoreError for a file that is
+    foreign, damaged, or of another schema, which stays untouched.
+    """
+    if write and not path.exists() and not path.parent.is_dir():
+        raise StoreError(f"{path}: its folder does not exist; create it or name another --store")
+    if not write and not path.exists():
+        raise NotFoundError(
+            f"{path}: no store here; `profharness ingest FILE` or `profharness capture` makes one, "
+            "--store names another"
+        )
+    _check_header(path)
+    try:
+        if write:
+            return waiting(lambda: _open_writer(path, foreign_keys))
+        return waiting(lambda: _open_reader(path))
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: cannot be used as a store: {error}") from None
 
 
-def _problems(db: Any) -> None:
-    for statement in TABLES_2:
-        db.execute(statement)
+def waiting(action: Callable[[], Answer]) -> Answer:
+    """The action's answer, tried again while SQLite says busy.
+
+    SQLite skips its own busy handler where waiting could deadlock, as in the switch to WAL or the
+    recovery of one.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            return action()
+        except sqlite3.OperationalError as error:
+            if not _is_busy(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
-def _metrics(db: Any) -> None:
-    for name, select in VIEWS_3.items():
-        db.create_view(name, select, replace=True)
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """A write transaction: committed whole, or rolled back on any exception, Ctrl-C included."""
+    waiting(lambda: connection.execute("BEGIN IMMEDIATE"))
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
-def _verifications(db: Any) -> None:
-    for statement in TABLES_4:
-        db.execute(statement)
+def _is_busy(error: sqlite3.OperationalError) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
 
 
-def _peaks(db: Any) -> None:
-    for statement in TABLES_5:
-        db.execute(statement)
+def _check_header(path: Path) -> None:
+    """Refuse a foreign file before SQLite opens it: opening may already replay a foreign WAL."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(100)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot be read: {error.strerror}; name another --store"
+        ) from None
+    if not header:
+        return
+    if header[:16] != MAGIC[: len(header)] or len(header) < 100:
+        raise StoreError(f"{path}: not an SQLite file, left as it is; name another --store")
+    if int.from_bytes(header[68:72], "big") not in (0, APPLICATION_ID):
+        raise _foreign(path)
 
 
-def _tuning(db: Any) -> None:
-    for statement in TABLES_6:
-        db.execute(statement)
+def _foreign(path: Path) -> StoreError:
+    return StoreError(
+        f"{path}: an SQLite file of another program, left as it is; name another --store"
+    )
 
 
-TABLES_4 = (
-    """CREATE TABLE verifications (
-        cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
-        asked TEXT NOT NULL, case_name TEXT NOT NULL, what TEXT NOT NULL, error REAL,
-        allowance REAL, relative_error REAL, relative_allowance REAL, passed INTEGER, message TEXT,
-        PRIMARY KEY (cell_id, ordinal)) STRICT, WITHOUT ROWID""",
-)
+def _raw(path: Path, mode: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f"{path.absolute().as_uri()}?{mode}", timeout=BUSY_SECONDS, isolation_level=None, uri=True
+    )
 
 
-# No reference to environments: they go with the last run that has them, a measurement stays.
-TABLES_5 = (
-    """CREATE TABLE peaks (
-        id INTEGER PRIMARY KEY, device TEXT NOT NULL, created TEXT NOT NULL,
-        bandwidth_bytes_per_s REAL, flops_per_s TEXT NOT NULL, l2_bytes INTEGER, num_sms INTEGER,
-        origin TEXT NOT NULL, environment TEXT NOT NULL) STRICT""",
-    "CREATE INDEX peaks_device ON peaks(device, id)",
-)
+def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file has this schema; False for an empty one. Raises StoreError for any other."""
+    application, version, objects = (
+        connection.execute(query).fetchone()[0]
+        for query in (
+            "PRAGMA application_id",
+            "PRAGMA user_version",
+            "SELECT count(*) FROM sqlite_master",
+        )
+    )
+    if application != APPLICATION_ID:
+        if application or version or objects:
+            raise _foreign(path)
+        return False
+    if version > SCHEMA_VERSION:
+        raise StoreError(
+            f"{path}: made by a newer profharness (schema {version}, this one knows "
+            f"{SCHEMA_VERSION}); upgrade profharness or name another --store"
+        )
+    if version < SCHEMA_VERSION:
+        raise StoreError(
+            f"{path}: made by an unreleased profharness (schema {version}); delete it or name "
+            "another --store, then take the run folders in again: profharness ingest FOLDER"
+        )
+    return True
+
+
+def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
+    if path.exists() and path.stat().st_size:
+        probe = _raw(path, "mode=ro")
+        try:
+            _is_made(probe, path)
+        finally:
+            probe.close()
+    connection = _raw(path, "mode=rwc")
+    try:
+        if not _is_made(connection, path):
+            with transaction(connection):
+                if not _is_made(connection, path):  # another process may have been quicker
+                    migrate(connection)
+        if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+            connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA foreign_keys = {'ON' if foreign_keys else 'OFF'}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _open_reader(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write rows; an immutable one on a medium that is read-only."""
+    for mode in ("mode=rw", "mode=ro&immutable=1"):
+        connection = _raw(path, mode)
+        try:
+            if not _is_made(connection, path):
+                raise NotFoundError(f"{path}: an empty store; `profharness ingest FILE` fills it")
+            connection.execute("PRAGMA query_only = ON")
+        except sqlite3.OperationalError as error:
+            connection.close()
+            if _is_busy(error) or mode != "mode=rw":
+                raise
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise StoreError(f"{path}: cannot be opened")

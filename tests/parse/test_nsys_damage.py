@@ -17,7 +17,7 @@ from nsys_make import DATA, FLASH_CANONICAL, Maker
 from profharness.errors import TraceFormatError
 from profharness.parse import open_trace
 from profharness.parse.nsys import parse_nsys
-from profharness.store.connection import connect
+from profharness.store.schema import connect
 
 
 @pytest.fixture

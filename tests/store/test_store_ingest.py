@@ -20,7 +20,7 @@ from profharness.parse import open_trace
 from profharness.rows import Refusal
 from profharness.run import TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
-from profharness.store.sources import find_sources
+from profharness.store.ingest import find_sources
 
 Folder = Callable[..., Path]
 

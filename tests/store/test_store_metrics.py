@@ -5,7 +5,6 @@ run.
 from __future__ import annotations
 
 import gzip
-import sqlite3
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from profharness.parse.ncu_csv import NcuLaunch, NcuReport, NvtxRange
 from profharness.parse.ncu_readers import write_csv
 from profharness.run import Cell, Problem, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store, query, to_frame
-from profharness.store.schema import SCHEMA_VERSION
 
 Folder = Callable[..., Path]
 DATA = Path(__file__).parents[1] / "data"
@@ -201,20 +199,6 @@ def test_a_folder_with_tables_of_others_is_no_obstacle(tmp_path: Path, ncu_repor
     (folder / "h200.ncu-rep").write_bytes(ncu_report.read_bytes())
     (result,) = ingest_path(tmp_path / "p.db", folder)
     assert result.launches == 82
-
-
-def test_a_store_of_version_2_is_brought_up_to_date(tmp_path: Path, ncu_folder: Folder) -> None:
-    store = tmp_path / "p.db"
-    ingest_path(store, ncu_folder(LAUNCHES))
-    connection = sqlite3.connect(store)
-    connection.execute("DROP VIEW kernel_metrics")
-    connection.execute("DELETE FROM _sqlite_migrations WHERE name = '003_metrics'")
-    connection.execute("PRAGMA user_version = 2")
-    connection.commit()
-    connection.close()
-    with open_store(store, write=True) as opened:
-        assert len(query(opened, "SELECT * FROM kernel_metrics"))
-        assert opened.connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
 
 
 def test_many_launches_with_many_metrics(tmp_path: Path, ncu_folder: Folder) -> None:

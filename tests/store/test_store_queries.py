@@ -16,10 +16,9 @@ from profharness.config import parse_config
 from profharness.devices import Device
 from profharness.errors import NotFoundError, StoreError
 from profharness.store import ingest_path, open_store, query, to_frame
-from profharness.store.connection import connect, transaction
 from profharness.store.groups import group, pack
 from profharness.store.insert import insert_trace, sdpa_op
-from profharness.store.schema import SCHEMA_VERSION
+from profharness.store.schema import SCHEMA_VERSION, connect, transaction
 from profharness.trace import LaunchBatch, LaunchConfig, Range, Trace
 
 Folder = Callable[..., Path]
@@ -116,16 +115,17 @@ def test_missing_store_names_the_remedy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["text", "short", "database", "application", "newer"])
+@pytest.mark.parametrize("kind", ["text", "short", "database", "application", "newer", "older"])
 @pytest.mark.parametrize("write", [False, True])
 def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: bool) -> None:
     path = tmp_path / "other.db"
     if kind in ("text", "short"):
         path.write_bytes(b"hello" * (100 if kind == "text" else 1))
-    elif kind == "newer":
+    elif kind in ("newer", "older"):
         open_store(path, write=True).close()
+        version = SCHEMA_VERSION + (1 if kind == "newer" else -1)
         with sqlite3.connect(path) as connection:
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+            connection.execute(f"PRAGMA user_version = {version}")
         connection.close()
     else:
         with sqlite3.connect(path) as connection:
@@ -134,7 +134,8 @@ def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: b
                 connection.execute("PRAGMA application_id = 7")
         connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"name another --store"):
+    remedy = "another --store.*ingest FOLDER" if kind == "older" else "name another --store"
+    with pytest.raises(StoreError, match=remedy):
         open_store(path, write=write)
     assert path.read_bytes() == before
 
