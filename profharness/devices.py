@@ -12,7 +12,6 @@ from profharness.errors import UsageError
 
 MEASURED = "measured"
 DATA_SHEET = "data sheet"
-RATES = ("fp16", "bf16", "fp32", "tf32")
 PEAKS_FILE = "peaks.json"  # what the measuring process leaves in its folder
 MB = 1 << 20
 
@@ -52,23 +51,25 @@ def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
     return rate[1] / peaks.bandwidth_bytes_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """One row of the table: GB/s, dense TFLOP/s, L2 in MiB, SMs.
+class Gpu(NamedTuple):
+    """One row of the table of GPUs.
 
-    pattern is searched in the device name as CUDA tells it. tensor is the rate for fp16 and bf16,
-    None for bf16 before Ampere.
+    name is what `--gpu` takes; empty for variants that go by the name of another row. sm_count
+    (streaming multiprocessors) is None where no data sheet says it. pattern is searched in the
+    device name as CUDA gives it; empty without a data sheet. The data sheet's figures: GB/s, dense
+    TFLOP/s (tensor for fp16, and for bf16 from Ampere on), L2 in MiB.
     """
 
-    pattern: str
-    gb_per_s: float
-    tensor: float
-    tf32: float | None
-    fp32: float
-    l2_mib: float | None
-    sms: int
-    origin: str
-    bf16: bool = True
+    name: str
+    capability: tuple[int, int]
+    sm_count: int | None = None
+    pattern: str = ""
+    gb_per_s: float = 0.0
+    tensor: float = 0.0
+    tf32: float | None = None
+    fp32: float = 0.0
+    l2_mib: float | None = None
+    origin: str = ""
 
 
 _ADA = "NVIDIA Ada GPU architecture whitepaper"
@@ -77,69 +78,134 @@ _HOPPER = "NVIDIA H100 Tensor Core GPU architecture whitepaper and data sheet"
 _H200 = "NVIDIA H200 data sheet; L2 as the CUDA driver tells it"
 _A100 = "NVIDIA A100 data sheet"
 _BLACKWELL = "NVIDIA HGX B200 data sheet, one eighth of the board"
+_RTX_4000 = "NVIDIA RTX 4000 Ada data sheet; tensor rates from 48 SMs at 2.175 GHz boost"
 
 
 # The first pattern that matches wins, so variants stand before what their name contains. Data
 # sheets that print rates with sparsity are halved here.
-SHEETS: tuple[Sheet, ...] = (
-    Sheet(r"\bGB200\b", 8000, 2500, 1250, 80, None, 148, "NVIDIA GB200 NVL72 data sheet, per GPU"),
-    Sheet(r"\bB200\b", 7700, 2250, 1125, 75, None, 148, _BLACKWELL),
-    Sheet(r"\bGH200 480GB", 4000, 989.5, 494.7, 67, 50, 132, "NVIDIA GH200 data sheet, 96 GB HBM3"),
-    Sheet(r"\bH200 NVL", 4800, 835.5, 417.5, 60, 60, 132, _H200),
-    Sheet(r"\bH200\b", 4800, 989.5, 494.7, 67, 60, 132, _H200),
-    Sheet(r"\bH100 NVL", 3900, 835.5, 417.5, 60, 50, 132, "NVIDIA H100 NVL data sheet"),
-    Sheet(r"\bH100 PCIe", 2039, 756, 378, 51.2, 50, 114, _HOPPER),
-    Sheet(r"\bH100\b", 3350, 989.4, 494.7, 66.9, 50, 132, _HOPPER),
-    Sheet(r"\bA100.*PCIe.*80GB|\bA100 80GB PCIe", 1935, 312, 156, 19.5, 40, 108, _A100),
-    Sheet(r"\bA100.*80GB", 2039, 312, 156, 19.5, 40, 108, _A100),
-    Sheet(r"\bA100\b", 1555, 312, 156, 19.5, 40, 108, _A100),
-    Sheet(r"\bA30\b", 933, 165, 82, 10.3, 24, 56, "NVIDIA A30 data sheet"),
-    Sheet(r"\bA40\b", 696, 149.7, 74.8, 37.4, 6, 84, "NVIDIA A40 data sheet"),
-    Sheet(r"\bA10G\b", 600, 70, 35, 35, 6, 80, "NVIDIA A10G product brief"),
-    Sheet(r"\bA10\b", 600, 125, 62.5, 31.2, 6, 72, "NVIDIA A10 data sheet"),
-    Sheet(r"\bL40S\b", 864, 362, 183, 91.6, 96, 142, "NVIDIA L40S data sheet"),
-    Sheet(r"\bL40\b", 864, 181, 90.5, 90.5, 96, 142, "NVIDIA L40 data sheet"),
-    Sheet(r"\bL4\b", 300, 121, 60, 30.3, 48, 58, "NVIDIA L4 data sheet"),
-    Sheet(r"\bRTX 6000 Ada", 960, 364.2, 182.1, 91.1, 96, 142, "NVIDIA RTX 6000 Ada data sheet"),
-    Sheet(
-        r"\bRTX 4000 Ada", 360, 106.9, 53.5, 26.7, 48, 48,
-        "NVIDIA RTX 4000 Ada data sheet; tensor rates from 48 SMs at 2.175 GHz boost",
-    ),
-    Sheet(r"\bRTX A6000", 768, 154.8, 77.4, 38.7, 6, 84, _AMPERE),
-    Sheet(r"\bRTX 5090", 1792, 209.5, 104.8, 104.8, 96, 170, "NVIDIA RTX Blackwell whitepaper"),
-    Sheet(r"\bRTX 4090 (?!Laptop|D\b)|\bRTX 4090$", 1008, 165.2, 82.6, 82.6, 72, 128, _ADA),
-    Sheet(r"\bRTX 4080$", 716.8, 97.5, 48.7, 48.7, 64, 76, _ADA),
-    Sheet(r"\bRTX 3090$", 936, 71, 35.6, 35.6, 6, 82, _AMPERE),
-    Sheet(r"\bT4\b", 320, 65, None, 8.1, 4, 40, "NVIDIA T4 data sheet", bf16=False),
-    Sheet(r"\bV100", 900, 125, None, 15.7, 6, 80, "NVIDIA V100 SXM2 data sheet", bf16=False),
+TABLE = (
+    Gpu("V100", (7, 0), 80, r"\bV100", 900, 125, None, 15.7, 6, "NVIDIA V100 SXM2 data sheet"),
+    Gpu("T4", (7, 5), 40, r"\bT4\b", 320, 65, None, 8.1, 4, "NVIDIA T4 data sheet"),
+    Gpu("", (8, 0), 108, r"\bA100.*PCIe.*80GB|\bA100 80GB PCIe", 1935, 312, 156, 19.5, 40, _A100),
+    Gpu("", (8, 0), 108, r"\bA100.*80GB", 2039, 312, 156, 19.5, 40, _A100),
+    Gpu("A100", (8, 0), 108, r"\bA100\b", 1555, 312, 156, 19.5, 40, _A100),
+    Gpu("A30", (8, 0), 56, r"\bA30\b", 933, 165, 82, 10.3, 24, "NVIDIA A30 data sheet"),
+    Gpu("", (8, 6), 80, r"\bA10G\b", 600, 70, 35, 35, 6, "NVIDIA A10G product brief"),
+    Gpu("A10", (8, 6), 72, r"\bA10\b", 600, 125, 62.5, 31.2, 6, "NVIDIA A10 data sheet"),
+    Gpu("A40", (8, 6), 84, r"\bA40\b", 696, 149.7, 74.8, 37.4, 6, "NVIDIA A40 data sheet"),
+    Gpu("RTX A6000", (8, 6), 84, r"\bRTX A6000", 768, 154.8, 77.4, 38.7, 6, _AMPERE),
+    Gpu("RTX 3090", (8, 6), 82, r"\bRTX 3090$", 936, 71, 35.6, 35.6, 6, _AMPERE),
+    Gpu("L4", (8, 9), 58, r"\bL4\b", 300, 121, 60, 30.3, 48, "NVIDIA L4 data sheet"),
+    Gpu("L40", (8, 9), 142, r"\bL40\b", 864, 181, 90.5, 90.5, 96, "NVIDIA L40 data sheet"),
+    Gpu("L40S", (8, 9), 142, r"\bL40S\b", 864, 362, 183, 91.6, 96, "NVIDIA L40S data sheet"),
+    Gpu("RTX 4090", (8, 9), 128, r"\bRTX 4090 (?!Laptop|D\b)|\bRTX 4090$", 1008, 165.2, 82.6, 82.6, 72, _ADA),
+    Gpu("", (8, 9), 76, r"\bRTX 4080$", 716.8, 97.5, 48.7, 48.7, 64, _ADA),
+    Gpu("RTX 4000 Ada", (8, 9), 48, r"\bRTX 4000 Ada", 360, 106.9, 53.5, 26.7, 48, _RTX_4000),
+    Gpu("RTX 6000 Ada", (8, 9), 142, r"\bRTX 6000 Ada", 960, 364.2, 182.1, 91.1, 96,
+        "NVIDIA RTX 6000 Ada data sheet"),
+    Gpu("", (9, 0), 132, r"\bH100 NVL", 3900, 835.5, 417.5, 60, 50, "NVIDIA H100 NVL data sheet"),
+    Gpu("H100", (9, 0), 132, r"\bH100\b(?! PCIe)", 3350, 989.4, 494.7, 66.9, 50, _HOPPER),
+    Gpu("H100 PCIe", (9, 0), 114, r"\bH100 PCIe", 2039, 756, 378, 51.2, 50, _HOPPER),
+    Gpu("", (9, 0), 132, r"\bH200 NVL", 4800, 835.5, 417.5, 60, 60, _H200),
+    Gpu("H200", (9, 0), 132, r"\bH200\b", 4800, 989.5, 494.7, 67, 60, _H200),
+    Gpu("GH200", (9, 0), 132, r"\bGH200 480GB", 4000, 989.5, 494.7, 67, 50,
+        "NVIDIA GH200 data sheet, 96 GB HBM3"),
+    Gpu("B200", (10, 0), 148, r"\bB200\b", 7700, 2250, 1125, 75, None, _BLACKWELL),
+    Gpu("GB200", (10, 0), 148, r"\bGB200\b", 8000, 2500, 1250, 80, None,
+        "NVIDIA GB200 NVL72 data sheet, per GPU"),
+    Gpu("B300", (10, 3)),
+    Gpu("GB300", (10, 3)),
+    Gpu("RTX 5090", (12, 0), 170, r"\bRTX 5090", 1792, 209.5, 104.8, 104.8, 96,
+        "NVIDIA RTX Blackwell whitepaper"),
+    Gpu("RTX PRO 6000 Blackwell", (12, 0), 188),
+    Gpu("DGX Spark", (12, 1), 48),
 )  # fmt: skip
+GPUS = tuple(gpu for gpu in TABLE if gpu.name)
+ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rtxa6000"}
 
 
 def data_sheet(device_name: str) -> Peaks | None:
     """The data-sheet figures of a device by its CUDA name (`NVIDIA H200`); None if it is not in
     the table.
     """
-    for sheet in SHEETS:
-        if re.search(sheet.pattern, device_name):
-            return _peaks(device_name, sheet)
-    return None
-
-
-def _peaks(device_name: str, sheet: Sheet) -> Peaks:
-    rates = {"fp16": sheet.tensor, "fp32": sheet.fp32}
-    if sheet.bf16:
-        rates["bf16"] = sheet.tensor
-    if sheet.tf32 is not None:
-        rates["tf32"] = sheet.tf32
+    for gpu in TABLE:
+        if gpu.pattern and re.search(gpu.pattern, device_name):
+            break
+    else:
+        return None
+    bf16 = gpu.tensor if gpu.capability >= (8, 0) else None
+    rates = {"fp16": gpu.tensor, "bf16": bf16, "fp32": gpu.fp32, "tf32": gpu.tf32}
     return Peaks(
         device=device_name,
         source=DATA_SHEET,
-        bandwidth_bytes_per_s=sheet.gb_per_s * 1e9,
-        flops_per_s={name: rates[name] * 1e12 for name in RATES if name in rates},
-        l2_bytes=None if sheet.l2_mib is None else round(sheet.l2_mib * MB),
-        num_sms=sheet.sms,
-        origin=sheet.origin,
+        bandwidth_bytes_per_s=gpu.gb_per_s * 1e9,
+        flops_per_s={name: rate * 1e12 for name, rate in rates.items() if rate is not None},
+        l2_bytes=None if gpu.l2_mib is None else round(gpu.l2_mib * MB),
+        num_sms=gpu.sm_count,
+        origin=gpu.origin,
     )
+
+
+# Vendor words and board variants that do not change capability or (as listed) SM count.
+_NOISE = re.compile(
+    r"\b(nvidia|geforce|tesla|quadro|graphics|generation|tensor core|gpu|sxm\d?|nvl\d*|hbm\d\w*|"
+    r"ac|workstation|server|edition|max-q|\d+\s?gb)\b"
+)
+
+
+def find_gpu(text: str) -> Gpu:
+    """A GPU by its name, case, spaces and vendor words left aside, or by capability: `sm90`, `9.0`.
+    Raises UsageError with near matches.
+    """
+    capability = _capability(text)
+    if capability:
+        return Gpu(f"sm{capability[0]}{capability[1]}", capability)
+    known = {_key(gpu.name): gpu for gpu in GPUS}
+    plain = _NOISE.sub(" ", text.lower())
+    for words in (text, plain, plain.replace("pcie", "")):
+        short = ALIASES.get(_key(words), _key(words))
+        if short in known:
+            return known[short]
+    import difflib  # only the error needs it
+
+    near = difflib.get_close_matches(short, known, n=4, cutoff=0.5)
+    near += [name for name in known if short and short in name and name not in near][:4]
+    names = ", ".join(known[name].name for name in (near or known))
+    raise UsageError(
+        f"GPU {text!r} is not known; {'near matches' if near else 'known are'}: {names}; "
+        "a capability such as sm90 or 9.0 works too"
+    )
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _capability(text: str) -> tuple[int, int] | None:
+    match = re.fullmatch(r"sm_?(\d{1,2})(\d)[af]?|(?:sm_?)?(\d{1,2})\.(\d)", text.strip().lower())
+    return (int(match[1] or match[3]), int(match[2] or match[4])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU as the trace describes it; limits are per SM or per block in bytes, registers or
+    threads. None: not told.
+    """
+
+    index: int
+    name: str
+    compute_major: int
+    compute_minor: int
+    num_sms: int
+    total_memory_bytes: int | None = None
+    max_threads_per_block: int | None = None
+    max_threads_per_sm: int | None = None
+    registers_per_block: int | None = None
+    registers_per_sm: int | None = None
+    shared_bytes_per_block: int | None = None
+    shared_bytes_per_block_optin: int | None = None
+    shared_bytes_per_sm: int | None = None
+    warp_size: int = 32
 
 
 MAX_REGISTERS_PER_THREAD = 255
@@ -280,108 +346,3 @@ def _blocks_by_shared(shared_bytes: int, sm: SmLimits) -> int:
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
-
-
-class Gpu(NamedTuple):
-    """A GPU by name; sm_count (streaming multiprocessors) is None where no data sheet says it."""
-
-    name: str
-    capability: tuple[int, int]
-    sm_count: int | None = None
-
-
-GPUS = (
-    Gpu("V100", (7, 0), 80),
-    Gpu("T4", (7, 5), 40),
-    Gpu("A100", (8, 0), 108),
-    Gpu("A30", (8, 0), 56),
-    Gpu("A10", (8, 6), 72),
-    Gpu("A40", (8, 6), 84),
-    Gpu("RTX A6000", (8, 6), 84),
-    Gpu("RTX 3090", (8, 6), 82),
-    Gpu("L4", (8, 9), 58),
-    Gpu("L40", (8, 9), 142),
-    Gpu("L40S", (8, 9), 142),
-    Gpu("RTX 4090", (8, 9), 128),
-    Gpu("RTX 4000 Ada", (8, 9), 48),
-    Gpu("RTX 6000 Ada", (8, 9), 142),
-    Gpu("H100", (9, 0), 132),
-    Gpu("H100 PCIe", (9, 0), 114),
-    Gpu("H200", (9, 0), 132),
-    Gpu("GH200", (9, 0), 132),
-    Gpu("B200", (10, 0), 148),
-    Gpu("GB200", (10, 0)),
-    Gpu("B300", (10, 3)),
-    Gpu("GB300", (10, 3)),
-    Gpu("RTX 5090", (12, 0), 170),
-    Gpu("RTX PRO 6000 Blackwell", (12, 0), 188),
-    Gpu("DGX Spark", (12, 1), 48),
-)
-ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rtxa6000"}
-
-
-# Vendor words and board variants that do not change capability or (as listed) SM count.
-_NOISE = re.compile(
-    r"\b(nvidia|geforce|tesla|quadro|graphics|generation|tensor core|gpu|sxm\d?|nvl\d*|hbm\d\w*|"
-    r"ac|workstation|server|edition|max-q|\d+\s?gb)\b"
-)
-
-
-def find_gpu(text: str) -> Gpu:
-    """A GPU by its name, case, spaces and vendor words left aside, or by capability: `sm90`, `9.0`.
-    Raises UsageError with near matches.
-    """
-    capability = _capability(text)
-    if capability:
-        return Gpu(f"sm{capability[0]}{capability[1]}", capability)
-    known = {_key(gpu.name): gpu for gpu in GPUS}
-    plain = _NOISE.sub(" ", text.lower())
-    for words in (text, plain, plain.replace("pcie", "")):
-        short = ALIASES.get(_key(words), _key(words))
-        if short in known:
-            return known[short]
-    import difflib  # only the error needs it
-
-    near = difflib.get_close_matches(short, known, n=4, cutoff=0.5)
-    near += [name for name in known if short and short in name and name not in near][:4]
-    names = ", ".join(known[name].name for name in (near or known))
-    raise UsageError(
-        f"GPU {text!r} is not known; {'near matches' if near else 'known are'}: {names}; "
-        "a capability such as sm90 or 9.0 works too"
-    )
-
-
-def _key(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def _capability(text: str) -> tuple[int, int] | None:
-    match = re.fullmatch(
-        r"(?:sm_?(\d{1,2})(\d)[af]?|(?:sm_?)?(\d{1,2})\.(\d))", text.strip().lower()
-    )
-    if not match:
-        return None
-    major, minor = match[1] or match[3], match[2] or match[4]
-    return int(major), int(minor)
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One GPU as the trace describes it; limits are per SM or per block in bytes, registers or
-    threads. None: not told.
-    """
-
-    index: int
-    name: str
-    compute_major: int
-    compute_minor: int
-    num_sms: int
-    total_memory_bytes: int | None = None
-    max_threads_per_block: int | None = None
-    max_threads_per_sm: int | None = None
-    registers_per_block: int | None = None
-    registers_per_sm: int | None = None
-    shared_bytes_per_block: int | None = None
-    shared_bytes_per_block_optin: int | None = None
-    shared_bytes_per_sm: int | None = None
-    warp_size: int = 32

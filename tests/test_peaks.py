@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.devices import SHEETS, Peaks, data_sheet, flop_peak, ridge
+from profharness.devices import TABLE, Peaks, data_sheet, flop_peak, ridge
 from profharness.errors import CaptureError
 from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
@@ -52,8 +52,9 @@ def test_a_device_that_is_not_in_the_table_has_no_peaks(name: str) -> None:
 def test_the_table_is_sane() -> None:
     """fp32 = 2 x cores x clock with 64 or 128 cores an SM and a clock of 1.2 to 2.7 GHz; tensor
     rates are multiples of it."""
-    for sheet in SHEETS:
-        per_sm = sheet.fp32 * 1e12 / sheet.sms / 2
+    for sheet in (gpu for gpu in TABLE if gpu.pattern):
+        assert sheet.sm_count
+        per_sm = sheet.fp32 * 1e12 / sheet.sm_count / 2
         clocks = [per_sm / cores / 1e9 for cores in (64, 128)]
         assert any(1.2 <= clock <= 2.7 for clock in clocks), (sheet.pattern, clocks)
         assert sheet.tensor >= 1.9 * sheet.fp32
