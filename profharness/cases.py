@@ -13,24 +13,21 @@ from profharness.errors import UsageError
 AS_GIVEN = "as_given"
 STANDARD = "standard"
 NONE = "none"
-VALUES = ("normal", "large", "equal", "large_offset", "masked_row")
-
-
 MAX_BATCH = 2  # in derived cases: what goes wrong with a shape shows in two of a batch
 MAX_HEADS = 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem to verify. values says how the inputs differ from normally distributed ones:
-    `large` has scores far beyond what exp can take, `equal` the same score for every key,
-    `large_offset` tensors that begin 1 MiB elements into their storage, `masked_row` a query row
-    that may attend to no key.
+    """One problem to verify.
+
+    Its inputs are normally distributed, but for these names: `large` has scores far beyond what exp
+    can take, `equal` the same score for every key, `large_offset` tensors that begin 1 MiB elements
+    into their storage, `masked_row` a query row that may attend to no key.
     """
 
     name: str
     config: Config
-    values: str = "normal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +68,38 @@ def _small(config: Config) -> Config:
     )
 
 
-def _seq(rows: int, columns: int) -> Callable[[Config], Config]:
+Derive = Callable[[Config], Config | None]
+
+
+def _sized(rows: int, columns: int) -> Derive:
     return lambda config: replace(_small(config), seq_len_q=rows, seq_len_kv=columns)
 
 
-def _kv_heads(divisor: int | None) -> Callable[[Config], Config | None]:
+def _grouped(divisor: int | None) -> Derive:
     """Query heads over that many key heads each; None: over a single one."""
 
     def derive(config: Config) -> Config | None:
         heads = min(config.num_heads, MAX_HEADS)
         heads = heads if heads % 4 == 0 else 4
         kv_heads = 1 if divisor is None else heads // divisor
-        small = replace(_small(config), num_heads=heads, num_kv_heads=kv_heads)
-        return None if config.num_kv_heads == kv_heads == 1 else small
+        if config.num_kv_heads == kv_heads == 1:
+            return None
+        return replace(_small(config), num_heads=heads, num_kv_heads=kv_heads)
 
     return derive
 
 
-def _layout(layout: str) -> Callable[[Config], Config]:
+def _laid_out(layout: str) -> Derive:
     return lambda config: replace(_small(config), layout=layout, batch=max(2, _small(config).batch))
 
 
-def _head_dim(change: int) -> Callable[[Config], Config | None]:
+def _narrower(change: int) -> Derive:
     def derive(config: Config) -> Config | None:
         head_dim, value_dim = config.head_dim - change, config.value_dim - change
         if min(head_dim, value_dim) < 1:
             return None
-        same = head_dim == value_dim
-        return replace(_small(config), head_dim=head_dim, head_dim_v=None if same else value_dim)
+        own = None if head_dim == value_dim else value_dim
+        return replace(_small(config), head_dim=head_dim, head_dim_v=own)
 
     return derive
 
@@ -107,29 +108,27 @@ def _plain(config: Config) -> Config:
     return replace(_small(config), layout="contiguous")
 
 
-def _with_mask(config: Config) -> Config | None:
-    return _plain(config) if config.mask != "none" else None
-
-
-_DERIVED: dict[str, tuple[Callable[[Config], Config | None], str]] = {
-    "seq_1": (_seq(1, 1), "normal"),
-    "seq_7": (_seq(7, 7), "normal"),
-    "seq_127": (_seq(127, 127), "normal"),
-    "seq_129": (_seq(129, 129), "normal"),
-    "seq_1000": (_seq(1000, 1000), "normal"),
-    "fewer_queries": (_seq(33, 200), "normal"),
-    "more_queries": (_seq(200, 33), "normal"),
-    "gqa": (_kv_heads(2), "normal"),
-    "mqa": (_kv_heads(None), "normal"),
-    "batch_stride_0": (_layout("broadcast_batch"), "normal"),
-    "transposed": (_layout("bshd"), "normal"),
-    "large_offset": (_plain, "large_offset"),
-    "head_dim_less_8": (_head_dim(8), "normal"),
-    "head_dim_odd": (_head_dim(3), "normal"),
-    "large": (_plain, "large"),
-    "equal": (_plain, "equal"),
-    "masked_row": (_with_mask, "masked_row"),
+# How each case changes the config; None where it does not apply.
+_DERIVED: dict[str, Derive] = {
+    "seq_1": _sized(1, 1),
+    "seq_7": _sized(7, 7),
+    "seq_127": _sized(127, 127),
+    "seq_129": _sized(129, 129),
+    "seq_1000": _sized(1000, 1000),
+    "fewer_queries": _sized(33, 200),
+    "more_queries": _sized(200, 33),
+    "gqa": _grouped(2),
+    "mqa": _grouped(None),
+    "batch_stride_0": _laid_out("broadcast_batch"),
+    "transposed": _laid_out("bshd"),
+    "large_offset": _plain,
+    "head_dim_less_8": _narrower(8),
+    "head_dim_odd": _narrower(3),
+    "large": _plain,
+    "equal": _plain,
+    "masked_row": lambda config: _plain(config) if config.mask != "none" else None,
 }
+VALUES = ("large_offset", "large", "equal", "masked_row")  # cases whose inputs are not normal
 CASES = (AS_GIVEN, *_DERIVED)
 
 
@@ -145,20 +144,17 @@ def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
             f"no case {unknown[0]!r}; known are {STANDARD}, {NONE}, {', '.join(CASES)}"
         )
     config = replace(config, dropout=0.0)
-    found = [Case(AS_GIVEN, config)]
-    for name, (derive, values) in _DERIVED.items():
+    cases = {(config, "normal"): Case(AS_GIVEN, config)}
+    for name, derive in _DERIVED.items():
         derived = derive(config) if STANDARD in names or name in names else None
         if derived is not None:
-            found.append(Case(name, derived, values))
-    seen: dict[tuple[Config, str], Case] = {}
-    for case in found:
-        seen.setdefault((case.config, case.values), case)
-    return tuple(seen.values())
+            cases.setdefault((derived, values_of(name)), Case(name, derived))
+    return tuple(cases.values())
 
 
 def values_of(case: str) -> str:
     """How the inputs of a case of that name are made."""
-    return _DERIVED[case][1] if case in _DERIVED else "normal"
+    return case if case in VALUES else "normal"
 
 
 def failures(rows: Iterable[VerificationRow]) -> list[VerificationRow]:

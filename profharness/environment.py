@@ -14,7 +14,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Any]:
+def _opened_nvml() -> Iterator[Any]:
     """The pynvml module, initialised within the block; None without the package or a driver."""
     try:
         import pynvml
@@ -30,14 +30,14 @@ def opened() -> Iterator[Any]:
 
 
 def driver_version() -> str | None:
-    """The driver's version; None without a driver."""
-    with opened() as nvml:
+    """The NVIDIA driver's version; None without a driver."""
+    with _opened_nvml() as nvml:
         return None if nvml is None else _text(nvml.nvmlSystemGetDriverVersion())
 
 
 def gpu_present() -> bool:
     """Whether there is an NVIDIA GPU."""
-    with opened() as nvml:
+    with _opened_nvml() as nvml:
         return nvml is not None and int(nvml.nvmlDeviceGetCount()) > 0
 
 
@@ -45,21 +45,20 @@ def gpu_name() -> str | None:
     """The first GPU's name, which is what CUDA calls it too; None without one, or if it cannot be
     told.
     """
-    with opened() as nvml:
+    with _opened_nvml() as nvml:
         if nvml is None:
             return None
         try:
-            if not nvml.nvmlDeviceGetCount():
-                return None
             return _text(nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(0)))
-        except nvml.NVMLError:
+        except nvml.NVMLError:  # there is no GPU, or it is lost
             return None
 
 
-def _text(told: str | bytes) -> str:
-    return told.decode() if isinstance(told, bytes) else str(told)
+def _text(answer: str | bytes) -> str:
+    return answer.decode() if isinstance(answer, bytes) else answer
 
 
+# The variables that change dispatch or speed; no others are recorded.
 RELEVANT_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -91,7 +90,7 @@ def collect(device_type: str) -> dict[str, Any]:
 
     from profharness import __version__
 
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "profharness": __version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -102,16 +101,11 @@ def collect(device_type: str) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "device_type": device_type,
         "triton": _version("triton"),
-        "env": relevant_variables(),
+        "env": {name: os.environ[name] for name in RELEVANT_VARIABLES if name in os.environ},
     }
     if device_type == "cuda":
-        found |= _cuda(torch)
-    return found | _flags(torch)
-
-
-def relevant_variables() -> dict[str, str]:
-    """The variables of this process that change dispatch or speed (and no others)."""
-    return {name: os.environ[name] for name in RELEVANT_VARIABLES if name in os.environ}
+        keys |= _cuda(torch)
+    return keys | _flags(torch)
 
 
 def cpu_name() -> str:
@@ -142,14 +136,8 @@ def _cuda(torch: Any) -> dict[str, Any]:
         "gpu_memory_bytes": device.total_memory,
         "l2_bytes": getattr(device, "L2_cache_size", None),
         "cudnn": torch.backends.cudnn.version(),
-        **driver(),
+        **({"driver": driver} if (driver := driver_version()) is not None else {}),
     }
-
-
-def driver() -> dict[str, Any]:
-    """The driver's version through NVML, and nothing where there is no NVIDIA driver."""
-    version = driver_version()
-    return {} if version is None else {"driver": version}
 
 
 def _flags(torch: Any) -> dict[str, Any]:

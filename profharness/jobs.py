@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profharness import environment as nvml
 from profharness.backends import ALL, CPU_BACKENDS, DEFAULT_BACKENDS, KERNELS, expand_backends
 from profharness.cases import VerificationRow
 from profharness.config import Config
+from profharness.environment import gpu_present
 from profharness.errors import ProfharnessError
 from profharness.profilers import find_profilers, require_tools
 from profharness.run import BenchPlan, Run, read_run
@@ -78,7 +78,7 @@ def resume_into_store(folder: Path, store: Path, progress: Progress | None = Non
 
 def default_backends(device: str = "auto") -> tuple[str, ...]:
     """auto flash efficient cudnn math where there is an NVIDIA GPU, else auto flash math."""
-    wanted = device if device != "auto" else ("cuda" if nvml.gpu_present() else "cpu")
+    wanted = device if device != "auto" else ("cuda" if gpu_present() else "cpu")
     return DEFAULT_BACKENDS if wanted == "cuda" else CPU_BACKENDS
 
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+from typing import Literal
 
 Speed = Literal["same", "faster", "slower", "unknown"]
 
@@ -20,9 +15,8 @@ THRESHOLD = 0.03  # the smallest relative change of the median that is worth a w
 MIN_SAMPLES = 5
 MIN_SAMPLES_CI = 3
 NOISY_IQR = 0.10  # interquartile range over median from which samples are called noisy
-BIMODAL_SHARE = (
-    0.85  # variance that two clusters must explain (0.64 for a normal, 0.75 for a uniform)
-)
+# Variance that two clusters must explain (0.64 for a normal, 0.75 for a uniform distribution).
+BIMODAL_SHARE = 0.85
 BIMODAL_DISTANCE = 0.10  # distance of the two cluster means over the median
 BIMODAL_MIN_SAMPLES = 10
 BOOTSTRAP_RESAMPLES = 2000
@@ -119,8 +113,10 @@ def is_bimodal(samples: Sequence[float]) -> bool:
     median = float(np.median(x))
     if total <= 0 or median <= 0:
         return False
-    cuts = np.arange(-(-len(x) // 5), len(x) - -(-len(x) // 5) + 1)
-    low, high = _cluster_means(x, cuts)
+    fifth = -(-len(x) // 5)
+    cuts = np.arange(fifth, len(x) - fifth + 1)
+    sums = np.concatenate(([0.0], np.cumsum(x)))
+    low, high = sums[cuts] / cuts, (sums[-1] - sums[cuts]) / (len(x) - cuts)
     between = cuts * (len(x) - cuts) / len(x) * (high - low) ** 2
     best = int(np.argmax(between))
     distance = float(high[best] - low[best]) / median
@@ -133,9 +129,8 @@ def compare(
     """Verdict on two independent sets of times: the medians' change must exceed threshold and a
     rank test must agree.
 
-    A change within threshold is `same` whatever the test says; one beyond it that the test does
-    not support at 5 %
-    is `unknown`, as are fewer than five samples on a side.
+    A change within threshold is `same` whatever the test says. One beyond it that the test does
+    not support at 5 % is `unknown`, as are fewer than five samples on a side.
     """
     if not len(baseline) or not len(candidate):
         side = "baseline" if not len(baseline) else "candidate"
@@ -149,16 +144,12 @@ def compare(
         return Comparison(ratio, None, "unknown", reason)
     p_value = _rank_test(baseline, candidate)
     verdict, reason = _judge(ratio, p_value, threshold)
-    doubts = [
-        *_doubts("baseline", baseline, base),
-        *_doubts("candidate", candidate, cand),
-    ]
-    return Comparison(ratio, p_value, verdict, "; ".join([reason, *doubts]))
+    doubts = _doubt("baseline", baseline, base) + _doubt("candidate", candidate, cand)
+    return Comparison(ratio, p_value, verdict, reason + doubts)
 
 
 def beyond(ratio: float, threshold: float) -> bool:
-    """Whether a ratio differs from 1 by more than threshold, the same for a ratio and its
-    inverse."""
+    """Whether a ratio differs from 1 by more than threshold; a ratio and its inverse agree."""
     return ratio > 1 + threshold or ratio * (1 + threshold) < 1
 
 
@@ -182,20 +173,10 @@ def _rank_test(baseline: Sequence[float], candidate: Sequence[float]) -> float:
     return float(stats.mannwhitneyu(a, b, alternative="two-sided").pvalue)
 
 
-def _doubts(side: str, samples: Sequence[float], summary: Summary) -> list[str]:
+def _doubt(side: str, samples: Sequence[float], summary: Summary) -> str:
     if is_bimodal(samples):
-        return [f"the {side}'s samples are bimodal, so its median may jump between two modes"]
+        return f"; the {side}'s samples are bimodal, so its median may jump between two modes"
     spread = summary.iqr / summary.median if summary.median > 0 else 0.0
     if spread >= NOISY_IQR:
-        return [f"the {side} is noisy (interquartile range {spread * 100:.0f} % of the median)"]
-    return []
-
-
-def _cluster_means(
-    x: NDArray[np.float64], cuts: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means below and from each cut of sorted x."""
-    import numpy as np
-
-    sums = np.concatenate(([0.0], np.cumsum(x)))
-    return sums[cuts] / cuts, (sums[-1] - sums[cuts]) / (len(x) - cuts)
+        return f"; the {side} is noisy (interquartile range {spread * 100:.0f} % of the median)"
+    return ""

@@ -175,9 +175,9 @@ def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
 
 def check_driver() -> Check:
     """The NVIDIA driver through NVML."""
-    from profharness.environment import driver
+    from profharness.environment import driver_version
 
-    version = driver().get("driver")
+    version = driver_version()
     if version:
         return Check("driver", "ok", str(version))
     return Check("driver", "absent", "no NVIDIA driver answers")
