@@ -29,6 +29,11 @@ class Case:
     name: str
     config: Config
 
+    @property
+    def values(self) -> str:
+        """How its inputs are made: one of VALUES, or `normal`."""
+        return values_of(self.name)
+
 
 @dataclass(frozen=True, slots=True)
 class VerificationRow:
@@ -148,7 +153,8 @@ def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
     for name, derive in _DERIVED.items():
         derived = derive(config) if STANDARD in names or name in names else None
         if derived is not None:
-            cases.setdefault((derived, values_of(name)), Case(name, derived))
+            case = Case(name, derived)
+            cases.setdefault((derived, case.values), case)
     return tuple(cases.values())
 
 
