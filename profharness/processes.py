@@ -186,3 +186,14 @@ def child_environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
+
+
+def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """A child of this Python that runs `code`, with pipes to its stdin and stdout."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+        **options,
+    )

@@ -28,7 +28,7 @@ for table, columns in TABLES.items():
 """
 TABLES = """
 import sqlite3
-from profharness.parse.nsys_read import LAUNCHING, NUMBERS, VARIANTS
+from profharness.parse.nsys import LAUNCHING, NUMBERS, VARIANTS
 like = " OR ".join(f"value LIKE '{pattern}'" for pattern in LAUNCHING)
 CALLS = f"WHERE nameId IN (SELECT id FROM StringIds WHERE {like})"
 TABLES = {

@@ -4,14 +4,22 @@ name.
 
 from __future__ import annotations
 
+import gzip
 import importlib
-from collections.abc import Callable
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from profharness.errors import TraceFormatError
-from profharness.parse.packed import first_bytes, is_packed, unpacked
+from profharness.errors import ProfharnessError, TraceFormatError
 from profharness.trace import Trace
 
+GZIP = b"\x1f\x8b"
+SUFFIX = ".gz"
+_DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
 PARSERS: dict[str, str] = {
     "chrome": "profharness.parse.chrome:parse_chrome",
     "nsys": "profharness.parse.nsys:parse_nsys",
@@ -33,6 +41,8 @@ STARTS: dict[bytes, str] = {
     b"SQLite format 3\0": "nsys",  # which says what else an SQLite file is
     b"NVR\0": "ncu",
 }
+SNIFFED = 1 << 20  # a program may print this much before ncu prints its table
+NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
     "an Nsight Compute report (.ncu-rep, .csv), each also as .gz, or a run folder"
@@ -60,7 +70,7 @@ def sniff(path: Path) -> str | None:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
-            return name if ".csv" not in suffix or _is_ncu_csv(path) else None
+            return name if ".csv" not in suffix or is_ncu_csv(path) else None
     for start, name in STARTS.items():
         if head.startswith(start):
             return name
@@ -99,7 +109,77 @@ def open_trace(path: Path) -> Trace:
         return load_parser(name)(plain)
 
 
-def _is_ncu_csv(path: Path) -> bool:
-    from profharness.parse.ncu_csv import is_ncu_csv
+def is_ncu_csv(path: Path) -> bool:
+    """Whether a file, plain or inside gzip, has ncu's header line within its first MiB. Raises
+    OSError if it cannot be read.
+    """
+    return any(map(NCU_HEADER.match, decode_text(first_bytes(path, SNIFFED)).splitlines()))
 
-    return is_ncu_csv(path)
+
+def decode_text(data: bytes) -> str:
+    """UTF-8 or UTF-16 with a byte order mark; what is neither becomes a replacement character."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # PowerShell's `>` writes UTF-16
+        return data.decode("utf-16", errors="replace")
+    return data.decode("utf-8-sig", errors="replace")
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file is named `*.gz` and begins as gzip does. Raises OSError."""
+    if not path.name.lower().endswith(SUFFIX):
+        return False
+    with path.open("rb") as file:
+        return file.read(len(GZIP)) == GZIP
+
+
+def first_bytes(path: Path, size: int) -> bytes:
+    """The first `size` bytes, uncompressed; fewer where the file, or its whole part, is shorter.
+    Raises OSError.
+    """
+    if not is_packed(path):
+        with path.open("rb") as file:
+            return file.read(size)
+    data = b""
+    try:
+        with gzip.open(path, "rb") as packed:
+            while len(data) < size and (more := packed.read(min(size - len(data), 1 << 13))):
+                data += more
+    except _DAMAGE:
+        pass  # who reads the whole says so
+    return data
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """The file itself, or what it packs as a temporary file of the same name without `.gz`, which
+    is gone afterwards. Errors raised within name `path`.
+
+    Raises TraceFormatError for a damaged or unreadable file.
+    """
+    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
+        try:
+            if not is_packed(path):
+                plain = path
+            else:
+                plain = Path(folder) / path.name[: -len(SUFFIX)]
+                with gzip.open(path, "rb") as packed, plain.open("wb") as out:
+                    shutil.copyfileobj(packed, out, 1 << 20)
+        except _DAMAGE as error:
+            raise TraceFormatError(
+                path, f"cannot be decompressed: {error}", expected="a whole gzip file"
+            ) from None
+        except OSError as error:
+            raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+        try:
+            yield plain
+        except ProfharnessError as error:
+            if plain != path:
+                _rename(error, plain, path)
+            raise
+
+
+def _rename(error: ProfharnessError, plain: Path, path: Path) -> None:
+    error.args = tuple(
+        arg.replace(str(plain), str(path)) if isinstance(arg, str) else arg for arg in error.args
+    )
+    if isinstance(error, TraceFormatError):
+        error.path = path

@@ -1,34 +1,47 @@
 """Kineto's Chrome trace (torch.profiler's JSON, plain or gzip) to a Trace, at a few hundred MB a
-second in bounded memory.
+second in bounded memory: the scan cuts a file at event boundaries and decodes piece by piece.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import pickle
+import sys
 from contextlib import ExitStack
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
+
+import msgspec
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
+from profharness.parse import GZIP
 from profharness.parse import join as link
-from profharness.parse.chrome_read import Layout, Window, decode_lenient, probe, skip_space
-from profharness.parse.chrome_scan import (
-    RANGE,
-    Answer,
-    Request,
-    finish_child,
-    scan,
-    start_child,
-    stop_child,
-    temporary_file,
+from profharness.parse.chrome_read import (
+    BLOCK,
+    MAX_PIECE,
+    Layout,
+    Window,
+    decode_lenient,
+    object_end,
+    probe,
+    skip_space,
 )
-from profharness.parse.columns import Block, Spool, Tables
-from profharness.parse.output import Output
-from profharness.trace import LaunchBatch, Trace
+from profharness.parse.columns import (
+    EXACT_LIMIT,
+    MAX_NS,
+    MAX_TEXT,
+    Collector,
+    Events,
+    NeedExactTimes,
+    Spool,
+    Tables,
+    make_device,
+    whole,
+)
+from profharness.processes import start_python
+from profharness.trace import LaunchConfig, Trace
 
 KEPT = (
     "schemaVersion", "trace_id", "record_shapes", "with_stack", "profile_memory", "with_flops",
@@ -36,81 +49,27 @@ KEPT = (
     "hip_runtime_version", "hip_driver_version", "rocm_version", "torch_version",
 )  # fmt: skip
 DISTRIBUTED = ("backend", "rank", "world_size")
-MAX_TEXT = 200
-
-
-def environment(header: dict[str, Any]) -> dict[str, object]:
-    """The header's harmless scalars, and of distributedInfo backend, rank and world_size."""
-    found: dict[str, object] = {key: header[key] for key in KEPT if _scalar(header.get(key))}
-    info = header.get("distributedInfo")
-    if isinstance(info, dict):
-        kept = {key: info[key] for key in DISTRIBUTED if _scalar(info.get(key))}
-        if kept:
-            found["distributedInfo"] = kept
-    return found
-
-
-def devices(header: dict[str, Any]) -> tuple[Device, ...]:
-    """deviceProperties as Devices; an entry without the essentials is left out."""
-    rows = header.get("deviceProperties")
-    found = (
-        (_device(row) for row in rows if isinstance(row, dict)) if isinstance(rows, list) else ()
-    )
-    return tuple(device for device in found if device)
-
-
-def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
-    """(nanoseconds to add to every ts, warnings)."""
-    base = header.get("baseTimeNanoseconds", 0)
-    if isinstance(base, int) and not isinstance(base, bool) and abs(base) < 1 << 61:
-        return base, []
-    return 0, ["baseTimeNanoseconds is not a usable number; times count from 0"]
-
-
-def _device(row: dict[str, Any]) -> Device | None:
-    essentials = [row.get(key) for key in ("id", "computeMajor", "computeMinor", "numSms")]
-    if not all(_integer(value) for value in essentials) or not isinstance(row.get("name"), str):
-        return None
-    index, major, minor, sms = (int(value) for value in essentials if value is not None)
-    warp = row.get("warpSize")
-    return Device(
-        index=index,
-        name=row["name"][:MAX_TEXT],
-        compute_major=major,
-        compute_minor=minor,
-        num_sms=sms,
-        total_memory_bytes=_limit(row, "totalGlobalMem"),
-        max_threads_per_block=_limit(row, "maxThreadsPerBlock"),
-        max_threads_per_sm=_limit(row, "maxThreadsPerMultiprocessor"),
-        registers_per_block=_limit(row, "regsPerBlock"),
-        registers_per_sm=_limit(row, "regsPerMultiprocessor"),
-        shared_bytes_per_block=_limit(row, "sharedMemPerBlock"),
-        shared_bytes_per_block_optin=_limit(row, "sharedMemPerBlockOptin"),
-        shared_bytes_per_sm=_limit(row, "sharedMemPerMultiprocessor"),
-        warp_size=warp if isinstance(warp, int) and _integer(warp) else 32,
-    )
-
-
-def _limit(row: dict[str, Any], key: str) -> int | None:
-    value = row.get(key)
-    return value if isinstance(value, int) and _integer(value) else None
-
-
-def _integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-
-
-def _scalar(value: object) -> bool:
-    if isinstance(value, str):
-        return len(value) <= MAX_TEXT
-    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < 1 << 62)
-
-
-TWO_PROCESSES_FROM = (
-    50_000_000  # bytes of JSON; below, starting a second process costs more than it saves
-)
+DEVICE_KEYS = {
+    "compute_major": "computeMajor",
+    "compute_minor": "computeMinor",
+    "num_sms": "numSms",
+    "total_memory_bytes": "totalGlobalMem",
+    "max_threads_per_block": "maxThreadsPerBlock",
+    "max_threads_per_sm": "maxThreadsPerMultiprocessor",
+    "registers_per_block": "regsPerBlock",
+    "registers_per_sm": "regsPerMultiprocessor",
+    "shared_bytes_per_block": "sharedMemPerBlock",
+    "shared_bytes_per_block_optin": "sharedMemPerBlockOptin",
+    "shared_bytes_per_sm": "sharedMemPerMultiprocessor",
+    "warp_size": "warpSize",
+}
+RANGE = 8 * 1024 * 1024
+FLUSH = 2 * 1024 * 1024
+REACH = 4 * 1024 * 1024  # how far a broken event is followed over compact separators
+FOREVER = 1 << 62
+TWO_PROCESSES_FROM = 50_000_000  # bytes of JSON; below, a second process costs more than it saves
 GZIP_RATIO = 13
-COLUMNS = tuple(field.name for field in fields(LaunchBatch))
+CHILD = "from profharness.parse.chrome import main; main()"  # -m would pickle as __main__
 
 
 class _Inexact(Exception):
@@ -128,10 +87,9 @@ def parse_chrome(
     """Parse a Kineto trace; processes None: two for large files where there are two CPUs, else one.
 
     Launches are kernels, memcpys and memsets; in a trace without any, ATen ops with their own time.
-    Unreadable single events are
-    skipped and counted. The sizes steer memory, not results. Raises TraceFormatError when the file
-    is truncated, damaged
-    or no Kineto trace. The caller closes the Trace.
+    Unreadable single events are skipped and counted. The sizes steer memory, not results. Raises
+    TraceFormatError when the file is truncated, damaged or no Kineto trace. The caller closes the
+    Trace.
     """
     path = Path(path)
     window = Window(path)
@@ -147,59 +105,285 @@ def parse_chrome(
 def _scan_file(
     path: Path, layout: Layout, processes: int | None, range_bytes: int, stack: ExitStack
 ) -> tuple[link.Source, dict[str, Any], list[str]]:
-    """Scan with as many processes as pay, again with decimals or in one go where that proves
-    necessary.
+    """(merged tables, header, warnings) of a scan with as many processes as pay, again with
+    decimals or in one go where that proves necessary.
     """
+    if layout.empty:
+        return link.merge([Tables()], []), _trailer(path, layout, layout.first), []
     count = _processes(path, layout, processes)
+    width = range_bytes if layout.certain else 0
     exact = _needs_decimals(layout.first_ts)
     warnings: list[str] = []
-    if layout.empty:
-        return link.merge([Tables()], []), _trailer(path, layout, layout.first), warnings
-    width = range_bytes if layout.certain else 0
     while True:
-        answers, spools = _run(path, layout, exact, count, width, stack, warnings)
-        if any(answer.need_exact for answer in answers):
+        spools = [Spool.temporary(stack) for _ in range(count)]
+        step = count if width else 0
+        requests = [Request(str(path), layout, exact, i, step, width) for i in range(count)]
+        answers = [scan(requests[0], spools[0])] if count == 1 else _scan_twice(requests, spools)
+        if answers is None:
+            warnings.append("the second reading process died; the file was read again by one")
+            count = 1
+        elif any(answer.need_exact for answer in answers):
             exact = True
-            continue
+        else:
+            try:
+                end = _array_end(path, answers)
+            except _Inexact:
+                count, width = 1, 0
+                continue
+            source = link.merge([answer.tables for answer in answers], spools)
+            return source, _trailer(path, layout, end), warnings
+
+
+def _scan_twice(requests: list[Request], spools: list[Spool]) -> list[Answer] | None:
+    """Scan here and in a child, which writes columns to its spool and its Answer to stdout; None
+    when the child died.
+    """
+    number = spools[1].file.fileno()
+    with start_python(CHILD, str(number), pass_fds=(number,)) as child:
         try:
-            end = _array_end(path, answers)
-        except _Inexact:
-            count, width = 1, 0
-            continue
-        source = link.merge([answer.tables for answer in answers], spools)
-        return source, _trailer(path, layout, end), warnings
-
-
-def _run(
-    path: Path,
-    layout: Layout,
-    exact: bool,
-    count: int,
-    width: int,
-    stack: ExitStack,
-    warnings: list[str],
-) -> tuple[list[Answer], list[Spool]]:
-    files = [stack.enter_context(temporary_file()) for _ in range(count)]
-    spools = [Spool(file) for file in files]
-    step = count if width else 0
-    requests = [Request(str(path), layout, exact, i, step, width) for i in range(count)]
-    if count == 1:
-        return [scan(requests[0], spools[0])], spools
-    child = start_child(requests[1], files[1])
-    try:
-        mine = scan(requests[0], spools[0])
-        answer = finish_child(child)
-    except BaseException:
-        stop_child(child)
-        raise
-    if answer is None:
-        warnings.append("the second reading process died; the file was read again by one")
-        return _run(path, layout, exact, 1, width, stack, warnings)
+            assert child.stdin and child.stdout
+            child.stdin.write(pickle.dumps(requests[1]))
+            child.stdin.close()
+            mine = scan(requests[0], spools[0])
+            output = child.stdout.read()
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        return None
+    answer = cast(Answer, pickle.loads(output))
     if answer.error:
-        error = TraceFormatError(path, "", offset=answer.error[1], expected=answer.error[2])
-        error.args = (answer.error[0],)
+        message, offset, expected = answer.error
+        error = TraceFormatError(requests[1].path, "", offset=offset, expected=expected)
+        error.args = (message,)
         raise error
-    return [mine, answer], spools
+    return [mine, answer]
+
+
+def main() -> None:
+    """Entry of the child process."""
+    request: Request = pickle.loads(sys.stdin.buffer.read())
+    with os.fdopen(int(sys.argv[1]), "r+b", buffering=0) as file:
+        try:
+            answer = scan(request, Spool(cast(BinaryIO, file)))
+        except TraceFormatError as error:
+            answer = Answer(Tables(), [], error=(str(error), error.offset, error.expected))
+    sys.stdout.buffer.write(pickle.dumps(answer))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a child has to do: the ranges `first`, `first + step`, … of a file; step 0: one range
+    to the end.
+    """
+
+    path: str
+    layout: Layout
+    exact: bool
+    first: int
+    step: int
+    range_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a process read; error is a TraceFormatError's whole text, offset and expectation."""
+
+    tables: Tables
+    parts: list[Part]
+    size: int = 0
+    need_exact: bool = False
+    error: tuple[str, int | None, str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One range of the file as it was scanned: array_end is the offset of the closing `]`, if it
+    was met here.
+    """
+
+    index: int
+    array_end: int | None
+    events: int  # decoded or skipped
+
+
+def scan(request: Request, spool: Spool) -> Answer:
+    """Scan this request's ranges into the spool. Raises TraceFormatError."""
+    collector = Collector(Events(exact=request.exact), spool)
+    window = Window(Path(request.path))
+    parts: list[Part] = []
+    try:
+        scanner = Scanner(window, request.layout, collector)
+        window.fill()
+        index = request.first
+        while True:
+            width = request.range_bytes
+            begin, end = (index * width, (index + 1) * width) if request.step else (0, FOREVER)
+            if end > request.layout.first:
+                parts.append(scanner.scan(index, max(begin, request.layout.first), end))
+            if not request.step or window.eof or (parts and parts[-1].array_end is not None):
+                break
+            index += request.step
+        return Answer(collector.tables, parts, window.end)
+    except NeedExactTimes:
+        return Answer(collector.tables, parts, need_exact=True)
+    finally:
+        window.close()
+
+
+class Scanner:
+    """Scans byte ranges of one file into a collector, in ascending order."""
+
+    def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
+        self.window = window
+        self.layout = layout
+        self.collector = collector
+        self._array_end: int | None = None
+
+    def scan(self, index: int, begin: int, end: int) -> Part:
+        """Take in every event that starts in [begin, end)."""
+        tables = self.collector.tables
+        before = tables.events + tables.skipped
+        self._array_end = None
+        if self._find_first(begin):
+            self._scan_to(index, end)
+        self.collector.flush(index)
+        count = tables.events + tables.skipped - before
+        return Part(index, self._array_end, count)
+
+    def _find_first(self, begin: int) -> bool:
+        """Stand at the first event at or behind begin; False if there is none."""
+        window, separator, gap = self.window, self.layout.separator, self.layout.gap
+        if begin <= self.layout.first:
+            window.seek(self.layout.first)
+            return True
+        if window.base >= begin:  # the range before this one has stopped right here
+            return True
+        lead = gap + 1
+        window.seek(max(begin - lead, window.base))
+        while True:
+            at = window.buffer.find(separator, max(0, begin - lead - window.base))
+            if at >= 0:
+                window.seek(window.base + at + lead)
+                return True
+            if len(window.buffer) > 2 * len(separator):
+                window.seek(window.end - len(separator))
+            if not window.fill():
+                return False
+
+    def _scan_to(self, index: int, end: int) -> None:
+        window, separator, lead = self.window, self.layout.separator, self.layout.gap + 1
+        flushed = window.base
+        wanted = 1
+        stuck = False  # at the end of the file, with an event that goes on behind a separator
+        while window.base < end and self._array_end is None:
+            more = True
+            if len(window.buffer) < wanted or separator not in window.buffer:
+                more = window.fill(max(BLOCK, min(len(window.buffer), MAX_PIECE // 4)))
+                if len(window.buffer) > MAX_PIECE:
+                    message = "an event of more than 32 MiB"
+                    raise window.error(message, offset=window.base, expected="an event")
+            if more and len(window.buffer) < wanted:
+                continue
+            buffer = window.buffer
+            stop = (
+                buffer.find(separator, max(0, end - window.base - lead)) if window.end > end else -1
+            )
+            if stop < 0:
+                stop = buffer.rfind(separator)
+            final = stop < 0 or stuck
+            if final and more and not stuck:
+                continue
+            segment = buffer if final else buffer[: stop + 1]
+            used = self._segment(segment, last=final)
+            if self._array_end is None:
+                if final:
+                    return
+                whole = used == len(segment)
+                window.seek(window.base + (stop + lead if whole else used))
+                stuck = window.eof and not whole
+                wanted = 1 if whole else 2 * len(window.buffer)
+                wanted = min(wanted, REACH)
+            if window.base - flushed >= FLUSH:
+                self.collector.flush(index)
+                flushed = window.base
+
+    def _segment(self, segment: bytes, *, last: bool) -> int:
+        """Decode whole events; returns how many bytes are done with (fewer if the last event
+        goes on).
+        """
+        try:
+            events = self.collector.events.many.decode(b"[" + segment + b"]")
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return self._piecewise(segment, last=last)
+        self.collector.tables.events += len(events)
+        self.collector.add(events)
+        return len(segment)
+
+    def _piecewise(self, segment: bytes, *, last: bool) -> int:
+        """Decode event by event, skip and count what is broken, and see the array's end."""
+        separator, lead = self.layout.separator, self.layout.gap + 1
+        position = 0
+        while position < len(segment):
+            border = segment.find(separator, position) if self.layout.certain else -1
+            stop = border + 1 if border >= 0 else len(segment)
+            behind = object_end(segment, position, stop)
+            if behind is None:
+                if border < 0 and not last and len(segment) - position < REACH:
+                    return position
+                border = segment.find(separator, position + 1) if border < 0 else border
+                if border < 0 and last:
+                    return self._lost_end(segment, position)
+                self.collector.tables.skipped += 1
+                if border < 0:
+                    return len(segment)
+                position = border + lead
+                continue
+            self._one(segment[position:behind])
+            position = skip_space(segment, behind)
+            mark = segment[position : position + 1]
+            if mark == b"]":
+                self._array_end = self.window.base + position
+                return position
+            position = self._next(segment, position, mark)
+        return len(segment)
+
+    def _next(self, segment: bytes, position: int, mark: bytes) -> int:
+        """Where the next event starts, given what follows an event."""
+        if mark == b",":
+            position = skip_space(segment, position + 1)
+            if segment[position : position + 1] in (b"{", b""):
+                return position
+        if not mark:
+            return len(segment)
+        self.collector.tables.skipped += 1
+        border = segment.find(self.layout.separator, position)
+        return len(segment) if border < 0 else border + self.layout.gap + 1
+
+    def _lost_end(self, segment: bytes, position: int) -> int:
+        """At the end of the file inside an event: perhaps a broken event whose array still
+        closes.
+        """
+        tail = segment[position:].rstrip()
+        border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
+        if border < 0 or not tail.endswith((b"}", b"]")):
+            return len(segment)
+        self.collector.tables.skipped += 1
+        self._array_end = self.window.base + position + tail.index(b"]", border)
+        return position
+
+    def _one(self, data: bytes) -> None:
+        collector = self.collector
+        known = len(collector.events.extra)
+        event, bad = collector.events.decode_one(data)
+        if len(collector.events.extra) != known:
+            collector.register()
+        if bad:
+            collector.tables.skipped += 1
+            return
+        collector.tables.events += 1
+        if event is not None:
+            collector.add((event,))
 
 
 def _array_end(path: Path, answers: list[Answer]) -> int:
@@ -253,7 +437,7 @@ def _processes(path: Path, layout: Layout, asked: int | None) -> int:
     if asked is not None:
         return max(1, min(asked, 2))
     with path.open("rb") as file:
-        ratio = GZIP_RATIO if file.read(2) == b"\x1f\x8b" else 1
+        ratio = GZIP_RATIO if file.read(len(GZIP)) == GZIP else 1
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     large = path.stat().st_size * ratio >= TWO_PROCESSES_FROM
     return 2 if large and (cpus or 1) > 1 else 1
@@ -261,9 +445,56 @@ def _processes(path: Path, layout: Layout, asked: int | None) -> int:
 
 def _needs_decimals(ts: str) -> bool:
     try:
-        return abs(float(ts)) >= float(1 << 43)
+        return abs(float(ts)) >= EXACT_LIMIT
     except ValueError:
         return False
+
+
+def environment(header: dict[str, Any]) -> dict[str, object]:
+    """The header's harmless scalars, and of distributedInfo backend, rank and world_size."""
+    kept: dict[str, object] = {key: header[key] for key in KEPT if _scalar(header.get(key))}
+    info = header.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    if distributed := {key: info[key] for key in DISTRIBUTED if _scalar(info.get(key))}:
+        kept["distributedInfo"] = distributed
+    return kept
+
+
+def _scalar(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MAX_TEXT
+    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < 1 << 62)
+
+
+def devices(header: dict[str, Any]) -> tuple[Device, ...]:
+    """deviceProperties as Devices; an entry without the essentials is left out."""
+    rows = header.get("deviceProperties")
+    made = (
+        make_device(
+            whole(row.get("id")),
+            row.get("name"),
+            {field: whole(row.get(key)) for field, key in DEVICE_KEYS.items()},
+        )
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, dict)
+    )
+    return tuple(device for device in made if device)
+
+
+def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
+    """(nanoseconds to add to every ts, warnings)."""
+    base = header.get("baseTimeNanoseconds", 0)
+    if isinstance(base, int) and not isinstance(base, bool) and abs(base) < MAX_NS:
+        return base, []
+    return 0, ["baseTimeNanoseconds is not a usable number; times count from 0"]
+
+
+def _number(value: Any) -> int:
+    """A pid or tid as a number; -1 for the words that Kineto uses for its own tracks."""
+    text = str(value)
+    if isinstance(value, int | str) and text.lstrip("-").isdecimal() and len(text) < 19:
+        return int(text)
+    return -1
 
 
 def _assemble(
@@ -277,40 +508,39 @@ def _assemble(
     """Join everything, write the result columns to a file of their own, and wrap them up."""
     tables = source.tables
     base, doubt = time_base(header)
-    threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     if tables.skipped:
         doubt.append(f"{tables.skipped} events could not be read and were skipped")
-    out = Spool(stack.enter_context(temporary_file()))
-    output = Output(source, threads, base, out)
-    output.write(chunk_rows, slice_rows)
-    files = stack.pop_all()
+    threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
+    ranges = link.Ranges(tables.ranges, threads, base)
+    output = link.Output(ranges, base, Spool.temporary(stack))
+    stacks = link.Stacks(source, rows=slice_rows)
+    if tables.gpu:
+        kernels, configs = list(tables.kernels), list(tables.configs)
+        chunks = link.device_chunks(source, stacks, chunk_rows)
+    else:
+        kernels, configs = [("op", name) for name in tables.names], [(None,) * 4]
+        chunks = link.op_chunks(stacks, ranges)
+    kernel_ids, config_ids, path_ids = link.Renumber(), link.Renumber(), link.Renumber()
+    for chunk, paths in chunks:
+        kernel, config = kernel_ids(chunk.gpu.kernel), config_ids(chunk.gpu.config)
+        output.write(chunk, kernel, config, path_ids(paths))
+    folded, apis = stacks.folded(), list(tables.apis)
     return Trace(
         profiler="torch",
         devices=devices(header),
         environment=environment(header),
-        kernels=output.kernels,
-        kernel_kinds=output.kinds,
-        launch_configs=output.configs,
-        op_paths=output.op_paths,
-        apis=output.apis,
-        ranges=output.ranges,
-        num_launches=sum(block.rows for block in output.blocks),
+        kernels=[kernels[i][1] for i in kernel_ids.order],
+        kernel_kinds=[kernels[i][0] for i in kernel_ids.order],
+        launch_configs=[
+            LaunchConfig(grid, block, registers, shared_bytes=shared)
+            for grid, block, registers, shared in (configs[i] for i in config_ids.order)
+        ],
+        op_paths=[folded[i] for i in path_ids.order],
+        apis=[apis[i] for i in output.apis.order],
+        ranges=ranges.rows,
+        num_launches=output.file.rows,
         skipped=tables.skipped,
-        batches=partial(_batches, out, output.blocks),
-        close=files.close,
+        batches=output.file.read,
+        close=stack.pop_all().close,
         warnings=(*warnings, *doubt),
     )
-
-
-def _batches(spool: Spool, blocks: list[Block]) -> Iterator[LaunchBatch]:
-    for block in blocks:
-        rows = spool.read(block)
-        yield LaunchBatch(**dict(zip(COLUMNS, rows, strict=True)))
-
-
-def _number(value: Any) -> int:
-    """A pid or tid as a number; -1 for the words that Kineto uses for its own tracks."""
-    text = str(value)
-    if isinstance(value, int | str) and text.lstrip("-").isdecimal() and len(text) < 19:
-        return int(text)
-    return -1

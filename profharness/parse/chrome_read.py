@@ -4,6 +4,7 @@ are separated.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import stat
@@ -15,12 +16,11 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from profharness.errors import TraceFormatError
+from profharness.parse import GZIP
 
 BLOCK = 128 * 1024  # 32 to 256 KiB is the flat optimum: bigger buffers cost page faults
 MAX_PIECE = 32 * 1024 * 1024  # longest event, header or trailer that is held in memory
 
-
-_GZIP = b"\x1f\x8b"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _GAP = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*(?=\{)")
@@ -30,13 +30,12 @@ _KEY = re.compile(rb'\{[ \t\r\n]*"(?:[^"\\]|\\.)*+"')
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a file is laid out. first: offset of the first event; separator starts with the `}` of
-    one event.
+    """How a file is laid out.
 
-    gap is the number of bytes between that `}` and the next event's `{`. certain: the separator
-    holds a newline, which no
-    JSON string can, so every occurrence is an event boundary. empty: traceEvents is `[]` and first
-    is the offset of its `]`.
+    first is the offset of the first event. separator starts with the `}` of one event; gap is the
+    number of bytes between that `}` and the next event's `{`. certain: the separator holds a
+    newline, which no JSON string can, so every occurrence is an event boundary. bare: the file is
+    the array alone. empty: traceEvents is `[]` and first is the offset of its `]`.
     """
 
     first: int
@@ -59,8 +58,7 @@ class Window:
         self.buffer = b""
         self.base = 0
         self.eof = False
-        self._file = _open(path)
-        self.seekable = not self._file[1]
+        self._file, self._seekable = _open(path)
 
     @property
     def end(self) -> int:
@@ -80,8 +78,8 @@ class Window:
         """Drop everything before `offset` (not before `base`)."""
         if offset <= self.end:
             self.buffer = self.buffer[offset - self.base :]
-        elif self.seekable:
-            self._file[0].seek(offset)
+        elif self._seekable:
+            self._file.seek(offset)
             self.buffer = b""
         else:
             while self.end < offset:
@@ -116,19 +114,18 @@ class Window:
 
     def close(self) -> None:
         """Close the file."""
-        self._file[0].close()
+        self._file.close()
 
     def _read(self, size: int) -> bytes:
         try:
-            return self._file[0].read(size) or b""
+            return self._file.read(size) or b""
         except EOFError:
             raise self.error("the gzip stream is cut short", expected="a whole gzip file") from None
         except (OSError, zlib.error, ValueError) as error:
             message = f"cannot be read: {error}"
             raise self.error(message, expected="an undamaged file") from None
-        except (
-            Exception
-        ) as error:  # isal has error classes of its own that share no base with zlib's
+        # isal has error classes of its own that share no base with zlib's
+        except Exception as error:
             if "isal" not in type(error).__module__:
                 raise
             message = f"cannot be decompressed: {error}"
@@ -136,35 +133,26 @@ class Window:
 
 
 def _open(path: Path) -> tuple[BinaryIO, bool]:
-    """The uncompressed bytes of a file, and whether it is gzip."""
+    """The uncompressed bytes of a file, and whether they can be reached by seeking (not gzip)."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise TraceFormatError(path, "not a regular file", expected="a Kineto trace")
         raw = path.open("rb", buffering=0)
+        try:
+            if raw.read(len(GZIP)) != GZIP:
+                raw.seek(0)
+                return cast(BinaryIO, raw), True
+        except OSError:
+            raw.close()
+            raise
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    try:
-        magic = raw.read(2)
-        raw.seek(0)
-    except OSError as error:
-        raw.close()
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    if magic != _GZIP:
-        return cast(BinaryIO, raw), False
     raw.close()
-    return _open_gzip(path), True
-
-
-def _open_gzip(path: Path) -> BinaryIO:
     try:
         from isal import igzip
-    except (
-        ImportError
-    ):  # no wheel for this platform: zlib is slower by 1 to 2 s per GB, nothing else
-        import gzip
-
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return cast(BinaryIO, igzip.open(path, "rb"))
+    except ImportError:  # no wheel for this platform: zlib is slower by 1 to 2 s per GB
+        return cast(BinaryIO, gzip.open(path, "rb")), False
+    return cast(BinaryIO, igzip.open(path, "rb")), False
 
 
 def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:

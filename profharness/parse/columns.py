@@ -4,28 +4,64 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import types
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, BinaryIO
+from itertools import chain
+from typing import Any, BinaryIO, NamedTuple, Union, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from profharness.devices import Device
 
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Triple = tuple[int, int, int]
 
 EXACT_LIMIT = float(1 << 43)  # µs; below it a double still rounds to the right nanosecond
 MAX_NS = 1 << 61
 MAX_INT = (1 << 63) - 1
+CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
+MAX_TEXT = 200  # characters of a text from a header
 
 
-GPU_ROW = ("start", "dur", "kernel", "config", "device", "stream", "correlation", "node", "bytes")
-LAUNCH_ROW = ("correlation", "api", "thread", "start")
-OP_ROW = ("start", "end", "thread", "name")
+class GpuRows(NamedTuple):
+    """Kernels, memcpys and memsets; kernel and config are ids, times are ns."""
+
+    start: Ints
+    duration: Ints
+    kernel: Ints
+    config: Ints
+    device: Ints
+    stream: Ints
+    correlation: Ints
+    node: Ints
+    bytes: Ints
+
+
+class LaunchRows(NamedTuple):
+    """Runtime and driver calls; api and thread are ids."""
+
+    correlation: Ints
+    api: Ints
+    thread: Ints
+    start: Ints
+
+
+class OpRows(NamedTuple):
+    """ATen ops; thread and name are ids."""
+
+    start: Ints
+    end: Ints
+    thread: Ints
+    name: Ints
 
 
 class NeedExactTimes(Exception):
@@ -52,10 +88,37 @@ class Block:
 
 
 @dataclass(slots=True)
-class Tables:
-    """What one process found: interned strings, row blocks, ranges (name, start, duration,
-    thread), counts.
+class RangeColumns:
+    """Ranges as they come: start and duration in ns, thread as an index, wide 1 for a start/end
+    range, which NVTX means to hold for the whole process.
     """
+
+    names: list[str] = field(default_factory=list)
+    start: array[int] = field(default_factory=lambda: array("q"))
+    duration: array[int] = field(default_factory=lambda: array("q"))
+    thread: array[int] = field(default_factory=lambda: array("q"))
+    wide: array[int] = field(default_factory=lambda: array("b"))
+
+    def add(self, name: str, start: int, duration: int, thread: int, wide: bool = False) -> None:
+        """One more range."""
+        self.names.append(name)
+        self.start.append(start)
+        self.duration.append(duration)
+        self.thread.append(thread)
+        self.wide.append(wide)
+
+    def extend(self, other: RangeColumns, threads: Ints) -> None:
+        """Append another process's ranges; threads maps its thread ids to those here."""
+        self.names += other.names
+        self.start += other.start
+        self.duration += other.duration
+        self.thread.extend(threads[np.array(other.thread, np.int64)].tolist())
+        self.wide += other.wide
+
+
+@dataclass(slots=True)
+class Tables:
+    """What one process read: interned strings, row blocks, ranges, counts."""
 
     threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
     kernels: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -65,7 +128,7 @@ class Tables:
     gpu: list[Block] = field(default_factory=list)
     launches: list[Block] = field(default_factory=list)
     ops: list[Block] = field(default_factory=list)
-    ranges: list[tuple[str, int, int, int]] = field(default_factory=list)
+    ranges: RangeColumns = field(default_factory=RangeColumns)
     events: int = 0
     skipped: int = 0
 
@@ -77,7 +140,13 @@ class Spool:
         self.file = file
         self.size = 0
 
-    def write(self, columns: list[Ints]) -> int:
+    @classmethod
+    def temporary(cls, stack: ExitStack) -> Spool:
+        """A new empty file, gone when the stack is closed."""
+        file = tempfile.TemporaryFile(prefix="profharness-", buffering=0)  # noqa: SIM115
+        return cls(cast(BinaryIO, stack.enter_context(file)))
+
+    def write(self, columns: Iterable[Ints]) -> int:
         """Append columns of equal length; returns their offset."""
         offset = self.size
         data = b"".join(column.tobytes() for column in columns)
@@ -93,6 +162,21 @@ class Spool:
         return np.frombuffer(data, np.int64).reshape(block.columns, block.rows)
 
 
+def whole(value: object) -> int | None:
+    """A number from a file where it is an integer from 0 to 2**62 - 1, else None."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return cast(int, value) if is_whole else None
+
+
+def make_device(index: int | None, name: object, limits: Mapping[str, int | None]) -> Device | None:
+    """A Device of fields by name; None without an index, a name or one of the core figures."""
+    core = [limits[field] for field in CORE_FIELDS]
+    if None in (index, *core) or not isinstance(name, str):
+        return None
+    values: dict[str, Any] = {**limits, "index": index, "warp_size": limits["warp_size"] or 32}
+    return Device(name=name[:MAX_TEXT], **values)
+
+
 class Collector:
     """Takes decoded events in, and writes them out as columns."""
 
@@ -100,28 +184,17 @@ class Collector:
         self.events = events
         self.spool = spool
         self.tables = Tables()
-        self._gpu: list[Any] = []
-        self._kinds: dict[type, str] = {}
-        self._launch: list[Any] = []
-        self._loose: list[Any] = []
-        self._op: list[Any] = []
-        self._range: list[Any] = []
+        self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
         self._take: dict[type, Callable[[Any], object]] = {}
         self._sequence = 0
         self.register()
 
     def register(self) -> None:
         """Learn the event classes, again after the union has grown."""
+        for kind, classes in self.events.classes.items():
+            self._take.update(dict.fromkeys(classes, self._pending[kind].append))
         drop = deque[Any](maxlen=0).append
-        take = self._take
-        for cat, cls in zip(GPU, self.events.gpu, strict=True):
-            take[cls] = self._gpu.append
-            self._kinds[cls] = cat.removeprefix("gpu_")
-        take.update(dict.fromkeys(self.events.launch, self._launch.append))
-        take.update(dict.fromkeys(self.events.loose, self._loose.append))
-        take.update(dict.fromkeys(self.events.ignored, drop))
-        take[self.events.op] = self._op.append
-        take[self.events.range] = self._range.append
+        self._take.update(dict.fromkeys(self.events.ignored, drop))
 
     def add(self, events: Iterable[Any]) -> None:
         """Sort events by class into the pending lists."""
@@ -135,93 +208,74 @@ class Collector:
         """
         order = (part, self._sequence)
         self._sequence += 1
-        if self._gpu:
-            self._flush_gpu(order)
-            self._gpu.clear()
-        if self._loose:
-            self._launch.extend(filter(None, map(_loose_launch, self._loose)))
-            self._loose.clear()
-        if self._launch:
-            self._flush_launches(order)
-            self._launch.clear()
-        if self._op:
-            self._flush_ops(order)
-            self._op.clear()
-        if self._range:
-            self._flush_ranges()
-            self._range.clear()
+        pending = self._pending
+        pending["launch"].extend(filter(None, map(self.events.launch_of, pending["loose"])))
+        pending["loose"].clear()
+        writers = {
+            "gpu": self._write_gpu,
+            "launch": self._write_launches,
+            "op": self._write_ops,
+            "range": self._write_ranges,
+        }
+        for kind, write in writers.items():
+            if pending[kind]:
+                write(pending[kind], order)
+                pending[kind].clear()
 
-    def _flush_gpu(self, order: tuple[int, int]) -> None:
-        events, kinds = self._gpu, self._kinds
-        start, dur, keep = self._times(events)
-        kernels, configs = self.tables.kernels, self.tables.configs
+    def _write_gpu(self, events: list[Any], order: tuple[int, int]) -> None:
+        start, duration, keep = self._times(events)
+        kinds, kernels, configs = self.events.kinds, self.tables.kernels, self.tables.configs
         args = [event.args for event in events]
-        columns = [
-            start,
-            dur,
-            _ints([kernels.setdefault((kinds[type(e)], e.name), len(kernels)) for e in events]),
-            _ints(
-                [
-                    configs.setdefault((a.grid, a.block, a.registers, a.shared), len(configs))
-                    for a in args
-                ]
-            ),
-            _checked([a.device for a in args], keep),
-            _checked([a.stream for a in args], keep),
-            _checked([a.correlation for a in args], keep),
-            _checked([a.graph_node or -1 for a in args], keep),
-            _checked([a.bytes for a in args], keep),
-        ]
-        self._drop_odd_configs(columns[3], keep)
-        self._write(self.tables.gpu, columns, keep, order, columns[6], columns[6])
+        rows = GpuRows(
+            start=start,
+            duration=duration,
+            kernel=_interned(kernels, ((kinds[type(e)], e.name) for e in events)),
+            config=_interned(configs, ((a.grid, a.block, a.registers, a.shared) for a in args)),
+            device=_checked([a.device for a in args], keep),
+            stream=_checked([a.stream for a in args], keep),
+            correlation=_checked([a.correlation for a in args], keep),
+            node=_checked([a.graph_node or -1 for a in args], keep),
+            bytes=_checked([a.bytes for a in args], keep),
+        )
+        keys = list(configs)
+        odd = [row for row in np.unique(rows.config).tolist() if not _fits(keys[row])]
+        if odd:  # a launch configuration that does not fit into int64
+            keep &= ~np.isin(rows.config, odd)
+        self._write(self.tables.gpu, rows, keep, order, rows.correlation, rows.correlation)
 
-    def _drop_odd_configs(self, config: Ints, keep: NDArray[np.bool_]) -> None:
-        """Rows whose launch configuration does not fit into int64 are not kept."""
-        used = np.unique(config)
-        keys = list(self.tables.configs)
-        odd = [number for number in used.tolist() if not _small(keys[number])]
-        if odd:
-            keep &= ~np.isin(config, odd)
-
-    def _flush_launches(self, order: tuple[int, int]) -> None:
-        events = self._launch
+    def _write_launches(self, events: list[Any], order: tuple[int, int]) -> None:
         keep = np.ones(len(events), np.bool_)
-        apis = self.tables.apis
-        columns = [
-            _checked([e.args.correlation for e in events], keep),
-            _ints([apis.setdefault(e.name, len(apis)) for e in events]),
-            self._threads(events),
-            self._nanoseconds([e.ts for e in events], keep),
-        ]
-        self._write(self.tables.launches, columns, keep, order, columns[0], columns[0])
+        rows = LaunchRows(
+            correlation=_checked([e.args.correlation for e in events], keep),
+            api=_interned(self.tables.apis, (e.name for e in events)),
+            thread=self._threads(events),
+            start=self._nanoseconds([e.ts for e in events], keep),
+        )
+        self._write(self.tables.launches, rows, keep, order, rows.correlation, rows.correlation)
 
-    def _flush_ops(self, order: tuple[int, int]) -> None:
-        events = self._op
-        start, dur, keep = self._times(events)
-        names = self.tables.names
-        named = _ints([names.setdefault(e.name, len(names)) for e in events])
-        columns = [start, start + dur, self._threads(events), named]
-        self._write(self.tables.ops, columns, keep, order, start, columns[1])
+    def _write_ops(self, events: list[Any], order: tuple[int, int]) -> None:
+        start, duration, keep = self._times(events)
+        names = _interned(self.tables.names, (e.name for e in events))
+        rows = OpRows(start, start + duration, self._threads(events), names)
+        self._write(self.tables.ops, rows, keep, order, start, rows.end)
 
-    def _flush_ranges(self) -> None:
-        start, dur, keep = self._times(self._range)
-        thread = self._threads(self._range)
-        rows = zip(self._range, start, dur, thread, keep, strict=True)
-        for event, s, d, t, kept in rows:
+    def _write_ranges(self, events: list[Any], _order: tuple[int, int]) -> None:
+        start, duration, keep = self._times(events)
+        columns = (start, duration, self._threads(events))
+        for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True):
             if kept:
-                self.tables.ranges.append((event.name, int(s), int(d), int(t)))
+                self.tables.ranges.add(event.name, *row)
             else:
                 self.tables.skipped += 1
 
-    def _times(self, events: list[Any]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    def _times(self, events: list[Any]) -> tuple[Ints, Ints, Flags]:
         keep = np.ones(len(events), np.bool_)
         start = self._nanoseconds([e.ts for e in events], keep)
         micro = np.array([e.dur for e in events], np.float64)
         keep &= (micro >= 0) & (micro < EXACT_LIMIT)
-        dur = _to_ns(np.where(keep, micro, 0.0))
-        return start, dur, keep
+        return start, _to_ns(np.where(keep, micro, 0.0)), keep
 
-    def _nanoseconds(self, values: list[Any], keep: NDArray[np.bool_]) -> Ints:
+    def _nanoseconds(self, values: list[Any], keep: Flags) -> Ints:
         if not self.events.exact:
             micro = np.array(values, np.float64)
             if (np.abs(micro) >= EXACT_LIMIT).any():
@@ -235,71 +289,45 @@ class Collector:
         return np.array(result, np.int64)
 
     def _threads(self, events: list[Any]) -> Ints:
-        threads = self.tables.threads
-        return _ints([threads.setdefault((e.pid, e.tid), len(threads)) for e in events])
+        return _interned(self.tables.threads, ((e.pid, e.tid) for e in events))
 
     def _write(
         self,
         blocks: list[Block],
-        columns: list[Ints],
-        keep: NDArray[np.bool_],
+        rows: Iterable[Ints],
+        keep: Flags,
         order: tuple[int, int],
         low: Ints,
         high: Ints,
     ) -> None:
+        columns = list(rows)
         if not keep.all():
             self.tables.skipped += int((~keep).sum())
             columns = [column[keep] for column in columns]
             low, high = low[keep], high[keep]
-        if not len(low):
-            return
-        offset = self.spool.write(columns)
-        span = (int(low.min()), int(high.max()))
-        blocks.append(Block(order, offset, len(columns), len(low), *span))
-
-
-@dataclass(slots=True)
-class _Launch:
-    name: str
-    ts: Any
-    args: Any
-    pid: Any
-    tid: Any
-
-
-@dataclass(slots=True)
-class _Correlated:
-    correlation: int
-
-
-def _loose_launch(event: Any) -> _Launch | None:
-    """An event of an unknown category as a launch, if it looks like one."""
-    args = event.args if isinstance(event.args, dict) else {}
-    correlation = args.get("correlation")
-    if not isinstance(correlation, int) or "stream" in args:
-        return None
-    if not isinstance(event.ts, int | float):
-        return None
-    return _Launch(event.name, event.ts, _Correlated(correlation), event.pid, event.tid)
+        if len(low):
+            span = (int(low.min()), int(high.max()))
+            offset = self.spool.write(columns)
+            blocks.append(Block(order, offset, len(columns), len(low), *span))
 
 
 def _to_ns(micro: NDArray[np.float64]) -> Ints:
     """Microseconds with three decimals to nanoseconds, exact below EXACT_LIMIT.
 
     Whole and fraction apart: near 2**42 a double is off by up to 0.49 ns, and the rounding of a
-    plain product by 1000
-    would make a whole one of it.
+    plain product by 1000 would make a whole one of it.
     """
     whole = np.floor(micro)
     fraction = np.rint((micro - whole) * 1000)
     return whole.astype(np.int64) * 1000 + fraction.astype(np.int64)
 
 
-def _ints(values: list[int]) -> Ints:
-    return np.array(values, np.int64)
+def _interned(ids: dict[Any, int], values: Iterable[Any]) -> Ints:
+    """The id of each value; a new one gets the next."""
+    return np.array([ids.setdefault(value, len(ids)) for value in values], np.int64)
 
 
-def _checked(values: list[int], keep: NDArray[np.bool_]) -> Ints:
+def _checked(values: list[int], keep: Flags) -> Ints:
     """Values as int64; those that do not fit lose their row."""
     try:
         return np.array(values, np.int64)
@@ -309,7 +337,7 @@ def _checked(values: list[int], keep: NDArray[np.bool_]) -> Ints:
         return np.array([v if f else -1 for v, f in zip(values, fits, strict=True)], np.int64)
 
 
-def _small(config: tuple[Any, ...]) -> bool:
+def _fits(config: tuple[Any, ...]) -> bool:
     """Whether a launch configuration holds only numbers from 0 to int64's largest."""
     grid, block, registers, shared = config
     values = (*(grid or ()), *(block or ()), registers or 0, shared or 0)
@@ -323,15 +351,12 @@ IGNORED = (
     "cpu_instant_event", "overhead", "Trace", "gpu_user_annotation", "cuda_sync", "cuda_event",
     "cuda_profiler_range", "collective_comm", "async_gpu", "async",
 )  # fmt: skip
-
-
-Id = int | str | float | None
-Triple = tuple[int, int, int]
-
+MAX_EXTRA = 256  # unknown categories that are looked at
 
 _NOT_FINITE = re.compile(
     rb'"(?:[^"\\]|\\.)*+"|-?\b(?:NaN|nan|Infinity|infinity|inf)\b', re.DOTALL | re.ASCII
 )
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class GpuArgs(msgspec.Struct, gc=False):
@@ -354,77 +379,76 @@ class LaunchArgs(msgspec.Struct, gc=False):
     correlation: int = -1
 
 
-class LooseArgs(msgspec.Struct, gc=False):
-    """`args` of a category not known here: a launch if it has a correlation and no stream."""
-
-    correlation: Any = -1
-    stream: Any = None
-
-
-_TIMES = {False: float, True: Decimal}
-
-
 class Events:
     """The union's classes and decoders for one file; `exact` reads ts as Decimal (beyond float's
     exactness).
     """
 
-    def __init__(self, *, exact: bool, extra: tuple[str, ...] = ()) -> None:
+    def __init__(self, *, exact: bool) -> None:
         self.exact = exact
-        self.extra = list(extra)
+        self.extra: list[str] = []
+        self.kinds: dict[type, str] = {}  # also of classes from before the union grew
         self._build()
 
     def _build(self) -> None:
-        time = _TIMES[self.exact]
-        timed: list[tuple[str, Any]] = [("name", str), ("ts", time), ("dur", float)]
-        thread: list[Any] = [("pid", Id, None), ("tid", Id, None)]
-        self.gpu = [_struct(cat, [*timed, ("args", GpuArgs)]) for cat in GPU]
-        launch: list[Any] = [("name", str), ("ts", time), ("args", LaunchArgs), *thread]
-        self.launch = [_struct(cat, launch) for cat in LAUNCH]
-        loose: list[Any] = [
-            ("name", str, ""),
-            ("ts", Any, None),
-            ("args", Any, None),
-            *thread,
-        ]
-        self.loose = [_struct(cat, loose) for cat in self.extra]
-        self.op = _struct("cpu_op", [*timed, *thread])
-        self.range = _struct("user_annotation", [*timed, *thread])
-        self.ignored = [_struct(cat, []) for cat in IGNORED]
-        union: Any = self.op | self.range
-        for cls in (*self.gpu, *self.launch, *self.loose, *self.ignored):
-            union = union | cls
+        time = Decimal if self.exact else float
+        timed: list[Any] = [("name", str), ("ts", time), ("dur", float)]
+        thread: list[Any] = [(name, int | str | float | None, None) for name in ("pid", "tid")]
+        launch = [("name", str), ("ts", time), ("args", LaunchArgs), *thread]
+        loose = [("name", str, ""), ("ts", Any, None), ("args", Any, None), *thread]
+        self.classes = {
+            "gpu": [_struct(category, [*timed, ("args", GpuArgs)]) for category in GPU],
+            "launch": [_struct(category, launch) for category in LAUNCH],
+            "loose": [_struct(category, loose) for category in self.extra],
+            "op": [_struct("cpu_op", [*timed, *thread])],
+            "range": [_struct("user_annotation", [*timed, *thread])],
+        }
+        self.ignored = [_struct(category, []) for category in IGNORED]
+        kinds = (category.removeprefix("gpu_") for category in GPU)
+        self.kinds.update(zip(self.classes["gpu"], kinds, strict=True))
+        union: Any = Union[(*chain.from_iterable(self.classes.values()), *self.ignored)]
         self.many: Any = msgspec.json.Decoder(types.GenericAlias(list, (union,)))
         self.one: Any = msgspec.json.Decoder(union)
         self.known = {*GPU, *LAUNCH, "cpu_op", "user_annotation", *IGNORED, *self.extra}
+
+    def launch_of(self, event: Any) -> Any | None:
+        """An event of an unknown category as a launch, if it looks like one."""
+        args = event.args if isinstance(event.args, dict) else {}
+        correlation = args.get("correlation")
+        if not isinstance(correlation, int) or "stream" in args:
+            return None
+        if not isinstance(event.ts, int | float):
+            return None
+        launch = self.classes["launch"][0]
+        return launch(event.name, event.ts, LaunchArgs(correlation), event.pid, event.tid)
 
     def decode_one(self, data: bytes) -> tuple[Any, bool]:
         """One event of a segment that did not decode as a whole: (event or None, whether it was
         bad).
 
         Events without a category and ones without a duration are none of ours and not bad. Numbers
-        that are not finite
-        become null: Kineto writes `inf` for the bandwidth of a copy that took no time.
+        that are not finite become null: Kineto writes `inf` for the bandwidth of a copy that took
+        no time.
         """
         try:
             return self.one.decode(data), False
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except _UNDECODABLE:
             pass
         data = _NOT_FINITE.sub(_null, data)
         try:
             head = _HEAD.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except _UNDECODABLE:
             return None, True
         if not isinstance(head.cat, str) or head.ph not in (None, "X"):
             return None, False
         if head.cat not in self.known:
-            if len(self.extra) >= 256:
+            if len(self.extra) >= MAX_EXTRA:
                 return None, False
             self.extra.append(head.cat)
             self._build()
         try:
             return self.one.decode(data), False
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except _UNDECODABLE:
             return None, True
 
 

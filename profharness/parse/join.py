@@ -1,20 +1,196 @@
-"""Joins: kernel to launch by correlation, launch to its op stack and ranges by time; everything
-in bounded pieces.
+"""Joins in bounded pieces: kernel to launch call by correlation, call to the ranges around it by
+time, and the result as launch batches in a temporary file.
+
+An interval encloses t when start <= t < end; one of no duration encloses its own start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from profharness.parse import intervals as sweep
-from profharness.parse.columns import Block, Ints, Spool, Tables
-from profharness.trace import CELL_RANGE_PREFIX, Range
+from profharness.parse.columns import (
+    Block,
+    GpuRows,
+    Ints,
+    LaunchRows,
+    OpRows,
+    RangeColumns,
+    Spool,
+    Tables,
+)
+from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, Range
 
 CHUNK_ROWS = 65536  # GPU rows joined at once
 SLICE_ROWS = 262144  # ops (by start) in one time slice
+ID_TABLES = {
+    "kernel": "kernels", "config": "configs", "api": "apis", "thread": "threads", "name": "names",
+}  # fmt: skip
+
+
+def nothing(count: int) -> Ints:
+    """A column of NONE."""
+    return np.full(count, NONE, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Intervals sorted by (thread, start, longest first). rows says where each stood before
+    sorting.
+
+    parent is the last earlier interval of the thread that encloses this one's start, -1 for none:
+    every interval that encloses some t lies on the parent chain of the last one that starts at or
+    before t. nested says that this one and all its ancestors end within their parents, so that the
+    whole chain encloses whatever this one does.
+    """
+
+    thread: Ints
+    start: Ints
+    stop: Ints
+    parent: Ints
+    nested: NDArray[np.bool_]
+    rows: Ints
+
+    @classmethod
+    def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
+        """Sort intervals and find their parents. O(n log n); exact also where intervals overlap
+        without nesting.
+        """
+        stop = np.maximum(end, start + 1)
+        rows = np.lexsort((-stop, start, thread))
+        thread, start, stop = thread[rows], start[rows], stop[rows]
+        parent = _parents(thread, start, stop)
+        return cls(thread, start, stop, parent, _nested(parent, stop), rows)
+
+    def chain(self, at: int, t: int) -> list[int]:
+        """Indices of every interval on the chain from `at` that encloses t, outermost first."""
+        enclosing = []
+        while at >= 0:
+            if self.stop[at] > t:
+                enclosing.append(at)
+            at = int(self.parent[at])
+        return enclosing[::-1]
+
+    def innermost(self, thread: Ints, t: Ints) -> Ints:
+        """For each (thread, t) the index of the enclosing interval that starts last, -1 for
+        none.
+        """
+        result = nothing(len(t))
+        for number in np.unique(thread):
+            low, high = np.searchsorted(self.thread, [number, number + 1])
+            if low == high:
+                continue
+            mine = np.flatnonzero(thread == number)
+            last = np.searchsorted(self.start[low:high], t[mine], side="right") - 1
+            result[mine] = np.where(last >= 0, last + low, -1)
+        active = np.flatnonzero(result >= 0)
+        while len(active):
+            active = active[self.stop[result[active]] <= t[active]]
+            result[active] = self.parent[result[active]]
+            active = active[result[active] >= 0]
+        return result
+
+    def enclosing(self) -> Ints:
+        """For each interval the nearest one that encloses all of it, -1 for none."""
+        above = self.parent.copy()
+        active = np.flatnonzero(above >= 0)
+        while len(active):
+            active = active[self.stop[above[active]] < self.stop[active]]
+            above[active] = self.parent[above[active]]
+            active = active[above[active] >= 0]
+        return above
+
+
+def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
+    candidate = np.arange(-1, len(start) - 1, dtype=np.int64)
+    candidate[1:][thread[1:] != thread[:-1]] = -1
+    active = np.flatnonzero(candidate >= 0)
+    while len(active):
+        active = active[stop[candidate[active]] <= start[active]]
+        # what lies between a candidate and its own candidate ended before the candidate began
+        candidate[active] = candidate[candidate[active]]
+        active = active[candidate[active] >= 0]
+    return candidate
+
+
+def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
+    """Whether each interval ends within its parent, and so do all of its ancestors."""
+    has = parent >= 0
+    wrong = has & (stop[parent] < stop)
+    while wrong.any():
+        spread = wrong | (has & wrong[parent])
+        if (spread == wrong).all():
+            break
+        wrong = spread
+    return ~wrong
+
+
+class _RangeIndex:
+    """The ranges `rows`, to be looked up by group (thread or process) and time."""
+
+    def __init__(self, rows: Ints, group: Ints, start: Ints, stop: Ints) -> None:
+        self.intervals = Intervals.build(group[rows], start[rows], stop[rows])
+        self.rows = np.append(rows[self.intervals.rows], NONE)  # index -1 is NONE
+
+    def lookup(self, group: Ints, t: Ints) -> Ints:
+        """For each (group, t) the innermost range, NONE for none."""
+        if len(self.rows) == 1:
+            return nothing(len(t))
+        return self.rows[self.intervals.innermost(group, t)]
+
+
+class Ranges:
+    """User ranges ordered by start, longest first, and which of them a launch call lies in.
+
+    threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
+    """
+
+    def __init__(self, columns: RangeColumns, threads: list[tuple[int, int]], base: int) -> None:
+        start, duration, thread = (
+            np.array(column, np.int64)
+            for column in (columns.start, columns.duration, columns.thread)
+        )
+        pids, tids = np.array([*threads, (NONE, NONE)], np.int64).T
+        ranks = {name: rank for rank, name in enumerate(sorted(set(columns.names)))}
+        names = np.array([ranks[name] for name in columns.names], np.int64)
+        # equal for however many processes read the file
+        order = np.lexsort((names, tids[thread], pids[thread], -duration, start))
+        start, duration, thread = start[order], duration[order], thread[order]
+        text = [columns.names[row] for row in order.tolist()]
+        cells = np.flatnonzero([name.startswith(CELL_RANGE_PREFIX) for name in text])
+        wide = np.flatnonzero(np.array(columns.wide, np.bool_)[order])
+        process, stop = pids[thread], start + duration
+        self.pids, self.tids = pids, tids  # by thread index; NONE for -1
+        self._all = _RangeIndex(np.arange(len(text)), thread, start, stop)
+        self._own_cells = _RangeIndex(cells, thread, start, stop)
+        self._any_cells = _RangeIndex(cells, process, start, stop)
+        self._wide = _RangeIndex(wide, process, start, stop)
+        parents = nothing(len(text))
+        parents[self._all.rows[:-1]] = self._all.rows[self._all.intervals.enclosing()]
+        rows = (start + base, duration, process, tids[thread], parents)
+        self.rows = [
+            Range(name, s, d, pid, tid, None if parent == NONE else parent)
+            for name, s, d, pid, tid, parent in zip(text, *(c.tolist() for c in rows), strict=True)
+        ]
+
+    def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
+        """(range, cell_range) of calls on a thread at a time, as LaunchBatch documents them; where
+        neither thread nor cell has a range, the process's innermost start/end range is the range.
+        """
+        inner, cell = nothing(len(t)), nothing(len(t))
+        known = np.flatnonzero(thread >= 0)
+        if not self.rows or not len(known):
+            return inner, cell
+        thread, t = thread[known], t[known]
+        process = self.pids[thread]
+        own, mine = self._own_cells.lookup(thread, t), self._all.lookup(thread, t)
+        cell[known] = np.where(own >= 0, own, self._any_cells.lookup(process, t))
+        mine = np.where(mine >= 0, mine, cell[known])
+        inner[known] = np.where(mine >= 0, mine, self._wide.lookup(process, t))
+        return inner, cell
 
 
 @dataclass(slots=True)
@@ -27,24 +203,32 @@ class Source:
     spools: list[Spool]
     maps: list[dict[str, Ints]]
 
-    def gpu(self, block: Block) -> Ints:
-        """Rows (chrome_columns.GPU_ROW) with merged ids."""
-        return self._mapped(block, {2: "kernels", 3: "configs"})
+    def gpu(self, blocks: list[Block]) -> GpuRows:
+        """The blocks' rows with merged ids."""
+        return GpuRows(*np.concatenate([self._read(b, GpuRows._fields) for b in blocks], axis=1))
 
-    def launches(self, block: Block) -> Ints:
-        """Rows (chrome_columns.LAUNCH_ROW) with merged ids."""
-        return self._mapped(block, {1: "apis", 2: "threads"})
+    def launches(self, blocks: list[Block]) -> LaunchRows:
+        """The blocks' rows with merged ids."""
+        parts = [self._read(block, LaunchRows._fields) for block in blocks]
+        return LaunchRows(*np.concatenate(parts, axis=1))
 
-    def ops(self, block: Block) -> Ints:
-        """Rows (chrome_columns.OP_ROW) with merged ids."""
-        return self._mapped(block, {2: "threads", 3: "names"})
+    def ops(self, blocks: list[Block], low: int, high: int) -> OpRows:
+        """The rows that lie at least partly in [low, high), with merged ids."""
+        parts = [np.empty((len(OpRows._fields), 0), np.int64)]
+        for block in blocks:
+            part = self._read(block, OpRows._fields)
+            rows = OpRows(*part)
+            inside = (rows.start < high) & (np.maximum(rows.end, rows.start + 1) > low)
+            parts.append(part[:, inside])
+        return OpRows(*np.concatenate(parts, axis=1))
 
-    def _mapped(self, block: Block, columns: dict[int, str]) -> Ints:
+    def _read(self, block: Block, names: tuple[str, ...]) -> Ints:
         rows = self.spools[block.owner].read(block)
         if block.owner:
             rows = rows.copy()
-            for column, table in columns.items():
-                rows[column] = self.maps[block.owner][table][rows[column]]
+            for column, name in enumerate(names):
+                if name in ID_TABLES:
+                    rows[column] = self.maps[block.owner][ID_TABLES[name]][rows[column]]
         return rows
 
 
@@ -54,29 +238,25 @@ def merge(tables: list[Tables], spools: list[Spool]) -> Source:
     maps: list[dict[str, Ints]] = [{}]
     for owner, other in enumerate(tables[1:], start=1):
         mine: dict[str, Ints] = {}
-        for name in ("threads", "kernels", "configs", "apis", "names"):
+        for name in ID_TABLES.values():
             into, values = getattr(merged, name), getattr(other, name)
-            ids = [into.setdefault(value, len(into)) for value in values]
-            mine[name] = np.array(ids, np.int64)
+            mine[name] = np.array([into.setdefault(value, len(into)) for value in values], np.int64)
         maps.append(mine)
-        merged.ranges += [(n, s, d, int(mine["threads"][t])) for n, s, d, t in other.ranges]
+        merged.ranges.extend(other.ranges, mine["threads"])
         for name in ("gpu", "launches", "ops"):
-            getattr(merged, name).extend(
-                Block(b.order, b.offset, b.columns, b.rows, b.low, b.high, owner)
-                for b in getattr(other, name)
-            )
+            getattr(merged, name).extend(replace(b, owner=owner) for b in getattr(other, name))
         merged.events += other.events
         merged.skipped += other.skipped
-    for name in ("gpu", "launches", "ops"):
-        getattr(merged, name).sort(key=lambda block: block.order)
+    for blocks in (merged.gpu, merged.launches, merged.ops):
+        blocks.sort(key=lambda block: block.order)
     return Source(merged, spools, maps)
 
 
 @dataclass(slots=True)
 class Linked:
-    """A chunk of GPU rows and what they were joined with; -1 where there is nothing."""
+    """A chunk of GPU rows and their launching calls; -1 where there is none."""
 
-    gpu: Ints
+    gpu: GpuRows
     api: Ints
     thread: Ints
     launch: Ints
@@ -87,24 +267,25 @@ def linked_chunks(source: Source, *, rows: int = CHUNK_ROWS) -> Iterator[Linked]
     the first in the file wins.
     """
     for blocks in _groups(source.tables.gpu, rows):
-        gpu = np.concatenate([source.gpu(block) for block in blocks], axis=1)
-        correlation = gpu[6]
-        linked = Linked(gpu, *(np.full(len(correlation), -1, np.int64) for _ in range(3)))
-        open_rows = np.flatnonzero(correlation >= 0)
+        gpu = source.gpu(blocks)
+        count = len(gpu.correlation)
+        linked = Linked(gpu, nothing(count), nothing(count), nothing(count))
+        open_rows = np.flatnonzero(gpu.correlation >= 0)
         low, high = min(b.low for b in blocks), max(b.high for b in blocks)
         overlapping = [b for b in source.tables.launches if b.low <= high and b.high >= low]
         for group in _groups(overlapping, 4 * rows):
             if not len(open_rows):
                 break
-            calls = np.concatenate([source.launches(block) for block in group], axis=1)
-            order = np.argsort(calls[0], kind="stable")
-            keys = calls[0][order]
-            at = np.searchsorted(keys, correlation[open_rows])
+            calls = source.launches(group)
+            order = np.argsort(calls.correlation, kind="stable")
+            keys, sought = calls.correlation[order], gpu.correlation[open_rows]
+            at = np.searchsorted(keys, sought)
             hit = at < len(keys)
-            hit[hit] = keys[at[hit]] == correlation[open_rows[hit]]
-            found, target = order[at[hit]], open_rows[hit]
-            linked.api[target], linked.thread[target] = calls[1][found], calls[2][found]
-            linked.launch[target] = calls[3][found]
+            hit[hit] = keys[at[hit]] == sought[hit]
+            call, target = order[at[hit]], open_rows[hit]
+            linked.api[target] = calls.api[call]
+            linked.thread[target] = calls.thread[call]
+            linked.launch[target] = calls.start[call]
             open_rows = open_rows[~hit]
         yield linked
 
@@ -127,10 +308,10 @@ def _groups(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
 class OpSlice:
     """Every op that overlaps one time slice."""
 
-    intervals: sweep.Intervals
+    intervals: Intervals
     names: Ints
     durations: Ints
-    paths: Ints  # stack id of each op, -1 until somebody asks
+    paths: Ints  # stack id of each op, -1 until it is needed
 
 
 class Stacks:
@@ -138,27 +319,27 @@ class Stacks:
 
     def __init__(self, source: Source, *, rows: int = SLICE_ROWS) -> None:
         self._source = source
-        self.paths: dict[tuple[int, int], int] = {}
+        self.paths: dict[tuple[int, int], int] = {}  # (id of the stack above, name) to id
         self.borders = _borders(source.tables.ops, rows)
         self._cache: dict[int, OpSlice] = {}
 
     def lookup(self, thread: Ints, t: Ints) -> Ints:
         """Ids of the stacks open on each thread at each time, -1 for none."""
-        result = np.full(len(t), -1, np.int64)
+        result = nothing(len(t))
         if not self._source.tables.ops:
             return result
-        number = np.searchsorted(self.borders, t, side="right")
-        number[thread < 0] = -1
-        for one in np.unique(number[number >= 0]):
-            mine = np.flatnonzero(number == one)
-            ops = self.slice(int(one))
-            at = sweep.innermost(ops.intervals, thread[mine], t[mine])
+        slices = np.searchsorted(self.borders, t, side="right")
+        slices[thread < 0] = -1
+        for number in np.unique(slices[slices >= 0]).tolist():
+            mine = np.flatnonzero(slices == number)
+            ops = self.slice(number)
+            at = ops.intervals.innermost(thread[mine], t[mine])
             result[mine] = self.stack_ids(ops, at, t[mine])
         return result
 
     def stack_ids(self, ops: OpSlice, at: Ints, t: Ints) -> Ints:
         """Stack ids for op indices `at` as seen at times t (-1 stays -1)."""
-        result = np.full(len(at), -1, np.int64)
+        result = nothing(len(at))
         has = np.flatnonzero(at >= 0)
         nested = ops.intervals.nested[at[has]]
         self._name_paths(ops, at[has[nested]])
@@ -166,25 +347,30 @@ class Stacks:
         for row in has[~nested]:
             path = -1
             for index in ops.intervals.chain(int(at[row]), int(t[row])):
-                path = self._intern(path, int(ops.names[index]))
+                path = self.paths.setdefault((path, int(ops.names[index])), len(self.paths))
             result[row] = path
         return result
 
     def _name_paths(self, ops: OpSlice, at: Ints) -> None:
         """Fill in ops.paths for the ops `at` and all their ancestors."""
-        wanted = _closure(ops.intervals.parent, at, ops.paths)
-        if not len(wanted):
+        parents, paths = ops.intervals.parent, ops.paths
+        marked = np.zeros(len(parents), np.bool_)
+        level = at
+        while len(level):
+            level = level[(paths[level] < 0) & ~marked[level]]
+            marked[level] = True
+            level = parents[level]
+            level = level[level >= 0]
+        rows = np.flatnonzero(marked)  # ascending, so that parents come first
+        if not len(rows):
             return
-        parents, names = ops.intervals.parent[wanted].tolist(), ops.names[wanted].tolist()
-        paths, known, intern = ops.paths, {-1: -1}, self.paths
-        for index, parent, name in zip(wanted.tolist(), parents, names, strict=True):
-            above = known.get(parent)
+        columns = (column[rows].tolist() for column in (parents, ops.names))
+        new, ids = {-1: -1}, self.paths
+        for row, parent, name in zip(rows.tolist(), *columns, strict=True):
+            above = new.get(parent)
             key = (int(paths[parent]) if above is None else above, name)
-            known[index] = intern.setdefault(key, len(intern))
-        paths[wanted] = [known[index] for index in wanted.tolist()]
-
-    def _intern(self, above: int, name: int) -> int:
-        return self.paths.setdefault((above, name), len(self.paths))
+            new[row] = ids.setdefault(key, len(ids))
+        paths[rows] = [new[row] for row in rows.tolist()]
 
     def slice(self, number: int) -> OpSlice:
         """The ops that overlap time slice `number`."""
@@ -197,17 +383,11 @@ class Stacks:
     def _load(self, number: int) -> OpSlice:
         low = self.borders[number - 1] if number > 0 else -(1 << 62)
         high = self.borders[number] if number < len(self.borders) else 1 << 62
-        parts = []
-        for block in self._source.tables.ops:
-            if block.low < high and block.high >= low:
-                rows = self._source.ops(block)
-                inside = (rows[0] < high) & (np.maximum(rows[1], rows[0] + 1) > low)
-                parts.append(rows[:, inside])
-        rows = np.concatenate(parts, axis=1) if parts else np.empty((4, 0), np.int64)
-        intervals = sweep.build(rows[2], rows[0], rows[1])
-        durations = (rows[1] - rows[0])[intervals.rows]
-        none = np.full(len(durations), -1, np.int64)
-        return OpSlice(intervals, rows[3][intervals.rows], durations, none)
+        blocks = [b for b in self._source.tables.ops if b.low < high and b.high >= low]
+        ops = self._source.ops(blocks, low, high)
+        intervals = Intervals.build(ops.thread, ops.start, ops.end)
+        durations = (ops.end - ops.start)[intervals.rows]
+        return OpSlice(intervals, ops.name[intervals.rows], durations, nothing(len(durations)))
 
     def folded(self) -> list[str]:
         """The stacks as text, outermost first, by id."""
@@ -216,18 +396,6 @@ class Stacks:
         for above, name in self.paths:
             texts.append(names[name] if above < 0 else f"{texts[above]};{names[name]}")
         return texts
-
-
-def _closure(parent: Ints, start: Ints, paths: Ints) -> Ints:
-    """`start` and all ancestors that have no path yet, ascending, so that parents come first."""
-    marked = np.zeros(len(parent), np.bool_)
-    level = start
-    while len(level):
-        level = level[(paths[level] < 0) & ~marked[level]]
-        marked[level] = True
-        level = parent[level]
-        level = level[level >= 0]
-    return np.flatnonzero(marked)
 
 
 def _borders(blocks: list[Block], rows: int) -> Ints:
@@ -244,63 +412,138 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
     return np.unique(np.array(borders, np.int64))
 
 
-class Ranges:
-    """User ranges with parents, and which of them a launch lies in."""
-
-    def __init__(self, tables: Tables, threads: list[tuple[int, int]], base: int) -> None:
-        order = sorted(tables.ranges, key=lambda r: (r[1], -r[2], threads[r[3]], r[0]))
-        self.names = [row[0] for row in order]
-        start = np.array([row[1] for row in order], np.int64)
-        end = start + np.array([row[2] for row in order], np.int64)
-        thread = np.array([row[3] for row in order], np.int64)
-        self._process = _process_ids(threads)
-        self._all = sweep.build(thread, start, end)
-        cell = np.array([name.startswith(CELL_RANGE_PREFIX) for name in self.names], np.bool_)
-        self._cells = np.flatnonzero(cell)
-        mine = self._cells
-        self._own = sweep.build(thread[mine], start[mine], end[mine])
-        processes = self._process[thread[mine]] if len(mine) else thread[mine]
-        self._any = sweep.build(processes, start[mine], end[mine])
-        back = self._all
-        parents = [-1] * len(order)
-        for at, row in enumerate(back.rows.tolist()):
-            parents[row] = _enclosing_parent(back, at)
-        self.rows = [
-            Range(n, s + base, d, *threads[t], None if p < 0 else p)
-            for (n, s, d, t), p in zip(order, parents, strict=True)
-        ]
-
-    def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """(range, cell_range) of launches on a thread at a time, as LaunchBatch documents them."""
-        known = thread >= 0
-        inner, cell = np.full(len(t), -1, np.int64), np.full(len(t), -1, np.int64)
-        if not self.rows or not known.any():
-            return inner, cell
-        mine = np.flatnonzero(known)
-        inner[mine] = _rows(self._all, sweep.innermost(self._all, thread[mine], t[mine]))
-        if len(self._cells):
-            own = _rows(self._own, sweep.innermost(self._own, thread[mine], t[mine]))
-            processes = self._process[thread[mine]]
-            other = _rows(self._any, sweep.innermost(self._any, processes, t[mine]))
-            found = np.where(own >= 0, own, other)
-            cell[mine] = np.where(found >= 0, self._cells[found], -1)
-        return np.where(inner >= 0, inner, cell), cell
+def device_chunks(source: Source, stacks: Stacks, rows: int) -> Iterator[tuple[Linked, Ints]]:
+    """Device rows with their launches, and their op stacks."""
+    for chunk in linked_chunks(source, rows=rows):
+        yield chunk, stacks.lookup(chunk.thread, chunk.launch)
 
 
-def _rows(intervals: sweep.Intervals, at: Ints) -> Ints:
-    if not len(intervals.rows):
-        return np.full(len(at), -1, np.int64)
-    return np.where(at >= 0, intervals.rows[at], -1)
+def op_chunks(stacks: Stacks, ranges: Ranges) -> Iterator[tuple[Linked, Ints]]:
+    """Ops with the time that is their own, in order of their end, and their stacks; an op that goes
+    on into the next slice waits for it.
+    """
+    waiting: dict[tuple[int, ...], int] = {}
+    for number, border in enumerate([*stacks.borders.tolist(), None]):
+        ops = stacks.slice(number)
+        done, own, waiting = _own_times(ops, border, waiting)
+        if not len(done):
+            continue
+        thread, start = ops.intervals.thread[done], ops.intervals.start[done]
+        # keys that do not depend on the order of interning
+        keys = (ranges.tids[thread], ranges.pids[thread], start, ops.intervals.stop[done])
+        order = np.lexsort(keys)
+        done, thread, start = done[order], thread[order], start[order]
+        none = nothing(len(done))
+        rows = GpuRows(
+            start, own[order], ops.names[done], np.zeros_like(none), none, none, none, none, none
+        )
+        yield Linked(rows, none, thread, start), stacks.stack_ids(ops, done, start)
 
 
-def _enclosing_parent(intervals: sweep.Intervals, at: int) -> int:
-    """Row of the nearest interval that encloses all of this one, -1 for none."""
-    above = int(intervals.parent[at])
-    while above >= 0 and intervals.stop[above] < intervals.stop[at]:
-        above = int(intervals.parent[above])
-    return int(intervals.rows[above]) if above >= 0 else -1
+def _own_times(
+    ops: OpSlice, border: int | None, waiting: dict[tuple[int, ...], int]
+) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
+    """Ops that end in this slice and have time of their own, that time in ns (duration less what
+    their children cover), and for those that go on what their children have covered so far.
+
+    A child counts in the slice in which it starts; ops without a child always count.
+    """
+    intervals = ops.intervals
+    columns = (intervals.thread, intervals.start, intervals.stop, ops.names)
+
+    def key(row: int) -> tuple[int, ...]:
+        return tuple(int(column[row]) for column in columns)
+
+    stop = intervals.stop - (ops.durations == 0)  # an interval lasts at least one nanosecond
+    latest = max((start for _, start, *_ in waiting), default=-(1 << 62))
+    carried = intervals.start <= latest
+    covered = np.zeros(len(stop), np.int64)
+    child = np.flatnonzero((intervals.parent >= 0) & ~carried)
+    parent = intervals.parent[child]
+    inside = np.minimum(stop[child], intervals.stop[parent]) - intervals.start[child]
+    np.add.at(covered, parent, np.maximum(inside, 1))
+    for row in np.flatnonzero(carried).tolist():
+        covered[row] += waiting.get(key(row), 0)
+    own = np.maximum(stop - intervals.start - covered, 0)
+    goes_on = intervals.stop > (1 << 62 if border is None else border)
+    done = np.flatnonzero(((covered == 0) | (own > 0)) & ~goes_on)
+    rows = np.flatnonzero(goes_on).tolist()
+    return done, own[done], {key(row): int(covered[row]) for row in rows}
 
 
-def _process_ids(threads: list[tuple[int, int]]) -> Ints:
-    ids: dict[int, int] = {}
-    return np.array([ids.setdefault(pid, len(ids)) for pid, _ in threads], np.int64)
+class Renumber:
+    """Ids in order of first use."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self._to = nothing(1)  # the last element is never an id's: index -1 is NONE
+
+    def __call__(self, ids: Ints) -> Ints:
+        """The new ids; -1 stays -1."""
+        high = int(ids.max(initial=-1)) + 2
+        if high > len(self._to):
+            self._to = np.append(self._to, nothing(max(high, 2 * len(self._to)) - len(self._to)))
+        values, first = np.unique(ids, return_index=True)
+        for value in values[np.argsort(first)].tolist():
+            if value >= 0 and self._to[value] < 0:
+                self._to[value] = len(self.order)
+                self.order.append(value)
+        return self._to[ids]
+
+
+class BatchFile:
+    """Launch batches in a temporary file."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._blocks: list[Block] = []
+
+    @property
+    def rows(self) -> int:
+        """Number of launches written."""
+        return sum(block.rows for block in self._blocks)
+
+    def write(self, batch: LaunchBatch) -> None:
+        """Append a batch."""
+        columns = [getattr(batch, column.name) for column in fields(batch)]
+        offset = self._spool.write(columns)
+        self._blocks.append(Block((0, 0), offset, len(columns), len(batch.kernel), 0, 0))
+
+    def read(self) -> Iterator[LaunchBatch]:
+        """The batches in the order in which they were written."""
+        for block in self._blocks:
+            yield LaunchBatch(*self._spool.read(block))
+
+
+class Output:
+    """Writes joined launches to `file`. apis are numbered by first use."""
+
+    def __init__(self, ranges: Ranges, base: int, spool: Spool) -> None:
+        self.file = BatchFile(spool)
+        self.apis = Renumber()
+        self._ranges = ranges
+        self._base = base
+
+    def write(self, linked: Linked, kernel: Ints, launch_config: Ints, op_path: Ints) -> None:
+        """Append launches; the three columns are indices into lists of the Trace."""
+        rows, thread = linked.gpu, linked.thread
+        inner, cell = self._ranges.lookup(thread, linked.launch)
+        batch = LaunchBatch(
+            kernel=kernel,
+            launch_config=launch_config,
+            op_path=op_path,
+            range=inner,
+            cell_range=cell,
+            api=self.apis(linked.api),
+            device=rows.device,
+            stream=rows.stream,
+            correlation=rows.correlation,
+            graph_node=rows.node,
+            pid=self._ranges.pids[thread],
+            tid=self._ranges.tids[thread],
+            launch_ns=np.where(thread >= 0, linked.launch + self._base, NONE),
+            start_ns=rows.start + self._base,
+            duration_ns=rows.duration,
+            bytes=rows.bytes,
+        )
+        self.file.write(batch)

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from profharness.errors import TraceFormatError
-from profharness.parse.packed import first_bytes
+from profharness.parse import NCU_HEADER, decode_text
 
 DEFAULT_DOMAIN = "<default domain>"
 DURATION = "gpu__time_duration.sum"
@@ -75,13 +75,11 @@ OWN_COLUMNS = (
 LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
 EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
 AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
-SNIFFED = 1 << 20  # a program may print this much before ncu prints its table
 
 
 WITNESSES = 1000  # numbers that have to tell their decimal mark
 
 
-_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 _MARKS = " \u00a0\u202f'\u2019\ufffd"  # what locales put between thousands besides , and .
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
@@ -100,13 +98,6 @@ class _Table:
     rows: list[list[str]]
 
 
-def is_ncu_csv(path: Path) -> bool:
-    """Whether a file, plain or inside gzip, has ncu's header line within its first MiB. Raises
-    OSError if it cannot be read.
-    """
-    return any(map(_HEADER.match, _decode(first_bytes(path, SNIFFED)).splitlines()))
-
-
 def read_csv_file(path: Path) -> NcuReport:
     """The kernels of a CSV file. Raises TraceFormatError as `read_table` does."""
     return read_csv_text(read_text(path), path)
@@ -115,7 +106,7 @@ def read_csv_file(path: Path) -> NcuReport:
 def read_text(path: Path) -> str:
     """The text of a CSV file, UTF-8 or UTF-16. Raises TraceFormatError if it cannot be read."""
     try:
-        return _decode(path.read_bytes())
+        return decode_text(path.read_bytes())
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
 
@@ -140,7 +131,7 @@ def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
     missing or cut off.
     """
     lines = text.splitlines()
-    at = next((at for at, line in enumerate(lines) if _HEADER.match(line)), None)
+    at = next((at for at, line in enumerate(lines) if NCU_HEADER.match(line)), None)
     if at is None:
         raise TraceFormatError(path, "no header line of ncu's CSV", expected=EXPECTED)
     header = lines[at].strip()
@@ -200,12 +191,6 @@ def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
 
 
 _NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
-
-
-def _decode(data: bytes) -> str:
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # PowerShell's `>` writes UTF-16
-        return data.decode("utf-16", errors="replace")
-    return data.decode("utf-8-sig", errors="replace")
 
 
 def _cells(line: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from profharness.errors import TraceFormatError
 from profharness.kernel_names import canonical
-from profharness.processes import child_environment
+from profharness.processes import start_python
 
 SAFE_REFERENCES = 24  # back references in one name; see `_expands`
 CHILD_SECONDS = 20.0  # of all names together, should the next not work
@@ -93,13 +93,7 @@ def _demangle_apart(names: list[str]) -> Mapping[str, str]:
 
 
 def _ask_child(names: list[str]) -> list[str]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=child_environment(),
-    )
+    child = start_python(CHILD, stderr=subprocess.DEVNULL)
     try:
         output, _ = child.communicate("\n".join(names).encode(), timeout=CHILD_SECONDS)
     except subprocess.TimeoutExpired:

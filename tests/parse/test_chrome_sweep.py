@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.parse import intervals as sweep
+from profharness.parse.columns import Ints
+from profharness.parse.join import Intervals
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 30)), max_size=30
@@ -18,7 +19,7 @@ def brute(rows: list[tuple[int, int, int]], thread: int, t: int) -> list[tuple[i
     return sorted(around, key=lambda r: (r[1], -max(r[2], 1)))
 
 
-def columns(rows: list[tuple[int, int, int]]) -> list[sweep.Ints]:
+def columns(rows: list[tuple[int, int, int]]) -> list[Ints]:
     return [np.array([r[i] for r in rows], np.int64) for i in range(3)]
 
 
@@ -27,8 +28,8 @@ def test_chain_is_every_enclosing_interval(
     rows: list[tuple[int, int, int]], thread: int, t: int
 ) -> None:
     threads, start, dur = columns(rows)
-    built = sweep.build(threads, start, start + dur)
-    (at,) = sweep.innermost(built, np.array([thread]), np.array([t]))
+    built = Intervals.build(threads, start, start + dur)
+    (at,) = built.innermost(np.array([thread]), np.array([t]))
     chain = built.chain(int(at), t)
     found = [(int(built.thread[i]), int(built.start[i]), int(built.stop[i])) for i in chain]
     wanted = [(r[0], r[1], max(r[1] + r[2], r[1] + 1)) for r in brute(rows, thread, t)]
@@ -37,7 +38,7 @@ def test_chain_is_every_enclosing_interval(
         assert chain == _ancestors(built, int(at))
 
 
-def _ancestors(built: sweep.Intervals, at: int) -> list[int]:
+def _ancestors(built: Intervals, at: int) -> list[int]:
     found = []
     while at >= 0:
         found.append(at)
@@ -48,7 +49,7 @@ def _ancestors(built: sweep.Intervals, at: int) -> list[int]:
 @given(INTERVALS)
 def test_parent_encloses_the_start(rows: list[tuple[int, int, int]]) -> None:
     threads, start, dur = columns(rows)
-    built = sweep.build(threads, start, start + dur)
+    built = Intervals.build(threads, start, start + dur)
     for i, parent in enumerate(built.parent.tolist()):
         earlier = [
             j for j in range(i)
