@@ -67,3 +67,11 @@ class TraceFormatError(ProfharnessError):
         where = f"{path}" if offset is None else f"{path}, byte {offset}"
         tail = f"; expected {expected}" if expected else ""
         super().__init__(f"{where}: {message}{tail}")
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped a run. folder holds what was done; `profharness capture --resume` goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder

@@ -17,8 +17,8 @@ from profharness.errors import ProfharnessError
 from profharness.profilers import find_profilers, require_tools
 from profharness.run import BenchPlan, Run, read_run
 from profharness.runner import CaptureOptions, capture, resume
-from profharness.runner.book import Progress
-from profharness.runner.capture import VerifyOptions, plan_cells, verify
+from profharness.runner.capture import VerifyOptions, interrupts_name, plan_cells, verify
+from profharness.runner.supervise import Progress
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -108,11 +108,8 @@ def _take_in(folder: Path, store: Path) -> Captured:
     """The run folder into the store; an interrupt names the folder, which is whole by now."""
     from profharness.store import ingest_path
 
-    try:
+    with interrupts_name(folder):
         return Captured(folder, read_run(folder), ingest_path(store, folder))
-    except KeyboardInterrupt as stop:
-        stop.folder = folder  # type: ignore[attr-defined]
-        raise
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,8 @@ def verify_into_store(
     from profharness.store import ingest_path, open_store
 
     folder = verify(configs, backends, options, progress)
-    (result,) = ingest_path(store, folder)
+    with interrupts_name(folder):
+        (result,) = ingest_path(store, folder)
     with open_store(store) as opened:
         rows = tuple(opened.verifications(result.run))
     return Verified(folder, result.run, rows)

@@ -17,8 +17,7 @@ from profharness.errors import UsageError
 from profharness.files import atomic_file, check_output
 
 if TYPE_CHECKING:
-    from profharness.run import Cell
-    from profharness.runner.book import Progress
+    from profharness.runner.supervise import Progress, Step
     from profharness.views.document import Chart, Document
 
 
@@ -250,29 +249,25 @@ def capture_progress() -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting the worker", total=None)
 
-        def show(done: int, total: int, cell: Cell, stage: str) -> None:
-            if _told_ending(stage):
+        def show(step: Step) -> None:
+            if step.notice is not None:
+                click.echo(step.notice, err=True)
                 return
             bar.update(
                 task,
-                completed=done,
-                total=total,
-                description=f"{cell.config} {cell.backend}: {stage}",
+                completed=step.done,
+                total=step.total,
+                description=f"{step.cell.config} {step.cell.backend}: {step.stage}",
             )
 
         yield show
 
 
-def _line(done: int, total: int, cell: Cell, stage: str) -> None:
-    if not _told_ending(stage) and cell.status != "pending" and stage == cell.status:
-        click.echo(f"[{done}/{total}] {cell.config} {cell.backend}: {stage}", err=True)
-
-
-def _told_ending(stage: str) -> bool:
-    """What the user has to wait for at the end is a line of its own."""
-    from profharness.runner.book import ENDING
-
-    if stage.startswith(ENDING):
-        click.echo(stage, err=True)
-        return True
-    return False
+def _line(step: Step) -> None:
+    cell = step.cell
+    if step.notice is not None:
+        click.echo(step.notice, err=True)
+    elif cell.status != "pending" and step.stage == cell.status:
+        click.echo(
+            f"[{step.done}/{step.total}] {cell.config} {cell.backend}: {step.stage}", err=True
+        )

@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from profharness import __version__
-from profharness.errors import ProfharnessError
+from profharness.errors import Interrupted, ProfharnessError
 
 # name -> (module with a `command`, help line); the module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -90,12 +90,8 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stop:
-        folder = getattr(stop, "folder", None) or getattr(stop.__cause__, "folder", None)
         click.echo("interrupted", err=True)
-        if folder is not None:
-            click.echo(f"what was done is kept; go on with: {_going_on(folder)}", err=True)
-        told = stop if isinstance(stop, TerminatedError) else stop.__cause__
-        sys.exit(told.exit_code if isinstance(told, TerminatedError) else EXIT_INTERRUPTED)
+        sys.exit(_interrupted(stop))
     except BrokenPipeError:
         # whoever read the output has enough; keep the interpreter from complaining at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,10 +102,28 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _interrupted(stop: BaseException) -> int:
+    """The exit code of an interrupt. Where it left a run folder, says how to go on with it; click
+    hides what it aborted for in the cause.
+    """
+    code = EXIT_INTERRUPTED
+    cause: BaseException | None = stop
+    while cause is not None:
+        if isinstance(cause, Interrupted):
+            go_on = _going_on(cause.folder)
+            click.echo(f"what was done is kept; go on with: {go_on}", err=True)
+        elif isinstance(cause, TerminatedError):
+            code = cause.exit_code
+        cause = cause.__cause__
+    return code
+
+
 def _going_on(folder: Path) -> str:
     """What finishes the run in that folder (which --out is a part of), in the store that was named,
     and then shows it as the command that was interrupted would have.
     """
+    from profharness.run import read_run
+
     words = sys.argv[1:]
     name = next(word for word in words if word in COMMANDS)
     rest = words[words.index(name) + 1 :]
@@ -119,7 +133,7 @@ def _going_on(folder: Path) -> str:
     if context.get_parameter_source("store") is ParameterSource.COMMANDLINE:
         store = ["--store", str(context.params["store"])]
     text = shlex.join(["profharness", "capture", "--resume", str(folder), *store])
-    if name == "bench":
+    if name == "bench" and read_run(folder).profilers:  # not the verification of what was timed
         text += " && " + shlex.join(["profharness", "bench", "--run", folder.name, *store])
     return text
 

@@ -1,13 +1,13 @@
-"""A capture from plan to finished run folder, and its resumption."""
+"""Captures, verifications and their resumption, from the plan to the finished run folder."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from profharness import __version__
@@ -20,8 +20,8 @@ from profharness.backends import (
     write_sources,
 )
 from profharness.cases import STANDARD, derive_cases
-from profharness.config import Config, parse_config
-from profharness.errors import CaptureError, UsageError
+from profharness.config import Config
+from profharness.errors import CaptureError, Interrupted, UsageError
 from profharness.logs import log_wanted
 from profharness.profilers import Profiler, find_profilers, open_session, require_tools
 from profharness.profilers.base import Outcome, Tool
@@ -30,8 +30,6 @@ from profharness.run import (
     PLAN_FILE,
     BenchPlan,
     Cell,
-    Check,
-    JournalEntry,
     Problem,
     Protocol,
     Run,
@@ -39,12 +37,12 @@ from profharness.run import (
     read_run,
     write_plan,
 )
-from profharness.runner.book import Book, Progress
-from profharness.runner.supervise import LOG_FILE, run_cells, worker_argv
+from profharness.runner.supervise import LOG_FILE, Progress, RunRecord, run_cells, worker_argv
 
 START_REMEDY = (
     "`profharness doctor` shows what is missing; the worker's own words are in worker.log"
 )
+RUNS = Path("traces/runs")
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,20 @@ class CaptureOptions:
     """
 
     profilers: tuple[str, ...] = ("torch",)
-    out: Path = Path("traces/runs")
+    out: Path = RUNS
     protocol: Protocol = field(default_factory=Protocol)
     note: str | None = None
     bench: BenchPlan | None = None
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What a verification is asked for besides configs and backends. grad: gradients too."""
+
+    cases: tuple[str, ...] = (STANDARD,)
+    grad: bool = False
+    out: Path = RUNS
+    protocol: Protocol = field(default_factory=lambda: Protocol(0, 0, 0))
 
 
 def capture(
@@ -68,34 +76,37 @@ def capture(
 ) -> Path:
     """Run every config on every backend and return the run folder.
 
-    Failed cells are results, not errors, and what a wrapping profiler fails at stands in the run's
+    Failed cells are results, not errors. What a wrapping profiler fails at stands in the run's
     problems. Raises UsageError for unknown names, ToolError for a tool that is not there,
-    CaptureError if no worker starts. After KeyboardInterrupt the folder is valid and `resume` goes on with it; the
-    exception's `folder` attribute names it.
+    CaptureError if no worker starts, Interrupted when the user stops it: the folder is then valid,
+    and `resume` goes on with it.
     """
     options = options or CaptureOptions()
     profilers = find_profilers(options.profilers)
     tools = require_tools(profilers)
-    run = Run(
-        run=_new_id(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        profilers=tuple(profiler.name for profiler in profilers),
-        protocol=options.protocol,
-        cells=plan_cells(configs, backends),
-        note=options.note,
-        profharness=__version__,
-    )
-    folder = options.out / run.run
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise CaptureError(
-            f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
-        ) from None
-    write_sources(folder, find_backends(backends).values())
+    names = tuple(profiler.name for profiler in profilers)
+    cells = plan_cells(configs, backends)
+    folder, run = _make_run(options.out, options.protocol, cells, names, options.note)
     if options.bench is not None:
         write_plan(folder, options.bench)
     return _carry_out(folder, run, tools, progress)
+
+
+def verify(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    options: VerifyOptions | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Verify every case of every config on every backend and return the run folder, whose run has
+    no profilers and whose cells have checks.
+
+    A backend that is wrong, crashes or takes too long is a result. Raises as `capture` does.
+    """
+    options = options or VerifyOptions()
+    cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
+    folder, run = _make_run(options.out, options.protocol, cells)
+    return _carry_out(folder, run, {}, progress)
 
 
 def resume(folder: Path, progress: Progress | None = None) -> Path:
@@ -109,8 +120,7 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
     """One pending cell per config and backend, in that order. Raises UsageError for unknown
     backends or an empty plan.
     """
-    if not configs:
-        raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
+    _require(configs)
     unique = find_backends(backends)
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
     return tuple(
@@ -119,173 +129,13 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
     )
 
 
-def bench_argv(folder: Path) -> list[str]:
-    """The program that times in turns, called as the worker is."""
-    *start, _, last = worker_argv(folder)
-    return [*start, "profharness.worker.bench", last]
-
-
-def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progress | None) -> Path:
-    book = Book(folder, run, progress)
-    book.save()
-    hear = _with_code(book, _code(folder, run))
-    profilers = find_profilers(run.profilers)
-    try:
-        if any(profiler.session is None for profiler in profilers):
-            inside = tuple(item.name for item in profilers if item.session is None)
-            command = bench_argv if read_plan(folder) is not None else worker_argv
-            todo = book.begin_pass(None)
-            run_cells(folder, todo, run.protocol, inside, hear, command=command)
-        for profiler in profilers:
-            if profiler.session is not None:
-                _wrapped_pass(book, profiler, tools, hear)
-    except KeyboardInterrupt as stop:
-        stop.folder = folder  # type: ignore[attr-defined]
-        raise
-    finally:
-        book.save()
-    book.explain_pending()
-    _tidy(folder, book.run)
-    return folder
-
-
-def _code(folder: Path, run: Run) -> dict[str, str]:
-    """What tells one version of the backends' code from another; what is not found says nothing."""
-    sources = read_sources(folder)
-    found = []
-    for name in dict.fromkeys(cell.backend for cell in run.cells):
-        with contextlib.suppress(UsageError):
-            found.append(find_backend(name, sources))
-    return fingerprints(found)
-
-
-def _with_code(book: Book, code: dict[str, str]) -> Callable[[JournalEntry], None]:
-    """The book's ear, with `backend_code` added to the environment that a worker tells."""
-
-    def hear(entry: JournalEntry) -> None:
-        if entry.environment is not None and code:
-            entry = replace(entry, environment=entry.environment | {"backend_code": code})
-        book.hear(entry)
-
-    return hear
-
-
-def _wrapped_pass(
-    book: Book, profiler: Profiler, tools: dict[str, Tool], hear: Callable[[JournalEntry], None]
-) -> None:
-    """All cells under a profiler that wraps the worker. What goes wrong is a problem of the run."""
-    protocol = replace(
-        book.run.protocol,
-        timeout_s=book.run.protocol.timeout_s * profiler.patience,
-        iterations=profiler.iterations or book.run.protocol.iterations,
-    )
-    before = len(book.problems)
-    try:
-        run_cells(
-            book.folder,
-            book.begin_pass(profiler),
-            protocol,
-            (profiler.name,),
-            hear,
-            lambda: open_session(profiler, tools, book.folder, protocol, book.tell),
-            book.take,
-        )
-    except CaptureError as error:
-        if len(book.problems) == before:
-            problem = Problem(profiler.name, "worker_not_started", str(error), START_REMEDY)
-            book.take(Outcome(problem=problem))
-
-
-def _tidy(folder: Path, run: Run) -> None:
-    """After a complete run the journal and the plan say nothing that run.json does not; the log
-    stays if a cell failed, and where PROFHARNESS_LOG asks for it.
-    """
-    (folder / JOURNAL_FILE).unlink(missing_ok=True)
-    (folder / PLAN_FILE).unlink(missing_ok=True)
-    (folder / SOURCES_FILE).unlink(missing_ok=True)
-    went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems
-    if went_well and not log_wanted():
-        (folder / LOG_FILE).unlink(missing_ok=True)
-
-
-def _new_id() -> str:
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """What a verification is asked for besides configs and backends. grad: gradients too."""
-
-    cases: tuple[str, ...] = (STANDARD,)
-    grad: bool = False
-    out: Path = Path("traces/runs")
-    protocol: Protocol = field(default_factory=lambda: Protocol(0, 0, 0))
-
-
-def verify(
-    configs: Sequence[Config],
-    backends: Sequence[str],
-    options: VerifyOptions | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Verify every case of every config on every backend and return the run folder, whose run has
-    no profilers and whose cells have checks.
-
-    A backend that is wrong, crashes or takes too long is a result. Raises UsageError for unknown
-    names, CaptureError if no worker starts.
-    """
-    options = options or VerifyOptions()
-    found = find_backends(backends)
-    run = Run(
-        run=_new_id(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        profilers=(),
-        protocol=options.protocol,
-        cells=plan_checks(configs, list(found), options.cases, grad=options.grad),
-        profharness=__version__,
-    )
-    folder = options.out / run.run
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise CaptureError(
-            f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
-        ) from None
-    write_sources(folder, found.values())
-    book = Book(folder, run, progress)
-    book.save()
-    heard = _with_code(book, _code(folder, run))
-    device = "cpu"
-
-    def hear(entry: JournalEntry) -> None:
-        nonlocal device
-        if entry.environment is not None:
-            device = str(entry.environment.get("device_type", device))
-        if entry.result is not None:
-            entry = replace(entry, result=_complete(entry.result, device))
-        heard(entry)
-
-    try:
-        run_cells(folder, book.begin_pass(None), run.protocol, (), hear, command=verify_argv)
-    finally:
-        book.save()
-    _tidy(folder, read_run(folder))
-    return folder
-
-
-def verify_argv(folder: Path) -> list[str]:
-    """-P as for the worker: what lies in the user's folder is not on the program's path."""
-    return [sys.executable, "-P", "-m", "profharness.worker.verify", str(folder)]
-
-
 def plan_checks(
     configs: Sequence[Config], backends: Sequence[str], cases: Sequence[str], *, grad: bool
 ) -> tuple[Cell, ...]:
     """One pending cell per config, case and backend, the backends of a case side by side. Raises
     UsageError for an unknown case or an empty plan.
     """
-    if not configs:
-        raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
+    _require(configs)
     planned = [
         (config, case, backend)
         for config in dict.fromkeys(configs)
@@ -298,10 +148,117 @@ def plan_checks(
     )
 
 
-def _complete(result: Cell, device: str) -> Cell:
-    """The result with its dtypes filled in; what its worker died of or hung on failed its check."""
-    asked = parse_config(result.asked or result.config.label).resolve(device).label
-    result = replace(result, config=result.config.resolve(device), asked=asked)
-    if result.checks:
-        return result
-    return replace(result, checks=(Check("out", False, f"{result.status}: {result.message}"),))
+def _require(configs: Sequence[Config]) -> None:
+    if not configs:
+        raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
+
+
+def _make_run(
+    out: Path,
+    protocol: Protocol,
+    cells: tuple[Cell, ...],
+    profilers: tuple[str, ...] = (),
+    note: str | None = None,
+) -> tuple[Path, Run]:
+    """A run and its folder in out, with the sources of its backends."""
+    now = datetime.now(UTC)
+    run = Run(
+        run=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
+        created=now.isoformat(timespec="seconds"),
+        profilers=profilers,
+        protocol=protocol,
+        cells=cells,
+        note=note,
+        profharness=__version__,
+    )
+    folder = out / run.run
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CaptureError(
+            f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
+        ) from None
+    write_sources(folder, find_backends([cell.backend for cell in cells]).values())
+    return folder, run
+
+
+def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progress | None) -> Path:
+    record = RunRecord(folder, run, progress, _code(folder, run))
+    record.save()
+    profilers = find_profilers(run.profilers)
+    inside = tuple(profiler.name for profiler in profilers if profiler.session is None)
+    try:
+        with interrupts_name(folder):
+            if inside or not profilers:
+                command = partial(worker_argv, program=_program(folder, run))
+                cells = record.begin_pass(None)
+                run_cells(folder, cells, run.protocol, inside, record.add_entry, command=command)
+            for profiler in profilers:
+                if profiler.session is not None:
+                    _wrapped_pass(record, profiler, tools)
+    finally:
+        record.save()
+    record.explain_pending()
+    _tidy(folder, record.run)
+    return folder
+
+
+@contextlib.contextmanager
+def interrupts_name(folder: Path) -> Iterator[None]:
+    """An interrupt of the block tells the run folder that it leaves."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise Interrupted(folder) from stop
+
+
+def _program(folder: Path, run: Run) -> str:
+    """The worker's program: it verifies, times in turns, or captures cell by cell."""
+    if any(cell.case is not None for cell in run.cells):
+        return "profharness.worker.verify"
+    return "profharness.worker" if read_plan(folder) is None else "profharness.worker.bench"
+
+
+def _code(folder: Path, run: Run) -> dict[str, str]:
+    """What tells one version of the backends' code from another; a backend that is not there says nothing."""
+    sources = read_sources(folder)
+    backends = []
+    for name in dict.fromkeys(cell.backend for cell in run.cells):
+        with contextlib.suppress(UsageError):
+            backends.append(find_backend(name, sources))
+    return fingerprints(backends)
+
+
+def _wrapped_pass(record: RunRecord, profiler: Profiler, tools: dict[str, Tool]) -> None:
+    """All cells under a profiler that wraps the worker. What goes wrong is a problem of the run."""
+    protocol = replace(
+        record.run.protocol,
+        timeout_s=record.run.protocol.timeout_s * profiler.patience,
+        iterations=profiler.iterations or record.run.protocol.iterations,
+    )
+    before = len(record.problems)
+    try:
+        run_cells(
+            record.folder,
+            record.begin_pass(profiler),
+            protocol,
+            (profiler.name,),
+            record.add_entry,
+            lambda: open_session(profiler, tools, record.folder, protocol, record.notify),
+            record.add_outcome,
+        )
+    except CaptureError as error:
+        if len(record.problems) == before:
+            problem = Problem(profiler.name, "worker_not_started", str(error), START_REMEDY)
+            record.add_outcome(Outcome(problem=problem))
+
+
+def _tidy(folder: Path, run: Run) -> None:
+    """After a complete run the journal and the plan say nothing that run.json does not. The log
+    stays if a cell failed, and where PROFHARNESS_LOG asks for it.
+    """
+    for name in (JOURNAL_FILE, PLAN_FILE, SOURCES_FILE):
+        (folder / name).unlink(missing_ok=True)
+    went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems
+    if went_well and not log_wanted():
+        (folder / LOG_FILE).unlink(missing_ok=True)

@@ -1,14 +1,16 @@
-"""Questions to a short-lived worker: what the environment is, and which backends run here."""
+"""Questions to a short-lived worker: its environment, which backends run here, the device's peaks,
+and what PyTorch says of configs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from profharness.config import Config, parse_config
 from profharness.devices import PEAKS_FILE, Peaks
 from profharness.dispatch.advice import ANSWERS_FILE, LiveAnswer
 from profharness.errors import CaptureError, UsageError
-from profharness.processes import child_environment
+from profharness.processes import child_environment, run_briefly
 from profharness.run import Cell, JournalEntry, Protocol, read_run
 from profharness.runner.capture import CaptureOptions, capture
-from profharness.runner.supervise import run_cells, worker_environment
+from profharness.runner.supervise import run_cells, worker_argv, worker_environment
 
 PROBE_CONFIG = "1,2,64,64"
 PROBE_PROTOCOL = Protocol(iterations=1, warmup=0, samples=0, timeout_s=180)
@@ -96,7 +98,7 @@ class Measured:
 
     peaks: Peaks
     environment: dict[str, Any]
-    created: str = field(default="")
+    created: str = ""
 
 
 def measure_peaks(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Measured:
@@ -106,37 +108,26 @@ def measure_peaks(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Measure
     """
     with tempfile.TemporaryDirectory(prefix="profharness-") as name:
         folder = Path(name)
-        argv = [sys.executable, "-P", "-m", "profharness.worker.peaks"]
-        argv += [name, device, str(os.getpid())]
-        try:
-            done = subprocess.run(
-                argv,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-                env=child_environment(),
-            )
-        except subprocess.TimeoutExpired:
+        argv = [*worker_argv(folder, "profharness.worker.peaks"), device, str(os.getpid())]
+        done = run_briefly(argv, timeout_s, child_environment())
+        if done is None:
             raise CaptureError(
                 f"measuring the peaks of {device} took more than {timeout_s:g} s and was ended; "
                 "--peaks data-sheet does without"
-            ) from None
+            )
         path = folder / PEAKS_FILE
         if done.returncode != 0 or not path.exists():
-            words = " / ".join(done.stderr.strip().splitlines()[-2:])[:TAIL_CHARS]
+            last_words = " / ".join(done.stderr.strip().splitlines()[-2:])[:TAIL_CHARS]
             raise CaptureError(
-                f"measuring the peaks of {device} failed (exit code {done.returncode}): {words}; "
+                f"measuring the peaks of {device} failed (exit code {done.returncode}): {last_words}; "
                 "`profharness doctor` shows what is missing, --peaks data-sheet does without"
             )
-        found = msgspec.json.decode(path.read_bytes(), type=Measured)
-    return Measured(found.peaks, found.environment, datetime.now(UTC).isoformat(timespec="seconds"))
+        measured = msgspec.json.decode(path.read_bytes(), type=Measured)
+    return replace(measured, created=datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 AskProgress = Callable[[int, int, str], None]
-"""Hears (configs done, configs in all, the label of the one just done)."""
+"""Takes (configs done, configs in all, the label of the one just done)."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +159,12 @@ def ask(
     cells = tuple(Cell(f"c{index:04d}", config, "auto") for index, config in enumerate(configs, 1))
     if not cells:
         return []
-    told: dict[str, Any] = {}
+    environment: dict[str, Any] = {}
     ended: dict[str, Cell] = {}
 
-    def hear(entry: JournalEntry) -> None:
+    def on_entry(entry: JournalEntry) -> None:
         if entry.environment is not None:
-            told.update(entry.environment)
+            environment.update(entry.environment)
         if entry.event == "end" and entry.result is not None:
             ended[entry.result.cell] = entry.result
             if progress is not None:
@@ -182,24 +173,25 @@ def ask(
     with tempfile.TemporaryDirectory(prefix="profharness-") as name:
         folder = Path(name)
         protocol = Protocol(device=device, timeout_s=timeout_s)
-        run_cells(folder, cells, protocol, (), hear, command=lambda at: ask_argv(at, advice=advice))
-        answers = _read(folder / ANSWERS_FILE)
-    return [Asked(cell, answers.get(cell.cell), ended.get(cell.cell), told) for cell in cells]
+        command = partial(ask_argv, advice=advice)
+        run_cells(folder, cells, protocol, (), on_entry, command=command)
+        answers = _read_answers(folder / ANSWERS_FILE)
+    return [
+        Asked(cell, answers.get(cell.cell), ended.get(cell.cell), environment) for cell in cells
+    ]
 
 
 def ask_argv(folder: Path, *, advice: bool) -> list[str]:
-    """-P as for the worker: what lies in the user's folder is not on the program's path."""
-    command = [sys.executable, "-P", "-m", "profharness.worker.ask", str(folder)]
+    """The argv of the program that asks PyTorch."""
+    command = worker_argv(folder, "profharness.worker.ask")
     return command if advice else [*command, "--no-advice"]
 
 
-def _read(path: Path) -> dict[str, LiveAnswer]:
+def _read_answers(path: Path) -> dict[str, LiveAnswer]:
     """Answers by cell; a line that a crash cut short is passed over."""
-    found: dict[str, LiveAnswer] = {}
+    answers: dict[str, LiveAnswer] = {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
+        with contextlib.suppress(msgspec.MsgspecError):
             answer = msgspec.json.decode(line, type=LiveAnswer)
-        except msgspec.MsgspecError:
-            continue
-        found[answer.cell] = answer
-    return found
+            answers[answer.cell] = answer
+    return answers

@@ -1,5 +1,5 @@
-"""Keeps a worker process going over a list of cells: reads its journal, ends it when it hangs,
-replaces it when it dies.
+"""The run as it grows, and the worker that makes it grow: its journal is read, it is ended when it
+hangs and replaced when it dies, and run.json is kept whole.
 """
 
 from __future__ import annotations
@@ -11,16 +11,60 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from profharness.config import parse_config
 from profharness.errors import CaptureError
-from profharness.processes import child_environment, has_ended, held
+from profharness.processes import child_environment, has_ended, held, start_group
+from profharness.profilers import PROFILERS, Profiler
 from profharness.profilers.base import Ended, Outcome, Session
-from profharness.run import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan, Protocol
+from profharness.run import (
+    JOURNAL_FILE,
+    PLAN_FILE,
+    Cell,
+    Check,
+    JournalEntry,
+    Plan,
+    Problem,
+    Protocol,
+    Run,
+    TraceFile,
+    write_run,
+)
+
+POLL_S = 0.01
+SAVE_EVERY_S = 1.0
+START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
+LOG_FILE = "worker.log"
+LOG_TAIL_BYTES = 4000
+MAX_LOG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Step:
+    """done of total cells have ended; cell is at a stage, or has its final status as one. notice is
+    a sentence on what the user has to wait for.
+    """
+
+    done: int
+    total: int
+    cell: Cell
+    stage: str
+    notice: str | None = None
+
+
+Progress = Callable[[Step], None]
+
+
+def worker_argv(folder: Path, program: str = "profharness.worker") -> list[str]:
+    """The argv of a program of the worker. -P: the user's own folder, which may hold a `kernels` or
+    a `torch.py`, stays off its path.
+    """
+    return [sys.executable, "-P", "-m", program, str(folder)]
 
 
 class Journal:
@@ -56,37 +100,158 @@ class Journal:
         self._rest = b""
 
 
-POLL_S = 0.01
-START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
-LOG_FILE = "worker.log"
-LOG_TAIL_BYTES = 4000
-MAX_LOG_BYTES = 1 << 20
-
-
-def worker_argv(folder: Path) -> list[str]:
-    """-P: the user's own folder, which may hold a `kernels` or a `torch.py`, stays off the worker's
-    path.
-    """
-    return [sys.executable, "-P", "-m", "profharness.worker", str(folder)]
-
-
 @dataclass
-class _Watch:
-    """What is known of the running worker."""
+class Start:
+    """One start of the worker: what its journal has told so far, and how it ended.
 
+    stopped: the user has interrupted it; at_once: once more while it was ended, so that what a
+    profiler around it would still have written is lost.
+    """
+
+    folder: Path
+    protocol: Protocol
+    pending: dict[str, Cell]
+    journal: Journal
+    on_entry: Callable[[JournalEntry], None]
+    session: Session
+    returncode: int | None = None
     cell: str | None = None
     stage: str = "start"
-    since: float = 0.0
-    told_environment: bool = False
-    ended: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Stop:
-    """Whether the user has interrupted this start, and once more while it was ended."""
-
-    asked: bool = False
+    has_environment: bool = False
+    ended: tuple[str, ...] = ()
+    stopped: bool = False
     at_once: bool = False
+
+    def __post_init__(self) -> None:
+        self.since = time.monotonic()
+        log = self.folder / LOG_FILE
+        self.log_offset = log.stat().st_size if log.exists() else 0
+
+    def plan(self, profilers: tuple[str, ...] = ()) -> None:
+        """Leave the plan for the worker."""
+        cells = tuple(self.pending.values())
+        plan = Plan(cells, self.protocol, profilers, os.getpid(), wrapped=self.session.wrapped)
+        (self.folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+
+    def run(self, command: list[str]) -> None:
+        """Start the worker in a process group of its own and follow it to its end; afterwards
+        nothing of it is left.
+        """
+        process: subprocess.Popen[bytes] | None = None
+        try:
+            with held():
+                process = start_group(
+                    self.session.argv(command),
+                    self.folder / LOG_FILE,
+                    self.session.environment(child_environment()),
+                )
+            self.returncode = self._follow(process)
+        except KeyboardInterrupt:
+            self.stopped = True
+            raise
+        finally:
+            if process is not None:
+                self._finish(process)
+
+    def take(self) -> None:
+        """Take in what the journal has told since the last call."""
+        for entry in self.journal.entries():
+            if entry.event == "environment":
+                self.has_environment, self.since = True, time.monotonic()
+            elif entry.event == "begin":
+                self.cell, self.stage, self.since = entry.cell, "begin", time.monotonic()
+            elif entry.event == "stage":
+                self.stage = entry.stage or ""
+            elif entry.event == "end":
+                self.pending.pop(str(entry.cell), None)
+                self.ended = (*self.ended, str(entry.cell))
+                self.cell, self.since = None, time.monotonic()
+            self.on_entry(entry)
+
+    def close(self) -> Outcome:
+        """What the session around the worker left."""
+        return self.session.close(
+            Ended(self.returncode, self._log(), self.ended, interrupted=self.stopped)
+        )
+
+    def end_cell(self) -> None:
+        """Write the result of the cell that the worker died of."""
+        cell = self.pending.pop(str(self.cell))
+        if self.returncode is None:
+            status = "timeout"
+            message = f"no answer during {self.stage}; the worker was ended (see --timeout)"
+        else:
+            status, tail = "crashed", self._last_words()
+            message = f"the worker died during {self.stage}: {_how(self.returncode)}"
+            message += f"; its last words: {tail}" if tail else ""
+        result = replace(cell, status=status, message=message)
+        entry = JournalEntry("end", cell=cell.cell, result=result)
+        self.journal.append(entry)
+        self.on_entry(entry)
+
+    def failure(self) -> CaptureError:
+        """The error of a worker that did not come up."""
+        how = "it gave no sign of life" if self.returncode is None else _how(self.returncode)
+        tail = self._last_words()
+        return CaptureError(
+            f"the worker process did not start ({how}){f': {tail}' if tail else ''}; "
+            "`profharness doctor` shows what is missing"
+        )
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> int | None:
+        """Until the process ends: its return code, or None if it takes too long."""
+        timeout_s = self.protocol.timeout_s
+        while not has_ended(process):
+            self.take()
+            limit = timeout_s if self.cell is not None else max(START_TIMEOUT_S, timeout_s)
+            if time.monotonic() - self.since > limit:
+                return None
+            time.sleep(POLL_S)
+        return process.returncode
+
+    def _finish(self, process: subprocess.Popen[bytes]) -> None:
+        """End it, which a second interrupt cuts short, and clear up, which no interrupt does."""
+        try:
+            if not has_ended(process):
+                self._end(process)
+        finally:
+            with held():
+                self.session.clear(process, at_once=self.at_once)
+                process.wait()
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            self.session.end(process, hurry=self.stopped)
+        except KeyboardInterrupt:
+            if self.stopped:
+                self.at_once = True
+            else:
+                self.stopped = True
+                self._end(process)
+            raise
+
+    def _log(self) -> str:
+        """What this start wrote, at most MAX_LOG_BYTES of its end."""
+        with (self.folder / LOG_FILE).open("rb") as log:
+            log.seek(max(self.log_offset, log.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            return log.read().decode(errors="replace")
+
+    def _last_words(self) -> str:
+        """The last non-empty line or two that this start wrote to stderr."""
+        try:
+            text = self._log()[-LOG_TAIL_BYTES:]
+        except OSError:
+            return ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " / ".join(lines[-2:])[:500]
+
+
+def _how(returncode: int) -> str:
+    number = -returncode if returncode < 0 else returncode - 128  # 128 + n: so shells and nsys say
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"exit code {returncode}" if returncode >= 0 else f"signal {number}"
 
 
 def run_cells(
@@ -99,207 +264,206 @@ def run_cells(
     on_outcome: Callable[[Outcome], None] = lambda _: None,
     command: Callable[[Path], list[str]] = worker_argv,
 ) -> None:
-    """Run cells until each has an `end` entry in the journal; on_entry hears every entry, also
+    """Run cells until each has an `end` entry in the journal. on_entry takes every entry, also
     those written here, on_outcome what each start of the worker left.
 
-    Raises CaptureError when a worker cannot even start; on any exception (KeyboardInterrupt too)
-    the worker is ended first, and nothing of it is left. A second interrupt ends it at once, and
-    what a profiler around it would still have written is lost.
+    Raises CaptureError when a worker cannot even start. On any exception (KeyboardInterrupt too)
+    the worker is ended first, and nothing of it is left.
     """
     pending = {cell.cell: cell for cell in cells}
     journal = Journal(folder / JOURNAL_FILE)
     while pending:
         session = make_session()
-        watch = _Watch(since=time.monotonic())
-        stop = _Stop()
-        returncode: int | None = None
-        offset = _log_size(folder)
         try:
-            plan = Plan(
-                tuple(pending.values()), protocol, profilers, os.getpid(), wrapped=session.wrapped
-            )
-            (folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+            start = Start(folder, protocol, pending, journal, on_entry, session)
+            start.plan(profilers)
             try:
-                with _started(session, command(folder), folder, stop) as process:
-                    returncode = _follow(
-                        process, journal, watch, pending, protocol.timeout_s, on_entry
-                    )
+                start.run(command(folder))
             finally:
-                _take(journal.entries(), watch, pending, on_entry)
-                if not stop.at_once:
-                    text = _log_since(folder, offset)
-                    ended = Ended(returncode, text, tuple(watch.ended), stop.asked)
-                    on_outcome(session.close(ended))
+                start.take()
+                if not start.at_once:
+                    on_outcome(start.close())
         finally:
             with held():
                 session.discard()
-        if watch.cell is not None:
-            _bury(folder, offset, watch, returncode, pending, journal, on_entry)
-        elif pending and not watch.told_environment:
-            raise CaptureError(_start_failure(folder, offset, returncode))
+        if start.cell is not None:
+            start.end_cell()
+        elif pending and not start.has_environment:
+            raise start.failure()
 
 
 def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
-    """What a worker on this machine says of its environment. Raises CaptureError when it cannot
+    """The environment that a worker on this machine finds. Raises CaptureError when it cannot
     start.
     """
-    heard: list[JournalEntry] = []
+    entries: list[JournalEntry] = []
     journal = Journal(folder / JOURNAL_FILE)
-    (folder / PLAN_FILE).write_bytes(msgspec.json.encode(Plan((), protocol, (), os.getpid())))
-    watch = _Watch(since=time.monotonic())
-    offset = _log_size(folder)
-    with _started(Session(), worker_argv(folder), folder, _Stop()) as process:
-        returncode = _follow(process, journal, watch, {}, protocol.timeout_s, heard.append)
-    _take(journal.entries(), watch, {}, heard.append)
-    if not heard or heard[0].environment is None:
-        raise CaptureError(_start_failure(folder, offset, returncode))
-    return heard[0].environment
+    start = Start(folder, protocol, {}, journal, entries.append, Session())
+    start.plan()
+    start.run(worker_argv(folder))
+    start.take()
+    if not entries or entries[0].environment is None:
+        raise start.failure()
+    return entries[0].environment
 
 
-def _follow(
-    process: subprocess.Popen[bytes],
-    journal: Journal,
-    watch: _Watch,
-    pending: dict[str, Cell],
-    timeout_s: float,
-    on_entry: Callable[[JournalEntry], None],
-) -> int | None:
-    """Until the process ends: its return code, or None if it takes too long."""
-    while not has_ended(process):
-        _take(journal.entries(), watch, pending, on_entry)
-        limit = timeout_s if watch.cell is not None else max(START_TIMEOUT_S, timeout_s)
-        if time.monotonic() - watch.since > limit:
-            return None
-        time.sleep(POLL_S)
-    return process.returncode
+LESS = "or leave this config out for this profiler"
+REMEDIES = {
+    "timeout": f"give it more time with --timeout, {LESS}",
+    "oom": "the profiler needs memory of its own: free some on the GPU, choose a smaller config, "
+    f"{LESS}",
+    "crashed": "see the worker's last words here and in worker.log; run the config without this "
+    f"profiler to see whether it dies there too, {LESS}",
+    "error": "see the message, which is the backend's own; run the config without this profiler to "
+    f"see whether it fails there too, {LESS}",
+    "refused": "run the config without this profiler to see whether it is refused there too, "
+    f"{LESS}",
+}
 
 
-def _take(
-    entries: Iterator[JournalEntry],
-    watch: _Watch,
-    pending: dict[str, Cell],
-    on_entry: Callable[[JournalEntry], None],
-) -> None:
-    for entry in entries:
-        if entry.event == "environment":
-            watch.told_environment, watch.since = True, time.monotonic()
-        elif entry.event == "begin":
-            watch.cell, watch.stage, watch.since = entry.cell, "begin", time.monotonic()
-        elif entry.event == "stage":
-            watch.stage = entry.stage or ""
-        elif entry.event == "end":
-            pending.pop(str(entry.cell), None)
-            watch.ended.append(str(entry.cell))
-            watch.cell, watch.since = None, time.monotonic()
-        on_entry(entry)
+class RunRecord:
+    """One run and its folder. A cell keeps its first result; what a later profiler's pass says of
+    it can only be a problem of that profiler. code is kept in the environment as `backend_code`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: Run,
+        progress: Progress | None = None,
+        code: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.run = run
+        self._code = code
+        self._cells = {cell.cell: cell for cell in run.cells}
+        self._wrapped = [item for item in run.traces if PROFILERS[item.profiler].session]
+        self.problems: list[Problem] = []  # a run that is resumed tries again what failed
+        self._progress = progress or (lambda _: None)
+        self._saved = 0.0
+        self._pass: tuple[Profiler | None, int, int] = (None, 0, 0)
+
+    def begin_pass(self, profiler: Profiler | None) -> list[Cell]:
+        """The cells that a pass has to do; None: the pass inside the worker."""
+        cells = list(self._cells.values())
+        todo = [cell for cell in cells if cell.status == "pending"]
+        if profiler is not None:
+            # a profiler has nothing more to say of the cells in its traces and its problems
+            covered: list[TraceFile | Problem] = [*self._wrapped, *self.problems]
+            seen = {
+                cell for item in covered if item.profiler == profiler.name for cell in item.cells
+            }
+            todo += [cell for cell in cells if cell.status == "ok" and cell.cell not in seen]
+        self._pass = (profiler, 0, len(todo) if profiler else len(cells))
+        return [replace(cell, message=None) if cell.status == "pending" else cell for cell in todo]
+
+    def add_entry(self, entry: JournalEntry) -> None:
+        """Take in one journal entry."""
+        if entry.environment is not None:
+            self._environment(entry.environment)
+            return
+        profiler, finished, total = self._pass
+        cell = self._cells[str(entry.cell)]
+        stage = entry.stage or "start"
+        result = entry.result
+        if result is not None:
+            if result.case is not None:
+                result = _checked(result, str(self.run.environment.get("device_type", "cpu")))
+            if cell.status == "pending":
+                cell = self._cells[cell.cell] = result
+            elif profiler is not None and result.status != "ok":
+                self.problems.append(_cell_problem(profiler.name, result))
+            stage, finished = result.status, finished + 1
+            self._pass = (profiler, finished, total)
+        if profiler is None:
+            finished = sum(cell.status != "pending" for cell in self._cells.values())
+        elif result is None:
+            stage = f"{profiler.name} {stage}"
+        self._progress(Step(finished, total, cell, stage))
+        if result is not None and time.monotonic() - self._saved > SAVE_EVERY_S:
+            self.save()
+
+    def notify(self, notice: str) -> None:
+        """Pass on what the user has to wait for."""
+        _, finished, total = self._pass
+        cell = next(iter(self._cells.values()))
+        self._progress(Step(finished, total, cell, "", notice))
+
+    def explain_pending(self) -> None:
+        """Give the cells that no pass got to the reason: what their profiler failed at."""
+        for cell in self._cells.values():
+            if cell.status != "pending":
+                continue
+            reasons = [
+                f"{item.profiler}: {item.message} [{item.code}]"
+                for item in self.problems
+                if not item.cells or cell.cell in item.cells
+            ]
+            if reasons:
+                message = f"not run, because of {'; '.join(reasons)}"
+                self._cells[cell.cell] = replace(cell, message=message)
+        self.save()
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Take in what a wrapped start of the worker left."""
+        if outcome.trace is not None:
+            done = tuple(cell for cell in outcome.trace.cells if self._cells[cell].status == "ok")
+            self._wrapped.append(replace(outcome.trace, cells=done))
+        if outcome.problem is not None:
+            self.problems.append(outcome.problem)
+        if outcome != Outcome():
+            self.save()
+
+    def _environment(self, environment: dict[str, Any]) -> None:
+        device = str(environment.get("device_type", "cpu"))
+        self._cells = {
+            name: replace(cell, config=cell.config.resolve(device))
+            for name, cell in self._cells.items()
+        }
+        if not self.run.environment:
+            code = {"backend_code": self._code} if self._code else {}
+            self.run = replace(self.run, environment=environment | code)
+
+    def save(self) -> None:
+        """Write run.json with the traces that exist."""
+        cells = tuple(self._cells.values())
+        traces = (*_cell_traces(self.folder, self.run.profilers, cells), *self._wrapped)
+        self.run = replace(self.run, cells=cells, traces=traces, problems=tuple(self.problems))
+        write_run(self.folder, self.run)
+        self._saved = time.monotonic()
 
 
-def _bury(
-    folder: Path,
-    offset: int,
-    watch: _Watch,
-    returncode: int | None,
-    pending: dict[str, Cell],
-    journal: Journal,
-    on_entry: Callable[[JournalEntry], None],
-) -> None:
-    """Write the result of the cell that its worker died of."""
-    cell = pending.pop(str(watch.cell))
-    if returncode is None:
-        status, message = (
-            "timeout",
-            f"no answer during {watch.stage}; the worker was ended (see --timeout)",
-        )
-    else:
-        status, message = "crashed", f"the worker died during {watch.stage}: {_how(returncode)}"
-        tail = _log_tail(folder, offset)
-        message += f"; its last words: {tail}" if tail else ""
-    result = replace(cell, status=status, message=message)
-    entry = JournalEntry("end", cell=cell.cell, result=result)
-    journal.append(entry)
-    on_entry(entry)
+def _checked(result: Cell, device: str) -> Cell:
+    """A cell of a verification with its dtypes filled in; what its worker died of or hung on failed
+    its check.
+    """
+    asked = parse_config(result.asked or result.config.label).resolve(device).label
+    checks = result.checks or (Check("out", False, f"{result.status}: {result.message}"),)
+    return replace(result, config=result.config.resolve(device), asked=asked, checks=checks)
 
 
-def _how(returncode: int) -> str:
-    number = -returncode if returncode < 0 else returncode - 128  # 128 + n: so shells and nsys say
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"exit code {returncode}" if returncode >= 0 else f"signal {number}"
+def _cell_problem(profiler: str, result: Cell) -> Problem:
+    """A cell that ran without the profiler, or under another one, and did not under this one."""
+    return Problem(
+        profiler,
+        f"cell_{result.status}",
+        f"{result.config} {result.backend} ended as {result.status} under {profiler}: {result.message}",
+        REMEDIES.get(result.status, REMEDIES["error"]),
+        cells=(result.cell,),
+    )
 
 
-def _log_tail(folder: Path, offset: int) -> str:
-    """The last non-empty line or two that the start whose log begins at offset wrote to stderr."""
-    try:
-        text = _log_since(folder, offset)[-LOG_TAIL_BYTES:]
-    except OSError:
-        return ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " / ".join(lines[-2:])[:500]
-
-
-def _start_failure(folder: Path, offset: int, returncode: int | None) -> str:
-    how = "it gave no sign of life" if returncode is None else _how(returncode)
-    tail = _log_tail(folder, offset)
-    words = f": {tail}" if tail else ""
-    return f"the worker process did not start ({how}){words}; `profharness doctor` shows what is missing"
-
-
-@contextlib.contextmanager
-def _started(
-    session: Session, command: list[str], folder: Path, stop: _Stop
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker in a process group of its own; at the end of the block nothing of it is left."""
-    process: subprocess.Popen[bytes] | None = None
-    try:
-        with (folder / LOG_FILE).open("ab") as log, held():
-            process = subprocess.Popen(
-                session.argv(command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=session.environment(child_environment()),
-                start_new_session=True,
-            )
-        yield process
-    except KeyboardInterrupt:
-        stop.asked = True
-        raise
-    finally:
-        if process is not None:
-            _finish(session, process, stop)
-
-
-def _finish(session: Session, process: subprocess.Popen[bytes], stop: _Stop) -> None:
-    """End it, which a second interrupt cuts short, and clear up, which no interrupt does."""
-    try:
-        if not has_ended(process):
-            _end(session, process, stop)
-    finally:
-        with held():
-            session.clear(process, at_once=stop.at_once)
-            process.wait()
-
-
-def _end(session: Session, process: subprocess.Popen[bytes], stop: _Stop) -> None:
-    try:
-        session.end(process, hurry=stop.asked)
-    except KeyboardInterrupt:
-        if stop.asked:
-            stop.at_once = True
-        else:
-            stop.asked = True
-            _end(session, process, stop)
-        raise
-
-
-def _log_size(folder: Path) -> int:
-    path = folder / LOG_FILE
-    return path.stat().st_size if path.exists() else 0
-
-
-def _log_since(folder: Path, offset: int) -> str:
-    """What the last start wrote, at most MAX_LOG_BYTES of its end."""
-    with (folder / LOG_FILE).open("rb") as log:
-        log.seek(max(offset, _log_size(folder) - MAX_LOG_BYTES))
-        return log.read().decode(errors="replace")
+def _cell_traces(
+    folder: Path, profilers: tuple[str, ...], cells: tuple[Cell, ...]
+) -> list[TraceFile]:
+    """The traces of finished cells that the worker wrote itself; what a dead worker left
+    half-written belongs to no result and is not named.
+    """
+    found = []
+    for profiler in (PROFILERS[name] for name in profilers):
+        for cell in cells:
+            path = f"{cell.cell}.{profiler.suffix}"
+            inside = profiler.session is None and profiler.suffix and cell.status == "ok"
+            if inside and (folder / path).exists():
+                found.append(TraceFile(profiler.name, path, (cell.cell,)))
+    return found

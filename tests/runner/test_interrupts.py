@@ -19,8 +19,11 @@ import pytest
 from fake_tools import Behaviour, Scenario, install
 from waiting import PATIENCE_S, until
 
+from profharness.jobs import resume_into_store
 from profharness.processes import has_ended, held, wait_for
 from profharness.profilers import base
+from profharness.run import read_run
+from profharness.store import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -133,6 +136,32 @@ def test_an_interrupted_tool_that_obeys_is_no_timeout(tmp_path: Path) -> None:
     (record,) = (tmp_path / "runs").glob("*/run.json")
     assert '"timeout"' not in record.read_text().replace('"timeout_s"', "")
     assert "took too long" not in record.read_text()
+
+
+def test_an_interrupted_verification_names_its_folder_and_goes_on(tmp_path: Path) -> None:
+    runs, store = tmp_path / "runs", tmp_path / "s.db"
+    argv = [
+        *(sys.executable, "-m", "profharness", "verify", "--config", "1,4,64,16,fp32"),
+        *("--backend", "math,flash", "--device", "cpu", "--out", str(runs), "--store", str(store)),
+    ]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: any(b'"end"' in each.read_bytes() for each in journals(tmp_path)), process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    (folder,) = runs.iterdir()
+    assert process.returncode == 130
+    assert f"profharness capture --resume {folder} --store {store}" in errors
+    stopped = read_run(folder)
+    done = [cell for cell in stopped.cells if cell.checks]
+    assert 0 < len(done) < len(stopped.cells)
+    finished = resume_into_store(folder, store)
+    assert [cell for cell in finished.run.cells if cell in done] == done
+    assert all(cell.checks for cell in finished.run.cells)
+    with open_store(store) as opened:
+        rows = opened.verifications(finished.run.run)
+    assert {(row.case, row.backend) for row in rows} == {
+        (cell.case, cell.backend) for cell in stopped.cells
+    }
 
 
 def test_held_signals_come_after_the_block() -> None:

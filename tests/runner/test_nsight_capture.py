@@ -22,8 +22,7 @@ from profharness.profilers.base import Grace, Outcome, ToolError
 from profharness.profilers.nsys import NsysSession
 from profharness.run import Cell, JournalEntry, Protocol, Run, TraceFile, read_run, write_run
 from profharness.runner import CaptureOptions, capture, resume
-from profharness.runner.book import Book
-from profharness.runner.supervise import LOG_FILE, run_cells
+from profharness.runner.supervise import LOG_FILE, RunRecord, run_cells
 from profharness.store import open_store
 
 QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=PATIENCE_S, device="cpu")
@@ -238,11 +237,11 @@ def test_a_killed_tool_is_the_reason_why_its_cells_did_not_run(tmp_path: Path, t
 def test_each_end_of_a_cell_has_a_remedy_of_its_own(tmp_path: Path) -> None:
     cells = [Cell(f"c000{n}", CONFIGS[0], "math", "ok") for n in range(4)]
     run = Run("r", "", ("torch", "nsys"), QUICK, tuple(cells))
-    book = Book(tmp_path, run, None)
-    book.begin_pass(PROFILERS["nsys"])
+    record = RunRecord(tmp_path, run)
+    record.begin_pass(PROFILERS["nsys"])
     for cell, status in zip(cells, ("crashed", "error", "oom", "timeout"), strict=True):
-        book.hear(JournalEntry("end", cell=cell.cell, result=replace(cell, status=status)))
-    remedies = {problem.code: problem.remedy for problem in book.problems}
+        record.add_entry(JournalEntry("end", cell=cell.cell, result=replace(cell, status=status)))
+    remedies = {problem.code: problem.remedy for problem in record.problems}
     assert len(set(remedies.values())) == 4
     assert [code for code, remedy in remedies.items() if "--timeout" in remedy] == ["cell_timeout"]
     assert "memory" in remedies["cell_oom"]
