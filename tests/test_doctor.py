@@ -14,26 +14,24 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from profharness.doctor import run_checks
-from profharness.doctor.profilers import (
+from profharness.doctor import (
+    check_compilers,
+    check_counters,
+    check_dcgm,
     check_importer,
+    check_injection,
     check_ncu_driver,
+    check_sandbox,
+    check_tmpdir,
     check_tool,
     find_importer,
+    may_administer,
     missing_libraries,
     ncu_reader,
     packages_remedy,
     parse_ldd,
-)
-from profharness.doctor.system import (
-    check_compilers,
-    check_counters,
-    check_dcgm,
-    check_injection,
-    check_sandbox,
-    check_tmpdir,
-    may_administer,
     process_names,
+    run_checks,
 )
 from profharness.profilers.base import Tool
 
@@ -192,7 +190,7 @@ def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
         "from importlib import metadata\n"
         "def version(name): raise metadata.PackageNotFoundError(name)\n"
         "metadata.version = version\n"
-        "from profharness.doctor.profilers import ncu_reader; print(ncu_reader().detail)"
+        "from profharness.doctor import ncu_reader; print(ncu_reader().detail)"
     )
     root = str(Path(__file__).resolve().parents[1])
 
@@ -316,7 +314,7 @@ def test_what_compiles_kernels() -> None:
 def test_nvrtc_that_is_not_installed_is_told_with_its_remedy() -> None:
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "from profharness.doctor.system import check_nvrtc\n"
+        "from profharness.doctor import check_nvrtc\n"
         "print(check_nvrtc())"
     )
     argv = [sys.executable, "-c", code]

@@ -1,0 +1,386 @@
+"""Checks of what is installed and works, each with a remedy. Nothing is changed, no kernel is
+launched.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sqlite3
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from profharness.backends.base import RefusedError
+from profharness.backends.cuda_source import nvrtc_version
+from profharness.environment import driver_version
+from profharness.errors import NotFoundError, ProfharnessError
+from profharness.processes import run_briefly
+from profharness.profilers import find_tool, tool_missing
+from profharness.profilers.base import Tool, ToolError, version_key
+from profharness.store import open_store
+
+LDD_TIMEOUT_S = 20.0
+IMPORTER = "QdstrmImporter"
+TORCH_MIN = (2, 5)
+SQLITE_MIN = (3, 37, 0)  # STRICT tables
+KERNELS_REMEDY = "pip install 'profharness[kernels]'"
+DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
+LOCK_FILE = "nsight-compute-lock"
+CAP_SYS_ADMIN = 21
+DCGM_PROCESSES = ("nv-hostengine", "dcgmi", "dcgm-exporter")
+# gVisor answers with a version that is written into it: the first for years, later one that names it.
+GVISOR = r"gvisor|^Linux version 4\.4\.0 .*Sun Jan 10 15:06:54 PST 2016"
+# Debian's and Ubuntu's packages of the libraries that the importer or nsys takes from the system.
+LIBRARY_PACKAGES = {
+    "libbz2.so.1.0": "libbz2-1.0",
+    "libcrypto.so.3": "libssl3",
+    "libdw.so.1": "libdw1",
+    "libelf.so.1": "libelf1",
+    "libgssapi_krb5.so.2": "libgssapi-krb5-2",
+    "liblzma.so.5": "liblzma5",
+    "libpfm.so.4": "libpfm4",
+    "libssh.so.4": "libssh-4",
+    "libz.so.1": "zlib1g",
+}
+# The driver branch that came out with each ncu, by the CUDA release notes; an older driver may not
+# load the counter library of a newer ncu (LibraryNotLoaded).
+DRIVER_BRANCHES = {
+    (2022, 3): 520,
+    (2023, 1): 530,
+    (2023, 2): 535,
+    (2023, 3): 545,
+    (2024, 1): 550,
+    (2024, 2): 555,
+    (2024, 3): 560,
+    (2025, 1): 570,
+    (2025, 2): 575,
+    (2025, 3): 580,
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. state: `ok`, `warning` (works, but less than it could), `missing`, or `absent`
+    (optional, not there).
+    """
+
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[Check]:
+    """All checks in the order of the report; probe asks a worker for its environment."""
+    environment = probe()
+    driver = None if isinstance(environment, str) else environment.get("driver")
+    if driver is None:
+        check = check_driver()
+        driver = check.detail if check.state == "ok" else None
+    return [
+        check_python(),
+        check_torch(environment),
+        *check_cuda(environment),
+        *check_compilers(environment),
+        *check_profilers(driver),
+        ncu_reader(),
+        check_counters(read(DRIVER_PARAMETERS), privileged=may_administer()),
+        check_tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
+        *check_injection(os.environ.get("CUDA_INJECTION64_PATH")),
+        *check_dcgm(process_names()),
+        *check_sandbox(read(Path("/proc/version"))),
+        check_sqlite(),
+        check_store(store),
+    ]
+
+
+def check_python() -> Check:
+    """The interpreter that the worker will run in too."""
+    return Check("Python", "ok", f"{platform.python_version()} ({sys.implementation.name})")
+
+
+def check_torch(environment: dict[str, Any] | str) -> Check:
+    """torch as a worker sees it; environment is a worker's answer, or the text of its failure."""
+    if isinstance(environment, str):
+        remedy = (
+            "install a torch for this machine: https://pytorch.org/get-started/locally (>= 2.5)"
+        )
+        return Check("torch", "missing", environment, remedy)
+    version = str(environment["torch"])
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < TORCH_MIN:
+        return Check("torch", "missing", version, "profharness needs torch >= 2.5")
+    return Check("torch", "ok", version)
+
+
+def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
+    """CUDA, cuDNN as loaded, GPU and driver; on a CPU-only machine one line that says so."""
+    if isinstance(environment, str):
+        return []
+    if environment.get("device_type") != "cuda":
+        driver = check_driver()
+        if driver.state == "ok":
+            detail = "an NVIDIA driver is here but torch uses the CPU"
+            remedy = "install a CUDA build of torch, or see why torch.cuda.is_available() is False"
+            return [driver, Check("CUDA", "warning", detail, remedy)]
+        detail = "no NVIDIA GPU: captures run on the CPU, where ATen ops stand for kernels"
+        return [Check("CUDA", "absent", detail)]
+    gpu = f"{environment['gpu']}, sm {environment['capability']}, {environment['num_sms']} SMs"
+    cudnn = Check("cuDNN", "ok", f"{environment.get('cudnn')} (as loaded)")
+    if not environment.get("cudnn"):
+        remedy = "the cudnn backend needs it; reinstall torch with its CUDA packages"
+        cudnn = Check("cuDNN", "warning", "not loaded", remedy)
+    return [
+        Check("CUDA", "ok", f"{environment['torch_cuda']} (as torch was built)"),
+        Check("GPU", "ok", gpu),
+        Check("driver", "ok", str(environment.get("driver", "unknown"))),
+        cudnn,
+    ]
+
+
+def check_driver() -> Check:
+    """The NVIDIA driver through NVML."""
+    version = driver_version()
+    if version:
+        return Check("driver", "ok", str(version))
+    return Check("driver", "absent", "no NVIDIA driver answers")
+
+
+def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
+    """What implementations in kernels/ are compiled by: Triton as a worker sees it, and NVRTC."""
+    version = None if isinstance(environment, str) else environment.get("triton")
+    triton = Check("Triton", "ok", str(version))
+    if not version:
+        triton = Check("Triton", "absent", "not installed", KERNELS_REMEDY)
+    return [triton, check_nvrtc()]
+
+
+def check_nvrtc() -> Check:
+    """NVRTC, which compiles CUDA sources; that a driver can run them is not asked."""
+    try:
+        return Check("NVRTC", "ok", nvrtc_version())
+    except RefusedError as error:
+        return Check("NVRTC", "absent", str(error))
+
+
+def check_sqlite() -> Check:
+    """SQLite as Python was built with it."""
+    if sqlite3.sqlite_version_info < SQLITE_MIN:
+        remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
+        return Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
+    return Check("SQLite", "ok", sqlite3.sqlite_version)
+
+
+def check_store(path: Path) -> Check:
+    """Whether the store can be made or opened; it is not created."""
+    try:
+        with open_store(path) as store:
+            return Check("store", "ok", f"{path}: {len(store.runs())} runs")
+    except NotFoundError:
+        return Check("store", "ok", f"{path}: not there yet; capture or ingest makes it")
+    except ProfharnessError as error:
+        return Check("store", "missing", str(error), "name another file with --store")
+
+
+def check_profilers(driver: str | None) -> list[Check]:
+    """nsys, its importer, ncu and whether the driver suits it. driver: its version, None if there
+    is none.
+    """
+    nsys, nsys_check = check_tool("nsys")
+    ncu, ncu_check = check_tool("ncu")
+    return [
+        nsys_check,
+        *([check_importer(nsys)] if nsys else []),
+        ncu_check,
+        *(check_ncu_driver(ncu.version, driver) if ncu else []),
+    ]
+
+
+def check_tool(name: str) -> tuple[Tool | None, Check]:
+    """A profiler's executable on PATH, where its variable says, or where its installers put it."""
+    try:
+        tool = find_tool(name)
+    except ToolError as error:
+        return None, Check(name, "warning", error.failure.message, error.failure.remedy)
+    if tool is None:
+        return None, Check(name, "absent", "not found", tool_missing(name).remedy)
+    where = "on PATH" if tool.on_path else f"not on PATH: {tool.path}"
+    if tool.version is None:
+        missing = missing_libraries(tool.path)
+        remedy = packages_remedy(missing) if missing else f"run `{tool.path} --version` to see why"
+        return tool, Check(name, "warning", f"does not answer --version, {where}", remedy)
+    return tool, Check(name, "ok", f"{tool.version}, {where}")
+
+
+def find_importer(nsys: Path) -> Path | None:
+    """The importer where nsys looks for it: in a sibling folder of its real one, or in or below
+    that.
+    """
+    folder = nsys.resolve().parent
+    patterns = [
+        (folder.parent, f"host-linux-*/{IMPORTER}"),
+        (folder, IMPORTER),
+        (folder, f"*/{IMPORTER}"),
+        (folder.parent, f"linux-desktop-*/{IMPORTER}"),
+    ]
+    return next((path for root, pattern in patterns for path in root.glob(pattern)), None)
+
+
+def check_importer(nsys: Tool) -> Check:
+    """Whether nsys can turn its raw files into reports: importer and its libraries are there."""
+    name = "nsys importer"
+    importer = find_importer(nsys.path)
+    if importer is None:
+        with nsys.path.open("rb") as file:
+            is_script = file.read(2) == b"#!"
+        if is_script:
+            return Check(name, "absent", f"{nsys.path} is a script; its importer is not beside it")
+        folder = nsys.path.resolve().parent.parent / "host-linux-x64"
+        remedy = (
+            f"without it nsys leaves no report: link the folder that has {IMPORTER} to {folder} "
+            "(Debian has it in /usr/lib/nsight-systems/host-linux-x64)"
+        )
+        return Check(name, "warning", f"{IMPORTER} is not where nsys looks", remedy)
+    missing = missing_libraries(importer)
+    if missing:
+        detail = f"{importer} lacks {', '.join(missing)}"
+        return Check(name, "warning", detail, packages_remedy(missing))
+    detail = str(importer) if missing is not None else f"{importer}; ldd could not check it"
+    return Check(name, "ok", detail)
+
+
+def missing_libraries(path: Path) -> list[str] | None:
+    """The shared libraries that the loader does not find for an executable, by `ldd`; None if ldd
+    cannot tell.
+    """
+    done = run_briefly(["ldd", str(path)], LDD_TIMEOUT_S, {**os.environ, "LC_ALL": "C"})
+    return parse_ldd(done.stdout) if done and done.returncode == 0 else None
+
+
+def parse_ldd(text: str) -> list[str]:
+    """The libraries that ldd reports as not found, each once, sorted."""
+    return sorted(set(re.findall(r"^\s*(\S+) => not found", text, re.MULTILINE)))
+
+
+def packages_remedy(libraries: list[str]) -> str:
+    """What to install for the libraries."""
+    packages = [LIBRARY_PACKAGES[name] for name in libraries if name in LIBRARY_PACKAGES]
+    others = [name for name in libraries if name not in LIBRARY_PACKAGES]
+    parts = [f"install {' '.join(packages)} (names of Debian and Ubuntu)"] if packages else []
+    parts += [f"install what has {', '.join(others)}"] if others else []
+    return "; ".join(parts)
+
+
+def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
+    """Whether the driver is as new as ncu, where both are known."""
+    if ncu is None or driver is None:
+        return []
+    year, release = (*version_key(ncu), 0, 0)[:2]
+    needed = DRIVER_BRANCHES.get((year, release))
+    branch = version_key(driver)[:1]
+    if needed is None or not branch or branch[0] >= needed:
+        return []
+    detail = f"ncu {ncu} came out with driver {needed}, this is {driver}"
+    remedy = "if ncu ends with LibraryNotLoaded: update the driver, or use an older Nsight Compute"
+    return [Check("ncu driver", "warning", detail, remedy)]
+
+
+def ncu_reader() -> Check:
+    """What can read ncu's reports from Python: the package, or the module in ncu's folder."""
+    try:
+        return Check("ncu-report", "ok", metadata.version("ncu-report"))
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        ncu = find_tool("ncu")
+    except ToolError:
+        ncu = None
+    module = ncu.path.resolve().parent / "extras" / "python" / "ncu_report.py" if ncu else None
+    if module is not None and module.is_file():
+        return Check("ncu-report", "ok", f"not installed, but in ncu's folder: {module}")
+    return Check("ncu-report", "absent", "not installed", 'pip install "profharness[ncu]"')
+
+
+def read(path: Path) -> str | None:
+    """A small text file, None if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def may_administer(status: Path = Path("/proc/self/status")) -> bool:
+    """Whether this process has CAP_SYS_ADMIN; root in a container often has not."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", read(status) or "", re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> CAP_SYS_ADMIN & 1)
+
+
+def check_counters(text: str | None, *, privileged: bool = False) -> Check:
+    """Whether this user may read hardware counters. text is the driver's parameter file, None if
+    there is none; privileged: has CAP_SYS_ADMIN.
+    """
+    if text is None:
+        return Check("counters", "absent", "no NVIDIA kernel driver is loaded")
+    if "RmProfilingAdminOnly: 0" in text:
+        return Check("counters", "ok", "every user may read hardware counters")
+    if privileged:
+        return Check("counters", "ok", "only an administrator may read hardware counters: you may")
+    remedy = (
+        "run ncu as root or with CAP_SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
+        "(ERR_NVGPUCTRPERM is the error that ncu gives otherwise)"
+    )
+    return Check("counters", "warning", "only an administrator may read hardware counters", remedy)
+
+
+def check_tmpdir(folder: Path) -> Check:
+    """Whether nsys and ncu can work in TMPDIR: raw files and ncu's lock file go there."""
+    if not folder.is_dir() or not _may(folder, os.W_OK | os.X_OK):
+        remedy = "set TMPDIR to a folder that exists and is writable"
+        return Check("TMPDIR", "warning", f"{folder}: not a folder that can be written to", remedy)
+    lock = folder / LOCK_FILE
+    if lock.exists() and not _may(lock, os.W_OK):
+        remedy = "set TMPDIR to a folder of your own when you call ncu by hand; captures do so"
+        return Check("TMPDIR", "warning", f"{lock} belongs to another user", remedy)
+    return Check("TMPDIR", "ok", str(folder))
+
+
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def check_injection(path: str | None) -> list[Check]:
+    """Another tool that is injected into every CUDA program; path: CUDA_INJECTION64_PATH."""
+    if not path:
+        return []
+    remedy = "unset it: nsys and ncu cannot work beside another injected tool"
+    return [Check("CUDA injection", "warning", f"CUDA_INJECTION64_PATH is {path}", remedy)]
+
+
+def process_names(proc: Path = Path("/proc")) -> list[str]:
+    """The names of all processes that can be seen."""
+    names = (read(path) for path in proc.glob("[0-9]*/comm"))
+    return [name.strip() for name in names if name]
+
+
+def check_dcgm(names: Iterable[str]) -> list[Check]:
+    """DCGM, which can hold the hardware counters; names: of the processes that run."""
+    running = sorted(set(names) & set(DCGM_PROCESSES))
+    if not running:
+        return []
+    remedy = "if ncu finds the counters busy: `dcgmi profile --pause`, and `--resume` afterwards"
+    detail = f"{', '.join(running)} runs and may hold the counters"
+    return [Check("DCGM", "warning", detail, remedy)]
+
+
+def check_sandbox(version: str | None) -> list[Check]:
+    """gVisor, under which neither nsys nor ncu works; version: the text of /proc/version."""
+    if not version or not re.search(GVISOR, version, re.IGNORECASE):
+        return []
+    remedy = (
+        "nsys and ncu need a virtual machine or bare metal; `--profiler torch` works without them"
+    )
+    return [Check("sandbox", "warning", "this is a gVisor container", remedy)]
