@@ -15,7 +15,7 @@ from profharness.errors import ProfharnessError, TraceFormatError
 from profharness.parse.nsys_export import MAGIC
 from profharness.scrub.nsys import FILTERED, PRIVATE_COLUMNS, STRINGS, columns_of, row_allowed
 from profharness.scrub.reports import private_columns
-from profharness.scrub.text import PRIVATE_KEYS, Cleaner, machine_names
+from profharness.scrub.text import PRIVATE_KEYS, Cleaner, machine_names, windows
 
 WINDOW = 1 << 18  # bytes searched at once
 OVERLAP = 1 << 12  # no private thing is taken to be longer
@@ -109,17 +109,12 @@ def _gzip(path: Path, cleaner: Cleaner) -> Iterator[Finding]:
 
 def _stream(path: Path, file: IO[bytes], cleaner: Cleaner) -> Iterator[Finding]:
     """Search a text window by window; each finding once."""
-    offset = 0
     seen: set[tuple[str, str]] = set()
-    carried = b""
-    while data := file.read(WINDOW):
-        window = carried + data
+    for offset, window in windows(iter(lambda: file.read(WINDOW), b""), OVERLAP):
         for kind, text in _text(_unescaped(window), cleaner):
             if (kind, text) not in seen:
                 seen.add((kind, text))
-                yield Finding(path, f"about byte {offset - len(carried)}", kind, text[:EXCERPT])
-        offset += len(data)
-        carried = window[-OVERLAP:]
+                yield Finding(path, f"about byte {offset}", kind, text[:EXCERPT])
 
 
 def _text(text: str, cleaner: Cleaner) -> Iterator[tuple[str, str]]:
@@ -172,7 +167,7 @@ def _table(
             yield Finding(path, table, "rows of a table that nsys fills with private data", table)
             return
         if nsys and table in FILTERED and not row_allowed(table, values):
-            text = str(values[FILTERED[table]])[:EXCERPT]
+            text = str(values[FILTERED[table][0]])[:EXCERPT]
             yield Finding(path, table, "a row that is not known to be harmless", text)
         for column, value in values.items():
             if nsys and column in PRIVATE_COLUMNS and value not in (None, ""):
@@ -187,12 +182,9 @@ def _table(
 
 
 def _deleted(path: Path, real: Path) -> Iterator[Finding]:
-    carried = b""
     with real.open("rb") as file:
-        while data := file.read(WINDOW):
-            match = DELETED.search(carried + data)
-            if match:
+        for _, window in windows(iter(lambda: file.read(WINDOW), b""), OVERLAP):
+            if match := DELETED.search(window):
                 text = match[0][:8].decode("utf-8", "replace")
                 yield Finding(path, "deleted rows", "left in the file; VACUUM removes it", text)
                 return
-            carried = data[-OVERLAP:]

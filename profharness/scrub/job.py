@@ -5,9 +5,8 @@ all.
 from __future__ import annotations
 
 import gzip
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,20 +18,13 @@ from profharness.errors import TraceFormatError, UsageError
 from profharness.parse import unpacked
 from profharness.parse.nsys_export import MAGIC
 from profharness.run import RUN_FILE, Run, TraceFile, read_run, write_run
-from profharness.scrub import kineto, nsys
-from profharness.scrub import reports as ncu
+from profharness.scrub import kineto, nsys, reports
 from profharness.scrub.audit import PrivateDataError, audit
-from profharness.scrub.reports import EXPORTS, check_name, exported
+from profharness.scrub.reports import EXPORTS, check_name, exported, split_name
 from profharness.scrub.text import Cleaner, machine_names, names_in
 
 SHOWN = 5
-# Suffixes of traces, longest first, and what the copy's name ends in.
-SUFFIXES = {
-    ".json.gz": ".json.gz",
-    ".sqlite.gz": ".sqlite.gz",
-    ".csv.gz": ".csv.gz",
-    **EXPORTS,
-}
+_Kind = tuple[Callable[[Path], frozenset[str]], Callable[[Path, IO[bytes], Cleaner], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +57,8 @@ def default_output(source: Path) -> Path:
     source = source.resolve()
     if source.is_dir():
         return source.with_name(f"{source.name}-scrubbed")
-    stem, suffix = _split(source.name)
-    return source.with_name(f"{stem}-scrubbed{SUFFIXES.get(suffix, suffix)}")
+    stem, suffix = split_name(source.name)
+    return source.with_name(f"{stem}-scrubbed{EXPORTS.get(suffix, suffix)}")
 
 
 def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> Scrubbed:
@@ -98,7 +90,7 @@ def _folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     jobs = {trace.path: _job(source, trace.path, work) for trace in run.traces}
     own = {job.name: job for job in jobs.values() if job.name == job.original}
     single = {job.name: own.get(job.name, job) for job in jobs.values()}
-    cleaner = _cleaner(list(single.values()), run)
+    cleaner = _cleaner(single.values(), run)
     copy.mkdir()
     for job in single.values():
         _scrub_one(job, copy / job.name, cleaner)
@@ -141,15 +133,6 @@ def scrub_run(run: Run, cleaner: Cleaner) -> Run:
     return msgspec.convert(cleaned, Run)
 
 
-def _split(name: str) -> tuple[str, str]:
-    lower = name.lower()
-    for suffix in SUFFIXES:
-        if lower.endswith(suffix):
-            return name[: -len(suffix)], suffix
-    path = Path(name)
-    return path.stem, path.suffix
-
-
 def _job(folder: Path, name: str, work: Path) -> _Job:
     """What to read for a trace of the folder; raw reports are exported first."""
     source = folder / name
@@ -161,7 +144,7 @@ def _job(folder: Path, name: str, work: Path) -> _Job:
         )
     if not source.is_file():
         raise TraceFormatError(source, "named in run.json but missing", expected="a raw trace")
-    stem, suffix = _split(name)
+    stem, suffix = split_name(name)
     if suffix not in EXPORTS:
         return _Job(name, source, name)
     target = f"{stem}{EXPORTS[suffix]}"
@@ -181,7 +164,7 @@ def _once(traces: tuple[TraceFile, ...], jobs: dict[str, _Job]) -> tuple[TraceFi
     return tuple(found.values())
 
 
-def _cleaner(jobs: list[_Job], run: Run | None = None) -> Cleaner:
+def _cleaner(jobs: Iterable[_Job], run: Run | None = None) -> Cleaner:
     """The rules with the names of this machine and of those that the traces and the record tell
     of."""
     names = machine_names()
@@ -189,41 +172,27 @@ def _cleaner(jobs: list[_Job], run: Run | None = None) -> Cleaner:
         names |= names_in([msgspec.json.encode(run).decode()])
     for job in jobs:
         with _plain(job.source) as path:
-            found: frozenset[str] = _KINDS[_kind(path)].private_names_in(path)
-            names |= found
+            names_of, _ = _kind(path)
+            names |= names_of(path)
     return Cleaner(names)
 
 
 def _scrub_one(job: _Job, target: Path, cleaner: Cleaner) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _plain(job.source) as path:
-        kind = _kind(path)
-        if kind == "nsys":
-            plain = target.with_name(f"{target.name}.plain")
-            nsys.scrub_nsys(path, plain, cleaner)
-            if target.suffix == ".gz":
-                with plain.open("rb") as file, _writer(target) as out:
-                    shutil.copyfileobj(file, out)
-                plain.unlink()
-            else:
-                plain.rename(target)
-            return
-        with _writer(target) as out:
-            write: Callable[[Path, IO[bytes], Cleaner], None] = (
-                ncu.scrub_ncu if kind == "ncu" else kineto.scrub_kineto
-            )
-            write(path, out, cleaner)
+    with _plain(job.source) as path, _writer(target) as out:
+        _, write = _kind(path)
+        write(path, out, cleaner)
 
 
-_KINDS: dict[str, Any] = {"kineto": kineto, "nsys": nsys, "ncu": ncu}
-
-
-def _kind(path: Path) -> str:
+def _kind(path: Path) -> _Kind:
+    """How the names in a trace are found, and how its copy is written."""
     with path.open("rb") as file:
         head = file.read(len(MAGIC))
     if head == MAGIC:
-        return "nsys"
-    return "ncu" if path.name.lower().endswith(".csv") else "kineto"
+        return nsys.private_names_in, nsys.scrub_nsys
+    if path.name.lower().endswith(".csv"):
+        return reports.private_names_in, reports.scrub_ncu
+    return kineto.private_names_in, kineto.scrub_kineto
 
 
 def _plain(path: Path) -> AbstractContextManager[Path]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from profharness.errors import TraceFormatError
+from profharness.parse.nsys_export import opened
 from profharness.scrub.text import Cleaner, names_in, private_names
 
+EXPECTED = "an SQLite export of nsys"
+SYSTEM_TABLE = "TARGET_INFO_SYSTEM_ENV"
 _PLACE = "deviceId contextId greenContextId streamId correlationId #globalPid"
 TABLES: dict[str, str] = {
     "CUPTI_ACTIVITY_KIND_KERNEL": (
@@ -69,7 +74,7 @@ TABLES: dict[str, str] = {
     "DIAGNOSTIC_EVENT": "timestamp timestampType source severity $text #globalPid",
     "META_DATA_EXPORT": "$name $value",
     "EXPORT_META_DATA": "$name $value",
-    "TARGET_INFO_SYSTEM_ENV": "globalVid $name nameEnum $value",
+    SYSTEM_TABLE: "globalVid $name nameEnum $value",
 }
 STRINGS = "StringIds"
 ENUM_COLUMNS = "id $name $label"
@@ -83,13 +88,19 @@ METADATA = re.compile(
 )
 SYSTEM = re.compile(r"CudaDriverVersion|NvDriverVersion")
 SYSTEM_VALUES = re.compile(r"\d[\d.]{0,63}")
-FILTERED = {  # table: the column that tells what a row is
-    "META_DATA_EXPORT": "name",
-    "EXPORT_META_DATA": "name",
-    "TARGET_INFO_SYSTEM_ENV": "name",
-    "DIAGNOSTIC_EVENT": "text",
+# Table: the column that tells what a row is, and what it may say.
+FILTERED = {
+    "META_DATA_EXPORT": ("name", METADATA),
+    "EXPORT_META_DATA": ("name", METADATA),
+    SYSTEM_TABLE: ("name", SYSTEM),
+    "DIAGNOSTIC_EVENT": ("text", DIAGNOSTICS),
 }
 PRIVATE_COLUMNS = frozenset({"uuid", "busLocation", "ctxswDevPath", "ctrlDevPath", "filename"})
+HOMES = ("/home", "/Users/", "/users/", "\\Users\\", "USER=", "HOST=", "HOSTNAME=", "LOGNAME=")
+PID_SHIFT = 24
+PID_MASK = (1 << PID_SHIFT) - 1
+BATCH = 10_000
+_Kept = dict[str, dict[str, str]]  # table to column to mark
 
 
 def columns_of(table: str) -> dict[str, str] | None:
@@ -107,38 +118,21 @@ def row_allowed(table: str, row: dict[str, object]) -> bool:
     """Whether a row may be copied, where only some rows of its table may."""
     if table not in FILTERED:
         return True
-    text = str(row.get(FILTERED[table]))
-    if table == "TARGET_INFO_SYSTEM_ENV":
-        known = SYSTEM.fullmatch(text) and SYSTEM_VALUES.fullmatch(str(row.get("value")))
-        return known is not None
-    return (DIAGNOSTICS if table == "DIAGNOSTIC_EVENT" else METADATA).fullmatch(text) is not None
-
-
-PID_SHIFT = 24
-PID_MASK = (1 << PID_SHIFT) - 1
-BATCH = 10_000
-
-
-Convert = Callable[[Any], Any]
-_Kept = dict[str, dict[str, str]]  # table to column to mark
-HOMES = ("/home", "/Users/", "/users/", "\\Users\\", "USER=", "HOST=", "HOSTNAME=", "LOGNAME=")
+    column, pattern = FILTERED[table]
+    value_allowed = table != SYSTEM_TABLE or SYSTEM_VALUES.fullmatch(str(row.get("value")))
+    return bool(pattern.fullmatch(str(row.get(column))) and value_allowed)
 
 
 def private_names_in(path: Path) -> frozenset[str]:
     """Host and user names that the export tells of: in its system table, in its environment, and
     in any text. Raises TraceFormatError for a file that is no export of nsys.
     """
-    with _opened(path) as source:
-        try:
-            return private_names(_told(source)) | names_in(_texts(source))
-        except sqlite3.Error as error:
-            raise TraceFormatError(
-                path, f"cannot be read: {error}", expected="an SQLite export of nsys"
-            ) from None
+    with _opened(path, "read") as source:
+        return private_names(_told(source)) | names_in(_texts(source))
 
 
 def _told(source: sqlite3.Connection) -> Iterator[str]:
-    for table in ("TARGET_INFO_SYSTEM_ENV", "META_DATA_CAPTURE"):
+    for table in (SYSTEM_TABLE, "META_DATA_CAPTURE"):
         if not {"name", "value"} <= set(_columns(source, table)):
             continue
         for name, value in source.execute(f"SELECT name, value FROM {table}"):
@@ -161,35 +155,35 @@ def _texts(source: sqlite3.Connection) -> Iterator[str]:
             yield from (str(text) for (text,) in rows)
 
 
-def scrub_nsys(path: Path, output: Path, cleaner: Cleaner) -> None:
+def scrub_nsys(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
     """Write the copy. Process and thread ids become small numbers, the same in every table; texts
     are cleaned, and only texts that a copied row refers to are copied.
 
     Raises TraceFormatError for a file that is no export of nsys.
     """
-    with _opened(path) as source:
+    with _opened(path, "copied") as source, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
         kept = _kept(source)
         if not kept:
-            raise TraceFormatError(path, "not by nsys", expected="an SQLite export of nsys")
-        try:
-            with closing(sqlite3.connect(output)) as target:
-                target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
-                _copy(source, target, kept, cleaner)
-                target.commit()
-        except (sqlite3.Error, OverflowError) as error:
-            raise TraceFormatError(
-                path, f"cannot be copied: {error}", expected="an SQLite export of nsys"
-            ) from None
+            raise TraceFormatError(path, "not by nsys", expected=EXPECTED)
+        with closing(sqlite3.connect(file.name)) as target:
+            target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
+            _copy(source, target, kept, cleaner)
+            target.commit()
+        with Path(file.name).open("rb") as copy:
+            shutil.copyfileobj(copy, out)
 
 
-def _opened(path: Path) -> closing[sqlite3.Connection]:
-    from profharness.parse.nsys_export import opened
-
+@contextmanager
+def _opened(path: Path, done: str) -> Iterator[sqlite3.Connection]:
     with opened(path, path):  # refuses what is foreign, cut off or being written
         pass
-    connection = sqlite3.connect(path.resolve().as_uri() + "?mode=ro&immutable=1", uri=True)
-    connection.text_factory = lambda data: data.decode("utf-8", "replace")
-    return closing(connection)
+    uri = path.resolve().as_uri() + "?mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(uri, uri=True)) as source:
+            source.text_factory = lambda data: data.decode("utf-8", "replace")
+            yield source
+    except (sqlite3.Error, OverflowError) as error:
+        raise TraceFormatError(path, f"cannot be {done}: {error}", expected=EXPECTED) from None
 
 
 def _columns(source: sqlite3.Connection, table: str) -> list[str]:
@@ -199,19 +193,19 @@ def _columns(source: sqlite3.Connection, table: str) -> list[str]:
 def _kept(source: sqlite3.Connection) -> _Kept:
     names = source.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY rowid")
     kept: _Kept = {}
-    for name in [str(row[0]) for row in names]:
-        allowed = columns_of(name)
-        if allowed:
-            there = [column for column in _columns(source, name) if column in allowed]
-            kept[name] = {column: allowed[column] for column in there}
-    return {name: columns for name, columns in kept.items() if columns}
+    for (name,) in names.fetchall():
+        allowed = columns_of(str(name)) or {}
+        columns = [column for column in _columns(source, name) if column in allowed]
+        if columns:
+            kept[name] = {column: allowed[column] for column in columns}
+    return kept
 
 
 def _copy(
     source: sqlite3.Connection, target: sqlite3.Connection, kept: _Kept, cleaner: Cleaner
 ) -> None:
     numbers = _numbers(source, kept)
-    converts: dict[str, Convert] = {
+    converts: dict[str, Callable[[Any], Any]] = {
         "": lambda value: value if isinstance(value, int | float) else None,
         "@": lambda value: value if isinstance(value, int) else None,
         "#": lambda value: _global(value, numbers),
@@ -220,57 +214,42 @@ def _copy(
     }
     used: set[int] = set()
     for table, columns in kept.items():
-        kinds = ["TEXT" if mark == "$" else "NUMERIC" for mark in columns.values()]
-        declared = ", ".join(f'"{c}" {kind}' for c, kind in zip(columns, kinds, strict=True))
+        kinds = [(name, "TEXT" if mark == "$" else "NUMERIC") for name, mark in columns.items()]
+        declared = ", ".join(f'"{name}" {kind}' for name, kind in kinds)
         target.execute(f'CREATE TABLE "{table}" ({declared})')
-        marks = list(columns.values())
-        chosen = [converts[mark] for mark in marks]
-        strings = [index for index, mark in enumerate(marks) if mark == "@"]
+        chosen = [converts[mark] for mark in columns.values()]
+        strings = [index for index, mark in enumerate(columns.values()) if mark == "@"]
         holes = ", ".join("?" * len(columns))
-        for rows in _batches(source, table, columns):
-            done = [tuple(c(v) for c, v in zip(chosen, row, strict=True)) for row in rows]
+        names = ", ".join(f'"{column}"' for column in columns)
+        cursor = source.execute(f'SELECT {names} FROM "{table}" ORDER BY rowid')
+        while rows := cursor.fetchmany(BATCH):
+            done = [
+                tuple(convert(value) for convert, value in zip(chosen, row, strict=True))
+                for row in rows
+                if row_allowed(table, dict(zip(columns, row, strict=True)))
+            ]
             used.update(row[index] for row in done for index in strings if row[index] is not None)
             target.executemany(f'INSERT INTO "{table}" VALUES ({holes})', done)
-    _copy_strings(source, target, used, cleaner)
-
-
-def _batches(
-    source: sqlite3.Connection, table: str, columns: dict[str, str]
-) -> Iterator[list[tuple[Any, ...]]]:
-    names = ", ".join(f'"{column}"' for column in columns)
-    cursor = source.execute(f'SELECT {names} FROM "{table}" ORDER BY rowid')
-    while rows := cursor.fetchmany(BATCH):
-        yield [row for row in rows if row_allowed(table, dict(zip(columns, row, strict=True)))]
-
-
-def _copy_strings(
-    source: sqlite3.Connection, target: sqlite3.Connection, used: set[int], cleaner: Cleaner
-) -> None:
     target.execute(f"CREATE TABLE {STRINGS} (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL)")
-    if not {"id", "value"} <= set(_columns(source, STRINGS)):
-        return
-    rows = source.execute(f"SELECT id, value FROM {STRINGS} ORDER BY id")
-    target.executemany(
-        f"INSERT INTO {STRINGS} VALUES (?, ?)",
-        ((key, cleaner.clean(str(value))) for key, value in rows if key in used),
-    )
+    if {"id", "value"} <= set(_columns(source, STRINGS)):
+        texts = source.execute(f"SELECT id, value FROM {STRINGS} ORDER BY id")
+        cleaned = ((key, cleaner.clean(str(text))) for key, text in texts if key in used)
+        target.executemany(f"INSERT INTO {STRINGS} VALUES (?, ?)", cleaned)
 
 
 def _numbers(source: sqlite3.Connection, kept: _Kept) -> dict[int, int]:
     """Process and thread ids to 1, 2, …: one numbering for both, because the first thread of a
     process has its id.
     """
-    found: set[int] = set()
+    ids = {0}
     for table, columns in kept.items():
-        for column, mark in columns.items():
-            if mark not in ("#", "%") or not mark:
-                continue
-            sql = (
-                f'SELECT DISTINCT "{column}" FROM "{table}" WHERE typeof("{column}") = \'integer\''
-            )
-            for (value,) in source.execute(sql):
-                found |= {value} if mark == "%" else {_pid(value), value & PID_MASK}
-    return {value: number for number, value in enumerate(sorted(found - {0}), start=1)} | {0: 0}
+        for column in [column for column, mark in columns.items() if mark in ("#", "%")]:
+            where = f"typeof(\"{column}\") = 'integer'"
+            for (value,) in source.execute(
+                f'SELECT DISTINCT "{column}" FROM "{table}" WHERE {where}'
+            ):
+                ids |= {value} if columns[column] == "%" else {_pid(value), value & PID_MASK}
+    return {value: number for number, value in enumerate([0, *sorted(ids - {0})])}
 
 
 def _pid(value: int) -> int:

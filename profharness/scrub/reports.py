@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError, UsageError
 from profharness.parse import SUFFIX, unpacked
 from profharness.parse.ncu_csv import read_table, read_text
+from profharness.parse.ncu_readers import report_to_csv
+from profharness.parse.nsys_export import opened
 from profharness.profilers import require_tool
 from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import export_report
@@ -33,16 +34,23 @@ def private_names_in(path: Path) -> frozenset[str]:
 
 
 def private_columns(path: Path) -> list[str]:
-    """The columns that name a host or a process in some row; none for another kind of CSV."""
+    """The columns that name a host or a process in some row, in a table that is whole or not; none
+    for another kind of CSV.
+    """
+    private: set[str] = set()
+    head: list[str] = []
     try:
-        head, rows = _read(path)
-    except TraceFormatError:
-        return []
-    places = {name: head.index(name) for name in EMPTIED if name in head}
-    found = {
-        name for row in rows for name, at in places.items() if row[at : at + 1] not in ([], [""])
-    }
-    return sorted(found)
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            for row in csv.reader(file):
+                if head:
+                    cells = zip(head, row, strict=False)
+                    private |= {name for name, value in cells if name in EMPTIED and value}
+                elif "ID" in row[:1] and "Kernel Name" in row:
+                    head = row
+    except csv.Error as error:
+        if head:
+            raise TraceFormatError(path, f"cannot be read: {error}", expected=EXPECTED) from None
+    return sorted(private)
 
 
 def scrub_ncu(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
@@ -67,23 +75,6 @@ def scrub_ncu(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
     text.detach()
 
 
-def _read(path: Path) -> tuple[list[str], Iterator[list[str]]]:
-    """The header and what stands behind it, whole or not."""
-    rows = _rows(path)
-    for row in rows:
-        if "ID" in row[:1] and "Kernel Name" in row:
-            return row, rows
-    raise TraceFormatError(path, "no header with ID and Kernel Name", expected=EXPECTED)
-
-
-def _rows(path: Path) -> Iterator[list[str]]:
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            yield from csv.reader(file)
-    except (OSError, csv.Error) as error:
-        raise TraceFormatError(path, f"cannot be read: {error}", expected=EXPECTED) from None
-
-
 NSYS_REPORT = ".nsys-rep"
 NCU_REPORT = ".ncu-rep"
 # Suffix of a report, packed or not: what its export ends in.
@@ -93,33 +84,36 @@ EXPORTS = {
     NSYS_REPORT: ".sqlite",
     NCU_REPORT: ".csv",
 }
-PRODUCTS = {".sqlite": "nsys", ".csv": "ncu"}
+# What splits the name of a trace, longest first.
+SUFFIXES = (".json.gz", ".sqlite.gz", ".csv.gz", *EXPORTS)
 
 
 class StaleExportError(ProfharnessError):
     """The export beside a report cannot be trusted, and another one cannot be made."""
 
 
-def report_suffix(name: str) -> str | None:
-    """The suffix by which a file is a raw report; None for any other."""
-    return next((suffix for suffix in EXPORTS if name.lower().endswith(suffix)), None)
+def split_name(name: str) -> tuple[str, str]:
+    """Stem and suffix; the suffixes of reports and packed traces are in small letters."""
+    for suffix in SUFFIXES:
+        if name.lower().endswith(suffix):
+            return name[: -len(suffix)], suffix
+    return Path(name).stem, Path(name).suffix
 
 
 def check_name(source: Path, output: Path) -> None:
     """Raises UsageError when the name of a copy promises what the copy cannot be."""
-    suffix = report_suffix(source.name)
-    wrong = report_suffix(output.name)
-    if suffix is None:
-        if wrong is not None:
+    (_, suffix), (stem, wrong) = split_name(source.name), split_name(output.name)
+    made = EXPORTS.get(suffix)
+    if made is None:
+        if wrong in EXPORTS:
             raise UsageError(
                 f"{output}: a copy is never a {wrong}; keep the suffix of {source.name}"
             )
-        return
-    made = EXPORTS[suffix]
-    if not output.name.lower().endswith((made, f"{made}{SUFFIX}")):
+    elif not output.name.lower().endswith((made, f"{made}{SUFFIX}")):
+        stem = stem if wrong in EXPORTS else output.stem
         raise UsageError(
             f"{output}: the copy of a {suffix} is a {made}, because a report holds the "
-            f"environment of its process; name it {_stem(output.name)}{made}"
+            f"environment of its process; name it {stem}{made}"
         )
 
 
@@ -130,15 +124,18 @@ def exported(report: Path, made: Path) -> Path:
     Raises StaleExportError where the one beside it will not do and no tool is there to make
     another, and what the exporters raise.
     """
-    suffix = report_suffix(report.name) or ""
-    beside = report.with_name(report.name[: -len(suffix)] + EXPORTS[suffix])
+    stem, suffix = split_name(report.name)
+    beside = report.with_name(f"{stem}{EXPORTS[suffix]}")
     doubt = _doubt(beside, report) if beside.is_file() else None
     if beside.is_file() and doubt is None:
         return beside
     made.parent.mkdir(parents=True, exist_ok=True)
     try:
         with unpacked(report) as plain:
-            _export(plain, made)
+            if made.suffix == ".sqlite":
+                export_report(plain, made, require_tool("nsys").path)
+            else:
+                report_to_csv(plain, made)
     except (ToolError, MissingExtraError) as error:
         if doubt is None:
             raise
@@ -149,43 +146,16 @@ def exported(report: Path, made: Path) -> Path:
     return made
 
 
-def _export(report: Path, output: Path) -> None:
-    if report.name.lower().endswith(NSYS_REPORT):
-        export_report(report, output, require_tool("nsys").path)
-    else:
-        from profharness.parse.ncu_readers import report_to_csv
-
-        report_to_csv(report, output)
-
-
 def _doubt(export: Path, report: Path) -> str | None:
     """Why an export is not to be taken for that of the report; None when it may be."""
     if export.stat().st_mtime_ns < report.stat().st_mtime_ns:
         return "is older than the report"
-    product = PRODUCTS[export.suffix]
     try:
-        _CHECKS[product](export)
+        if export.suffix == ".csv":
+            read_table(read_text(export), export)
+        else:
+            with opened(export, export):
+                pass
     except TraceFormatError:
-        return f"is no whole export of {product}"
+        return f"is no whole export of {'ncu' if export.suffix == '.csv' else 'nsys'}"
     return None
-
-
-def _check_nsys(export: Path) -> None:
-    from profharness.parse.nsys_export import opened
-
-    with opened(export, export):
-        pass
-
-
-def _check_ncu(export: Path) -> None:
-    from profharness.parse.ncu_csv import read_table, read_text
-
-    read_table(read_text(export), export)
-
-
-_CHECKS: dict[str, Callable[[Path], None]] = {"nsys": _check_nsys, "ncu": _check_ncu}
-
-
-def _stem(name: str) -> str:
-    suffix = report_suffix(name)
-    return name[: -len(suffix)] if suffix else Path(name).stem
