@@ -16,8 +16,8 @@ import pytest
 import profharness
 from profharness import config, kernel_names, stats
 from profharness import run as record
+from profharness.answers.agreement import check_expected_names
 from profharness.answers.diff.model import VERDICTS, DiffRow
-from profharness.answers.expect import check_expected_names
 from profharness.backends import ALL, KERNELS, find_backend
 from profharness.cli.main import COMMANDS, cli
 from profharness.store import ingest_path, open_store

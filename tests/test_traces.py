@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.answers.witnesses import join
+from profharness.answers.agreement import join
 from profharness.config import parse_config
 from profharness.run import read_run
 from profharness.scrub import audit

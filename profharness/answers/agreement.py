@@ -1,27 +1,56 @@
-"""The four witnesses of which backend ran: the rules, PyTorch's own answer, the op in the trace, the
-kernels' families; and where they disagree.
+"""Which backend ran, by four witnesses: the rules, PyTorch's own answer, the op in the trace, and the
+kernels' families. Also the gate of `kernels --expect`, what torch.compile replaced, and the same
+kernels under several profilers.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Any
 
-from profharness.answers.expect import SDPA_BACKENDS, backend_of_op, ran_backends
-from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, CellRow, KernelRow
+from profharness.config import OWN_CHOICE, SDPA_BACKENDS
+from profharness.errors import UsageError
+from profharness.kernel_names import parse_kernel_name
+from profharness.rows import (
+    NAIVE_COMPILED,
+    REPLACEMENTS,
+    TRACE_PROFILERS,
+    CellRow,
+    KernelRow,
+    Triple,
+)
 
-OWN_CHOICE = ("auto", "all-disabled")
-FAILED = ("error", "crashed")
-_NONE = ("none", "error")
+# Kernel families that compute attention, and the backend each belongs to.
+FAMILY_BACKENDS = {
+    "flash": "flash",
+    "flash_splitkv": "flash",
+    "flash_combine": "flash",
+    "flash_bwd": "flash",
+    "efficient": "efficient",
+    "efficient_bwd": "efficient",
+    "cudnn": "cudnn",
+    "cudnn_bwd": "cudnn",
+    "flex": "flex",
+    "triton": "triton",
+}
+EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
+_MATH_FAMILIES = {"gemm", "softmax"}  # math has no kernels of its own
+# Kernels that only ever finish another family's work: expecting the one allows the other.
+_IMPLIED = {"flash_splitkv": ("flash_combine",)}
+_SDPA_OP = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)?_?attention(_math)?")
 _BUILT_IN = "pytorch_flash"  # the namespace of the flash kernels that PyTorch brings
 _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """One witness: the backends that it names (more than one only for kernels; `none`: nothing
-    ran), and the clause that says so. name: `rules` `choice` `op` `kernels` `status`.
+    """The backends that one witness names, and the clause that says so.
+
+    name is `rules`, `choice`, `op`, `kernels` or `status`. Only kernels name more than one backend;
+    `none` means that nothing ran.
     """
 
     name: str
@@ -29,115 +58,217 @@ class Witness:
     text: str
 
 
+def backend_of_op(op: str | None) -> str | None:
+    """The SDPA backend of an ATen op: `aten::_scaled_dot_product_flash_attention_for_cpu` -> flash."""
+    match = _SDPA_OP.search(op or "")
+    if match is None:
+        return None
+    return "math" if match.group(2) else match.group(1)
+
+
+def backend_that_ran(cell: CellRow) -> str | None:
+    """The backend of the op in the trace; without a trace, the one that PyTorch said it would take."""
+    return backend_of_op(cell.sdpa_op) or cell.choice
+
+
+def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
+    """The backends of the kernels' families; none for math, which has no kernels of its own."""
+    return {FAMILY_BACKENDS[row.family] for row in rows if row.family in FAMILY_BACKENDS}
+
+
 def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
-    """Those of a cell that say anything, from the prediction to the kernels. rows are the cell's."""
-    found = [_rules(cell), _choice(cell), _op(cell, rows), _kernels(cell, rows), _status(cell)]
-    return [each for each in found if each is not None]
+    """The witnesses of a cell that say anything, from the prediction to the kernels (its rows)."""
+    all_five = (_rules(cell), _choice(cell), _op(cell, rows), _kernels(cell, rows), _status(cell))
+    return [witness for witness in all_five if witness is not None]
 
 
 def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """One line for each point on which the witnesses of a cell disagree, naming those on both
-    sides; empty when they agree. rows are the cell's kernels.
-    """
-    sides = [list(group) for _, group in groupby(witnesses(cell, rows), lambda each: each.backends)]
-    lines = [f"mismatch: {_joined(one)}, but {_joined(other)}" for one, other in pairwise(sides)]
+    """One line for each point on which a cell's witnesses disagree, naming both sides."""
+    groups = groupby(witnesses(cell, rows), lambda witness: witness.backends)
+    clauses = [_joined([witness.text for witness in group]) for _, group in groups]
+    lines = [f"mismatch: {left}, but {right}" for left, right in pairwise(clauses)]
     return lines + _other_kernels(cell, rows)
 
 
-def _joined(group: Sequence[Witness]) -> str:
-    *most, last = [each.text for each in group]
+def _joined(texts: Sequence[str]) -> str:
+    *most, last = texts
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def _witness(name: str, backend: str, text: str) -> Witness:
+    return Witness(name, frozenset({backend}), text)
+
+
 def _rules(cell: CellRow) -> Witness | None:
-    """The prediction; where there is none, a forced backend's own name is what to hold the others
-    against.
-    """
+    """The prediction. A forced backend without one is held against its own name."""
     if cell.backend in OWN_CHOICE:
         if cell.predicted is None:
             return None
         text = "that PyTorch raises" if cell.predicted == "none" else cell.predicted
-        return Witness("rules", frozenset({cell.predicted}), f"the rules predict {text}")
+        return _witness("rules", cell.predicted, f"the rules predict {text}")
     if cell.backend not in SDPA_BACKENDS:
         return None
     if cell.predicted == "refused":
-        return Witness("rules", frozenset({"none"}), f"the rules refuse {cell.backend}")
+        return _witness("rules", "none", f"the rules refuse {cell.backend}")
     if cell.predicted is None and cell.status != "ok":
         return None
     what = "the rules take it" if cell.predicted else "it is the one permitted"
-    return Witness("rules", frozenset({cell.backend}), f"{cell.backend} is asked for, {what}")
+    return _witness("rules", cell.backend, f"{cell.backend} is asked for, {what}")
 
 
 def _choice(cell: CellRow) -> Witness | None:
     if cell.choice is None:
         return None
-    if cell.choice in _NONE:
-        return Witness("choice", frozenset({"none"}), "PyTorch says that no backend takes it")
-    return Witness("choice", frozenset({cell.choice}), f"PyTorch chose {cell.choice}")
+    if cell.choice in ("none", "error"):
+        return _witness("choice", "none", "PyTorch says that no backend takes it")
+    return _witness("choice", cell.choice, f"PyTorch chose {cell.choice}")
+
+
+def _op_of(cell: CellRow, rows: Sequence[KernelRow]) -> str | None:
+    return cell.sdpa_op or next((row.sdpa_op for row in rows if row.sdpa_op), None)
 
 
 def _op(cell: CellRow, rows: Sequence[KernelRow]) -> Witness | None:
-    op = cell.sdpa_op or next((row.sdpa_op for row in rows if row.sdpa_op), None)
+    op = _op_of(cell, rows)
     backend = backend_of_op(op)
     if backend is None:
         return None
     name = "overrideable" if backend == "fused" else backend
-    return Witness("op", frozenset({name}), f"the op that ran is {op} ({name})")
+    return _witness("op", name, f"the op that ran is {op} ({name})")
 
 
 def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> Witness | None:
-    ran = ran_backends(rows)
-    families = sorted({row.family for row in rows if ran_backends([row])})
-    if not ran and {"gemm", "softmax"} <= {row.family for row in rows}:
-        ran, families = {"math"}, ["gemm", "softmax"]
+    families = {row.family for row in rows}
+    ran, named = ran_backends(rows), families & FAMILY_BACKENDS.keys()
+    if not ran and families >= _MATH_FAMILIES:
+        ran, named = {"math"}, _MATH_FAMILIES
     if not ran or cell.status != "ok":
         return None
-    return Witness("kernels", frozenset(ran), f"the kernels are of family {', '.join(families)}")
+    text = f"the kernels are of family {', '.join(sorted(named))}"
+    return Witness("kernels", frozenset(ran), text)
 
 
 def _status(cell: CellRow) -> Witness | None:
-    """A cell that did not run, of a backend that PyTorch's dispatcher knows; out of memory says
-    nothing.
+    """A cell that did not run, of a backend that PyTorch's dispatcher knows.
+
+    Running out of memory says nothing about the choice.
     """
     if cell.backend not in (*OWN_CHOICE, *SDPA_BACKENDS):
         return None
     if cell.status == "refused":
-        return Witness("status", frozenset({"none"}), "PyTorch refused the call")
-    if cell.status in FAILED:
+        return _witness("status", "none", "PyTorch refused the call")
+    if cell.status in ("error", "crashed"):
         first = (cell.message or "no message").splitlines()[0]
-        return Witness("status", frozenset({"none"}), f"the call failed: {first}")
+        return _witness("status", "none", f"the call failed: {first}")
     return None
 
 
 def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """FlashAttention-3 or -4 under PyTorch's flash op: the backend is the same, the kernels are not
-    those that PyTorch brings.
-    """
-    op = backend_of_op(cell.sdpa_op)
-    if op != "flash" or cell.backend not in (*OWN_CHOICE, "flash"):
+    """FlashAttention-3 or -4 under PyTorch's flash op: the right backend, but not its own kernels."""
+    if backend_of_op(cell.sdpa_op) != "flash" or cell.backend not in (*OWN_CHOICE, "flash"):
         return []
-    asked = [r for r in rows if r.family.startswith("flash") and _BUILT_IN not in r.kernel]
-    asked = [row for row in asked if row.kernel_kind == "kernel"]
-    if not asked:
-        return []
-    from profharness.kernel_names import parse_kernel_name
-
-    found = dict.fromkeys(parse_kernel_name(row.kernel).backend for row in asked)
+    others = dict.fromkeys(
+        parse_kernel_name(row.kernel).backend
+        for row in rows
+        if row.family.startswith("flash")
+        and row.kernel_kind == "kernel"
+        and _BUILT_IN not in row.kernel
+    )
     return [
         f"mismatch: the op that ran is {cell.sdpa_op} (flash), but the kernels are "
         f"{_OTHER_FLASH[name]}'s, not PyTorch's own; activate_flash_attention_impl does that"
-        for name in found
+        for name in others
         if name in _OTHER_FLASH
     ]
 
 
-SHOWN = 3
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One sign of what computed attention: an op (family None), or a family of kernels."""
+
+    backend: str
+    family: str | None
+    text: str
+
+
+def signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
+    """Each op, each attention family, or else gemm and softmax kernels for math."""
+    ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
+    families = dict.fromkeys(row.family for row in rows)
+    signs = [Sign(backend, None, f"op {op}") for op in ops if (backend := backend_of_op(op))]
+    signs += [
+        Sign(FAMILY_BACKENDS[family], family, f"{family} kernels")
+        for family in families
+        if family in FAMILY_BACKENDS
+    ]
+    if not signs and families.keys() >= _MATH_FAMILIES:
+        signs.append(Sign("math", None, "gemm and softmax kernels"))
+    return signs
+
+
+def accepts(expected: Sequence[str], sign: Sign) -> bool:
+    """Whether an expected name covers the sign.
+
+    A backend covers its op and its families, a family covers itself and its op.
+    """
+    return any(
+        name in (sign.backend, sign.family)
+        or sign.family in _IMPLIED.get(name, ())
+        or (sign.family is None and FAMILY_BACKENDS.get(name) == sign.backend)
+        for name in expected
+    )
+
+
+def check_expected_names(expected: Sequence[str]) -> None:
+    """Raise UsageError for a name that is neither an SDPA backend nor an attention family."""
+    for name in expected:
+        if name not in EXPECTED:
+            raise UsageError(f"--expect {name!r}: not one of {', '.join(EXPECTED)}")
+
+
+def unmet_expectations(
+    expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
+) -> list[str]:
+    """One line for each cell, or range of a foreign trace, where something else ran.
+
+    A cell that was refused or failed ran nothing and does not count. A gate that judged nothing at
+    all is not met.
+    """
+    judged: list[tuple[str, list[Sign]]] = []
+    for cell in cells:
+        if cell.status == "ok":
+            own = [row for row in rows if (row.run, row.cell) == (cell.run, cell.cell)]
+            judged.append((f"{cell.config} {cell.backend}", signs(cell.sdpa_op, own)))
+    foreign = [row for row in rows if row.cell is None]
+    for run, name in dict.fromkeys((row.run, row.range) for row in foreign):
+        own = [row for row in foreign if (row.run, row.range) == (run, name)]
+        if shown := signs(None, own):
+            judged.append((f"run {run}, range {name or '(none)'}", shown))
+    if not judged:
+        return ["nothing to judge: no cell that ran is shown"]
+    return [line for what, shown in judged for line in _unmet(expected, what, shown)]
+
+
+def _unmet(expected: Sequence[str], what: str, shown: Sequence[Sign]) -> list[str]:
+    names = " or ".join(expected)
+    if not shown:
+        return [f"{what}: expected {names}, but neither an op nor a kernel tells what ran"]
+    wrong = [sign for sign in shown if not accepts(expected, sign)]
+    if not wrong:
+        return []
+    ran = ", ".join(dict.fromkeys(sign.backend for sign in wrong))
+    texts = "; ".join(sign.text for sign in wrong)
+    return [f"{what}: expected {names}, but {ran} ran ({texts})"]
+
+
+SHOWN = 3  # configs named in one sentence about replacements
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One cell where it happened. took is the SDPA backend that ran, None where only Inductor's own
-    count says that there was one.
+    """One cell whose form torch.compile replaced by SDPA.
+
+    took is the SDPA backend that ran, None where only Inductor's count says that there was one.
     """
 
     backend: str
@@ -146,43 +277,160 @@ class Replacement:
 
 
 def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | None:
-    """What happened to a cell, None where nothing says that it was replaced. Three witnesses: the op
-    in its trace, the families of its kernels (rows are the cell's), and Inductor's count in its
-    `tuning`.
+    """What happened to a cell, None where nothing says that it was replaced.
+
+    The witnesses are the op in its trace, the families of its kernels (its rows), and Inductor's
+    count in its `tuning`.
     """
     if cell.backend != NAIVE_COMPILED or cell.status != "ok":
         return None
-    op = cell.sdpa_op or next((row.sdpa_op for row in rows if row.sdpa_op), None)
     # `triton` is what Inductor writes for the plain form itself
-    ran = {backend_of_op(op), *ran_backends(rows)} - {None, "triton"}
-    counted = (cell.tuning or {}).get(REPLACEMENTS)
-    if not ran and not counted:
+    ran = {backend_of_op(_op_of(cell, rows)), *ran_backends(rows)} - {None, "triton"}
+    if not ran and not (cell.tuning or {}).get(REPLACEMENTS):
         return None
     return Replacement(cell.backend, cell.config, " and ".join(sorted(map(str, ran))) or None)
 
 
 def replacements(cells: Iterable[CellRow]) -> tuple[Replacement, ...]:
-    """Those of the cells that have one, in order."""
-    found = map(replacement, cells)
-    return tuple(each for each in found if each is not None)
+    """The replacements among the cells, in order."""
+    return tuple(each for each in map(replacement, cells) if each is not None)
 
 
-def replacement_text(found: Sequence[Replacement]) -> str:
-    """One sentence for cells of one backend that took the same way."""
-    took = found[0].took
+def replacement_text(took: str | None) -> str:
+    """One sentence for a replacement by a backend, None where it is not known."""
     which = f", which took {took}" if took else ""
     return f"torch.compile replaced it by scaled_dot_product_attention{which}"
 
 
-def replacement_notes(found: Sequence[Replacement]) -> list[tuple[str, str]]:
+def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
     """(where, sentence), one for each backend and way: `naive-compiled at b1-…-fp16`."""
-    groups: dict[tuple[str, str | None], list[Replacement]] = {}
-    for each in found:
-        groups.setdefault((each.backend, each.took), []).append(each)
+    configs: dict[tuple[str, str | None], list[str]] = {}
+    for each in replaced:
+        configs.setdefault((each.backend, each.took), []).append(each.config)
     notes = []
-    for (backend, _), group in groups.items():
-        left = len(group) - SHOWN
-        more = f" and {left} more" if left > 0 else ""
-        places = ", ".join(each.config for each in group[:SHOWN])
-        notes.append((f"{backend} at {places}{more}", replacement_text(group)))
+    for (backend, took), labels in configs.items():
+        more = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
+        notes.append((f"{backend} at {', '.join(labels[:SHOWN])}{more}", replacement_text(took)))
     return notes
+
+
+MAX_TIME_RATIO = 1.25
+MIN_TIME_DIFFERENCE_NS = 2000
+UNSEEN_BY_NCU = ("memcpy", "memset", "op")  # ncu profiles kernels alone
+# What all profilers must agree on: the row's field, the code of a disagreement, and its name.
+_COMPARED = (
+    ("launches_per_call", "launches", "launches per call"),
+    ("registers_per_thread", "registers", "registers per thread"),
+    ("shared_bytes", "shared_memory", "bytes of shared memory"),
+)
+_Key = tuple[str | None, str | None, str, Triple | None, Triple | None, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """One point. code is `missing`, `launches`, `registers`, `shared_memory` or `time`."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedKernel:
+    """One kernel of one cell as each profiler saw it; rows by profiler."""
+
+    config: str | None
+    backend: str | None
+    kernel: str
+    kernel_short: str
+    grid: Triple | None
+    block: Triple | None
+    rows: dict[str, KernelRow]
+    disagreements: tuple[Disagreement, ...] = ()
+
+    def value(self, name: str) -> Any:
+        """A field of the first profiler's row that knows it, in the order of TRACE_PROFILERS."""
+        return next(iter(_values(self.rows, name).values()), None)
+
+    def metric(self, name: str) -> float | None:
+        """A counter of ncu's row."""
+        row = self.rows.get("ncu")
+        return row.metrics[name][0] if row is not None and name in row.metrics else None
+
+
+def join(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
+    """Kernels of all cells, joined on canonical name, grid and block, in the order of their first row.
+
+    Rows may come from several runs, newest first: of each profiler the newest run that has a
+    config on a backend counts. Where a profiler has several rows of one name, grid and block
+    (another dynamic shared memory), they pair in the order of their first launch.
+    """
+    runs: dict[tuple[str | None, str | None, str], str] = {}
+    places: dict[tuple[Any, ...], int] = {}
+    joined: dict[_Key, dict[str, KernelRow]] = {}
+    for row in rows:
+        if runs.setdefault((row.config, row.backend, row.profiler), row.run) != row.run:
+            continue
+        key = (row.config, row.backend, row.kernel, row.grid, row.block)
+        place = places[row.profiler, *key] = places.get((row.profiler, *key), -1) + 1
+        joined.setdefault((*key, place), {})[row.profiler] = row
+    profilers: dict[tuple[str | None, str | None], set[str]] = {}
+    for config, backend, profiler in runs:
+        profilers.setdefault((config, backend), set()).add(profiler)
+    return [_joined_kernel(key, own, profilers[key[:2]]) for key, own in joined.items()]
+
+
+def _joined_kernel(key: _Key, rows: dict[str, KernelRow], profilers: set[str]) -> JoinedKernel:
+    config, backend, kernel, grid, block, _ = key
+    first = next(iter(rows.values()))
+    expected = {
+        name for name in profilers if name != "ncu" or first.kernel_kind not in UNSEEN_BY_NCU
+    }
+    points = [
+        Disagreement("missing", f"{name} did not see it")
+        for name in TRACE_PROFILERS
+        if name in expected - rows.keys()
+    ]
+    for name, code, what in _COMPARED:
+        values = _values(rows, name)
+        if len(set(values.values())) > 1:
+            texts = ", ".join(f"{profiler} {value:g}" for profiler, value in values.items())
+            points.append(Disagreement(code, f"{what}: {texts}"))
+    points += _times(rows)
+    return JoinedKernel(
+        config, backend, kernel, first.kernel_short, grid, block, rows, tuple(points)
+    )
+
+
+def _values(rows: dict[str, KernelRow], name: str) -> dict[str, Any]:
+    """A field by profiler, where it is known, in the order of TRACE_PROFILERS."""
+    ordered = [profiler for profiler in TRACE_PROFILERS if profiler in rows]
+    values = {profiler: getattr(rows[profiler], name) for profiler in ordered}
+    return {profiler: value for profiler, value in values.items() if value is not None}
+
+
+def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
+    """nsys against torch both ways; ncu only where it is faster, for cold caches make it slower."""
+    torch, nsys, ncu = (rows.get(name) for name in TRACE_PROFILERS)
+    points = []
+    for warm, other, both_ways in ((torch, nsys, True), (torch or nsys, ncu, False)):
+        if warm is None or other is None or not warm.duration_ns or not other.duration_ns:
+            continue
+        ratio = other.duration_ns / warm.duration_ns
+        odd = ratio < 1 / MAX_TIME_RATIO or (both_ways and ratio > MAX_TIME_RATIO)
+        if odd and abs(other.duration_ns - warm.duration_ns) > MIN_TIME_DIFFERENCE_NS:
+            text = f"{other.profiler} takes {ratio:.2f} times as long as {warm.profiler}"
+            points.append(Disagreement("time", text))
+    return points
+
+
+def cold_ratio(joined: Sequence[JoinedKernel]) -> tuple[float, float] | None:
+    """The lowest and highest ratio of ncu's kernel times to torch's or nsys's; None without a pair."""
+    ratios = [
+        ncu.duration_ns / warm.duration_ns
+        for each in joined
+        if (ncu := each.rows.get("ncu"))
+        and (warm := each.rows.get("torch") or each.rows.get("nsys"))
+        and ncu.duration_ns
+        and warm.duration_ns
+    ]
+    return (min(ratios), max(ratios)) if ratios else None

@@ -93,7 +93,7 @@ def command(
       profharness kernels --config 2,8,512,64 --profiler all
       profharness kernels --config 2,8,512,64 --steps
     """
-    from profharness.answers.expect import check_expected_names
+    from profharness.answers.agreement import check_expected_names
     from profharness.errors import UsageError
 
     side_by_side = "all" in profiler
@@ -259,9 +259,9 @@ def _tell_without_kernels(cells: Sequence[CellRow]) -> None:
 
 
 def _gate(expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
-    from profharness.answers.expect import failures
+    from profharness.answers.agreement import unmet_expectations
     from profharness.errors import GateError
 
-    lines = failures(expected, rows, cells)
+    lines = unmet_expectations(expected, rows, cells)
     if lines:
         raise GateError(f"--expect {','.join(expected)} is not met: " + "\n  ".join(lines))

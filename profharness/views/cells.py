@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness import stats
-from profharness.answers.agreement import OWN_CHOICE, disagreements
-from profharness.answers.expect import backend_of_op
+from profharness.answers.agreement import backend_of_op, disagreements
 from profharness.answers.roles import MATH_OP, assign_roles
 from profharness.config import Config, parse_config
 from profharness.rows import CellRow, KernelRow
@@ -263,7 +262,7 @@ def _by_cell(rows: Iterable[KernelRow]) -> dict[tuple[str, str], list[KernelRow]
 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """What `auto` took for each shape; nothing for fewer than two shapes."""
-    chosen = [cell for cell in cells if cell.backend == OWN_CHOICE[0]]
+    chosen = [cell for cell in cells if cell.backend == "auto"]
     rows = []
     for cell in chosen:
         config = parse_config(cell.config)

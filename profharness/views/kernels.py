@@ -7,8 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from profharness.answers.agreement import disagreements, replacement, replacement_text
-from profharness.answers.witnesses import Witnesses, cold_ratio, join
+from profharness.answers.agreement import (
+    JoinedKernel,
+    cold_ratio,
+    disagreements,
+    join,
+    replacement,
+    replacement_text,
+)
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
 from profharness.views.document import Block, Column, Document, Heading, Note, Table
 
@@ -188,7 +194,7 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
         )
     replaced = replacement(cell, rows)
     if replaced is not None:
-        notes.append(Note(replacement_text([replaced]), cell.backend, "warning"))
+        notes.append(Note(replacement_text(replaced.took), cell.backend, "warning"))
     notes += [Note(text, cell.backend, "warning") for text in disagreements(cell, rows)]
     notes += [Note(text, cell.backend, "warning") for text in cell.warnings]
     return notes
@@ -262,7 +268,7 @@ def witness_document(
     )
 
 
-def witness_record(each: Witnesses) -> dict[str, Any]:
+def witness_record(each: JoinedKernel) -> dict[str, Any]:
     """The JSON record of one kernel: what each profiler says, and where they disagree."""
     return {
         "config": each.config,
@@ -278,7 +284,7 @@ def witness_record(each: Witnesses) -> dict[str, Any]:
     }
 
 
-def _table(joined: Sequence[Witnesses]) -> Table:
+def _table(joined: Sequence[JoinedKernel]) -> Table:
     """One line a kernel; a column that no kernel here has a value for is left out."""
     lines = [_values(each) for each in joined]
     shown = [key for key in FORMS if any(line[key] not in (None, ()) for line in lines)]
@@ -286,7 +292,7 @@ def _table(joined: Sequence[Witnesses]) -> Table:
     return Table(tuple(FORMS[key] for key in shown), rows)
 
 
-def _values(each: Witnesses) -> dict[str, Any]:
+def _values(each: JoinedKernel) -> dict[str, Any]:
     achieved = each.metric(ACHIEVED_OCCUPANCY)
     moved = [value for name in DRAM_BYTES if (value := each.metric(name)) is not None]
     named = ("shared_bytes", "registers_per_thread", "launches_per_call")
@@ -306,7 +312,7 @@ def _values(each: Witnesses) -> dict[str, Any]:
     }
 
 
-def _disagreements(joined: Sequence[Witnesses]) -> list[Note]:
+def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
     notes = [
         Note(f"{each.kernel_short}: {one.text}", each.backend or "", "warning")
         for each in joined
@@ -318,7 +324,7 @@ def _disagreements(joined: Sequence[Witnesses]) -> list[Note]:
     return notes
 
 
-def _counters(joined: Sequence[Witnesses]) -> list[Block]:
+def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
     """Every counter of every kernel that ncu saw, besides those that have a column."""
     columns = (
         Column("backend", "backend", repeat=False),
@@ -337,7 +343,7 @@ def _counters(joined: Sequence[Witnesses]) -> list[Block]:
     return [Table(columns, rows)] if rows else []
 
 
-def _closing(rows: Sequence[KernelRow], joined: Sequence[Witnesses]) -> list[Note]:
+def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[Note]:
     """What holds for the whole table: which witnesses there are, and how to read ncu's times."""
     told = {row.profiler for row in rows}
     notes = []

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from profharness.answers.expect import backend_of_op
+from profharness.answers.agreement import backend_of_op
 from profharness.config import parse_config
 from profharness.dispatch import from_config, hazards, machine_for, predict
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.answers.witnesses import join
+from profharness.answers.agreement import join
 from profharness.config import expand_configs
 from profharness.jobs import capture_into_store, default_backends
 from profharness.processes import find_workers

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from view_rows import cell, kernel, math_kernels
 
-from profharness.answers.agreement import disagreements
-from profharness.answers.expect import backend_of_op, check_expected_names, failures
+from profharness.answers.agreement import (
+    backend_of_op,
+    check_expected_names,
+    disagreements,
+    unmet_expectations,
+)
 from profharness.errors import UsageError
 
 MATH = "aten::_scaled_dot_product_attention_math"
@@ -30,26 +34,26 @@ def test_the_op_names_its_backend(op: str | None, backend: str | None) -> None:
 
 
 def test_the_expected_backend_passes() -> None:
-    assert failures(["flash"], [kernel()], [cell()]) == []
+    assert unmet_expectations(["flash"], [kernel()], [cell()]) == []
 
 
 def test_a_silent_fall_to_math_is_caught() -> None:
     cells = [cell(cell="1", backend="auto", sdpa_op=MATH)]
-    (line,) = failures(["cudnn"], math_kernels(), cells)
+    (line,) = unmet_expectations(["cudnn"], math_kernels(), cells)
     assert "expected cudnn, but math ran" in line
     assert "auto" in line
 
 
 def test_one_wrong_cell_of_two_fails() -> None:
     cells = [cell(), cell(cell="1", backend="auto", sdpa_op=MATH)]
-    assert len(failures(["flash"], [kernel(), *math_kernels()], cells)) == 1
-    assert failures(["flash", "math"], [kernel(), *math_kernels()], cells) == []
+    assert len(unmet_expectations(["flash"], [kernel(), *math_kernels()], cells)) == 1
+    assert unmet_expectations(["flash", "math"], [kernel(), *math_kernels()], cells) == []
 
 
 def test_kernels_that_contradict_the_op_fail_either_way() -> None:
     cells, rows = [cell(sdpa_op=MATH)], [kernel(sdpa_op=MATH)]
-    assert failures(["math"], rows, cells)
-    assert failures(["flash"], rows, cells)
+    assert unmet_expectations(["math"], rows, cells)
+    assert unmet_expectations(["flash"], rows, cells)
     said = disagreements(cells[0], rows)
     assert any("(math)" in line and "family flash" in line for line in said)
     assert disagreements(cell(), [kernel()]) == []
@@ -57,30 +61,30 @@ def test_kernels_that_contradict_the_op_fail_either_way() -> None:
 
 def test_a_family_covers_its_op_and_its_combine_kernel_only() -> None:
     rows = [kernel(family="flash_splitkv"), kernel(family="flash_combine")]
-    assert failures(["flash_splitkv"], rows, [cell()]) == []
-    assert failures(["flash_combine"], rows, [cell()])
-    assert failures(["flash"], rows, [cell()]) == []
+    assert unmet_expectations(["flash_splitkv"], rows, [cell()]) == []
+    assert unmet_expectations(["flash_combine"], rows, [cell()])
+    assert unmet_expectations(["flash"], rows, [cell()]) == []
 
 
 def test_math_without_an_op_shows_by_its_kernels() -> None:
     rows = [kernel(family=family, sdpa_op=None) for family in ("gemm", "softmax", "gemm")]
-    assert failures(["math"], rows, [cell(sdpa_op=None)]) == []
-    assert failures(["flash"], rows, [cell(sdpa_op=None)])
+    assert unmet_expectations(["math"], rows, [cell(sdpa_op=None)]) == []
+    assert unmet_expectations(["flash"], rows, [cell(sdpa_op=None)])
 
 
 def test_a_gate_that_judged_nothing_is_not_met() -> None:
     refused = [cell(status="refused")]
-    assert "nothing to judge" in failures(["flash"], [], refused)[0]
-    assert "nothing to judge" in failures(["flash"], [], [])[0]
-    unknown = failures(["flash"], [], [cell(sdpa_op=None)])
+    assert "nothing to judge" in unmet_expectations(["flash"], [], refused)[0]
+    assert "nothing to judge" in unmet_expectations(["flash"], [], [])[0]
+    unknown = unmet_expectations(["flash"], [], [cell(sdpa_op=None)])
     assert "neither an op nor a kernel" in unknown[0]
 
 
 def test_a_foreign_trace_is_judged_by_its_ranges() -> None:
     foreign = {"cell": None, "config": None, "backend": None}
     rows = [kernel(**foreign, range="a"), kernel(**foreign, range="b", family="gemm", sdpa_op=None)]
-    assert failures(["flash"], rows, []) == []
-    assert "range a" in failures(["cudnn"], rows, [])[0]
+    assert unmet_expectations(["flash"], rows, []) == []
+    assert "range a" in unmet_expectations(["cudnn"], rows, [])[0]
 
 
 def test_a_name_that_cannot_be_expected_is_refused() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profharness.answers.agreement import replacement, replacement_text
-from profharness.answers.expect import backend_of_op, ran_backends
+from profharness.answers.agreement import backend_of_op, ran_backends, replacement, replacement_text
+
 from profharness.answers.explain.answer import Explanation, chosen, settle
 from profharness.config import parse_config
 from profharness.dispatch.advice import Advice
@@ -80,7 +80,7 @@ def _joined(answer: Explanation, memory: _Memory) -> Explanation:
 def _replaced(cell: CellRow, memory: _Memory) -> str | None:
     """What torch.compile put in the place of the plain form; None where it put nothing."""
     found = replacement(cell, memory.kernels(cell))
-    return f"{cell.backend}: {replacement_text([found])}, in run {cell.run}" if found else None
+    return f"{cell.backend}: {replacement_text(found.took)}, in run {cell.run}" if found else None
 
 
 def _seen(cell: CellRow, memory: _Memory) -> str | None:
