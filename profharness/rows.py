@@ -79,6 +79,11 @@ class CellRow:
     predicted: str | None = None
     tuning: dict[str, Any] | None = None
 
+    @property
+    def reason(self) -> str | None:
+        """Why it did not run: the message, else those of its refusals."""
+        return self.message or "; ".join(refusal.message for refusal in self.refusals) or None
+
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:

@@ -155,6 +155,26 @@ def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
     return list(zip(roles, ordered, strict=True))
 
 
+def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
+    """The rows of one cell (and one profiler) by role, roles in the order of their first launch."""
+    groups: dict[str, list[KernelRow]] = {}
+    for name, row in assign_roles(rows):
+        groups.setdefault(name, []).append(row)
+    return groups
+
+
+def launches_per_call(row: KernelRow, calls: int) -> float:
+    """The row's launches in one call. calls are the profiled calls, for a row that does not say."""
+    return row.launches_per_call or row.launches / max(1, calls)
+
+
+def call_ns(row: KernelRow, calls: int) -> float | None:
+    """The time of the row's launches in one call, None where it was not measured."""
+    if row.total_ns is None:
+        return None
+    return row.total_ns / row.launches * launches_per_call(row, calls)
+
+
 def is_backward(row: KernelRow) -> bool:
     """Whether autograd launched the row, as far as its op stack or its family tells."""
     if row.family.endswith("_bwd"):

@@ -1,15 +1,14 @@
-"""The sections of a report on one run, from rows alone: environment, cells, latency, steps of math,
-choices and problems."""
+"""The sections of a report on one run: environment, cells, latency, choices and problems."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from profharness import stats
-from profharness.answers.agreement import backend_of_op, disagreements
-from profharness.answers.roles import MATH_OP, assign_roles
+from profharness.answers.agreement import backend_that_ran, disagreements
 from profharness.config import Config, parse_config
 from profharness.rows import CellRow, KernelRow
 from profharness.run import Problem
@@ -36,19 +35,11 @@ LATENCY_COLUMNS = (
     Column("min_ns", "min µs", "us", right=True),
     Column("against", "to fastest", "ratio", right=True),
 )
-STEP_COLUMNS = (
-    Column("config", "config", repeat=False),
-    Column("backend", "backend", repeat=False),
-    Column("role", "step"),
-    Column("launches", "n/call", "count", right=True),
-    Column("ns", "µs/call", "us", right=True),
-    Column("share", "share%", "percent", right=True),
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """What the raw samples of one cell say, in nanoseconds; measurement is one of MEASUREMENTS."""
+    """The figures of one cell's raw samples, in ns; measurement is one of MEASUREMENTS."""
 
     config: str
     backend: str
@@ -62,14 +53,14 @@ class Latency:
 
 def latencies(cells: Iterable[CellRow]) -> list[Latency]:
     """One for each cell and measurement that it has samples of."""
-    found = []
+    rows = []
     for cell in cells:
         for name in MEASUREMENTS:
             if values := cell.samples.get(name):
-                told = stats.summarize(values)
-                figures = (told.n, told.median, told.p10, told.p90, told.min)
-                found.append(Latency(cell.config, cell.backend, name, *figures))
-    return found
+                x = stats.summarize(values)
+                figures = (x.n, x.median, x.p10, x.p90, x.min)
+                rows.append(Latency(cell.config, cell.backend, name, *figures))
+    return rows
 
 
 def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
@@ -91,13 +82,11 @@ def cell_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """Every cell with its status, what ran, and why it did not where it did not."""
     if not cells:
         return []
-    counts: dict[str, int] = {}
-    for cell in cells:
-        counts[cell.status] = counts.get(cell.status, 0) + 1
+    counts = Counter(cell.status for cell in cells)
     detail = ", ".join(f"{count} {status}" for status, count in counts.items())
     rows = tuple(
         (
-            *(cell.config, cell.backend, cell.status, ran(cell), cell.predicted),
+            *(cell.config, cell.backend, cell.status, _ran(cell), cell.predicted),
             *(cell.peak_memory_bytes, _reason(cell)),
         )
         for cell in cells
@@ -105,11 +94,8 @@ def cell_blocks(cells: Sequence[CellRow]) -> list[Block]:
     return [Heading("Cells", detail), Table(CELL_COLUMNS, rows)]
 
 
-def ran(cell: CellRow) -> str | None:
-    """The backend that the op in the trace names; without a trace what PyTorch said it would take."""
-    if cell.status != "ok":
-        return ""
-    return backend_of_op(cell.sdpa_op) or cell.choice
+def _ran(cell: CellRow) -> str | None:
+    return backend_that_ran(cell) if cell.status == "ok" else ""
 
 
 def _reason(cell: CellRow) -> str:
@@ -121,76 +107,72 @@ def _reason(cell: CellRow) -> str:
 
 def latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """The table of all measurements, and a chart of the one that most cells have."""
-    found = latencies(cells)
-    if not found:
+    rows = latencies(cells)
+    if not rows:
         return []
     fastest: dict[tuple[str, str], float] = {}
-    for each in found:
-        key = each.config, each.measurement
-        fastest[key] = min(fastest.get(key, each.median_ns), each.median_ns)
-    rows = tuple(
-        (
-            *(each.config, each.backend, each.measurement, each.samples),
-            *(each.median_ns, each.p10_ns, each.p90_ns, each.min_ns),
-            _over(each.median_ns, fastest[each.config, each.measurement]),
-        )
-        for each in found
-    )
+    for row in rows:
+        key = row.config, row.measurement
+        fastest[key] = min(fastest.get(key, row.median_ns), row.median_ns)
+    lines = []
+    for row in rows:
+        least = fastest[row.config, row.measurement]
+        lines.append(asdict(row) | {"against": row.median_ns / least if least > 0 else None})
     charted, medians = charted_medians(cells)
     return [
         Heading("Latency", "without a profiler, raw samples"),
         *latency_charts(medians, charted),
-        Table(LATENCY_COLUMNS, rows),
+        Table.of(LATENCY_COLUMNS, lines),
     ]
 
 
 def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
     """The measurement that most cells have, and config, backend, median ns of each that has it."""
-    found = latencies(cells)
-    name = max(MEASUREMENTS, key=lambda name: sum(each.measurement == name for each in found))
-    own = [each for each in found if each.measurement == name]
-    return name, [(each.config, each.backend, each.median_ns) for each in own]
-
-
-def _over(value: float, least: float) -> float | None:
-    return value / least if least > 0 else None
+    rows = latencies(cells)
+    name = max(MEASUREMENTS, key=lambda name: sum(row.measurement == name for row in rows))
+    own = [row for row in rows if row.measurement == name]
+    return name, [(row.config, row.backend, row.median_ns) for row in own]
 
 
 def latency_charts(medians: Sequence[tuple[str, str, float]], measurement: str) -> list[Chart]:
     """Lines over sequence length for each sweep of it, and one chart of dots for other configs.
 
-    medians: config label, backend, ns.
+    medians are config label, backend, ns.
     """
-    charts = []
-    rows = [
-        (parse_config(config), config, backend, ns) for config, backend, ns in medians if ns > 0
+    rows: list[dict[str, Any]] = [
+        {"label": label, "config": parse_config(label), "backend": backend, "µs": ns / 1e3}
+        for label, backend, ns in medians
+        if ns > 0
     ]
-    groups = sweeps([config for config, *_ in rows])
-    for name, members in groups.items():
-        points = tuple(
-            {"seq_len": config.seq_len_kv, "µs": ns / 1e3, "backend": backend}
-            for config, _, backend, ns in rows
-            if config in members
-        )
-        title = f"Latency over sequence length, {name} ({measurement})"
-        charts.append(
-            Chart("lines", title, points, "seq_len", "µs", "backend", "sequence length", "µs")
-        )
-    swept = {config for members in groups.values() for config in members}
-    points = tuple(
-        {"config": label, "µs": ns / 1e3, "backend": backend}
-        for config, label, backend, ns in rows
-        if config not in swept
-    )
+    charts = sweep_charts(rows, "Latency", "µs", measurement)
+    swept = sweeps([row["config"] for row in rows]).values()
+    points = tuple(row for row in rows if not any(row["config"] in group for group in swept))
     if points:
         title = f"Latency by config and backend ({measurement})"
-        charts.append(Chart("dots", title, points, "µs", "config", "backend", "µs"))
+        charts.append(Chart("dots", title, points, "µs", "label", "backend", "µs"))
+    return charts
+
+
+def sweep_charts(
+    rows: Sequence[dict[str, Any]], what: str, unit: str, measurement: str
+) -> list[Chart]:
+    """Lines over sequence length, one chart for each sweep of it.
+
+    rows have the keys `config` (a Config), `backend`, and the unit, which holds the value.
+    """
+    charts = []
+    for name, members in sweeps([row["config"] for row in rows]).items():
+        points = tuple(
+            row | {"seq_len": row["config"].seq_len_kv} for row in rows if row["config"] in members
+        )
+        title = f"{what} over sequence length, {name} ({measurement})"
+        axes = ("seq_len", unit, "backend", "sequence length", unit)
+        charts.append(Chart("lines", title, points, *axes))
     return charts
 
 
 def sweeps(configs: Iterable[Config]) -> dict[str, set[Config]]:
-    """Configs that differ in their sequence lengths alone, two lengths or more, under what they
-    share."""
+    """Configs that differ in their sequence lengths alone, two or more, under what they share."""
     groups: dict[str, set[Config]] = {}
     for config in configs:
         groups.setdefault(shape_family(config), set()).add(config)
@@ -200,86 +182,37 @@ def sweeps(configs: Iterable[Config]) -> dict[str, set[Config]]:
 def shape_family(config: Config) -> str:
     """The label without sequence lengths; a decode step (one query) is a family of its own."""
     square = config.seq_len_q == config.seq_len_kv
-    label = replace(config, seq_len_q=1, seq_len_kv=1).label.replace("-s1-", "-")
-    if square:
-        return label
-    fixed = f"sq{config.seq_len_q}" if config.seq_len_q != config.seq_len_kv else ""
-    return f"{label}, {fixed}"
+    return _lengthless(config) + ("" if square else f", sq{config.seq_len_q}")
 
 
-def step_blocks(rows: Sequence[KernelRow]) -> list[Block]:
-    """What the steps of math take in a call: rows are those of one profiler, op by op.
-
-    Cells without a matrix product and a softmax of their own (fused kernels) are left out.
-    """
-    steps: list[tuple[str, str, str, float, float, float]] = []
-    for (config, backend), mine in _by_cell(rows).items():
-        if not any(MATH_OP in (row.op_path or "").split(";") or _is_math(row) for row in mine):
-            continue
-        total = sum(row.total_ns or 0 for row in mine)
-        times: dict[str, tuple[float, float]] = {}
-        for role, row in assign_roles(mine):
-            count, ns = times.get(role, (0.0, 0.0))
-            calls = row.launches / row.launches_per_call if row.launches_per_call else 1
-            per_call = (row.total_ns or 0) / calls
-            times[role] = (count + (row.launches_per_call or row.launches), ns + per_call)
-        steps += [
-            (config, backend, role, count, ns, ns * _calls(mine) / total if total else 0.0)
-            for role, (count, ns) in times.items()
-        ]
-    if not steps:
-        return []
-    points = tuple(
-        {"cell": f"{config} {backend}", "µs": ns / 1e3, "step": role}
-        for config, backend, role, _, ns, _ in steps
-        if ns > 0
-    )
-    note = Note("kernel time alone: gaps between launches are not in it")
-    return [
-        Heading("Steps of math"),
-        Chart("stack", "Kernel time by step", points, "µs", "cell", "step", "µs a call"),
-        Table(STEP_COLUMNS, tuple(steps)),
-        note,
-    ]
-
-
-def _is_math(row: KernelRow) -> bool:
-    return backend_of_op(row.sdpa_op) == "math"
-
-
-def _calls(rows: Sequence[KernelRow]) -> float:
-    row = next((row for row in rows if row.launches_per_call), None)
-    return row.launches / row.launches_per_call if row and row.launches_per_call else 1.0
-
-
-def _by_cell(rows: Iterable[KernelRow]) -> dict[tuple[str, str], list[KernelRow]]:
-    groups: dict[tuple[str, str], list[KernelRow]] = {}
-    for row in rows:
-        if row.config is not None:
-            groups.setdefault((row.config, row.backend or ""), []).append(row)
-    return groups
+def _lengthless(config: Config) -> str:
+    return replace(config, seq_len_q=1, seq_len_kv=1).label.replace("-s1-", "-")
 
 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """What `auto` took for each shape; nothing for fewer than two shapes."""
-    chosen = [cell for cell in cells if cell.backend == "auto"]
     rows = []
-    for cell in chosen:
+    for cell in cells:
+        if cell.backend != "auto":
+            continue
         config = parse_config(cell.config)
-        took = (ran(cell) or "unknown") if cell.status == "ok" else cell.status
-        square = config.seq_len_q == config.seq_len_kv
-        lengths = f"{config.seq_len_q}" if square else f"{config.seq_len_q}×{config.seq_len_kv}"
-        rest = replace(config, seq_len_q=1, seq_len_kv=1).label.replace("-s1-", "-")
-        rows.append({"config": cell.config, "lengths": lengths, "rest": rest, "backend": took})
+        lengths = dict.fromkeys([config.seq_len_q, config.seq_len_kv])
+        rows.append(
+            {
+                "config": cell.config,
+                "lengths": "×".join(map(str, lengths)),
+                "rest": _lengthless(config),
+                "backend": (_ran(cell) or "unknown") if cell.status == "ok" else cell.status,
+            }
+        )
     if len({row["config"] for row in rows}) < 2:
         return []
     columns = (Column("config", "config"), Column("backend", "auto took"))
+    axes = ("lengths", "rest", "backend", "sequence length")
     return [
         Heading("Selection map"),
-        Chart(
-            "map", "What auto took", tuple(rows), "lengths", "rest", "backend", "sequence length"
-        ),
-        Table(columns, tuple((row["config"], row["backend"]) for row in rows)),
+        Chart("map", "What auto took", tuple(rows), *axes),
+        Table.of(columns, rows),
     ]
 
 

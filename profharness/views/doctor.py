@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from profharness.views.document import Column, Document, Note, Table
+from profharness.views.document import Column, Document, Note, Table, record
 
 if TYPE_CHECKING:
     from profharness.doctor import Check
@@ -23,7 +22,6 @@ def doctor_document(checks: Sequence[Check]) -> Document:
         Column("state", "state"),
         Column("detail", "found", shrink=True),
     )
-    rows = tuple((check.name, check.state, check.detail) for check in checks)
     notes = tuple(
         Note(check.remedy, check.name, LEVELS.get(check.state, "note"))
         for check in checks
@@ -32,9 +30,9 @@ def doctor_document(checks: Sequence[Check]) -> Document:
     return Document(
         schema="profharness.doctor/1",
         title="Doctor",
-        blocks=(Table(columns, rows), *notes),
+        blocks=(Table.of(columns, checks), *notes),
         fields=("name", "state", "detail", "remedy"),
-        records=tuple(asdict(check) for check in checks),
+        records=tuple(record(check) for check in checks),
     )
 
 
@@ -59,5 +57,5 @@ def backends_document(states: Sequence[BackendState]) -> Document:
         title="Backends",
         blocks=(Table(columns, rows), *notes),
         fields=("backend", "runs", "reason", "device", "summary", "status", "code"),
-        records=tuple(asdict(each) for each in states),
+        records=tuple(record(each) for each in states),
     )

@@ -131,6 +131,11 @@ class Note:
     level: str = "note"
 
 
+def status_note(status: str, reason: str | None, label: str) -> Note:
+    """Why something did not run. A refusal is an answer, anything else an error."""
+    return Note(f"{status}: {reason}", label, "note" if status == "refused" else "error")
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """Lines of Python to copy, which no renderer wraps or cuts."""

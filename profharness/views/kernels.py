@@ -1,10 +1,10 @@
-"""Kernels of cells as a Document: a heading per config, one table of its backends' kernels, a line
-per backend without."""
+"""Kernels of cells as a Document: a heading and a table for each config, and a line for each backend
+without kernels. With several profilers, their figures stand side by side.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from profharness.answers.agreement import (
@@ -16,62 +16,88 @@ from profharness.answers.agreement import (
     replacement_text,
 )
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
-from profharness.views.document import Block, Column, Document, Heading, Note, Table
+from profharness.views.document import (
+    Block,
+    Column,
+    Document,
+    Heading,
+    Note,
+    Table,
+    field_names,
+    record,
+    status_note,
+)
 
 SCHEMA = "profharness.kernels/1"
-
-
-FIELDS = (
-    *(
-        "run",
-        "config",
-        "backend",
-        "profiler",
-        "status",
-        "range",
-        "kernel",
-        "kernel_short",
-        "family",
-    ),
-    *("grid", "block", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
-    *("shared_bytes", "launches", "launches_per_call", "duration_ns", "total_ns", "share"),
-    *("cell", "kernel_kind", "min_ns", "max_ns", "first_ns", "op", "sdpa_op", "occupancy"),
-    *("occupancy_limiter", "device", "metrics"),
+# The fields of a KernelRow; these stand behind the share, and op_path is called `op`.
+_BEHIND_SHARE = ("cell", "kernel_kind", "min_ns", "max_ns")
+_ROW_FIELDS = [name for name in field_names(KernelRow) if name not in _BEHIND_SHARE]
+_PLACE = _ROW_FIELDS.index("share") + 1
+_ROW_FIELDS[_PLACE:_PLACE] = _BEHIND_SHARE
+FIELDS = tuple("op" if name == "op_path" else name for name in _ROW_FIELDS)
+CELL_FIELDS = (
+    *("run", "cell", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
+    *("tuning", "refusals", "warnings"),
 )
 MINOR_SHARE = 0.005
-_RENAMED = {"op": "op_path"}
-
+MAX_NOTES = 12
+ACHIEVED_OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
+DRAM_BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+OWN_COLUMNS = (ACHIEVED_OCCUPANCY, *DRAM_BYTES, "gpu__time_duration.sum")
+COMPARED = (
+    *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
+    *("shared_bytes", "launches", "launches_per_call"),
+)
+# Every column that a table of kernels can have, in order. One of a KernelRow's fields stands in the
+# table of a profiler, one that `_values` fills in the table of several.
+COLUMNS: dict[str, Column] = {
+    column.key: column
+    for column in (
+        Column("backend", "backend", repeat=False),
+        Column("profiler", "profiler", repeat=False),
+        Column("device", "gpu", "count", right=True),
+        Column("kernel_short", "kernel", shrink=True),
+        Column("grid", "grid", "triple", right=True),
+        Column("block", "block", "triple", right=True),
+        Column("shared_bytes", "KiB", "kib", right=True),
+        Column("registers_per_thread", "regs", "count", right=True),
+        Column("launches", "n", "count", right=True),
+        Column("launches_per_call", "n/call", "count", right=True),
+        Column("duration_ns", "µs", "us", right=True),
+        Column("share", "share%", "percent", right=True),
+        Column("occupancy", "occ%", "percent", right=True),
+        *(Column(name, f"{name} µs", "us", right=True) for name in TRACE_PROFILERS),
+        Column("achieved", "achieved%", "percent", right=True),
+        Column("dram", "DRAM KiB", "kib", right=True),
+        Column("disagree", "disagree", "names"),
+        Column("kernel", "kernel"),
+    )
+}
+_COUNTERS = (
+    COLUMNS["backend"],
+    Column("kernel_short", "kernel", repeat=False, shrink=True),
+    Column("metric", "metric"),
+    Column("value", "value", "count", right=True),
+    Column("unit", "unit"),
+)
 
 # A heading's scope: run, and the config, or for a foreign trace the range.
 _Scope = tuple[str, str | None, str | None]
 
 
 def kernel_record(row: KernelRow) -> dict[str, Any]:
-    """The JSON record of one kernel; keys as in FIELDS, durations in ns, sizes in bytes, grid and
-    block as [x, y, z]."""
-    record = {key: getattr(row, _RENAMED.get(key, key)) for key in FIELDS}
-    record["metrics"] = {
+    """The JSON record of one kernel: durations in ns, sizes in bytes, grid and block as [x, y, z]."""
+    plain = record(row)
+    plain["op"] = plain["op_path"]
+    plain["metrics"] = {
         name: {"value": value, "unit": unit} for name, (value, unit) in row.metrics.items()
     }
-    return record
+    return {name: plain[name] for name in FIELDS}
 
 
 def cell_record(cell: CellRow) -> dict[str, Any]:
     """The JSON record of one cell, without its raw samples."""
-    return {
-        "run": cell.run,
-        "cell": cell.cell,
-        "config": cell.config,
-        "backend": cell.backend,
-        "status": cell.status,
-        "message": cell.message,
-        "predicted": cell.predicted,
-        "choice": cell.choice,
-        "sdpa_op": cell.sdpa_op,
-        "tuning": cell.tuning,
-        "refusals": [asdict(refusal) for refusal in cell.refusals],
-        "warnings": list(cell.warnings),
-    }
+    return record(cell, CELL_FIELDS)
 
 
 def kernels_document(
@@ -79,9 +105,8 @@ def kernels_document(
 ) -> Document:
     """The answer of `profharness kernels`.
 
-    rows and cells may come in any order; configs keep the order of their first mention, kernels
-    that of their first launch.
-    full shows whole kernel names instead of short ones.
+    rows and cells may come in any order. Configs keep the order of their first mention, kernels
+    that of their first launch. full shows whole kernel names instead of short ones.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
@@ -95,7 +120,7 @@ def kernels_document(
             order = _backend_order(beside, own)
             own.sort(key=lambda row: (order[row.backend], row.profiler, row.device, row.first_ns))
             shown = own if full else [row for row in own if not is_minor(row)]
-            blocks.append(Table(columns, tuple(_table_row(columns, row) for row in shown)))
+            blocks.append(Table.of(columns, shown))
             blocks += _left_out(own) if not full else []
         for cell in beside:
             blocks += cell_notes(cell, [row for row in own if row.cell == cell.cell])
@@ -119,45 +144,25 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
     minor: dict[str, list[KernelRow]] = {}
     for row in filter(is_minor, rows):
         minor.setdefault(row.backend or "", []).append(row)
-    return [
-        Note(
-            f"{len(mine)} more ops of under {MINOR_SHARE:.1%} each, {share:.1%} together (--full shows them)",
-            backend,
-        )
-        for backend, mine in minor.items()
-        for share in [sum(row.share or 0 for row in mine)]
-    ]
+    notes = []
+    for backend, mine in minor.items():
+        share = sum(row.share or 0 for row in mine)
+        text = f"{len(mine)} more ops of under {MINOR_SHARE:.1%} each, {share:.1%} together (--full shows them)"
+        notes.append(Note(text, backend))
+    return notes
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
     """The columns for these rows: profiler and device only where they differ, a whole kernel name
-    last."""
+    last.
+    """
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
-    lead = [] if foreign else [Column("backend", "backend", repeat=False)]
-    if len({row.profiler for row in rows}) > 1:
-        lead.append(Column("profiler", "profiler", repeat=False))
-    if len({row.device for row in rows}) > 1:
-        lead.append(Column("device", "gpu", "count", right=True))
-    figures = [
-        Column("grid", "grid", "triple", right=True),
-        Column("block", "block", "triple", right=True),
-        Column("shared_bytes", "KiB", "kib", right=True),
-        Column("registers_per_thread", "regs", "count", right=True),
-        Column("launches", "n", "count", right=True)
-        if foreign
-        else Column("launches_per_call", "n/call", "count", right=True),
-        Column("duration_ns", "µs", "us", right=True),
-        Column("share", "share%", "percent", right=True),
-        Column("occupancy", "occ%", "percent", right=True),
-    ]
-    if full:
-        return (*lead, *figures, Column("kernel", "kernel"))
-    return (*lead, Column("kernel_short", "kernel", shrink=True), *figures)
-
-
-def _table_row(columns: tuple[Column, ...], row: KernelRow) -> tuple[Any, ...]:
-    return tuple(getattr(row, column.key) for column in columns)
+    hidden = {"kernel_short" if full else "kernel"}
+    hidden |= {"backend", "launches_per_call"} if foreign else {"launches"}
+    hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
+    own = (column for key, column in COLUMNS.items() if key in _ROW_FIELDS)
+    return tuple(column for column in own if column.key not in hidden)
 
 
 def _scope(row: KernelRow) -> _Scope:
@@ -182,12 +187,12 @@ def _backend_order(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> dict[
 
 
 def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
-    """What is to be said below the table: why a backend has no kernels, what torch.compile
-    replaced, each disagreement of the four witnesses, warnings."""
+    """The lines below the table: why a backend has no kernels, what torch.compile replaced, each
+    disagreement of the four witnesses, warnings.
+    """
     notes: list[Note] = []
     if cell.status != "ok":
-        level = "note" if cell.status == "refused" else "error"
-        notes.append(Note(f"{cell.status}: {_reason(cell)}", cell.backend, level))
+        notes.append(status_note(cell.status, _reason(cell), cell.backend))
     elif not rows:
         notes.append(
             Note("no kernels recorded by the profilers asked for", cell.backend, "warning")
@@ -207,36 +212,10 @@ def _reason(cell: CellRow) -> str:
     return "; ".join(dict.fromkeys(texts)) or "no reason recorded"
 
 
-ACHIEVED_OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
-DRAM_BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-OWN_COLUMNS = (ACHIEVED_OCCUPANCY, *DRAM_BYTES, "gpu__time_duration.sum")
-COMPARED = (
-    *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
-    *("shared_bytes", "launches", "launches_per_call"),
-)
-MAX_NOTES = 12
-FORMS: dict[str, Column] = {
-    column.key: column
-    for column in (
-        Column("backend", "backend", repeat=False),
-        Column("kernel_short", "kernel", shrink=True),
-        Column("grid", "grid", "triple", right=True),
-        Column("block", "block", "triple", right=True),
-        Column("shared_bytes", "KiB", "kib", right=True),
-        Column("registers_per_thread", "regs", "count", right=True),
-        Column("launches_per_call", "n/call", "count", right=True),
-        *(Column(name, f"{name} µs", "us", right=True) for name in TRACE_PROFILERS),
-        Column("achieved", "achieved%", "percent", right=True),
-        Column("dram", "DRAM KiB", "kib", right=True),
-        Column("disagree", "disagree", "names"),
-    )
-}
-
-
 def witness_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """Three witnesses side by side. rows: those of all profilers, newest run first; cells as in
+    """Three profilers side by side. rows are those of all profilers, newest run first; cells as in
     kernels_document. full lists every counter that ncu took.
     """
     joined = join(rows)
@@ -270,53 +249,43 @@ def witness_document(
 
 def witness_record(each: JoinedKernel) -> dict[str, Any]:
     """The JSON record of one kernel: what each profiler says, and where they disagree."""
+    names = ("config", "backend", "kernel", "grid", "block")
     return {
-        "config": each.config,
-        "backend": each.backend,
-        "kernel": each.kernel,
-        "grid": each.grid,
-        "block": each.block,
+        **record(each, names),
         "profilers": {
-            profiler: {"run": row.run} | {name: getattr(row, name) for name in COMPARED}
-            for profiler, row in each.rows.items()
+            profiler: record(row, ("run", *COMPARED)) for profiler, row in each.rows.items()
         },
-        "disagreements": [{"code": one.code, "text": one.text} for one in each.disagreements],
+        "disagreements": [record(point) for point in each.disagreements],
     }
 
 
 def _table(joined: Sequence[JoinedKernel]) -> Table:
     """One line a kernel; a column that no kernel here has a value for is left out."""
     lines = [_values(each) for each in joined]
-    shown = [key for key in FORMS if any(line[key] not in (None, ()) for line in lines)]
-    rows = tuple(tuple("" if line[key] == () else line[key] for key in shown) for line in lines)
-    return Table(tuple(FORMS[key] for key in shown), rows)
+    known = {key for line in lines for key, value in line.items() if value not in (None, "")}
+    return Table.of([column for key, column in COLUMNS.items() if key in known], lines)
 
 
 def _values(each: JoinedKernel) -> dict[str, Any]:
     achieved = each.metric(ACHIEVED_OCCUPANCY)
     moved = [value for name in DRAM_BYTES if (value := each.metric(name)) is not None]
-    named = ("shared_bytes", "registers_per_thread", "launches_per_call")
-    times = {
-        name: each.rows[name].duration_ns if name in each.rows else None for name in TRACE_PROFILERS
-    }
+    own = ("backend", "kernel_short", "grid", "block")
+    common = ("shared_bytes", "registers_per_thread", "launches_per_call")
     return {
-        "backend": each.backend,
-        "kernel_short": each.kernel_short,
-        "grid": each.grid,
-        "block": each.block,
+        **{name: getattr(each, name) for name in own},
+        **{name: each.value(name) for name in common},
+        **{name: getattr(each.rows.get(name), "duration_ns", None) for name in TRACE_PROFILERS},
         "achieved": None if achieved is None else achieved / 100,
         "dram": sum(moved) if moved else None,
-        "disagree": tuple(dict.fromkeys(one.code for one in each.disagreements)),
-        **{name: each.value(name) for name in named},
-        **times,
+        "disagree": tuple(dict.fromkeys(point.code for point in each.disagreements)) or "",
     }
 
 
 def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
     notes = [
-        Note(f"{each.kernel_short}: {one.text}", each.backend or "", "warning")
+        Note(f"{each.kernel_short}: {point.text}", each.backend or "", "warning")
         for each in joined
-        for one in each.disagreements
+        for point in each.disagreements
     ]
     left = len(notes) - MAX_NOTES
     if left > 0:
@@ -326,13 +295,6 @@ def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
 
 def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
     """Every counter of every kernel that ncu saw, besides those that have a column."""
-    columns = (
-        Column("backend", "backend", repeat=False),
-        Column("kernel_short", "kernel", repeat=False, shrink=True),
-        Column("metric", "metric"),
-        Column("value", "value", "count", right=True),
-        Column("unit", "unit"),
-    )
     rows = tuple(
         (each.backend, each.kernel_short, name, value, unit)
         for each in joined
@@ -340,28 +302,24 @@ def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
         for name, (value, unit) in sorted(each.rows["ncu"].metrics.items())
         if name not in OWN_COLUMNS
     )
-    return [Table(columns, rows)] if rows else []
+    return [Table(_COUNTERS, rows)] if rows else []
 
 
 def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[Note]:
-    """What holds for the whole table: which witnesses there are, and how to read ncu's times."""
-    told = {row.profiler for row in rows}
+    """Which profilers are missing from the whole table, and how to read ncu's times."""
     notes = []
-    absent = [name for name in TRACE_PROFILERS if name not in told]
+    absent = set(TRACE_PROFILERS) - {row.profiler for row in rows}
     if absent and rows:
-        notes.append(
-            Note(
-                f"no rows of {', '.join(absent)} here; "
-                f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` takes all three"
-            )
+        text = (
+            f"no rows of {', '.join(name for name in TRACE_PROFILERS if name in absent)} here; "
+            f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` takes all three"
         )
-    ratios = cold_ratio(joined)
-    if ratios:
+        notes.append(Note(text))
+    if ratios := cold_ratio(joined):
         low, high = ratios
-        notes.append(
-            Note(
-                f"ncu runs each kernel alone with cold caches: {low:.2f} to {high:.2f} times the "
-                "time in the running program; take times from torch or nsys, counters from ncu"
-            )
+        text = (
+            f"ncu runs each kernel alone with cold caches: {low:.2f} to {high:.2f} times the "
+            "time in the running program; take times from torch or nsys, counters from ncu"
         )
+        notes.append(Note(text))
     return notes

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profharness.answers.bench.answer import benched
 from profharness.answers.diff.answer import diff_cells, find_side
-from profharness.answers.export import PREFERRED
 from profharness.answers.prediction import with_predictions
+from profharness.rows import TRACE_PROFILERS
 from profharness.run import BENCH_FILE
-from profharness.views import cells as run_view
 from profharness.views.bench import bench_document, rate_blocks
-from profharness.views.cells import latencies
+from profharness.views.cells import (
+    cell_blocks,
+    charted_medians,
+    disagreement_blocks,
+    environment_blocks,
+    latencies,
+    latency_blocks,
+    meaning_blocks,
+    problem_blocks,
+    selection_blocks,
+)
 from profharness.views.diff import diff_document
 from profharness.views.document import Block, Chart, Document, Heading
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
+from profharness.views.steps import math_blocks
 from profharness.views.verify import verify_document
 
 if TYPE_CHECKING:
@@ -28,11 +38,11 @@ if TYPE_CHECKING:
 
 SCHEMA = "profharness.views/1"
 
+_LATENCY = ("measurement", "samples", "median_ns", "p10_ns", "p90_ns", "min_ns")
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
-    *("measurement", "samples", "median_ns", "p10_ns", "p90_ns", "min_ns", "peak_memory_bytes"),
+    *(*_LATENCY, "peak_memory_bytes"),
 )
-_LATENCY = ("measurement", "samples", "median_ns", "p10_ns", "p90_ns", "min_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["runs"].append({"run": data.run, "environment": dict(data.environment)})
         extra["kernels"] += [kernel_record(row) for row in data.kernels]
         extra["cells"] += [cell_record(cell) for cell in data.cells]
-    blocks += run_view.meaning_blocks()
+    blocks += meaning_blocks()
     title = f"Run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"
     return Document(
         schema=SCHEMA,
@@ -85,7 +95,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
 def _read(store: Store, run: str) -> RunData:
     kernels = store.kernels(run)
     names = {row.profiler for row in kernels}
-    best = next((name for name in PREFERRED if name in names), None)
+    best = next((name for name in TRACE_PROFILERS if name in names), None)
     steps = store.kernels(run, profilers=[best], by_op=True) if best else []
     return RunData(
         run,
@@ -107,11 +117,11 @@ def _run_blocks(
     """The sections of one run in reading order: what came of it first, where it ran last."""
     several = len({row.profiler for row in data.kernels}) > 1
     view = witness_document if several else kernels_document
-    blocks: list[Block] = [*run_view.problem_blocks(store.problems(data.run))]
-    blocks += run_view.cell_blocks(data.cells)
-    blocks += run_view.selection_blocks(data.cells)
-    blocks += run_view.latency_blocks(data.cells)
-    name, medians = run_view.charted_medians(data.cells)
+    blocks: list[Block] = [*problem_blocks(store.problems(data.run))]
+    blocks += cell_blocks(data.cells)
+    blocks += selection_blocks(data.cells)
+    blocks += latency_blocks(data.cells)
+    name, medians = charted_medians(data.cells)
     tf32, wrong = bool(data.environment.get("tf32")), store.wrong(data.run)
     blocks += rate_blocks(medians, name, store.peaks(data.run), tf32=tf32, wrong=wrong)
     if _is_bench(store, data.run) if bench is None else bench:
@@ -124,9 +134,9 @@ def _run_blocks(
         extra.setdefault("verifications", []).extend(document.records)
     if data.kernels:
         blocks += [Heading("Kernels"), *_deeper(view(data.kernels, data.cells).blocks)]
-    blocks += run_view.step_blocks(data.steps)
-    blocks += run_view.disagreement_blocks(data.cells, data.kernels)
-    blocks += run_view.environment_blocks(data.environment)
+    blocks += math_blocks(data.steps)
+    blocks += disagreement_blocks(data.cells, data.kernels)
+    blocks += environment_blocks(data.environment)
     return blocks
 
 
@@ -141,27 +151,26 @@ def diff_blocks(diff: Diff) -> list[Block]:
     """A diff with a chart of the calls that both sides timed; nothing where nothing pairs."""
     if not diff.rows:
         return []
-    names = {"baseline": diff.baseline, "candidate": diff.candidate}
     points = tuple(
         {"call": f"{row.config} {row.backend_candidate or ''}", "µs": ns / 1e3, "side": side}
         for row in diff.rows
         if row.role == "call" and row.baseline_ns and row.candidate_ns
         for side, ns in (("baseline", row.baseline_ns), ("candidate", row.candidate_ns))
     )
-    charts: list[Block] = []
+    blocks: list[Block] = [Heading("What changed")]
     if points:
-        caption = "; ".join(f"{side}: {name}" for side, name in names.items())
+        caption = f"baseline: {diff.baseline}; candidate: {diff.candidate}"
         title = "Latency of a call on both sides"
-        charts = [Chart("dumbbell", title, points, "µs", "call", "side", "µs", caption=caption)]
-    return [Heading("What changed"), *charts, *_deeper(diff_document(diff).blocks)]
+        axes = ("µs", "call", "side", "µs")
+        blocks.append(Chart("dumbbell", title, points, *axes, caption=caption))
+    return [*blocks, *_deeper(diff_document(diff).blocks)]
 
 
-def _records(cells: Sequence[CellRow]) -> list[dict[str, Any]]:
+def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
     """One a cell and measurement; a cell without samples has one, with null in their place."""
-    records = []
     for cell in cells:
-        common = {key: getattr(cell, key) for key in FIELDS if key not in _LATENCY}
-        for each in latencies([cell]) or (None,):
-            figures = {key: getattr(each, key, None) for key in _LATENCY}
-            records.append({key: (common | figures)[key] for key in FIELDS})
-    return records
+        for latency in latencies([cell]) or (None,):
+            figures = {name: getattr(latency, name, None) for name in _LATENCY}
+            yield {
+                name: figures[name] if name in figures else getattr(cell, name) for name in FIELDS
+            }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from profharness.rows import RunRow
-from profharness.views.document import Column, Document, Table
+from profharness.views.document import Column, Document, Table, record
 
 SCHEMA = "profharness.runs/1"
 FIELDS = (
@@ -27,14 +26,10 @@ COLUMNS = (
 
 def runs_document(rows: Sequence[RunRow]) -> Document:
     """The answer of `profharness runs`, in the given order."""
-    table = Table(
-        COLUMNS, tuple(tuple(getattr(row, column.key) for column in COLUMNS) for row in rows)
-    )
-    records = [asdict(row) for row in rows]
     return Document(
         schema=SCHEMA,
         title="Runs",
-        blocks=(table,) if rows else (),
+        blocks=(Table.of(COLUMNS, rows),) if rows else (),
         fields=FIELDS,
-        records=tuple({key: record[key] for key in FIELDS} for record in records),
+        records=tuple(record(row, FIELDS) for row in rows),
     )

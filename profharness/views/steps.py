@@ -1,18 +1,30 @@
-"""`profharness kernels --steps`: the steps of each backend, launch gaps, memory, and speed-up."""
+"""The steps of each backend: `kernels --steps` with launch gaps, memory and speed-up, and the steps of
+math in a report.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from profharness.answers.roles import assign_roles
+from profharness.answers.agreement import backend_of_op
+from profharness.answers.roles import MATH_OP, assign_roles, by_role, call_ns, launches_per_call
 from profharness.config import Config, parse_config
 from profharness.costs import tensor_bytes
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CellRow, KernelRow
-from profharness.views.document import Block, Column, Document, Heading, Note, Table
+from profharness.views.document import (
+    Block,
+    Chart,
+    Column,
+    Document,
+    Heading,
+    Note,
+    Table,
+    status_note,
+)
 
 SCHEMA = "profharness.steps/1"
 FIELDS = (
@@ -57,6 +69,14 @@ STEP_COLUMNS = (
     Column("tile", "tile"),
     Column("kernels", "kernels", "names", shrink=True),
 )
+MATH_COLUMNS = (
+    Column("config", "config", repeat=False),
+    Column("backend", "backend", repeat=False),
+    Column("role", "step"),
+    Column("launches", "n/call", "count", right=True),
+    Column("ns", "µs/call", "us", right=True),
+    Column("share", "share%", "percent", right=True),
+)
 BACKEND_COLUMNS = (
     Column("backend", "backend"),
     Column("kernel_ns", "kernel µs", "us", right=True),
@@ -89,13 +109,14 @@ class Step:
 
 
 def steps_of(cell: CellRow, rows: Sequence[KernelRow]) -> list[Step]:
-    """The steps of one cell in the order of STEPS, launch gaps last; rows of one profiler, best
-    asked with by_op."""
+    """The steps of one cell in the order of STEPS, launch gaps last. rows are one profiler's, best
+    asked with by_op.
+    """
     grouped: dict[str, list[KernelRow]] = {}
     for role, row in assign_roles(rows):
         grouped.setdefault(STEP_OF.get(role, OTHER), []).append(row)
-    busy = sum(_call_ns(row, cell) or 0 for row in rows)
-    whole = max(busy, _whole_call_ns(cell) or 0)
+    busy = sum(call_ns(row, cell.iterations) or 0 for row in rows)
+    whole = max(busy, _median(cell, "event", "wall") or 0)
     found = [_step(cell, name, mine, whole) for name, mine in grouped.items()]
     if rows and rows[0].kernel_kind != "op" and whole > busy:
         gap = whole - busy
@@ -113,36 +134,29 @@ def steps_document(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> Docum
             cell.cell: steps_of(cell, [r for r in rows if (r.run, r.cell) == (run, cell.cell)])
             for cell in own
         }
-        config = _with_dtype(parse_config(label), rows)
+        on_gpu = any(row.kernel_kind != "op" for row in rows)
+        config = parse_config(label).resolve("cuda" if on_gpu else "cpu")
         shown = [step for cell in own for step in steps[cell.cell]]
         blocks.append(Heading(label))
         if shown:
-            blocks.append(Table(STEP_COLUMNS, tuple(_cells(STEP_COLUMNS, s) for s in shown)))
+            blocks.append(Table.of(STEP_COLUMNS, shown))
         blocks += _backends(config, own, steps)
         for cell in own:
             if cell.status != "ok":
-                reason = cell.message or "; ".join(refusal.message for refusal in cell.refusals)
-                level = "note" if cell.status == "refused" else "error"
-                blocks.append(Note(f"{cell.status}: {reason}", cell.backend, level))
-            records += [_record(cell, step) for step in steps[cell.cell]]
+                blocks.append(status_note(cell.status, cell.reason or "", cell.backend))
+            place = {"run": cell.run, "config": cell.config, "cell": cell.cell}
+            for step in steps[cell.cell]:
+                values = asdict(step) | place
+                records.append({name: values[name] for name in FIELDS})
     if not cells:
         blocks.append(Note("steps need the cells of a captured run; a foreign trace has none"))
     return Document(SCHEMA, "Steps", tuple(blocks), FIELDS, tuple(records))
 
 
-def _record(cell: CellRow, step: Step) -> dict[str, Any]:
-    record = {name: getattr(step, name, None) for name in FIELDS}
-    return record | {"run": cell.run, "config": cell.config, "cell": cell.cell}
-
-
-def _cells(columns: Sequence[Column], item: Any) -> tuple[Any, ...]:
-    return tuple(getattr(item, column.key) for column in columns)
-
-
 def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float) -> Step:
-    per_call = sum(_per_call(row, cell) for row in rows)
-    times = [_call_ns(row, cell) for row in rows]
-    known = [each for each in times if each is not None]
+    per_call = sum(launches_per_call(row, cell.iterations) for row in rows)
+    times = [call_ns(row, cell.iterations) for row in rows]
+    known = [time for time in times if time is not None]
     total = sum(known) if len(known) == len(times) else None
     longest = max(rows, key=lambda row: row.total_ns or 0)
     return Step(
@@ -158,19 +172,9 @@ def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float) 
     )
 
 
-def _per_call(row: KernelRow, cell: CellRow) -> float:
-    return row.launches_per_call or row.launches / max(1, cell.iterations)
-
-
-def _call_ns(row: KernelRow, cell: CellRow) -> float | None:
-    """Time of a row's launches in one call."""
-    if row.total_ns is None:
-        return None
-    return row.total_ns / row.launches * _per_call(row, cell)
-
-
-def _whole_call_ns(cell: CellRow) -> float | None:
-    name = next((name for name in ("event", "wall") if cell.samples.get(name)), None)
+def _median(cell: CellRow, *names: str) -> float | None:
+    """The median of the first of these measurements that the cell has."""
+    name = next((name for name in names if cell.samples.get(name)), None)
     return float(median(cell.samples[name])) if name else None
 
 
@@ -182,7 +186,7 @@ def _backends(
     if not done:
         return []
     kernel_ns = {cell.cell: _kernel_ns(cell, steps[cell.cell]) for cell in done}
-    basis = {cell.cell: kernel_ns[cell.cell] or _whole_call_ns(cell) for cell in done}
+    basis = {cell.cell: kernel_ns[cell.cell] or _median(cell, "event", "wall") for cell in done}
     known = [time for time in basis.values() if time]
     slowest = max(known, default=None)
     tensors = tensor_bytes(config)
@@ -196,7 +200,7 @@ def _backends(
                 cell.backend,
                 kernel_ns[cell.cell],
                 _median(cell, "graph"),
-                _whole_call_ns(cell),
+                _median(cell, "event", "wall"),
                 slowest / time if slowest and time else None,
                 peak / (1 << 20) if peak is not None else None,
                 peak / tensors.output if peak is not None else None,
@@ -222,10 +226,44 @@ def _kernel_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:
     return sum(step.call_ns or 0 for step in own)
 
 
-def _median(cell: CellRow, name: str) -> float | None:
-    return float(median(cell.samples[name])) if cell.samples.get(name) else None
+def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
+    """What the steps of math take in a call: rows are those of one profiler, op by op.
+
+    Cells without a matrix product and a softmax of their own (fused kernels) are left out.
+    """
+    cells: dict[tuple[str, str], list[KernelRow]] = {}
+    for row in rows:
+        if row.config is not None:
+            cells.setdefault((row.config, row.backend or ""), []).append(row)
+    steps: list[dict[str, Any]] = []
+    for (config, backend), mine in cells.items():
+        paths = [(row.op_path or "").split(";") for row in mine]
+        named = any(backend_of_op(row.sdpa_op) == "math" for row in mine)
+        if named or any(MATH_OP in path for path in paths):
+            steps += [{"config": config, "backend": backend} | step for step in _math_steps(mine)]
+    if not steps:
+        return []
+    points = tuple(
+        {
+            "cell": f"{step['config']} {step['backend']}",
+            "µs": step["ns"] / 1e3,
+            "step": step["role"],
+        }
+        for step in steps
+        if step["ns"] > 0
+    )
+    return [
+        Heading("Steps of math"),
+        Chart("stack", "Kernel time by step", points, "µs", "cell", "step", "µs a call"),
+        Table.of(MATH_COLUMNS, steps),
+        Note("kernel time alone: gaps between launches are not in it"),
+    ]
 
 
-def _with_dtype(config: Config, rows: Sequence[KernelRow]) -> Config:
-    on_gpu = any(row.kernel_kind != "op" for row in rows)
-    return config.resolve("cuda" if on_gpu else "cpu")
+def _math_steps(rows: Sequence[KernelRow]) -> Iterator[dict[str, Any]]:
+    total = sum(row.total_ns or 0 for row in rows)
+    for role, own in by_role(rows).items():
+        launches = sum(launches_per_call(row, 1) for row in own)
+        ns = sum(call_ns(row, 1) or 0 for row in own)
+        share = sum(row.total_ns or 0 for row in own) / total if total else 0.0
+        yield {"role": role, "launches": launches, "ns": ns, "share": share}

@@ -1,21 +1,26 @@
-"""The checks of `profharness verify` as a Document: one line per config and backend, then every
-check that failed and every case that was left out.
+"""The checks of `profharness verify` as a Document: a line a config and backend, then every check that
+failed and every case that was left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import groupby
 
 from profharness.cases import VerificationRow, failures
-from profharness.views.document import Block, Column, Document, Heading, Note, Table
+from profharness.views.document import (
+    Block,
+    Column,
+    Document,
+    Heading,
+    Note,
+    Table,
+    field_names,
+    record,
+)
 
 SCHEMA = "profharness.verify/1"
-FIELDS = (
-    *("run", "asked", "config", "case", "backend", "what", "error", "allowance"),
-    *("relative_error", "relative_allowance", "passed", "message", "status"),
-)
+FIELDS = field_names(VerificationRow)
 SUMMARY = (
     Column("backend", "backend"),
     Column("verdict", "verdict"),
@@ -36,7 +41,7 @@ CHECKS = (
     Column("passed", "verdict"),
 )
 SHOWN = 3  # cases of one wrong backend, without --full
-WORDS = {True: "passed", False: "FAILED", None: "skipped"}
+VERDICTS = {True: "passed", False: "FAILED", None: "skipped"}
 
 
 def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> Document:
@@ -44,13 +49,12 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
     blocks: list[Block] = []
     for asked, group in groupby(rows, key=lambda row: row.asked):
         blocks += _config_blocks(asked, list(group), full)
-    records = [asdict(row) for row in rows]
     return Document(
         schema=SCHEMA,
         title="Verification",
         blocks=tuple(blocks),
         fields=FIELDS,
-        records=tuple({key: record[key] for key in FIELDS} for record in records),
+        records=tuple(map(record, rows)),
     )
 
 
@@ -88,20 +92,18 @@ def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[N
 def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
     counts = [sum(row.passed is verdict for row in rows) for verdict in (True, False, None)]
     verdict = "WRONG" if counts[1] else "right" if counts[0] else "skipped"
-    ratios = [(_ratio(row), row.case) for row in rows if _ratio(row) is not None]
-    worst = max(ratios, default=(None, ""), key=lambda pair: pair[0] or 0.0)
-    return (backend, verdict, *counts, _number(worst[0]), worst[1])
-
-
-def _ratio(row: VerificationRow) -> float | None:
-    if row.error is None or not row.allowance:
-        return None
-    return row.error / row.allowance
+    ratios = [
+        (row.error / row.allowance, row.case)
+        for row in rows
+        if row.error is not None and row.allowance
+    ]
+    worst, case = max(ratios, default=(None, ""), key=lambda pair: pair[0])
+    return (backend, verdict, *counts, _number(worst), case)
 
 
 def _line(row: VerificationRow) -> tuple[object, ...]:
     numbers = (row.error, row.allowance, row.relative_error, row.relative_allowance)
-    return (row.case, row.backend, row.what, *map(_number, numbers), WORDS[row.passed])
+    return (row.case, row.backend, row.what, *map(_number, numbers), VERDICTS[row.passed])
 
 
 def _number(value: float | None) -> str | None:
@@ -109,18 +111,17 @@ def _number(value: float | None) -> str | None:
 
 
 def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
-    """What was skipped and why, and what else was said, cases with the same words together."""
-    told: dict[tuple[str, str, bool], dict[str, None]] = {}
+    """What was skipped and why, and other messages; cases with the same message stand together."""
+    cases: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in rows:
-        if row.passed is not False and row.message:
-            text = row.message if row.passed is None else "passed, but " + _unnumbered(row.message)
-            told.setdefault((row.backend, text, row.passed is None), {}).setdefault(row.case)
-    for (backend, text, skipped), cases in told.items():
-        word = "skipped " if skipped else ""
-        text = text.removeprefix("skipped: ")
-        yield Note(f"{word}{', '.join(cases)}: {text}", backend)
-
-
-def _unnumbered(message: str) -> str:
-    """The words of a remark without the figure, which differs from case to case."""
-    return message.partition(" differ by up to")[0].removesuffix(": two calls on the same inputs")
+        if row.passed is None and row.message:
+            key = "skipped ", row.message.removeprefix("skipped: ")
+        elif row.passed and row.message:
+            # without the figure, which differs from case to case
+            text = row.message.partition(" differ by up to")[0]
+            key = "", f"passed, but {text.removesuffix(': two calls on the same inputs')}"
+        else:
+            continue
+        cases.setdefault((row.backend, *key), {}).setdefault(row.case)
+    for (backend, word, text), names in cases.items():
+        yield Note(f"{word}{', '.join(names)}: {text}", backend)
