@@ -65,7 +65,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         own = [each for each in analyses if (each.run, each.config) == (run, config)]
         blocks.append(Heading(config.label, f"run {run}" if several else ""))
         if any(each.figures for each in own):
-            blocks.append(Table(COLUMNS, tuple(_row(each) for each in own if each.figures)))
+            blocks.append(Table.of(COLUMNS, [_values(each) for each in own if each.figures]))
             blocks.append(Table(PHASE_COLUMNS, tuple(_phase_rows(own))))
         for each in own:
             blocks += _notes(each, full=full)
@@ -128,19 +128,13 @@ def _peak_notes(analyses: Sequence[CellAnalysis]) -> list[str]:
     return texts
 
 
-def _main(each: CellAnalysis) -> Any:
-    from profharness.answers.analyze.figures import main_kernel
-
-    return main_kernel(each.kernels)
-
-
 def _scaled(value: float | None, by: float) -> float | None:
     return None if value is None else value / by
 
 
 def _values(each: CellAnalysis) -> dict[str, Any]:
     """Everything that a row of one of the tables may show."""
-    figures, main = each.figures, _main(each)
+    figures, main = each.figures, each.main
     assert figures is not None
     return {
         "backend": each.backend,
@@ -152,33 +146,11 @@ def _values(each: CellAnalysis) -> dict[str, Any]:
         "gb_per_s": _scaled(figures.bytes_per_s, 1e9),
         "bandwidth_share": figures.bandwidth_share,
         "dram_mb": _scaled(figures.dram_bytes, MB),
-        "blocks": main.blocks if main else None,
-        "waves": main.waves if main else None,
-        "occupancy": main.occupancy if main else None,
+        **{name: getattr(main, name, None) for name in ("blocks", "waves", "occupancy")},
         "intensity": figures.intensity,
         "kv_head": figures.kv_head_bytes,
-        "places": _places(each),
+        "places": None if each.kv_places is None else ", ".join(each.kv_places) or "none",
     }
-
-
-def _row(each: CellAnalysis) -> tuple[Any, ...]:
-    values = _values(each)
-    return tuple(values[column.key] for column in COLUMNS)
-
-
-def _places(each: CellAnalysis) -> str | None:
-    """Which of shared memory, L1 and L2 hold K and V of one head."""
-    found = each.finding("working_set")
-    figures = each.figures
-    if found is None or figures is None:
-        return None
-    names = {"one block's shared memory": "shared", "one SM's L1": "L1", "the L2": "L2"}
-    fits = [
-        names[item.name]
-        for item in found.evidence
-        if item.name in names and float(item.value) >= figures.kv_head_bytes
-    ]
-    return ", ".join(fits) or "none"
 
 
 def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
@@ -225,14 +197,11 @@ def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
     first = group[0]
     title = {"seq_len_kv": "seq_len"}.get(name, name)
     columns = (Column("swept", title, right=True, format="count"), *SWEEP_COLUMNS)
-    rows = []
-    for each in group:
-        values = _values(each) | {"swept": getattr(each.config, name)}
-        rows.append(tuple(values[column.key] for column in columns))
+    rows = [_values(each) | {"swept": getattr(each.config, name)} for each in group]
     start, end = (getattr(each.config, name) for each in (first, group[-1]))
     return [
         Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}"),
-        Table(columns, tuple(rows)),
+        Table.of(columns, rows),
     ]
 
 

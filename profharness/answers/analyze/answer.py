@@ -26,7 +26,7 @@ from profharness.answers.analyze.model import (
     machine_of,
 )
 from profharness.answers.analyze.remedies import bottleneck, remedies
-from profharness.config import Config, parse_config
+from profharness.config import OWN_CHOICE, Config, parse_config
 from profharness.devices import DATA_SHEET
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import CellRow, KernelRow
@@ -35,7 +35,6 @@ from profharness.store import Store, open_store
 RULES = (*rules_rates.RULES, *rules_launch.RULES, *rules_rates.PART_RULES)
 
 FASTER = 1.1  # a ratio of medians below this is not worth a word
-NOT_CHOICES = ("auto", "all-disabled")
 COMPARED_BY = ("graph", "event", "wall")  # as `diff` does
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 
@@ -43,17 +42,19 @@ SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 def analyze(
     cell: CellRow, rows: Sequence[KernelRow], machine: Machine, others: Sequence[CellRow] = ()
 ) -> CellAnalysis:
-    """One cell. rows are its kernel rows of any profilers; others the cells of the same config in
-    the same run whose results may be ranked.
+    """One cell. rows are its kernel rows of any profilers.
+
+    others are the cells of the same config in the same run whose results may be ranked.
     """
-    config = _with_dtype(parse_config(cell.config), machine)
-    empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, _reason(cell))
+    config = parse_config(cell.config).resolve("cuda" if machine.device else "cpu")
+    empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason)
     if cell.status != "ok":
         return replace(empty, machine=machine)
     kernels = kernel_figures(rows, machine, cell.iterations)
     figures = cell_figures(cell, config, kernels, machine)
     phases = phase_figures(config, kernels, figures.ridge)
-    facts = Facts(config, cell.backend, machine, figures, kernels, phases, main_kernel(kernels))
+    main = main_kernel(kernels)
+    facts = Facts(config, cell.backend, machine, figures, kernels, phases, main)
     found = [finding for rule in RULES for finding in rule(facts)]
     found += _faster(cell, others)
     by_code = {finding.code: finding for finding in reversed(found)}
@@ -70,6 +71,8 @@ def analyze(
         remedies=remedies(config, cell.backend, by_code),
         bottleneck=word[0] if word else None,
         machine=machine,
+        main=main,
+        kv_places=rules_launch.kv_places(facts),
     )
 
 
@@ -80,9 +83,10 @@ def analyze_all(
     wrong: Collection[tuple[str, str]] = (),
     rivals: Sequence[CellRow] | None = None,
 ) -> list[CellAnalysis]:
-    """All cells of one run, in order. wrong: (config label, backend) whose results are known to be
-    wrong; they are analyzed but never named as the faster choice. rivals: all cells of the run,
-    where cells are only some of them.
+    """All cells of one run, in order.
+
+    wrong are the (config label, backend) with wrong results: they are never named as the faster
+    choice. rivals are all cells of the run, where cells are only some of them.
     """
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
@@ -91,7 +95,7 @@ def analyze_all(
         cell
         for cell in (cells if rivals is None else rivals)
         if cell.status == "ok"
-        and cell.backend not in NOT_CHOICES
+        and cell.backend not in OWN_CHOICE
         and (cell.config, cell.backend) not in wrong
     ]
     return [
@@ -106,8 +110,9 @@ def analyze_all(
 
 
 def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
-    """Groups of at least two cells whose configs differ in one number only, same backend, with the
-    name of that number; ordered by it. `seq_len_kv` stands for both lengths where they are equal.
+    """Cells of one backend whose configs differ in one number, under its name and in its order.
+
+    `seq_len_kv` stands for both lengths where they are equal.
     """
     found: list[tuple[str, list[CellAnalysis]]] = []
     done = [each for each in analyses if each.figures is not None]
@@ -137,26 +142,12 @@ def _but(each: CellAnalysis, name: str) -> tuple[object, ...]:
     return (each.run, each.backend, same_length, same_heads, *values)
 
 
-def _with_dtype(config: Config, machine: Machine) -> Config:
-    return config.resolve("cuda" if machine.device else "cpu")
-
-
-def _reason(cell: CellRow) -> str | None:
-    texts = [refusal.message for refusal in cell.refusals]
-    return cell.message or ("; ".join(texts) if texts else None)
-
-
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     """The fastest other backend by the same measurement, if it is clearly faster."""
     rivals = [other for other in others if other.backend != cell.backend]
-    name = next(
-        (
-            name
-            for name in COMPARED_BY
-            if cell.samples.get(name) and all(each.samples.get(name) for each in rivals)
-        ),
-        None,
-    )
+    everyone = (cell, *rivals)
+    common = (name for name in COMPARED_BY if all(each.samples.get(name) for each in everyone))
+    name = next(common, None)
     if name is None or not rivals:
         return []
     mine = median(cell.samples[name])

@@ -1,14 +1,13 @@
-"""What the rules look at, and small helpers that turn figures into evidence and words."""
+"""The figures that the rules look at, and helpers that turn figures into evidence and text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from profharness.answers.analyze.model import (
-    DERIVED,
-    MEASURED,
     Evidence,
     Figures,
     Finding,
@@ -16,11 +15,11 @@ from profharness.answers.analyze.model import (
     Machine,
     PhaseFigures,
 )
-from profharness.answers.roles import assign_roles
+from profharness.answers.roles import assign_roles, call_ns, launches_per_call
 from profharness.config import Config
 from profharness.costs import compulsory_bytes, flops, phases, working_set_bytes
 from profharness.devices import flop_peak, occupancy, ridge
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
 
 KIB, MIB = 1024, 1 << 20
 FLUSHED = "event samples, L2 flushed"
@@ -34,7 +33,7 @@ BASIS_SOURCE = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One cell, ready for the rules. main is None where there is no kernel with a grid."""
+    """One cell, ready for the rules; main is None where no kernel has a grid."""
 
     config: Config
     backend: str
@@ -50,9 +49,16 @@ class Facts:
 
     @property
     def l2_bytes(self) -> int | None:
-        """What the run's machine told, else the peaks'."""
-        told = self.machine.l2_bytes
-        return told or (self.machine.peaks.l2_bytes if self.machine.peaks else None)
+        """The L2 of the run's machine, else that of the peaks."""
+        peaks = self.machine.peaks
+        return self.machine.l2_bytes or (peaks.l2_bytes if peaks else None)
+
+    @property
+    def dram_share(self) -> float | None:
+        """Measured DRAM bytes a second over the bandwidth, 0 to 1."""
+        peaks, rate = self.machine.peaks, self.figures.dram_bytes_per_s
+        top = peaks.bandwidth_bytes_per_s if peaks else None
+        return rate / top if rate and top else None
 
     @property
     def num_sms(self) -> int | None:
@@ -80,8 +86,13 @@ def us(name: str, value_ns: float, source: str) -> Evidence:
     return Evidence(name, round(value_ns / 1e3, 3), "µs", source)
 
 
+def share(name: str, value: float, source: str) -> Evidence:
+    """A share, 0 to 1, as evidence."""
+    return Evidence(name, round(value, 4), "", source)
+
+
 def size(value: float) -> str:
-    """Bytes in the unit that people would use: `16.8 MB`, `64.0 kB`."""
+    """Bytes as text: `16.8 MB`, `64.0 kB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= scale:
             return f"{value / scale:.1f} {unit}"
@@ -93,24 +104,6 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-__all__ = [
-    "BASIS_SOURCE",
-    "DERIVED",
-    "FLUSHED",
-    "KIB",
-    "MEASURED",
-    "MIB",
-    "Evidence",
-    "Facts",
-    "Finding",
-    "Rule",
-    "percent",
-    "size",
-    "us",
-]
-
-
-TIMED_BY = ("torch", "nsys", "ncu")  # whose kernel times count, best first
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 # what ncu's hierarchical rooflines are made of; not among the default metrics of a capture
 L1_BYTES, L2_BYTES = "l1tex__t_bytes.sum", "lts__t_bytes.sum"
@@ -123,15 +116,17 @@ SCORE_ROLES = ("softmax", "qk", "pv", "qk+pv")
 def kernel_figures(
     rows: Sequence[KernelRow], machine: Machine, calls: int
 ) -> tuple[KernelFigures, ...]:
-    """Figures of every kernel of one cell, in launch order; times from the best profiler that saw
-    it, counters from ncu where it did. calls: profiled calls, for rows that do not say.
+    """Figures of every kernel of one cell, in launch order.
+
+    Times are from the best profiler that saw it, counters from ncu. calls are the profiled calls,
+    for rows that do not say.
     """
-    timed = next((name for name in TIMED_BY if any(r.profiler == name for r in rows)), None)
+    timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
     roles = assign_roles(row for row in rows if row.profiler == timed)
-    counted = {_identity(row): row for row in rows if row.profiler == "ncu"}
+    counted = {(row.kernel, row.grid, row.block): row for row in rows if row.profiler == "ncu"}
     total = sum(row.total_ns or 0 for _, row in roles)
     return tuple(
-        _kernel(role, row, counted.get(_identity(row)), machine, total, calls)
+        _kernel(role, row, counted.get((row.kernel, row.grid, row.block)), machine, total, calls)
         for role, row in roles
     )
 
@@ -141,14 +136,11 @@ def cell_figures(
 ) -> Figures:
     """Rates and shares of peak of one cell; config must have its dtype."""
     times = {name: float(median(values)) for name, values in cell.samples.items() if values}
-    known = [kernel.call_ns for kernel in kernels]
-    kernels_ns = None
+    known = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
     on_device = any(kernel.blocks is not None for kernel in kernels)
-    if on_device and all(each is not None for each in known):
-        kernels_ns = sum(each for each in known if each is not None)
-        times["kernel"] = kernels_ns
-    order = ("kernel", "graph", "event", "wall")
-    basis = next((name for name in order if times.get(name)), None)
+    if on_device and len(known) == len(kernels):
+        times["kernel"] = sum(known)
+    basis = next((name for name in BASIS_SOURCE if times.get(name)), None)
     duration = times[basis] if basis else None
     work, moved = flops(config), compulsory_bytes(config)
     peaks = machine.peaks
@@ -161,7 +153,7 @@ def cell_figures(
     return Figures(
         basis=basis,
         duration_ns=duration,
-        kernels_ns=kernels_ns,
+        kernels_ns=times.get("kernel"),
         event_ns=times.get("event"),
         graph_ns=times.get("graph"),
         wall_ns=times.get("wall"),
@@ -221,10 +213,9 @@ def _kernel(
     total_ns: float,
     calls: int,
 ) -> KernelFigures:
-    per_call = row.launches_per_call or row.launches / max(1, calls)
     counters = ncu.metrics if ncu else {}
-    threads = row.block[0] * row.block[1] * row.block[2] if row.block else None
-    blocks = row.grid[0] * row.grid[1] * row.grid[2] if row.grid else None
+    threads = math.prod(row.block) if row.block else None
+    blocks = math.prod(row.grid) if row.grid else None
     fits = None
     if machine.device and threads and None not in (row.registers_per_thread, row.shared_bytes):
         found = occupancy(
@@ -240,8 +231,8 @@ def _kernel(
         role=role,
         kernel=row.kernel_short,
         family=row.family,
-        launches_per_call=per_call,
-        call_ns=None if row.total_ns is None else row.total_ns / row.launches * per_call,
+        launches_per_call=launches_per_call(row, calls),
+        call_ns=call_ns(row, calls),
         share=row.total_ns / total_ns if row.total_ns and total_ns else None,
         blocks=blocks,
         threads=threads,
@@ -266,13 +257,10 @@ def _counter(counters: dict[str, tuple[float, str]], name: str) -> float | None:
     return None if found is None else found[0]
 
 
-def _identity(row: KernelRow) -> tuple[object, ...]:
-    return row.kernel, row.grid, row.block
-
-
 def _dram(kernels: Sequence[KernelFigures]) -> tuple[float | None, float | None]:
-    """Measured DRAM bytes of one call and their rate; None unless ncu saw every kernel but copies
-    and fills, which it does not profile.
+    """Measured DRAM bytes of one call and their rate.
+
+    None unless ncu saw every kernel but copies and fills, which it does not profile.
     """
     seen = [kernel for kernel in kernels if kernel.blocks is not None]
     if not seen or any(kernel.dram_read_bytes is None for kernel in seen):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from profharness.config import Config
@@ -78,9 +78,11 @@ def machine_of(
 
 @dataclass(frozen=True, slots=True)
 class KernelFigures:
-    """One kernel of a cell. Times in ns per call; waves = blocks over blocks that fit on the
-    device at once; achieved_occupancy, dram_read_bytes, dram_write_bytes, ncu_ns, l1_bytes and
-    l2_bytes (what moved through those caches, taken on request alone) are ncu's, per launch.
+    """One kernel of a cell, times in ns per call.
+
+    waves are blocks over the blocks that fit on the device at once. achieved_occupancy,
+    dram_read_bytes, dram_write_bytes, ncu_ns, l1_bytes and l2_bytes (what moved through those
+    caches, on request alone) are ncu's, per launch.
     """
 
     role: str
@@ -120,11 +122,12 @@ class PhaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a cell. basis names the time that rates are taken from: `kernel` (sum of the
-    kernels, profiled), `graph`, `event` or `wall`; duration_ns is its median.
+    """The figures of a cell.
 
-    flops_share and bandwidth_share are of the peak (0 to 1, above 1 is possible and flagged),
-    dram_bytes the measured bytes of one call, dram_bytes_per_s over ncu's own time.
+    basis names the time that rates are taken from: `kernel` (sum of the kernels, profiled),
+    `graph`, `event` or `wall`; duration_ns is its median. flops_share and bandwidth_share are of
+    the peak, 0 to 1; more is possible and flagged. dram_bytes are the measured bytes of one call,
+    dram_bytes_per_s is over ncu's own time.
     """
 
     basis: str | None
@@ -153,9 +156,12 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class CellAnalysis:
-    """Everything about one cell. bottleneck is one word for it (`memory`, `compute`, `launch`,
-    `score traffic`, `few blocks`, `combine`, `K and V traffic`, `latency`) or None where nothing
-    decides; its evidence is the finding `bottleneck`.
+    """Everything about one cell.
+
+    bottleneck is one word (`memory`, `compute`, `launch`, `score traffic`, `few blocks`, `combine`,
+    `K and V traffic`, `latency`), None where nothing decides; the finding `bottleneck` holds its
+    evidence. kv_places are the memories (`shared`, `L1`, `L2`) that hold K and V of one head, None
+    where their sizes are not known.
     """
 
     run: str
@@ -171,6 +177,8 @@ class CellAnalysis:
     remedies: tuple[Remedy, ...] = ()
     bottleneck: str | None = None
     machine: Machine = field(default_factory=Machine)
+    main: KernelFigures | None = None
+    kv_places: tuple[str, ...] | None = None
 
     def finding(self, code: str) -> Finding | None:
         """The finding with this code, None if it was not made."""
@@ -178,14 +186,9 @@ class CellAnalysis:
 
 
 SCHEMA = "profharness.analyze/1"
-FIELDS = (
-    *("run", "cell", "config", "backend", "status", "message", "bottleneck", "basis"),
-    *("duration_ns", "kernels_ns", "event_ns", "graph_ns", "wall_ns", "launches", "flops"),
-    *("compulsory_bytes", "intensity", "ridge", "flops_per_s", "flops_share", "rate"),
-    *("bytes_per_s", "bandwidth_share", "dram_bytes", "dram_bytes_per_s", "against"),
-    *("peak_memory_bytes", "kv_head_bytes", "working_set_bytes"),
-    *("kernels", "phases", "findings", "remedies"),
-)
+_CELL = ("run", "cell", "config", "backend", "status", "message", "bottleneck")
+_LISTS = ("kernels", "phases", "findings", "remedies")
+FIELDS = (*_CELL, *(item.name for item in fields(Figures)), *_LISTS)
 
 
 def analyze_record(each: CellAnalysis) -> dict[str, Any]:
@@ -193,11 +196,6 @@ def analyze_record(each: CellAnalysis) -> dict[str, Any]:
     record: dict[str, Any] = dict.fromkeys(FIELDS)
     if each.figures is not None:
         record |= asdict(each.figures)
-    record |= {
-        name: getattr(each, name)
-        for name in ("run", "cell", "backend", "status", "message", "bottleneck")
-    }
+    record |= {name: getattr(each, name) for name in _CELL}
     record["config"] = each.config.label
-    for name in ("kernels", "phases", "findings", "remedies"):
-        record[name] = [asdict(item) for item in getattr(each, name)]
-    return record
+    return record | {name: [asdict(item) for item in getattr(each, name)] for name in _LISTS}

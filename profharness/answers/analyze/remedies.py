@@ -1,106 +1,77 @@
-"""One word for what holds a cell back, taken only from findings that are there."""
+"""One word for what holds a cell back, and what helps, taken only from findings that are there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 from profharness.answers.analyze.figures import Facts, percent
-from profharness.answers.analyze.model import DERIVED, MEASURED, Evidence, Finding, Remedy
+from profharness.answers.analyze.model import DERIVED, MEASURED, Finding, Remedy
 from profharness.answers.analyze.rules_rates import GEMMS
 from profharness.config import Config
+from profharness.dispatch.advice import SDP_BACKENDS
 
 NEAR_PEAK = 0.6  # of a peak from which that resource is what limits
 HALF = 0.5
 BESIDE_PRODUCTS = 0.4  # of the kernel time, from which the steps between products are what limits
 
-Answer = tuple[str, str, str, tuple[Evidence, ...]]  # word, sentence, grade, evidence
+Findings = Mapping[str, Finding]
+Bottleneck = tuple[str, Finding]  # the word, and the finding `bottleneck`
+Text = str | Callable[[Config, str], str]
 
 
-def bottleneck(facts: Facts, findings: Findings) -> tuple[str, Finding] | None:
+def bottleneck(facts: Facts, findings: Findings) -> Bottleneck | None:
     """The word and the finding `bottleneck`; None where no figure decides."""
-    for judge in _JUDGES:
-        answer = judge(facts, findings)
-        if answer is not None:
-            word, sentence, grade, evidence = answer
-            return word, Finding("bottleneck", sentence, "major", grade, evidence)
-    return None
+    return next((named for judge in _JUDGES if (named := judge(facts, findings))), None)
 
 
-def _launch(_: Facts, findings: Findings) -> Answer | None:
-    found = findings.get("launch_gap")
-    if found is None or found.severity != "major":
+def _named(word: str, text: str, finding: Finding) -> Bottleneck:
+    return word, Finding("bottleneck", text, "major", finding.grade, finding.evidence)
+
+
+def _major(
+    facts: Facts,
+    findings: Findings,
+    code: str,
+    word: str,
+    cause: str,
+    holds: Callable[[Facts], bool] = lambda _: True,
+) -> Bottleneck | None:
+    """A major finding that is the bottleneck itself, if the figures hold it up."""
+    finding = findings.get(code)
+    if finding is None or finding.severity != "major" or not holds(facts):
         return None
-    return (
-        "launch",
-        f"Bottleneck: launching. {found.sentence}",
-        MEASURED,
-        found.evidence,
-    )
+    return _named(word, f"Bottleneck: {cause}. {finding.sentence}", finding)
 
 
-def _at_peak(facts: Facts, findings: Findings) -> Answer | None:
+def _at_peak(facts: Facts, findings: Findings) -> Bottleneck | None:
     figures = facts.figures
     rate, memory = figures.flops_share or 0, figures.bandwidth_share or 0
     traffic = findings.get("dram_traffic")
-    counted = [e for e in (traffic.evidence if traffic else ()) if e.name == "DRAM share"]
-    if counted and float(counted[0].value) >= NEAR_PEAK and traffic is not None:
-        text = f"Bottleneck: memory. DRAM runs at {percent(float(counted[0].value))} of its peak."
-        return "memory", text, MEASURED, traffic.evidence
+    if traffic is not None and facts.dram_share and facts.dram_share >= NEAR_PEAK:
+        text = f"Bottleneck: memory. DRAM runs at {percent(facts.dram_share)} of its peak."
+        return _named("memory", text, traffic)
     achieved = findings.get("achieved")
     if achieved is None or "bandwidth_above_peak" in findings or "rate_above_peak" in findings:
         return None
     if memory >= NEAR_PEAK and memory >= rate:
         text = f"Bottleneck: memory. Compulsory bytes alone take {percent(memory)} of its peak."
-        return "memory", text, MEASURED, achieved.evidence
+        return _named("memory", text, achieved)
     if rate >= NEAR_PEAK:
         text = (
             f"Bottleneck: compute. The products run at {percent(rate)} of the {figures.rate} peak."
         )
-        return "compute", text, MEASURED, achieved.evidence
+        return _named("compute", text, achieved)
     return None
 
 
-def _scores(facts: Facts, findings: Findings) -> Answer | None:
-    found = findings.get("score_traffic")
-    if found is None or found.severity != "major" or facts.figures.kernels_ns is None:
-        return None
-    if 1 - facts.share_of(*GEMMS) < BESIDE_PRODUCTS:
-        return None
-    return (
-        "score traffic",
-        f"Bottleneck: score traffic. {found.sentence}",
-        found.grade,
-        found.evidence,
-    )
+def _scores_take_time(facts: Facts) -> bool:
+    outside = 1 - facts.share_of(*GEMMS)
+    return facts.figures.kernels_ns is not None and outside >= BESIDE_PRODUCTS
 
 
-def _few_blocks(_: Facts, findings: Findings) -> Answer | None:
-    found = findings.get("few_blocks")
-    if found is None or found.severity != "major":
-        return None
-    return "few blocks", f"Bottleneck: too few blocks. {found.sentence}", DERIVED, found.evidence
-
-
-def _combine(facts: Facts, findings: Findings) -> Answer | None:
-    found = findings.get("split_overhead")
-    if found is None or facts.share_of("combine") < HALF:
-        return None
-    return "combine", f"Bottleneck: combining. {found.sentence}", MEASURED, found.evidence
-
-
-def _rereads(_: Facts, findings: Findings) -> Answer | None:
-    found = findings.get("kv_reread")
-    if found is None or found.severity != "major":
-        return None
-    return (
-        "K and V traffic",
-        f"Bottleneck: K and V traffic. {found.sentence}",
-        DERIVED,
-        found.evidence,
-    )
-
-
-def _latency(facts: Facts, findings: Findings) -> Answer | None:
+def _latency(facts: Facts, findings: Findings) -> Bottleneck | None:
     """Neither ceiling is near and the grid is no reason: waiting, shown by what it is not."""
     figures, achieved = facts.figures, findings.get("achieved")
     if achieved is None or figures.flops_share is None or figures.bandwidth_share is None:
@@ -117,22 +88,31 @@ def _latency(facts: Facts, findings: Findings) -> Answer | None:
             evidence += findings[code].evidence
     if facts.main.waves is not None and facts.main.waves <= 1:
         text += ", and a single wave of blocks leaves nothing to overlap its start and end with"
-    return "latency", f"{text}.", MEASURED, tuple(dict.fromkeys(evidence))
+    return _named("latency", f"{text}.", replace(achieved, evidence=tuple(dict.fromkeys(evidence))))
 
 
-_JUDGES: tuple[Callable[[Facts, Findings], Answer | None], ...] = (
-    _launch,
+# In the order in which they are asked; the first that answers names the bottleneck.
+_JUDGES: tuple[Callable[[Facts, Findings], Bottleneck | None], ...] = (
+    partial(_major, code="launch_gap", word="launch", cause="launching"),
     _at_peak,
-    _scores,
-    _few_blocks,
-    _combine,
-    _rereads,
+    partial(
+        _major,
+        code="score_traffic",
+        word="score traffic",
+        cause="score traffic",
+        holds=_scores_take_time,
+    ),
+    partial(_major, code="few_blocks", word="few blocks", cause="too few blocks"),
+    partial(
+        _major,
+        code="split_overhead",
+        word="combine",
+        cause="combining",
+        holds=lambda facts: facts.share_of("combine") >= HALF,
+    ),
+    partial(_major, code="kv_reread", word="K and V traffic", cause="K and V traffic"),
     _latency,
 )
-
-
-Findings = Mapping[str, Finding]
-Words = Callable[[Config, str], str]
 
 
 def _split(config: Config, _: str) -> str:
@@ -144,16 +124,14 @@ def _split(config: Config, _: str) -> str:
     return "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
 
 
-# code of a finding -> what helps. A remedy for several findings stands once, with all of them.
-REMEDIES: tuple[tuple[tuple[str, ...], Words], ...] = (
+# Codes of findings -> what helps. A remedy for several findings stands once, with all of them.
+REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
     (
         ("launch_gap",),
         lambda config, _: (
             "Take the launch path out of the call: capture it into a CUDA graph, or compile the "
             "model with mode='reduce-overhead'"
-            + (
-                "." if not config.bwd else "; autograd's own work per node is part of the gap."
-            )
+            + ("; autograd's own work per node is part of the gap." if config.bwd else ".")
         ),
     ),
     (
@@ -166,25 +144,19 @@ REMEDIES: tuple[tuple[tuple[str, ...], Words], ...] = (
     ),
     (
         ("fp32_products",),
-        lambda _, __: (
-            "If it must be math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
-            "computes in the inputs' dtype, at the price of accuracy."
-        ),
+        "If it must be math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
+        "computes in the inputs' dtype, at the price of accuracy.",
     ),
     (("few_blocks",), _split),
     (
         ("tail",),
-        lambda _, __: (
-            "Change batch, heads or query tiles so that the blocks fill whole waves, or use a "
-            "persistent kernel."
-        ),
+        "Change batch, heads or query tiles so that the blocks fill whole waves, or use a "
+        "persistent kernel.",
     ),
     (
         ("split_overhead",),
-        lambda _, __: (
-            "Use a kernel that does not split here, or fewer splits; longer "
-            "queries or a larger batch fill the device without splitting."
-        ),
+        "Use a kernel that does not split here, or fewer splits; longer "
+        "queries or a larger batch fill the device without splitting.",
     ),
     (
         ("copies",),
@@ -197,55 +169,33 @@ REMEDIES: tuple[tuple[tuple[str, ...], Words], ...] = (
     ),
     (
         ("kv_reread", "cache_traffic", "unused_shared"),
-        lambda _, __: (
-            "Give a block more query rows, so that a tile of K and V in shared memory serves all of "
-            "them."
-        ),
+        "Give a block more query rows, so that a tile of K and V in shared memory serves all of "
+        "them.",
     ),
-    (
-        ("idle_warps",),
-        lambda _, __: "Even out the work of the blocks, or give the device more of them.",
-    ),
-)  # fmt: skip
+    (("idle_warps",), "Even out the work of the blocks, or give the device more of them."),
+)
 
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
-    """Remedies for findings that are more than a note, the largest possible gain first; those
-    without a known gain follow, major findings before minor ones.
+    """Remedies for findings that are more than a note, the largest possible gain first.
+
+    Those without a known gain follow, major findings before minor ones.
     """
-    found = []
-    for codes, words in REMEDIES:
-        mine = [code for code in codes if _counts(findings.get(code))]
+    helpful = []
+    for codes, text in REMEDIES:
+        mine = [code for code in codes if code in findings and findings[code].severity != "note"]
         if not mine or mine[0] != codes[0]:
             continue
-        factors = [f for code in mine if (f := findings[code].factor) is not None]
-        factor = max(factors, default=None)
-        grade = findings[mine[0]].grade
-        found.append(Remedy(words(config, backend), tuple(mine), factor, grade))
+        factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
+        said = text if isinstance(text, str) else text(config, backend)
+        helpful.append(Remedy(said, tuple(mine), factor, findings[mine[0]].grade))
     faster = findings.get("faster_backend")
     if faster is not None:
         name = str(faster.evidence[0].value)
-        text = f"Use {name}: with torch.nn.attention.sdpa_kernel(SDPBackend.{_enum(name)})."
-        if name not in _ENUM:
-            text = f"Use {name}."
-        found.append(Remedy(text, ("faster_backend",), faster.factor, MEASURED))
-    return tuple(sorted(found, key=lambda each: _rank(each, findings)))
-
-
-_ENUM = {
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "math": "MATH",
-}
-
-
-def _enum(name: str) -> str:
-    return _ENUM.get(name, "")
-
-
-def _counts(finding: Finding | None) -> bool:
-    return finding is not None and finding.severity != "note"
+        how = f": with torch.nn.attention.sdpa_kernel(SDPBackend.{SDP_BACKENDS.get(name)})"
+        said = f"Use {name}{how if name in SDP_BACKENDS else ''}."
+        helpful.append(Remedy(said, ("faster_backend",), faster.factor, MEASURED))
+    return tuple(sorted(helpful, key=lambda remedy: _rank(remedy, findings)))
 
 
 def _rank(remedy: Remedy, findings: Findings) -> tuple[bool, float, bool, bool]:

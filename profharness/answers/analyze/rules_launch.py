@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from profharness.answers.analyze.figures import KIB, L1_BYTES, L2_BYTES, Facts, Rule, percent, size
+from profharness.answers.analyze.figures import (
+    KIB,
+    L1_BYTES,
+    L2_BYTES,
+    Facts,
+    Rule,
+    percent,
+    share,
+    size,
+)
 from profharness.answers.analyze.model import DERIVED, MEASURED, Evidence, Finding, KernelFigures
 from profharness.config import Config
 from profharness.costs import tensor_bytes
@@ -74,7 +83,7 @@ def occupancy(facts: Facts) -> list[Finding]:
     if main is None or main.occupancy is None:
         return []
     evidence = [
-        Evidence("occupancy", round(main.occupancy, 4), "", "theoretical, launch configuration"),
+        share("occupancy", main.occupancy, "theoretical, launch configuration"),
         Evidence("limiter", main.limiter or "", "", "launch configuration"),
         Evidence("registers", main.registers_per_thread or 0, "per thread", "trace"),
         Evidence("shared memory", main.shared_bytes or 0, "B per block", "trace"),
@@ -93,17 +102,16 @@ def occupancy(facts: Facts) -> list[Finding]:
             f"{main.kernel} had {percent(achieved)} of the warps active on average where "
             f"{percent(main.occupancy)} could be resident: blocks were missing or uneven."
         )
-        counter = Evidence(
-            "active warps", round(achieved, 4), "", "ncu sm__warps_active.avg.pct_of_peak"
-        )
-        found.append(Finding("idle_warps", text, "minor", MEASURED, (counter, *evidence), None))
+        counter = share("active warps", achieved, "ncu sm__warps_active.avg.pct_of_peak")
+        found.append(Finding("idle_warps", text, "minor", MEASURED, (counter, *evidence)))
     return found
 
 
 def readers(facts: Facts, kernel: KernelFigures) -> float | None:
-    """How many blocks read the same row of K and V in a forward kernel, from its grid; None where
-    the grid does not tell (persistent kernels, splits that cannot be seen), or ncu counted so few
-    bytes in the caches that its blocks must share out head_dim or the keys.
+    """How many blocks read the same row of K and V in a forward kernel, from its grid.
+
+    None where the grid does not tell (persistent kernels, splits that cannot be seen), or where ncu
+    counted so few bytes in the caches that its blocks must share out head_dim or the keys.
     """
     config = facts.config
     heads = config.batch * config.num_kv_heads
@@ -173,17 +181,15 @@ def kv_traffic(facts: Facts) -> list[Finding]:
 def cache_traffic(facts: Facts) -> list[Finding]:
     """Bytes that ncu counted in L1 and L2, where it was asked for them, against compulsory bytes."""
     figures = facts.figures
-    evidence, words, most = [], [], 0.0
+    evidence, clauses, most = [], [], 0.0
+    launched = [kernel for kernel in facts.kernels if kernel.blocks is not None]
     for name, counter, attribute in CACHES:
-        per_kernel = [getattr(each, attribute) for each in facts.kernels if each.blocks is not None]
-        if not per_kernel or None in per_kernel:
+        if not launched or any(getattr(kernel, attribute) is None for kernel in launched):
             continue
-        moved = sum(
-            (getattr(each, attribute) or 0) * each.launches_per_call for each in facts.kernels
-        )
+        moved = sum((getattr(k, attribute) or 0) * k.launches_per_call for k in facts.kernels)
         most = max(most, moved)
         evidence.append(Evidence(f"{name} bytes", round(moved), "B", f"ncu {counter}"))
-        words.append(f"{size(moved)} through the {name}")
+        clauses.append(f"{size(moved)} through the {name}")
     if not most:
         return []
     ratio, per_byte = most / figures.compulsory_bytes, figures.flops / most
@@ -192,7 +198,7 @@ def cache_traffic(facts: Facts) -> list[Finding]:
         Evidence("intensity of it", round(per_byte, 3), "FLOP/B", "FLOPs / the larger count"),
     ]
     text = (
-        f"ncu counted {' and '.join(words)}: up to {ratio:.1f} times the compulsory "
+        f"ncu counted {' and '.join(clauses)}: up to {ratio:.1f} times the compulsory "
         f"{size(figures.compulsory_bytes)}, {per_byte:.2f} FLOPs per byte."
     )
     severity = "major" if per_byte < LOW_INTENSITY else "note"
@@ -200,8 +206,9 @@ def cache_traffic(facts: Facts) -> list[Finding]:
 
 
 def _seen_part(config: Config, times: float) -> float:
-    """Which part of the rows of K and V that some query sees a block reads, on average over `times`
-    blocks: with `causal` a block stops at the last row that its last query sees.
+    """The part of the seen rows of K and V that a block reads, on average over `times` blocks.
+
+    With `causal` a block stops at the last row that its last query sees.
     """
     if not config.causal:
         return 1.0
@@ -212,33 +219,48 @@ def _seen_part(config: Config, times: float) -> float:
     return sum(min(end, seen) for end in ends) / (len(ends) * seen)
 
 
-def working_set(facts: Facts) -> list[Finding]:
-    """K and V of one head against shared memory and L1, all inputs and output against the L2."""
-    device, figures, l2 = facts.machine.device, facts.figures, facts.l2_bytes
+def _places(facts: Facts) -> list[tuple[str, str, int]]:
+    """The memories on the chip: short name, name in a sentence, bytes. Empty for no known device."""
+    device = facts.machine.device
     if device is None:
         return []
     block = device.shared_bytes_per_block_optin or device.shared_bytes_per_block
-    l1 = L1_KIB.get((device.compute_major, device.compute_minor))
-    places: list[tuple[str, int, int]] = []
-    if block:
-        places.append(("one block's shared memory", figures.kv_head_bytes, block))
-    if l1:
-        places.append(("one SM's L1", figures.kv_head_bytes, l1 * KIB))
-    if l2:
-        places.append(("the L2", figures.working_set_bytes, l2))
+    l1 = L1_KIB.get((device.compute_major, device.compute_minor), 0) * KIB
+    places = [
+        ("shared", "one block's shared memory", block),
+        ("L1", "one SM's L1", l1),
+        ("L2", "the L2", facts.l2_bytes),
+    ]
+    return [(short, name, room) for short, name, room in places if room]
+
+
+def kv_places(facts: Facts) -> tuple[str, ...] | None:
+    """The memories that hold K and V of one head, None where none is known."""
+    places = _places(facts)
+    one_head = facts.figures.kv_head_bytes
+    return tuple(short for short, _, room in places if room >= one_head) if places else None
+
+
+def working_set(facts: Facts) -> list[Finding]:
+    """K and V of one head against shared memory and L1, all inputs and output against the L2."""
+    places, figures = _places(facts), facts.figures
     if not places:
         return []
-    words = [f"{'fit' if have <= room else 'do not fit'} in {name}" for name, have, room in places]
-    text = (
-        f"K and V of one head ({size(figures.kv_head_bytes)}) {' and '.join(words[:-1])}; "
-        f"inputs and output together ({size(figures.working_set_bytes)}) {words[-1]}."
-        if l2 and len(places) > 1
-        else f"K and V of one head ({size(figures.kv_head_bytes)}) {' and '.join(words)}."
-    )
+    clauses = []
+    for short, name, room in places:
+        have = figures.working_set_bytes if short == "L2" else figures.kv_head_bytes
+        clauses.append(f"{'fit' if have <= room else 'do not fit'} in {name}")
+    head = f"K and V of one head ({size(figures.kv_head_bytes)})"
+    text = f"{head} {' and '.join(clauses)}."
+    if facts.l2_bytes and len(places) > 1:
+        text = (
+            f"{head} {' and '.join(clauses[:-1])}; "
+            f"inputs and output together ({size(figures.working_set_bytes)}) {clauses[-1]}."
+        )
     evidence = (
         Evidence("K and V of one head", figures.kv_head_bytes, "B", "shapes and dtype"),
         Evidence("inputs and output", figures.working_set_bytes, "B", "shapes and dtype"),
-        *(Evidence(name, room, "B", "device limits") for name, _, room in places),
+        *(Evidence(name, room, "B", "device limits") for _, name, room in places),
     )
     return [Finding("working_set", text, "note", DERIVED, evidence)]
 

@@ -8,15 +8,19 @@ from profharness.answers.analyze.figures import (
     Facts,
     Rule,
     percent,
+    share,
     size,
     us,
 )
 from profharness.answers.analyze.model import DERIVED, MEASURED, Evidence, Finding
 from profharness.costs import tensor_bytes
 
-WARM_L2 = 0.8  # inputs beyond this part of the L2 cannot all stay in it
 GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # part of the call without a kernel running
 DRAM_EXCESS = 1.5
+SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
+HELPERS_MINOR, HELPERS_MAJOR = 0.10, 0.30
+GEMMS = ("qk", "pv", "qk+pv", "dV", "dP", "dV+dP", "dK", "dQ", "dK+dQ", "gemm_bwd")
+COPIES = ("copy", "copy_bwd", "cast", "cast_bwd", "memory", "memory_bwd")
 
 
 def intensity(facts: Facts) -> list[Finding]:
@@ -28,14 +32,10 @@ def intensity(facts: Facts) -> list[Finding]:
     side = "memory" if figures.intensity < figures.ridge else "compute"
     than = "below" if side == "memory" else "above"
     formula = "FLOPs (exact) / compulsory bytes"
+    source = f"{figures.rate} rate / bandwidth, {peaks.source}"
     evidence: tuple[Evidence, ...] = (
         Evidence("intensity", round(figures.intensity, 2), "FLOP/B", formula),
-        Evidence(
-            "ridge",
-            round(figures.ridge, 1),
-            "FLOP/B",
-            f"{figures.rate} rate / bandwidth, {peaks.source}",
-        ),
+        Evidence("ridge", round(figures.ridge, 1), "FLOP/B", source),
     )
     text = (
         f"By its shapes the config is {side}-bound: {figures.intensity:.2f} FLOPs per compulsory "
@@ -58,16 +58,13 @@ def achieved(facts: Facts) -> list[Finding]:
     if figures.flops_per_s is None or figures.bytes_per_s is None or not facts.kernels:
         return []
     against = f"{figures.against} peak" if figures.against else ""
-    source = f"FLOPs (exact) / {figures.basis} time"
+    work, moved = (
+        f"{what} / {figures.basis} time" for what in ("FLOPs (exact)", "compulsory bytes")
+    )
     evidence = [
         facts.duration(),
-        Evidence("rate", round(figures.flops_per_s / 1e12, 3), "TFLOP/s", source),
-        Evidence(
-            "compulsory bandwidth",
-            round(figures.bytes_per_s / 1e9, 1),
-            "GB/s",
-            f"compulsory bytes / {figures.basis} time",
-        ),
+        Evidence("rate", round(figures.flops_per_s / 1e12, 3), "TFLOP/s", work),
+        Evidence("compulsory bandwidth", round(figures.bytes_per_s / 1e9, 1), "GB/s", moved),
     ]
     text = (
         f"{figures.flops_per_s / 1e12:.2f} TFLOP/s and {figures.bytes_per_s / 1e9:.0f} GB/s of "
@@ -76,12 +73,10 @@ def achieved(facts: Facts) -> list[Finding]:
     parts = []
     if figures.flops_share is not None:
         parts.append(f"{percent(figures.flops_share)} of the {figures.rate} rate")
-        evidence.append(Evidence("share of rate", round(figures.flops_share, 4), "", against))
+        evidence.append(share("share of rate", figures.flops_share, against))
     if figures.bandwidth_share is not None:
         parts.append(f"{percent(figures.bandwidth_share)} of the bandwidth")
-        evidence.append(
-            Evidence("share of bandwidth", round(figures.bandwidth_share, 4), "", against)
-        )
+        evidence.append(share("share of bandwidth", figures.bandwidth_share, against))
     text += f": {' and '.join(parts)} ({figures.against})." if parts else "; no peaks are known."
     return [Finding("achieved", text, "note", MEASURED, tuple(evidence))]
 
@@ -133,12 +128,9 @@ def dram_traffic(facts: Facts) -> list[Finding]:
         f"ncu counted {size(figures.dram_bytes)} of DRAM traffic, {ratio:.2f} times the compulsory "
         f"{size(figures.compulsory_bytes)}"
     )
-    if figures.dram_bytes_per_s and peaks and peaks.bandwidth_bytes_per_s:
-        share = figures.dram_bytes_per_s / peaks.bandwidth_bytes_per_s
-        text += f", at {percent(share)} of the bandwidth ({peaks.source})"
-        evidence.append(
-            Evidence("DRAM share", round(share, 4), "", "ncu bytes / ncu time / bandwidth")
-        )
+    if facts.dram_share is not None and peaks:
+        text += f", at {percent(facts.dram_share)} of the bandwidth ({peaks.source})"
+        evidence.append(share("DRAM share", facts.dram_share, "ncu bytes / ncu time / bandwidth"))
     if ratio < 1:
         text += "; what is missing was in the L2, or is still there unwritten"
     severity = "major" if ratio >= 2 * DRAM_EXCESS else "minor" if ratio >= DRAM_EXCESS else "note"
@@ -174,9 +166,10 @@ def launch_gap(facts: Facts) -> list[Finding]:
 
 
 def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
-    """The kernels' time with cold caches, as an upper bound: ncu's own (it flushes caches) and the
-    profiled time of the copies and fills, which it does not profile; or the profiled time and that
-    of reading everything from DRAM once more.
+    """An upper bound of the kernels' time with cold caches, and its evidence.
+
+    It is ncu's own time (ncu flushes caches) with the profiled time of copies and fills, which ncu
+    does not profile; or the profiled time and that of reading everything from DRAM once more.
     """
     figures, peaks = facts.figures, facts.machine.peaks
     warm = figures.kernels_ns or 0.0
@@ -185,28 +178,15 @@ def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
         refill = figures.compulsory_bytes / peaks.bandwidth_bytes_per_s * 1e9
         busy = warm + refill
         evidence = [us("refilling the L2", refill, f"compulsory bytes / bandwidth, {peaks.source}")]
-    counted = [kernel.ncu_ns for kernel in facts.kernels if kernel.blocks is not None]
-    if counted and all(counted):
-        cold = sum(
-            (kernel.ncu_ns or 0) * kernel.launches_per_call
-            for kernel in facts.kernels
-            if kernel.blocks is not None
-        )
+    launched = [kernel for kernel in facts.kernels if kernel.blocks is not None]
+    if launched and all(kernel.ncu_ns for kernel in launched):
+        cold = sum((kernel.ncu_ns or 0) * kernel.launches_per_call for kernel in launched)
         rest = sum(kernel.call_ns or 0 for kernel in facts.kernels if kernel.blocks is None)
         if cold + rest > busy:
             busy, evidence = cold + rest, [us("cold kernel time", cold, "ncu gpu__time_duration")]
             if rest:
                 evidence.append(us("copies and fills", rest, BASIS_SOURCE["kernel"]))
     return busy, evidence
-
-
-RULES: tuple[Rule, ...] = (intensity, achieved, above_ceiling, dram_traffic, launch_gap)
-
-
-SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
-HELPERS_MINOR, HELPERS_MAJOR = 0.10, 0.30
-GEMMS = ("qk", "pv", "qk+pv", "dV", "dP", "dV+dP", "dK", "dQ", "dK+dQ", "gemm_bwd")
-COPIES = ("copy", "copy_bwd", "cast", "cast_bwd", "memory", "memory_bwd")
 
 
 def score_traffic(facts: Facts) -> list[Finding]:
@@ -221,7 +201,7 @@ def score_traffic(facts: Facts) -> list[Finding]:
         Evidence("score matrix", matrix, "B", "batch x heads x seq_q x seq_kv x 4"),
         Evidence("bytes of the steps", by_phases, "B", "phases, unfused"),
         Evidence("compulsory bytes", figures.compulsory_bytes, "B", "shapes and dtype"),
-        Evidence("time outside of products", round(outside, 4), "", "roles of the kernels"),
+        share("time outside of products", outside, "roles of the kernels"),
     ]
     text = (
         f"The scores go through memory: one matrix of them is {size(matrix)}, and the steps move at "
@@ -265,42 +245,49 @@ def full_precision(facts: Facts) -> list[Finding]:
 def split_overhead(facts: Facts) -> list[Finding]:
     """The combine kernel's part of a forward pass that splits over the keys."""
     found = [kernel for kernel in facts.kernels if kernel.role == "combine"]
-    share = facts.share_of("combine")
-    if not found or share < SPLIT_MINOR:
+    part = facts.share_of("combine")
+    if not found or part < SPLIT_MINOR:
         return []
     time_ns = sum(kernel.call_ns or 0 for kernel in found)
     text = (
-        f"Splitting over the keys costs a second kernel: {found[0].kernel} takes {percent(share)} "
+        f"Splitting over the keys costs a second kernel: {found[0].kernel} takes {percent(part)} "
         f"of the kernel time ({time_ns / 1e3:.1f} µs) to put the parts together."
     )
     evidence = (
         us("combine time", time_ns, "trace"),
         us("kernel time", facts.figures.kernels_ns or 0, BASIS_SOURCE["kernel"]),
-        Evidence("share", round(share, 4), "", "trace"),
+        share("share", part, "trace"),
     )
-    severity = "major" if share >= SPLIT_MAJOR else "minor"
-    factor = 1 / (1 - share) if share < 1 else None
-    return [Finding("split_overhead", text, severity, MEASURED, evidence, factor)]
+    return [_overhead("split_overhead", text, part, SPLIT_MAJOR, evidence)]
+
+
+def _overhead(
+    code: str, text: str, part: float, major: float, evidence: tuple[Evidence, ...]
+) -> Finding:
+    """A finding on kernels that take this part of the time and could take none."""
+    severity = "major" if part >= major else "minor"
+    factor = 1 / (1 - part) if part < 1 else None
+    return Finding(code, text, severity, MEASURED, evidence, factor)
 
 
 def helpers(facts: Facts) -> list[Finding]:
     """Copies, padding and casts beside a fused kernel."""
-    share = facts.share_of(*COPIES)
-    if not facts.fused or share < HELPERS_MINOR:
+    part = facts.share_of(*COPIES)
+    if not facts.fused or part < HELPERS_MINOR:
         return []
-    names = sorted({kernel.kernel for kernel in facts.kernels if kernel.role in COPIES})
-    time_ns = sum(kernel.call_ns or 0 for kernel in facts.kernels if kernel.role in COPIES)
+    copies = [kernel for kernel in facts.kernels if kernel.role in COPIES]
+    names = sorted({kernel.kernel for kernel in copies})
+    time_ns = sum(kernel.call_ns or 0 for kernel in copies)
     text = (
-        f"Copies around the attention kernel take {percent(share)} of the kernel time "
+        f"Copies around the attention kernel take {percent(part)} of the kernel time "
         f"({time_ns / 1e3:.1f} µs): {', '.join(names)}"
     )
     dims = (facts.config.head_dim, facts.config.value_dim)
     if any(dim % 8 for dim in dims):
         text += f"; head_dim {max(dims)} is no multiple of 8, so the inputs are padded"
-    evidence = (us("copy time", time_ns, "trace"), Evidence("share", round(share, 4), "", "trace"))
-    severity = "major" if share >= HELPERS_MAJOR else "minor"
-    factor = 1 / (1 - share) if share < 1 else None
-    return [Finding("copies", f"{text}.", severity, MEASURED, evidence, factor)]
+    evidence = (us("copy time", time_ns, "trace"), share("share", part, "trace"))
+    return [_overhead("copies", f"{text}.", part, HELPERS_MAJOR, evidence)]
 
 
+RULES: tuple[Rule, ...] = (intensity, achieved, above_ceiling, dram_traffic, launch_gap)
 PART_RULES: tuple[Rule, ...] = (score_traffic, full_precision, split_overhead, helpers)
