@@ -222,7 +222,6 @@ class Plan:
 BENCH_FILE = "bench.json"
 GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
 PRECISION = 0.01
-WIDE = "the median is known to"  # how the doubt begins that every short run has
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 
 

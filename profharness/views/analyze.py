@@ -16,7 +16,17 @@ from profharness.answers.analyze.model import (
     analyze_record,
 )
 from profharness.devices import Peaks
-from profharness.views.document import Block, Chart, Column, Document, Heading, Note, Roof, Table
+from profharness.views.cells import roofline_chart
+from profharness.views.document import (
+    Block,
+    Chart,
+    Column,
+    Document,
+    Heading,
+    Note,
+    Table,
+    status_note,
+)
 
 EVIDENCE_SHOWN = 4
 MB = 1e6
@@ -73,11 +83,11 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     for name, group in sweeps:
         blocks += _sweep(name, group)
     blocks += _sweep_charts(sweeps)
-    chart = _roofline(analyses)
+    blocks += _roofline(analyses)
     return Document(
         schema=SCHEMA,
         title="Analysis",
-        blocks=(*blocks, chart) if chart else tuple(blocks),
+        blocks=tuple(blocks),
         fields=FIELDS,
         records=tuple(analyze_record(each) for each in analyses),
         extra={"peaks": [asdict(peaks) for peaks in _peaks(analyses)]},
@@ -101,12 +111,11 @@ def _value(value: float | str) -> str:
 
 def _peaks(analyses: Sequence[CellAnalysis]) -> list[Peaks]:
     """Each device's peaks once."""
-    found: dict[tuple[str, str], Peaks] = {}
+    known: dict[tuple[str, str], Peaks] = {}
     for each in analyses:
-        if each.machine.peaks is not None:
-            peaks = each.machine.peaks
-            found.setdefault((peaks.device, peaks.source), peaks)
-    return list(found.values())
+        if peaks := each.machine.peaks:
+            known.setdefault((peaks.device, peaks.source), peaks)
+    return list(known.values())
 
 
 def _peak_notes(analyses: Sequence[CellAnalysis]) -> list[str]:
@@ -114,17 +123,12 @@ def _peak_notes(analyses: Sequence[CellAnalysis]) -> list[str]:
     for peaks in _peaks(analyses):
         rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peaks.flops_per_s.items())
         bandwidth = peaks.bandwidth_bytes_per_s
-        texts.append(
-            f"{peaks.device}, {peaks.source}: {bandwidth / 1e9:,.0f} GB/s; TFLOP/s: {rates} "
-            f"({peaks.origin})"
-            if bandwidth
-            else f"{peaks.device}, {peaks.source}: TFLOP/s: {rates} ({peaks.origin})"
-        )
+        memory = f"{bandwidth / 1e9:,.0f} GB/s; " if bandwidth else ""
+        lead = f"{peaks.device}, {peaks.source}: {memory}"
+        texts.append(f"{lead}TFLOP/s: {rates} ({peaks.origin})")
     if not texts and analyses:
-        texts.append(
-            "no peaks are known for this device, so no share of peak is told; --peaks measure on "
-            "it gives them"
-        )
+        text = "no peaks are known for this device, so no share of peak is told"
+        texts.append(f"{text}; --peaks measure on it gives them")
     return texts
 
 
@@ -168,8 +172,7 @@ def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
 
 def _notes(each: CellAnalysis, *, full: bool) -> list[Note]:
     if each.status != "ok":
-        level = "note" if each.status == "refused" else "error"
-        return [Note(f"{each.status}: {each.message or 'no reason recorded'}", each.backend, level)]
+        return [status_note(each.status, each.message or "no reason recorded", each.backend)]
     named = each.finding("bottleneck")
     shown = [
         finding
@@ -224,52 +227,26 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Char
         if rows:
             title = {"seq_len_kv": "seq_len"}.get(name, name)
             text = f"Achieved TFLOP/s (exact FLOPs) over {title}, a line a backend."
-            charts.append(
-                Chart(
-                    "lines",
-                    f"TFLOP/s over {title}",
-                    rows,
-                    "x",
-                    "y",
-                    "series",
-                    title,
-                    "TFLOP/s",
-                    text,
-                )
-            )
+            axes = ("x", "y", "series", title, "TFLOP/s", text)
+            charts.append(Chart("lines", f"TFLOP/s over {title}", rows, *axes))
     return charts
 
 
-def _roofline(analyses: Sequence[CellAnalysis]) -> Chart | None:
-    """All cells below the roofs of their device and dtype; None without peaks."""
-    rows, roofs = [], {}
+def _roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
+    """All cells below the roofs of their device and dtype; empty without peaks."""
+    rows, roofs = [], []
     for each in analyses:
         figures, peaks = each.figures, each.machine.peaks
         if figures is None or peaks is None or not figures.flops_per_s or not figures.rate:
             continue
-        rows.append(
-            {
-                "intensity": figures.intensity,
-                "flops_per_s": figures.flops_per_s,
-                "backend": each.backend,
-                "config": each.config.label,
-            }
-        )
+        rows.append(asdict(figures) | {"backend": each.backend})
         label = f"{peaks.device} {figures.rate}, {peaks.source}"
-        top = peaks.flops_per_s[figures.rate]
-        if peaks.bandwidth_bytes_per_s:
-            roofs[label] = Roof(label, peaks.bandwidth_bytes_per_s, top)
-    if not rows or not roofs:
-        return None
-    return Chart(
-        "roofline",
+        roofs.append((label, peaks, peaks.flops_per_s[figures.rate]))
+    return roofline_chart(
         "Roofline",
-        tuple(rows),
-        "intensity",
-        "flops_per_s",
-        "backend",
-        "FLOPs per compulsory byte",
-        "FLOP/s",
-        "Achieved FLOP/s of each cell over its intensity, below what the device can do at most.",
-        tuple(roofs.values()),
+        rows,
+        roofs,
+        x_title="FLOPs per compulsory byte",
+        y_title="FLOP/s",
+        caption="Achieved FLOP/s of each cell over its intensity, below what the device can do at most.",
     )

@@ -10,9 +10,10 @@ from typing import Any
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements
 from profharness.config import Config, parse_config
+from profharness.devices import Peaks
 from profharness.rows import CellRow, KernelRow
 from profharness.run import Problem
-from profharness.views.document import Block, Chart, Column, Heading, Note, Table
+from profharness.views.document import Block, Chart, Column, Heading, Note, Roof, Table
 
 MEASUREMENTS = ("graph", "event", "wall")  # what tells the call's own time best comes first
 CELL_COLUMNS = (
@@ -169,6 +170,28 @@ def sweep_charts(
         axes = ("seq_len", unit, "backend", "sequence length", unit)
         charts.append(Chart("lines", title, points, *axes))
     return charts
+
+
+def roofline_chart(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    roofs: Iterable[tuple[str, Peaks, float]],
+    **texts: str,
+) -> list[Chart]:
+    """Rates below the roofs of their devices; empty where no roof is known.
+
+    rows have the keys `intensity`, `flops_per_s`, `backend`; roofs are label, peaks, FLOP/s. Roofs
+    of the same height (fp16 and bf16) are one, so that no label covers another.
+    """
+    labels: dict[tuple[float, float], dict[str, None]] = {}
+    for label, peaks, rate in roofs:
+        if peaks.bandwidth_bytes_per_s:
+            labels.setdefault((peaks.bandwidth_bytes_per_s, rate), {})[label] = None
+    merged = tuple(Roof("; ".join(names), *key) for key, names in labels.items())
+    if not rows or not merged:
+        return []
+    axes = ("intensity", "flops_per_s", "backend")
+    return [Chart("roofline", title, tuple(rows), *axes, roofs=merged, **texts)]
 
 
 def sweeps(configs: Iterable[Config]) -> dict[str, set[Config]]:

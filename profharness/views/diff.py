@@ -71,8 +71,7 @@ def _group(row: DiffRow) -> tuple[str, str | None, str | None]:
 def _environment_blocks(changes: tuple[EnvChange, ...]) -> list[Block]:
     if not changes:
         return [Note("the environments are the same")]
-    rows = tuple((each.key, each.baseline, each.candidate, each.explains) for each in changes)
-    return [Table(ENVIRONMENT_COLUMNS, rows)]
+    return [Table.of(ENVIRONMENT_COLUMNS, changes)]
 
 
 def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:

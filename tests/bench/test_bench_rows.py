@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from written_samples import STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
 
-from profharness.answers.bench.answer import bench_configs
+from profharness.answers.bench.answer import bench_configs, benched
 from profharness.answers.bench.rows import (
     BenchRow,
-    bench_rows,
     clock_doubts,
     with_regret,
     with_speedup,
@@ -261,7 +260,7 @@ def test_an_unknown_convention_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "store.db") as store,
         pytest.raises(UsageError, match="exact, flash-attention"),
     ):
-        bench_rows(store, convention="marketing")
+        benched(store, convention="marketing")
 
 
 def test_kernel_times_of_a_captured_h200_run_add_up(tmp_path: Path) -> None:
@@ -269,7 +268,7 @@ def test_kernel_times_of_a_captured_h200_run_add_up(tmp_path: Path) -> None:
     traces = Path(__file__).resolve().parents[2] / "traces" / "h200-torch2.11"
     ingest_path(tmp_path / "store.db", traces)
     with open_store(tmp_path / "store.db") as store:
-        rows = {(row.config, row.backend, row.measurement): row for row in bench_rows(store)}
+        rows = {(row.config, row.backend, row.measurement): row for row in benched(store).rows}
         totals = store.connection.execute(
             "SELECT config, backend, sum(total_ns), max(iterations) FROM ("
             "  SELECT s.config, s.backend, s.total_ns, c.iterations FROM kernel_summary s"

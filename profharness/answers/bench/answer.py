@@ -1,4 +1,6 @@
-"""What a bench is to run, and what of a stored one is asked for."""
+"""The answer of a bench: winners, what `auto` cost, and the sentences that follow; and the configs and
+backends that a question about a bench means.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from profharness.answers.bench.rows import (
     run_cells,
 )
 from profharness.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends
-from profharness.config import DTYPES, Config, parse_config
+from profharness.config import DTYPES, OWN_CHOICE, Config, parse_config
+from profharness.costs import CONVENTIONS
 from profharness.dispatch.advice import SDP_BACKENDS, call_code
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import MEASUREMENTS
@@ -42,10 +45,10 @@ def bench_configs(
     baseline: Config | None = None,
     device_type: str | None = None,
 ) -> list[Config]:
-    """The configs in every one of the dtypes (one that names its own keeps it), the baseline first
-    where it is not among them. device_type, `cuda` or `cpu`: those that are one config there, a
-    dtype left out and the device's default, are one here. Raises UsageError for an unknown dtype or
-    no config at all.
+    """The configs in each of the dtypes, the baseline first where it is not among them.
+
+    A config that names its dtype keeps it. device_type, `cuda` or `cpu`: a dtype left out and the
+    device's default are one config. Raises UsageError for an unknown dtype or no config at all.
     """
     _check_dtypes(dtypes)
     if not configs:
@@ -62,9 +65,10 @@ def bench_configs(
 def stored_configs(
     store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
 ) -> list[Config] | None:
-    """The configs that a question about a stored run means, None for all: those in every one of the
-    dtypes, or without any the run's own in them. Raises UsageError for an unknown dtype,
-    NotFoundError if the run has no config in one of them.
+    """The configs that a question about a stored run means, None for all.
+
+    They are the configs in each of the dtypes; without configs, the run's own in these dtypes.
+    Raises UsageError for an unknown dtype, NotFoundError if the run has no config in one of them.
     """
     if configs:
         return bench_configs(configs, dtypes)
@@ -82,8 +86,9 @@ def stored_configs(
 
 
 def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] | None:
-    """The backends that a question about a stored run means, None for all. `all` and `kernels` stand
-    for those of theirs that the run has.
+    """The backends that a question about a stored run means, None for all.
+
+    `all` and `kernels` stand for those of theirs that the run has.
     """
     if not names:
         return None
@@ -102,16 +107,16 @@ def _check_dtypes(names: Sequence[str]) -> None:
             raise UsageError(f"no dtype {name!r}; known are {', '.join(DTYPES)}")
 
 
-SETTINGS = ("auto", "all-disabled")  # they leave the choice to PyTorch
 Samples = Mapping[str, Mapping[str, tuple[int, ...]]]
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The correct backend with the lowest median on a config; ties are those within
-    `stats.THRESHOLD` of it. open are those that are slower by their medians but not by their
-    samples, and why: while there are any, it is not known which is fastest. code selects it.
+    """The correct backend with the lowest median on a config; code selects it.
+
+    ties are within `stats.THRESHOLD` of it. open are slower by their medians but not by their
+    samples: while there are any, it is not known which is fastest, and why_open says why.
     """
 
     config: str
@@ -125,9 +130,11 @@ class Winner:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What `auto` cost on a config. choice is the backend that it took, where known; regret is its
-    median over the best one's, less 1; real: the samples show that `auto` is slower, and the two
-    are not one backend. verdict is `auto` against the best, `unknown` for why_open.
+    """What `auto` cost on a config.
+
+    choice is the backend that it took, where known; regret is its median over the best one's, less
+    1. real: the samples show that `auto` is slower, and the two are not one backend. verdict is
+    `auto` against the best, `unknown` for why_open.
     """
 
     config: str
@@ -169,8 +176,16 @@ class Benched:
         return [row for row in self.rows if row.measurement in (self.ranking, None)]
 
     def figures(self) -> list[BenchRow]:
-        """The ranking rows that have one; what is told of `n of m` figures counts these."""
+        """The ranking rows that have a figure; `n of m figures` counts these."""
         return [row for row in self.ranking_rows() if row.median_ns is not None]
+
+    def is_wide(self, row: BenchRow) -> bool:
+        """Whether the row's interval is wider than the precision asked for."""
+        return row.is_wide(self.precision)
+
+    def other_doubts(self, row: BenchRow) -> tuple[str, ...]:
+        """The row's doubts but that of a wide interval, which every short run has."""
+        return row.doubts[:-1] if self.is_wide(row) else row.doubts
 
 
 def benched(
@@ -186,25 +201,29 @@ def benched(
     rank_by: Sequence[str] | None = None,
 ) -> Benched:
     """The answer of a stored run (None: the latest); the first of rank_by that it has ranks.
-    precision and rank_by: None for what the run was measured with, as its folder says. configs and
-    backends: of these alone. Raises as `bench_rows` does.
+
+    precision and rank_by: None for those of the run's folder. configs and backends: of these alone,
+    and the baseline; see `bench_rows` for the others. Raises NotFoundError if the run does not have
+    a config or backend asked for, UsageError for an unknown convention.
     """
     name = store.resolve(run or "latest")
+    if convention not in CONVENTIONS:
+        raise UsageError(f"no convention {convention!r}; known are {', '.join(CONVENTIONS)}")
     plan = _plan_of(store, name)
     precision = (plan.precision if plan else PRECISION) if precision is None else precision
     rank_by = (plan.measurements if plan else MEASUREMENTS) if rank_by is None else rank_by
+    cells = run_cells(store, name, configs, backends, baseline)
+    samples = all_samples(store, name, cells)
     rows = bench_rows(
         store,
         name,
+        cells,
+        samples,
         convention=convention,
-        baseline=baseline,
         precision=precision,
-        configs=configs,
-        backends=backends,
+        baseline=baseline,
         verifications=verifications,
     )
-    cells = run_cells(store, name, configs, backends, baseline)
-    samples = all_samples(store, name, cells)
     ranking = _ranking(rows, rank_by)
     by_cell = {(cell.config, cell.backend): cell for cell in cells}
 
@@ -213,7 +232,8 @@ def benched(
 
     figures = [row for row in rows if row.measurement == ranking]
     winners, losses = _compared(figures, by_cell, samples_of)
-    told = conclude(figures, winners, losses, samples_of, against_config=baseline is not None)
+    against_config = baseline is not None
+    conclusions = conclude(figures, winners, losses, samples_of, against_config=against_config)
     return Benched(
         run=name,
         rows=tuple(rows),
@@ -225,7 +245,7 @@ def benched(
         environment=store.environment(name),
         winners=winners,
         losses=losses,
-        conclusions=tuple(told),
+        conclusions=tuple(conclusions),
         samples=samples,
     )
 
@@ -245,8 +265,9 @@ def _compared(
 
 
 def _plan_of(store: Store, run: str) -> BenchPlan | None:
-    """The plan in the run's folder, whose path may be relative to the store's; None if it is no
-    bench, or the folder is not there any more.
+    """The plan in the run's folder, whose path may be relative to the store's.
+
+    None if the run is no bench, or the folder is not there any more.
     """
     path = next(each.path for each in store.runs() if each.run == run)
     for folder in (Path(path), store.path.parent / path):
@@ -266,7 +287,7 @@ def _ranking(rows: Sequence[BenchRow], rank_by: Sequence[str]) -> str:
 
 
 def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
-    best = _best([row for row in alike if row.backend != SETTINGS[1]] or alike)
+    best = _best([row for row in alike if row.backend != OWN_CHOICE[1]] or alike)
     ties, unproven = [], []
     for row in alike:
         if row is not best:
@@ -289,7 +310,7 @@ def _losses(
 ) -> list[Loss]:
     """The loss of `auto` on one config; none where it was not timed, or timed alone."""
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
-    others = [row for row in alike if row.backend not in SETTINGS]
+    others = [row for row in alike if row.backend not in OWN_CHOICE]
     if chosen is None or not others:
         return []
     best = _best(others)
@@ -334,8 +355,9 @@ WITHIN = f"{stats.THRESHOLD:.0%}"
 
 
 def why_open(one: BenchRow, other: BenchRow) -> str:
-    """Why the verdict on two measured rows is `unknown`: from `stats.MIN_SAMPLES` a side the rank
-    test can only fail where samples of one lie among those of the other.
+    """Why the verdict on two measured rows is `unknown`.
+
+    From `stats.MIN_SAMPLES` a side the rank test can only fail where the samples overlap.
     """
     few = min(one.samples, other.samples) < stats.MIN_SAMPLES
     return "too few samples" if few else "the samples overlap"
@@ -345,12 +367,13 @@ def conclude(
     figures: Sequence[BenchRow],
     winners: Sequence[Winner],
     losses: Sequence[Loss],
-    samples_of: Callable[[BenchRow], tuple[int, ...]],
+    samples_of: SamplesOf,
     *,
     against_config: bool = False,
 ) -> list[str]:
-    """Sentences that follow from the rows of the ranking measurement, each from figures that the
-    table shows. losses come the largest first; against_config: speed-ups are against a config.
+    """Sentences that follow from the rows of the ranking measurement, from figures in the table.
+
+    losses come the largest first. against_config: speed-ups are against a config.
     """
     ranked = [row for row in figures if row.ranked]
     found = []
@@ -360,7 +383,7 @@ def conclude(
         timed = [row.config for row in ranked]
         found += [_fastest(each) for each in winners if timed.count(each.config) > 1]
     found += _against_plain(ranked, samples_of)
-    found += _regret_in_words(losses)
+    found += _regret_sentences(losses)
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
     if wrong:
         found.append(f"not ranked, for its output is wrong: {', '.join(wrong)}")
@@ -400,9 +423,7 @@ def _fastest(winner: Winner) -> str:
     )
 
 
-def _against_plain(
-    ranked: Sequence[BenchRow], samples_of: Callable[[BenchRow], tuple[int, ...]]
-) -> list[str]:
+def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[str]:
     """Where the plain reference is faster than `auto`, or seems so."""
     by_cell = {(row.config, row.backend): row for row in ranked}
     found = []
@@ -421,7 +442,7 @@ def _against_plain(
     return found
 
 
-def _regret_in_words(losses: Sequence[Loss]) -> list[str]:
+def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
     if not losses:
         return []
     count, found = len(losses), []

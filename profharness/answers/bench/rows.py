@@ -1,19 +1,18 @@
-"""Why a measurement should not be believed: clocks that moved, throttling, samples that disagree, a
-figure above what the device can do.
+"""The rows of a bench, and why a measurement should not be believed: clocks that moved, throttling,
+samples that disagree, a figure above what the device can do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from profharness import costs, stats
 from profharness.config import Config, parse_config
 from profharness.devices import MB, Peaks, flop_peak
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError
 from profharness.rows import MEASUREMENTS
-from profharness.run import PRECISION, WIDE
 
 if TYPE_CHECKING:
     from profharness.rows import CellRow
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 CLOCK_MOVED = 0.05
 FEW_SAMPLES = 5
+SHOWN_NAMES = 8
 # Bits of NVML's clocks event reasons (nvml.h, nvmlClocksEventReason*) that mean a lost clock.
 THROTTLES = {
     0x4: "the power limit (software power cap)",
@@ -33,8 +33,9 @@ THROTTLES = {
 
 
 class Rates(NamedTuple):
-    """FLOP and bytes a second of one call, the share of the peak that binds and its name, the work
-    they stand for, and the ceilings (rate: name and FLOP/s).
+    """FLOP and bytes a second of one call, and the share of the peak that binds (its name: against).
+
+    flops and moved_bytes are the work of the call, peaks and rate (name, FLOP/s) the ceilings.
     """
 
     flops_per_s: float | None
@@ -55,8 +56,10 @@ def doubts(
     rates: Rates,
     precision: float,
 ) -> tuple[str, ...]:
-    """One sentence a doubt, the gravest first. clocks are a cell's, as `worker.clocks.over_time`
-    makes them; precision is half an interval over its median from which it is wide.
+    """One sentence a doubt, the gravest first, and that of a wide interval last.
+
+    clocks are a cell's, as `worker.timing.over_time` makes them. precision is the half interval
+    over its median from which it is wide.
     """
     return (
         *above_ceiling(measurement, rates),
@@ -122,27 +125,30 @@ def _spread(
     found = []
     if stats.is_bimodal(samples):
         found.append("the samples have two modes, so the median may jump between them")
-    half = (interval[1] - interval[0]) / 2
     median = stats.summarize(samples).median
-    if half > precision * median:
-        found.append(f"{WIDE} ±{half / median:.1%} only (asked for: ±{precision:.1%})")
+    if _is_wide(interval, median, precision):
+        half = (interval[1] - interval[0]) / 2 / median
+        found.append(f"the median is known to ±{half:.1%} only (asked for: ±{precision:.1%})")
     return found
 
 
+def _is_wide(interval: tuple[float, float], median: float, precision: float) -> bool:
+    return (interval[1] - interval[0]) / 2 > precision * median
+
+
 CHOSEN = "auto"
-REFERENCES = ("naive", "math")  # what speed-ups are told against where no baseline is named
+REFERENCES = ("naive", "math")  # speed-ups are against the first of these without a baseline
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
     """One measurement of one cell; a cell without samples has one row, with measurement None.
 
-    Times are ns a call; low_ns and high_ns the 95 % bootstrap interval of the median. flops_per_s
-    and bytes_per_s are what the config takes (`costs`) over the median; efficiency is the median
+    Times are ns a call; low_ns and high_ns are the 95 % bootstrap interval of the median.
+    flops_per_s and bytes_per_s are the config's work (`costs`) over the median; efficiency is the
     rate over the peak that binds first, which `against` names. speedup is the median of `baseline`
-    over this one; regret this median over that of the config's fastest correct backend, less 1.
-    verified: whether verification found it right, None where it was not asked. A row that is wrong
-    has neither speed-up nor regret. doubts say why not to believe the row.
+    over this one; regret is this median over that of the config's fastest correct backend, less 1.
+    verified is None where nothing was verified. A wrong row has neither speed-up nor regret.
     """
 
     run: str
@@ -173,38 +179,37 @@ class BenchRow:
         """Whether it may be compared with others: it ran, and nothing says that it is wrong."""
         return self.status == "ok" and self.verified is not False and self.median_ns is not None
 
+    def is_wide(self, precision: float) -> bool:
+        """Whether the last doubt is that the interval is wide."""
+        if self.samples < FEW_SAMPLES or self.low_ns is None or self.high_ns is None:
+            return False
+        return _is_wide((self.low_ns, self.high_ns), self.median_ns or 0.0, precision)
+
 
 def bench_rows(
     store: Store,
-    run: str | None = None,
+    run: str,
+    cells: Sequence[CellRow],
+    samples: Mapping[str, Mapping[str, tuple[int, ...]]],
     *,
-    convention: str = "exact",
+    convention: str,
+    precision: float,
     baseline: Config | None = None,
-    precision: float = PRECISION,
-    configs: Sequence[Config] | None = None,
-    backends: Sequence[str] | None = None,
     verifications: Sequence[str] = (),
 ) -> list[BenchRow]:
-    """The rows of a run (None: the latest) in its order, measurements as in `MEASUREMENTS`.
+    """The rows of a run's cells in their order, measurements as in `MEASUREMENTS`.
 
-    baseline is the config that speed-ups are told against, on `auto` (without it: `naive`, else
-    `math`, on the same config). precision: half an interval over its median that is wide. configs
-    and backends: of these alone, and the baseline. verifications: runs of `verify` whose checks say
-    that a backend is right; what is wrong counts anyway. Raises NotFoundError if the run does not
-    have the baseline, a config or a backend asked for, UsageError for an unknown convention.
+    samples are `all_samples`. baseline is the config that speed-ups are against, on `auto`; without
+    it they are against `naive`, else `math`, on the same config. verifications are runs of `verify`
+    whose checks say that a backend is right; what is wrong counts anyway.
     """
-    if convention not in costs.CONVENTIONS:
-        raise UsageError(f"no convention {convention!r}; known are {', '.join(costs.CONVENTIONS)}")
-    name = store.resolve(run or "latest")
-    cells = run_cells(store, name, configs, backends, baseline)
     facts = _Facts(
-        store.peaks(name),
-        bool(store.environment(name).get("tf32")),
+        store.peaks(run),
+        bool(store.environment(run).get("tf32")),
         convention,
         precision,
-        verdicts(store, name, verifications),
+        verdicts(store, run, verifications),
     )
-    samples = all_samples(store, name, cells)
     rows = [row for cell in cells for row in _cell_rows(cell, samples[cell.cell], facts)]
     return with_regret(with_speedup(rows, baseline))
 
@@ -216,13 +221,15 @@ def run_cells(
     backends: Sequence[str] | None = None,
     baseline: Config | None = None,
 ) -> list[CellRow]:
-    """The cells of a run, those of the configs (and the baseline) and backends asked for; of two
-    with the same config and backend the first. Raises NotFoundError for what the run does not have.
+    """The cells of a run on the configs (and the baseline) and backends asked for.
+
+    Of two with the same config and backend the first counts. Raises NotFoundError for a config or
+    backend that the run does not have.
     """
-    found: dict[tuple[str, str], CellRow] = {}
+    cells: dict[tuple[str, str], CellRow] = {}
     for cell in store.cells(run):
-        found.setdefault((cell.config, cell.backend), cell)
-    held = {label: parse_config(label) for label, _ in found}
+        cells.setdefault((cell.config, cell.backend), cell)
+    held = {label: parse_config(label) for label, _ in cells}
     if baseline is not None and not any(map(baseline.matches, held.values())):
         raise NotFoundError(
             f"run {run} has no cell of the baseline {baseline}; it has {_few(held)}"
@@ -230,14 +237,14 @@ def run_cells(
     for config in configs or ():
         if not any(map(config.matches, held.values())):
             raise NotFoundError(f"run {run} has no cell of config {config}; it has {_few(held)}")
-    names = dict.fromkeys(backend for _, backend in found)
+    names = dict.fromkeys(backend for _, backend in cells)
     for name in backends or ():
         if name not in names:
             raise NotFoundError(f"run {run} has no cell of backend {name}; it has {_few(names)}")
     asked = [*(configs or ()), *([baseline] if baseline is not None else [])]
     kept = [
         cell
-        for (label, backend), cell in found.items()
+        for (label, backend), cell in cells.items()
         if (configs is None or any(each.matches(held[label]) for each in asked))
         and (backends is None or backend in backends)
     ]
@@ -246,11 +253,10 @@ def run_cells(
     return kept
 
 
-def _few(names: Iterable[str], shown: int = 8) -> str:
+def _few(names: Collection[str]) -> str:
     """The first names, and how many more there are."""
-    found = list(names)
-    more = f" and {len(found) - shown} more" if len(found) > shown else ""
-    return ", ".join(found[:shown]) + more
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(list(names)[:SHOWN_NAMES]) + more
 
 
 class _Facts(NamedTuple):
@@ -266,30 +272,33 @@ class _Facts(NamedTuple):
 def all_samples(
     store: Store, run: str, cells: Sequence[CellRow]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Cell to measurement to ns a call; `kernel` is the sum over the kernels of each profiled call
-    in the torch trace.
+    """Cell to measurement to ns a call.
+
+    `kernel` is the sum over the kernels of each profiled call in the torch trace.
     """
-    wanted = {cell.cell for cell in cells if cell.status == "ok"}
+    ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
     for launch in store.launches(run, profiler="torch"):
-        known = launch.cell in wanted and launch.iteration is not None
+        known = launch.cell in ok and launch.iteration is not None
         if known and launch.kernel_kind != "op" and launch.duration_ns is not None:
             calls = sums.setdefault(str(launch.cell), {})
             call = int(launch.iteration or 0)
             calls[call] = calls.get(call, 0) + launch.duration_ns
-    found = {}
+    samples = {}
     for cell in cells:
-        told = {"kernel": tuple(sums[cell.cell].values())} if cell.cell in sums else {}
-        merged = {**cell.samples, **told}
-        found[cell.cell] = {name: merged[name] for name in MEASUREMENTS if merged.get(name)}
-    return found
+        kernel = {"kernel": tuple(sums[cell.cell].values())} if cell.cell in sums else {}
+        merged = cell.samples | kernel
+        samples[cell.cell] = {name: merged[name] for name in MEASUREMENTS if merged.get(name)}
+    return samples
 
 
 def verdicts(
     store: Store, run: str, verifications: Sequence[str] = ()
 ) -> dict[tuple[str, str], bool]:
-    """(config, backend) to whether it is right: wrong where any check that applies to the run says
-    so, right where those of the verification runs named found nothing.
+    """(config, backend) to whether it is right.
+
+    It is wrong where any check that applies to the run says so, right where the verification runs
+    named found nothing.
     """
     found = {
         (check.asked, check.backend): True
@@ -321,19 +330,19 @@ def _measured(
     facts: _Facts,
     samples: tuple[int, ...],
 ) -> BenchRow:
-    told = stats.summarize(samples)
+    x = stats.summarize(samples)
     interval = stats.median_ci(samples)
-    rates = rates_of(config, told.median, facts.peaks, facts.convention, tf32=facts.tf32)
+    rates = rates_of(config, x.median, facts.peaks, facts.convention, tf32=facts.tf32)
     return replace(
         row,
         measurement=name,
-        samples=told.n,
-        median_ns=told.median,
+        samples=x.n,
+        median_ns=x.median,
         low_ns=interval[0] if interval else None,
         high_ns=interval[1] if interval else None,
-        mean_ns=told.mean,
-        std_ns=told.std,
-        min_ns=told.min,
+        mean_ns=x.mean,
+        std_ns=x.std,
+        min_ns=x.min,
         flops_per_s=rates.flops_per_s,
         bytes_per_s=rates.bytes_per_s,
         efficiency=rates.efficiency,
@@ -345,8 +354,9 @@ def _measured(
 def rates_of(
     config: Config, median_ns: float, peaks: Peaks | None, convention: str, *, tf32: bool = False
 ) -> Rates:
-    """The rates of a call of that duration, and what share they are of the peak that binds: the one
-    that alone would take longer.
+    """The rates of a call of that duration, and their share of the peak that binds.
+
+    The peak that alone would take longer binds.
     """
     work, moved = costs.flops(config, convention), costs.compulsory_bytes(config)
     seconds = median_ns / 1e9
@@ -366,8 +376,10 @@ def rates_of(
 
 
 def with_speedup(rows: Sequence[BenchRow], baseline: Config | None = None) -> list[BenchRow]:
-    """The rows with speed-ups: against the baseline config of the row's dtype on `auto`, else its
-    own backend; without one, against the config's own `naive`, else `math`.
+    """The rows with speed-ups.
+
+    They are against the baseline config of the row's dtype on `auto`, else on the row's backend;
+    without a baseline, against the config's own `naive`, else `math`.
     """
     medians = {
         (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked

@@ -1,21 +1,13 @@
-"""Pairs the cells of two sides by config, their kernels by role, and builds the rows of the
-diff."""
+"""The diff: cells of two sides paired by config, their kernels by role, and a row for each pair."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from profharness import stats
-from profharness.answers.diff.kernels import (
-    Groups,
-    aligned,
-    call_ns,
-    changes,
-    common_profiler,
-    grouped,
-)
+from profharness.answers.diff.kernels import aligned, call_ns, changes, common_profiler, grouped
 from profharness.answers.diff.kernels import speed as launch_speed
 from profharness.answers.diff.model import Change, Diff, DiffRow, Side, Verdict, environment_changes
 from profharness.answers.roles import role_order
@@ -28,12 +20,14 @@ if TYPE_CHECKING:
 
 
 NO_CONFIG = "(no config)"
+MEASUREMENTS = ("graph", "event", "wall")  # a replayed graph has the least noise of the CPU in it
+MAX_CLOCK_RATIO = 1.05
+LAUNCHES = "profiler launches"
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """What one side knows about one config: its cell, if any, and the kernel rows of every
-    profiler."""
+    """One config on one side: its cell, if any, and the kernel rows of every profiler."""
 
     config: str
     backend: str | None
@@ -48,17 +42,11 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     """The diff of two sides: backends of one run, or runs.
 
     Sides that both name a backend pair by config, else by config and backend; a side that names
-    none takes over the
-    other's. Kernel rows of one profiler are compared: one that both sides have if possible, torch
-    before nsys before ncu.
-    threshold is the smallest relative change of a time that counts.
+    none takes over the other's. threshold is the smallest relative change of a time that counts.
     """
     if baseline.backend is None or candidate.backend is None:
         backend = baseline.backend or candidate.backend
-        baseline, candidate = (
-            replace(baseline, backend=backend),
-            replace(candidate, backend=backend),
-        )
+        baseline, candidate = (replace(side, backend=backend) for side in (baseline, candidate))
     by_config = baseline.backend is not None
     base, cand = _cells(baseline, by_config), _cells(candidate, by_config)
     rows: list[DiffRow] = []
@@ -70,23 +58,18 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
 
 def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:
     """One side's cells by what they pair on, in the order of its rows."""
-    found: dict[tuple[str, str | None], _Cell] = {}
-
-    def key(config: str, backend: str | None) -> tuple[str, str | None]:
-        return config, None if by_config else backend
-
+    cells: dict[tuple[str, str | None], _Cell] = {}
     for cell in side.cells:
         if side.backend in (None, cell.backend):
-            at = key(cell.config, cell.backend)
-            found.setdefault(at, _Cell(cell.config, cell.backend, cell))
+            key = cell.config, None if by_config else cell.backend
+            cells.setdefault(key, _Cell(cell.config, cell.backend, cell))
     for row in side.kernels:
-        if side.backend not in (None, row.backend):
-            continue
-        config = row.config or row.range or NO_CONFIG
-        at = key(config, row.backend)
-        known = found.get(at, _Cell(config, row.backend))
-        found[at] = replace(known, kernels=(*known.kernels, row))
-    return found
+        if side.backend in (None, row.backend):
+            config = row.config or row.range or NO_CONFIG
+            key = config, None if by_config else row.backend
+            known = cells.get(key, _Cell(config, row.backend))
+            cells[key] = replace(known, kernels=(*known.kernels, row))
+    return cells
 
 
 def _diff_pair(
@@ -94,122 +77,102 @@ def _diff_pair(
 ) -> Iterable[DiffRow]:
     if base is None or cand is None:
         return _one_sided(base, cand)
+    pair = {
+        "config": base.config,
+        "backend_baseline": base.backend,
+        "backend_candidate": cand.backend,
+    }
     rows: list[DiffRow] = []
     doubts = incomparable(baseline, candidate, base.cell, cand.cell)
     if base.cell and cand.cell:
-        status = status_row(base.config, base.cell, cand.cell)
-        if status is None:
-            rows.append(call_row(base.config, base.cell, cand.cell, doubts, threshold))
-        else:
-            rows.append(status)
-    return rows + _kernel_rows(base, cand, doubts, threshold)
+        row = status_row(pair, base.cell, cand.cell)
+        rows.append(row or call_row(pair, base.cell, cand.cell, doubts, threshold))
+    return rows + _kernel_rows(pair, base, cand, doubts, threshold)
 
 
 def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
     """A config that only one side has."""
     here = base or cand
     assert here is not None
-    missing, verdict = ("candidate", "removed") if base else ("baseline", "added")
-    profiler = common_profiler(here.kernels, here.kernels)[0]
-    chosen = here.of(profiler)
     template = DiffRow(
         config=here.config,
         backend_baseline=base.backend if base else None,
         backend_candidate=cand.backend if cand else None,
         role="call",
-        baseline=(),
-        candidate=(),
-        ratio=None,
-        verdict="removed" if verdict == "removed" else "added",
-        reasons=(f"the {missing} has no such config",),
-        changes=(),
+        verdict="removed" if base else "added",
+        reasons=(f"the {'candidate' if base else 'baseline'} has no such config",),
     )
     rows = [template] if here.cell else []
-    for role, kernels in grouped(chosen).items():
-        time = call_ns(kernels, _least(chosen))
-        rows.append(
-            replace(
-                template,
-                role=role,
-                baseline=kernels if base else (),
-                candidate=() if base else kernels,
-                baseline_ns=time if base else None,
-                candidate_ns=None if base else time,
-                basis="profiler launches",
-            )
-        )
+    own = here.of(common_profiler(here.kernels, here.kernels)[0])
+    for role, kernels in grouped(own).items():
+        row = replace(template, role=role, basis=LAUNCHES)
+        time = call_ns(kernels, _least(own))
+        if base:
+            rows.append(replace(row, baseline=kernels, baseline_ns=time))
+        else:
+            rows.append(replace(row, candidate=kernels, candidate_ns=time))
     return rows
 
 
 def _kernel_rows(
-    base: _Cell, cand: _Cell, doubts: Sequence[str], threshold: float
+    pair: dict[str, Any], base: _Cell, cand: _Cell, doubts: Sequence[str], threshold: float
 ) -> list[DiffRow]:
     profilers = common_profiler(base.kernels, cand.kernels)
     kernels = base.of(profilers[0]), cand.of(profilers[1])
     if all(profilers) and profilers[0] != profilers[1]:
         doubts = (*doubts, f"times come from different profilers ({profilers[0]}, {profilers[1]})")
     calls = _least(kernels[0]), _least(kernels[1])
-    groups: tuple[Groups, Groups] = grouped(kernels[0]), grouped(kernels[1])
-    left, right, composite = aligned(*groups)
+    left, right, composite = aligned(grouped(kernels[0]), grouped(kernels[1]))
     rows = []
     for role in sorted({*left, *right}, key=lambda name: (role_order(name), name)):
         sides = left.get(role, ()), right.get(role, ())
-        row = _kernel_row(role, sides, calls, doubts, threshold)
+        row = _kernel_row(pair | {"role": role}, sides, calls, doubts, threshold)
         if role in composite:
             text = "a fused kernel against the kernels of math: each side's whole direction"
             row = replace(row, composite=True, reasons=(text, *row.reasons))
-        rows.append(replace(row, config=base.config, backend_baseline=base.backend))
-    return [replace(row, backend_candidate=cand.backend) for row in rows]
+        rows.append(row)
+    return rows
 
 
 def _kernel_row(
-    role: str,
+    pair: dict[str, Any],
     sides: tuple[tuple[KernelRow, ...], tuple[KernelRow, ...]],
     calls: tuple[int, int],
     doubts: Sequence[str],
     threshold: float,
 ) -> DiffRow:
-    """One role; config and backends are the caller's to fill in."""
     times = call_ns(sides[0], calls[0]), call_ns(sides[1], calls[1])
-    found = changes(*sides) if all(sides) else ()
+    differing = changes(*sides) if all(sides) else ()
     verdict: Verdict
     reasons: tuple[str, ...]
     if not all(sides):
         here, verdict = ("baseline", "removed") if sides[0] else ("candidate", "added")
         reasons = (f"only the {here} launches it",)
     elif doubts:
-        verdict, reasons = "changed" if found else "unknown", tuple(doubts)
+        verdict, reasons = "changed" if differing else "unknown", tuple(doubts)
     else:
         verdict, reason = launch_speed(*sides, calls, threshold)
         reasons = (reason,)
-        if found and verdict in ("same", "unknown"):
+        if differing and verdict in ("same", "unknown"):
             verdict = "changed"
     return DiffRow(
-        config="",
-        backend_baseline=None,
-        backend_candidate=None,
-        role=role,
+        **pair,
         baseline=sides[0],
         candidate=sides[1],
         ratio=times[1] / times[0] if times[0] and times[1] else None,
         verdict=verdict,
         reasons=reasons,
-        changes=found,
-        changed=bool(found),
+        changes=differing,
+        changed=bool(differing),
         baseline_ns=times[0],
         candidate_ns=times[1],
-        basis="profiler launches",
+        basis=LAUNCHES,
     )
 
 
 def _least(rows: Sequence[KernelRow]) -> int:
-    """The calls that launches without a known number of calls stand for: the rarest kernel runs
-    once a call."""
+    """The calls of launches without a known number of calls: the rarest kernel runs once a call."""
     return min((row.launches for row in rows), default=1) or 1
-
-
-MEASUREMENTS = ("graph", "event", "wall")
-MAX_CLOCK_RATIO = 1.05
 
 
 def incomparable(
@@ -230,66 +193,53 @@ def incomparable(
     return tuple(reasons)
 
 
-def status_row(config: str, baseline: CellRow, candidate: CellRow) -> DiffRow | None:
+def status_row(pair: dict[str, Any], baseline: CellRow, candidate: CellRow) -> DiffRow | None:
     """How the cells ended; None where both are ok, `same` where both have one status and codes."""
     if baseline.status == candidate.status == "ok":
         return None
-    codes = [_codes(cell) for cell in (baseline, candidate)]
-    differing = []
-    if baseline.status != candidate.status:
-        differing.append(Change("status", baseline.status, candidate.status))
-    if codes[0] != codes[1]:
-        differing.append(Change("refusals", codes[0], codes[1]))
+    statuses = baseline.status, candidate.status
+    codes = _codes(baseline), _codes(candidate)
+    differing = [Change("status", *statuses)] if statuses[0] != statuses[1] else []
+    differing += [Change("refusals", *codes)] if codes[0] != codes[1] else []
     return DiffRow(
-        config=config,
-        backend_baseline=baseline.backend,
-        backend_candidate=candidate.backend,
+        **pair,
         role="status",
-        baseline=(),
-        candidate=(),
-        ratio=None,
         verdict="changed" if differing else "same",
-        reasons=(f"baseline: {_told(baseline)}", f"candidate: {_told(candidate)}"),
+        reasons=(f"baseline: {_ending(baseline)}", f"candidate: {_ending(candidate)}"),
         changes=tuple(differing),
         changed=bool(differing),
     )
 
 
 def call_row(
-    config: str, baseline: CellRow, candidate: CellRow, doubts: Sequence[str], threshold: float
+    pair: dict[str, Any],
+    baseline: CellRow,
+    candidate: CellRow,
+    doubts: Sequence[str],
+    threshold: float,
 ) -> DiffRow:
-    """Latency of the whole call, unprofiled: graph replay if both sides have it, events, or
-    wall."""
-    basis = next((n for n in MEASUREMENTS if _has(baseline, n) and _has(candidate, n)), None)
-    verdict: Verdict = "unknown"
-    ratio: float | None = None
-    reasons = ["no unprofiled measurement that both sides have"]
-    times: tuple[float, float] | tuple[None, None] = (None, None)
-    if basis is not None:
-        samples = baseline.samples[basis], candidate.samples[basis]
-        compared = stats.compare(*samples, threshold=threshold)
-        ratio, verdict, reasons = compared.ratio, compared.verdict, [compared.reason]
-        times = stats.summarize(samples[0]).median, stats.summarize(samples[1]).median
-    if doubts:
-        verdict = "unknown"
-    found = [
-        Change(name, getattr(baseline, name), getattr(candidate, name))
+    """Latency of the whole call by the first of MEASUREMENTS that both sides have."""
+    differing = [
+        Change(name, *values)
         for name in ("sdpa_op", "choice", "peak_memory_bytes")
-        if _known_to_differ(getattr(baseline, name), getattr(candidate, name))
+        if None not in (values := (getattr(baseline, name), getattr(candidate, name)))
+        and values[0] != values[1]
     ]
-    return DiffRow(
-        config=config,
-        backend_baseline=baseline.backend,
-        backend_candidate=candidate.backend,
-        role="call",
-        baseline=(),
-        candidate=(),
-        ratio=ratio,
-        verdict=verdict,
-        reasons=(*doubts, *reasons),
-        changes=tuple(found),
-        baseline_ns=times[0],
-        candidate_ns=times[1],
+    row = DiffRow(**pair, role="call", changes=tuple(differing))
+    samples = baseline.samples, candidate.samples
+    basis = next((name for name in MEASUREMENTS if all(side.get(name) for side in samples)), None)
+    if basis is None:
+        reason = "no unprofiled measurement that both sides have"
+        return replace(row, reasons=(*doubts, reason))
+    base, cand = (side[basis] for side in samples)
+    compared = stats.compare(base, cand, threshold=threshold)
+    return replace(
+        row,
+        ratio=compared.ratio,
+        verdict="unknown" if doubts else compared.verdict,
+        reasons=(*doubts, compared.reason),
+        baseline_ns=stats.summarize(base).median,
+        candidate_ns=stats.summarize(cand).median,
         basis=basis,
     )
 
@@ -298,28 +248,21 @@ def _codes(cell: CellRow) -> tuple[str, ...]:
     return tuple(sorted({refusal.code for refusal in cell.refusals}))
 
 
-def _told(cell: CellRow) -> str:
-    texts = [cell.message] if cell.message else [refusal.message for refusal in cell.refusals]
+def _ending(cell: CellRow) -> str:
     codes = f" [{', '.join(_codes(cell))}]" if cell.refusals else ""
-    return f"{cell.status}{codes}" + (f": {'; '.join(texts)}" if texts else "")
-
-
-def _has(cell: CellRow, measurement: str) -> bool:
-    return bool(cell.samples.get(measurement))
-
-
-def _known_to_differ(baseline: object, candidate: object) -> bool:
-    return baseline is not None and candidate is not None and baseline != candidate
+    return f"{cell.status}{codes}" + (f": {cell.reason}" if cell.reason else "")
 
 
 def find_side(store: Store, text: str, configs: Sequence[Config]) -> Side:
-    """The rows that RUN, RUN:BACKEND or a backend of the latest run stands for. Raises
-    NotFoundError."""
+    """The rows of RUN, RUN:BACKEND or a backend of the latest run. Raises NotFoundError."""
     latest = store.latest_run_with(configs) if configs else None
     if ":" in text:
         ref, _, backend = text.partition(":")
         run = store.resolve(ref)
-        _require_backend(backend, [cell.backend for cell in store.cells(run)], run)
+        known = dict.fromkeys(cell.backend for cell in store.cells(run))
+        if backend not in known:
+            has = ", ".join(known) or "none"
+            raise NotFoundError(f"run {run} has no backend {backend!r}; it has {has}")
     else:
         run, backend = latest or store.resolve("latest"), text
         known = dict.fromkeys(cell.backend for cell in store.cells(run))
@@ -339,9 +282,3 @@ def find_side(store: Store, text: str, configs: Sequence[Config]) -> Side:
         backend=backend or None,
         environment=store.environment(run),
     )
-
-
-def _require_backend(backend: str, known: Sequence[str], run: str) -> None:
-    if backend not in known:
-        has = ", ".join(dict.fromkeys(known)) or "none"
-        raise NotFoundError(f"run {run} has no backend {backend!r}; it has {has}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from profharness import stats
 from profharness.answers.diff.model import Change, Verdict
-from profharness.answers.roles import ROLES, assign_roles, role_order
+from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import TRACE_PROFILERS, KernelRow
 
@@ -43,9 +43,7 @@ FIELDS = (
 
 def grouped(rows: Iterable[KernelRow]) -> Groups:
     """The rows of one cell by role, in the order of ROLES."""
-    groups: dict[str, list[KernelRow]] = {}
-    for name, row in assign_roles(rows):
-        groups.setdefault(name, []).append(row)
+    groups = by_role(rows)
     return {name: tuple(groups[name]) for name in sorted(groups, key=role_order)}
 
 
@@ -72,8 +70,7 @@ def aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[st
 def common_profiler(
     baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]
 ) -> tuple[str | None, str | None]:
-    """Which profiler's rows to compare: one that both sides have if possible, torch before nsys
-    before ncu."""
+    """The profilers to compare, one that both sides have if possible, as TRACE_PROFILERS rank."""
     base, cand = {row.profiler for row in baseline}, {row.profiler for row in candidate}
     both = _preferred(base & cand)
     return (both, both) if both else (_preferred(base), _preferred(cand))
@@ -81,23 +78,21 @@ def common_profiler(
 
 def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tuple[Change, ...]:
     """The identity and launch properties that differ; an unknown value is no change."""
-    identities = [Counter(_identity(row) for row in rows) for rows in (baseline, candidate)]
-    if identities[0] == identities[1]:
+    sides = [[_properties(row) for row in rows] for rows in (baseline, candidate)]
+    if Counter(sides[0]) == Counter(sides[1]):
         return ()
-    found = []
-    for field in FIELDS:
-        base = tuple(_value(row, field) for row in baseline)
-        cand = tuple(_value(row, field) for row in candidate)
+    differing = []
+    for place, name in enumerate(FIELDS):
+        base, cand = (tuple(row[place] for row in rows) for rows in sides)
         if _differs(base, cand):
-            found.append(Change(field, _scalar(base), _scalar(cand)))
-    return tuple(found)
+            differing.append(Change(name, _scalar(base), _scalar(cand)))
+    return tuple(differing)
 
 
 def call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
-    """Median time of a launch times launches per call, summed over rows; None of no rows, or where
-    one of them has no time.
+    """Median time of a launch times launches per call, summed over rows.
 
-    calls stands in where a row does not know its launches per call.
+    None without rows, or where one has no time. calls are for a row without launches per call.
     """
     return _summed(rows, [row.duration_ns for row in rows], calls) if rows else None
 
@@ -140,10 +135,6 @@ def _preferred(profilers: set[str]) -> str | None:
     return known[0] if known else min(profilers, default=None)
 
 
-def _per_call(row: KernelRow, calls: int) -> float:
-    return row.launches_per_call if row.launches_per_call else row.launches / calls
-
-
 def _range(rows: Sequence[KernelRow], calls: int) -> tuple[float, float]:
     low = _summed(rows, [row.min_ns for row in rows], calls)
     high = _summed(rows, [row.max_ns for row in rows], calls)
@@ -155,19 +146,13 @@ def _summed(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> f
     known = [time for time in times if time is not None]
     if len(known) < len(rows):
         return None
-    return sum(time * _per_call(row, calls) for time, row in zip(known, rows, strict=True))
+    return sum(time * launches_per_call(row, calls) for time, row in zip(known, rows, strict=True))
 
 
-def _value(row: KernelRow, field: str) -> Any:
-    return _tile(row) if field == "tile" else getattr(row, field)
-
-
-def _tile(row: KernelRow) -> str | None:
-    return parse_kernel_name(row.kernel, row.kernel_kind).tile
-
-
-def _identity(row: KernelRow) -> tuple[Any, ...]:
-    return tuple(_value(row, field) for field in FIELDS)
+def _properties(row: KernelRow) -> tuple[Any, ...]:
+    """The values of FIELDS; the tile is in the kernel's name."""
+    tile = parse_kernel_name(row.kernel, row.kernel_kind).tile
+    return tuple(tile if name == "tile" else getattr(row, name) for name in FIELDS)
 
 
 def _differs(baseline: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:

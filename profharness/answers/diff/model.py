@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+import msgspec
 
 from profharness.rows import CellRow, KernelRow
 
@@ -17,8 +19,7 @@ SCHEMA = "profharness.diff/1"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a diff: the rows of one run, as the store gives them. backend narrows them to
-    one backend's.
+    """One side of a diff: the rows of one run, or of one backend of it.
 
     cells may be empty (a foreign trace); kernels without a config are then grouped by their range.
     """
@@ -41,8 +42,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class EnvChange:
-    """One differing key of the environments; explains says what such a change can do, None where
-    it does nothing known."""
+    """One differing key of the environments. explains: what such a change can do, None: nothing."""
 
     key: str
     baseline: Any
@@ -54,26 +54,23 @@ class EnvChange:
 class DiffRow:
     """One role of one config on both sides; role is `call`, `status`, or one of roles.ROLES.
 
-    A row of role attention or attention_bwd that holds a fused kernel on one side and the math
-    kernels on the other is composite.
-    baseline_ns and candidate_ns are per call, ratio is candidate over baseline; all None where
-    unknown. basis says what was
-    timed (`graph event wall` of unprofiled samples, or `profiler launches`). changed: another
-    kernel, tile, grid, block, shared
-    memory, registers, launch count or status; the verdict names it only where the time says
-    neither slower nor faster.
+    A composite row (attention or attention_bwd) holds a fused kernel on one side and the math
+    kernels on the other. baseline_ns and candidate_ns are per call, ratio is candidate over
+    baseline; None where unknown. basis is what was timed: `graph event wall` (unprofiled samples)
+    or `profiler launches`. changed: another kernel, tile, grid, block, shared memory, registers,
+    launch count or status; the verdict says so only where the time is neither slower nor faster.
     """
 
     config: str
     backend_baseline: str | None
     backend_candidate: str | None
     role: str
-    baseline: tuple[KernelRow, ...]
-    candidate: tuple[KernelRow, ...]
-    ratio: float | None
-    verdict: Verdict
-    reasons: tuple[str, ...]
-    changes: tuple[Change, ...]
+    baseline: tuple[KernelRow, ...] = ()
+    candidate: tuple[KernelRow, ...] = ()
+    ratio: float | None = None
+    verdict: Verdict = "unknown"
+    reasons: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
     changed: bool = False
     composite: bool = False
     baseline_ns: float | None = None
@@ -83,8 +80,7 @@ class DiffRow:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """All rows, configs in the baseline's order, and the differences of the environments,
-    explaining ones first."""
+    """All rows in the order of the baseline's configs, and the differences of the environments."""
 
     baseline: str
     candidate: str
@@ -96,105 +92,50 @@ class Diff:
         return Counter(row.verdict for row in self.rows)
 
     def fails(self, on: Set[str]) -> list[DiffRow]:
-        """The rows whose verdict is in on; `changed` also meets rows that are changed and slower
-        or faster."""
+        """The rows whose verdict is in on; `changed` also meets changed rows with another verdict."""
         return [row for row in self.rows if row.verdict in on or (row.changed and "changed" in on)]
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars under schema `profharness.diff/1`."""
-        return {
-            "schema": SCHEMA,
-            "baseline": self.baseline,
-            "candidate": self.candidate,
-            "environment": [plain(change) for change in self.environment],
-            "rows": [plain(row) for row in self.rows],
-        }
+        return {"schema": SCHEMA, **msgspec.to_builtins(self, enc_hook=str)}
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON knows it: dataclasses and mappings as dicts, sequences as lists."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    return str(value)
-
-
-# In order of weight; the sentences are about PyTorch's dispatch on CUDA (its priority order and
-# constraint checks).
-EXPLAINS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(rf"^(?:{pattern})$"), sentence)
-    for pattern, sentence in (
-        ("device_type", "another kind of device runs other kernels; times do not compare"),
-        (
-            "gpu|capability|num_sms",
-            "the GPU decides which backends are allowed, whether cuDNN comes first,"
-            " tiles and the number of splits",
-        ),
-        (
-            "torch|torch_git",
-            "PyTorch's release decides the order of backends, their constraints and"
-            " the built-in kernels",
-        ),
-        (
-            "torch_cuda",
-            "brings other cuBLAS kernels for math; from 2.13 the CUDA of the build "
-            "also decides on which GPUs "
-            "cuDNN comes first",
-        ),
-        (
-            "cudnn",
-            "cuDNN picks its kernels at run time; from torch 2.10 one newer than "
-            "9.15.0 is the first choice on "
-            "compute capability 9 and 10, and head_dim limits depend on it",
-        ),
-        (r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED", "1 takes cuDNN from the front (torch 2.10 on)"),
-        (r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED", "0 keeps cuDNN from the front (torch 2.9)"),
-        (r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*", "1 lets cuDNN take nested tensors"),
-        (r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "changes which cuDNN plan a shape gets"),
-        (r"(env\.)?TORCH_CUDNN_SDPA_\w+", "steers the use of cuDNN attention"),
-        ("priority_order", "the first allowed backend of this order runs"),
-        (r"sdp_\w+", "a backend that is switched off is never chosen"),
-        (
-            "flash_attention_impl",
-            "another FlashAttention generation brings other kernels and limits",
-        ),
-        (
-            "deterministic",
-            "deterministic algorithms rule cuDNN out and give flash's backward another grid",
-        ),
-        (
-            "fp16_reduction_math",
-            "lets math compute in half precision instead of fp32: no casts, other GEMMs",
-        ),
-        (
-            r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)",
-            "lets fp32 GEMMs of math run on tensor cores",
-        ),
-        ("triton", "compiles flex and Triton kernels anew"),
-        ("driver", "may change clocks, launch cost and just-in-time compiled code"),
-        (
-            r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)",
-            "changes cuBLAS's choice of GEMM for math",
-        ),
-        (r"(env\.)?CUDA_LAUNCH_BLOCKING", "makes every launch wait, which lengthens calls"),
-        (r"(env\.)?CUDA_\w+", "changes which device is used or how work is launched"),
-        (r"(env\.)?PYTORCH_(CUDA_)?ALLOC_CONF", "changes the cost of allocations inside a call"),
-        (
-            "cpu",
-            "another processor launches at another pace, and runs CPU kernels at another speed",
-        ),
-        (r"num_threads|(env\.)?(OMP|MKL)_NUM_THREADS", "changes the time of CPU kernels"),
-        (
-            r"sm_mhz|clocks\.\w+|power_limit\w*",
-            "another clock gives other times for the same kernel",
-        ),
-    )
-)
+# What a change of a key can do, in order of weight. The sentences are about PyTorch's dispatch on
+# CUDA: its order of backends and the checks of their constraints.
+_EXPLAINS = {
+    "device_type": "another kind of device runs other kernels; times do not compare",
+    "gpu|capability|num_sms": "the GPU decides which backends are allowed, whether cuDNN comes first,"
+    " tiles and the number of splits",
+    "torch|torch_git": "PyTorch's release decides the order of backends, their constraints and"
+    " the built-in kernels",
+    "torch_cuda": "brings other cuBLAS kernels for math; from 2.13 the CUDA of the build also decides"
+    " on which GPUs cuDNN comes first",
+    "cudnn": "cuDNN picks its kernels at run time; from torch 2.10 one newer than 9.15.0 is the first"
+    " choice on compute capability 9 and 10, and head_dim limits depend on it",
+    r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": "1 takes cuDNN from the front (torch 2.10 on)",
+    r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": "0 keeps cuDNN from the front (torch 2.9)",
+    r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "1 lets cuDNN take nested tensors",
+    r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "changes which cuDNN plan a shape gets",
+    r"(env\.)?TORCH_CUDNN_SDPA_\w+": "steers the use of cuDNN attention",
+    "priority_order": "the first allowed backend of this order runs",
+    r"sdp_\w+": "a backend that is switched off is never chosen",
+    "flash_attention_impl": "another FlashAttention generation brings other kernels and limits",
+    "deterministic": "deterministic algorithms rule cuDNN out and give flash's backward another grid",
+    "fp16_reduction_math": "lets math compute in half precision instead of fp32: no casts, other GEMMs",
+    r"tf32|(env\.)?(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_\w+)": "lets fp32 GEMMs of math run on tensor"
+    " cores",
+    "triton": "compiles flex and Triton kernels anew",
+    "driver": "may change clocks, launch cost and just-in-time compiled code",
+    r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)": "changes cuBLAS's choice of GEMM for"
+    " math",
+    r"(env\.)?CUDA_LAUNCH_BLOCKING": "makes every launch wait, which lengthens calls",
+    r"(env\.)?CUDA_\w+": "changes which device is used or how work is launched",
+    r"(env\.)?PYTORCH_(CUDA_)?ALLOC_CONF": "changes the cost of allocations inside a call",
+    "cpu": "another processor launches at another pace, and runs CPU kernels at another speed",
+    r"num_threads|(env\.)?(OMP|MKL)_NUM_THREADS": "changes the time of CPU kernels",
+    r"sm_mhz|clocks\.\w+|power_limit\w*": "another clock gives other times for the same kernel",
+}
+EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLAINS.items())
 UNIMPORTANT = re.compile(
     r"^(created|run|note|path|time(stamp)?|profharness|python|platform|host\w*)$"
 )
@@ -203,11 +144,9 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Every key whose value differs, nested dicts flattened with dots; None where a side lacks the
-    key.
+    """Every key whose value differs, nested dicts flattened with dots; None where a side lacks it.
 
-    First the keys that can explain other kernels or times, by weight, then unknown keys, last
-    those of no consequence.
+    First the keys that can explain other kernels or times, then unknown ones, then the others.
     """
     base, cand = flatten(base_env), flatten(cand_env)
     found = [
@@ -220,12 +159,11 @@ def environment_changes(
 
 def explanation(key: str) -> str | None:
     """What a change of this key can do; None where nothing is known."""
-    return next((sentence for pattern, sentence in EXPLAINS if pattern.match(key)), None)
+    return next((sentence for pattern, sentence in EXPLAINS if pattern.fullmatch(key)), None)
 
 
 def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted keys; sequences as lists, so that a stored and a fresh one compare
-    equal."""
+    """Nested dicts as dotted keys; tuples as lists, so that a stored and a fresh one are equal."""
     flat: dict[str, Any] = {}
     for key, value in environment.items():
         name = f"{prefix}{key}"
@@ -238,6 +176,6 @@ def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _weight(key: str) -> int:
     for weight, (pattern, _) in enumerate(EXPLAINS):
-        if pattern.match(key):
+        if pattern.fullmatch(key):
             return weight
     return len(EXPLAINS) + (1 if UNIMPORTANT.match(key) else 0)
