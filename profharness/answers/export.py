@@ -20,6 +20,7 @@ from isal import igzip
 from profharness.devices import Device
 from profharness.errors import NotFoundError
 from profharness.files import atomic_file
+from profharness.rows import TRACE_PROFILERS
 
 if TYPE_CHECKING:
     from profharness.store import LaunchRow, RangeRow, Store
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 # A sort key and the event; the number breaks ties, because dicts do not compare.
 _Timed = tuple[int, int, int, Event]
-
 
 # Above every Linux thread id, because ops of the CPU share a process with real threads.
 FIRST_TRACK = (1 << 22) + 1
@@ -92,8 +92,7 @@ class Section:
 
 @dataclass(slots=True)
 class _Tracks:
-    """Hands out track numbers: one per process and name, and another where two launches of one
-    track overlap."""
+    """Track numbers: one a process and name, and another where two launches of a track overlap."""
 
     numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -113,8 +112,10 @@ class _Tracks:
         return number, name if len(lanes) == 1 else f"{name} #{len(lanes)}"
 
     def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
-        """Whether a range lies within the innermost one open on its thread, as a track demands;
-        ranges come by start, the longer first. If so, it is the innermost now."""
+        """Whether a range lies within the innermost one open on its thread; if so, it is open now.
+
+        Ranges come by start, the longer first.
+        """
         ends = self.open_ends.setdefault((pid, tid), [])
         while ends and ends[-1] <= start_ns:
             ends.pop()
@@ -133,11 +134,9 @@ def write_chrome_trace(
 ) -> int:
     """Write the trace and return the number of launches in it.
 
-    Every section starts at time zero, because the clocks of two profilers have nothing in common;
-    times are µs with
-    three decimals. Memory does not grow with the number of launches: rows are read once, in the
-    order of their start (small
-    disorder, as between streams, is put right).
+    Every section starts at time zero, because the clocks of two profilers have nothing in common.
+    Times are µs with three decimals. Memory does not grow with the number of launches: rows are
+    read once, in the order of their start. Small disorder, as between streams, is put right.
     """
     encode = msgspec.json.Encoder().encode
     devices = tuple(devices)
@@ -188,19 +187,18 @@ def _apart(
     """The events in processes and tracks of their own. Tracks are shifted too: for Perfetto a
     thread has one number, whatever its process.
     """
-    known: set[int] = set()
+    named: set[int] = set()
     for event in events:
         pid = event["pid"]
-        if pid not in known:
-            known.add(pid)
+        if pid not in named:
+            named.add(pid)
             title = titles.get(pid, f"process {pid}")
             yield _metadata("process_name", pid + shift, 0, f"{name}: {title}")
         yield {**event, "pid": pid + shift, "tid": event["tid"] + shift}
 
 
 def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
-    """All events of a section by time; a range comes before what starts within it at the same
-    moment."""
+    """All events of a section by time, a range before what starts within it at the same moment."""
     ties = itertools.count()
     streams = (
         in_order(_range_events(section.ranges, ties)),
@@ -232,26 +230,17 @@ def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
 
 
 def _arrow(event: Event) -> Iterator[Event]:
-    """The flow from a launch call to what it started, under the launch's id, which no two
-    profilers share."""
+    """The flow from a launch call to its launch, under the launch's id: no two profilers share it."""
     flow = event["args"].get("flow")
     if flow is None:
         return
     end = {"ph": "s"} if event["cat"].startswith("cuda_") else {"ph": "f", "bp": "e"}
-    yield {
-        **end,
-        "id": flow,
-        "cat": "ac2g",
-        "name": "ac2g",
-        "pid": event["pid"],
-        "tid": event["tid"],
-        "ts": event["ts"],
-    }
+    place = {key: event[key] for key in ("pid", "tid", "ts")}
+    yield {**end, "id": flow, "cat": "ac2g", "name": "ac2g", **place}
 
 
 def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]:
-    """The events by time, provided that none is more than window places away from where it
-    belongs."""
+    """The events by time, provided that none is more than window places off."""
     heap: list[_Timed] = []
     for event in events:
         if len(heap) < window:
@@ -264,16 +253,21 @@ def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]
 
 def _range_events(ranges: Iterable[RangeRow], ties: Iterator[int]) -> Iterator[_Timed]:
     for row in ranges:
-        event = {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": row.name,
-            "pid": row.pid,
-            "tid": row.tid,
-            "dur": row.duration_ns,
-            "args": {},
-        }
+        event = _event("user_annotation", row.name, row.pid, row.tid, row.duration_ns, {})
         yield row.start_ns, -row.duration_ns, next(ties), event
+
+
+def _event(cat: str, name: str, pid: Any, tid: Any, dur: int, args: dict[str, Any]) -> Event:
+    """A complete event, without its `ts`; `dur` is in ns until it is written."""
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "dur": dur,
+        "args": args,
+    }
 
 
 def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterator[_Timed]:
@@ -294,25 +288,16 @@ def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterat
 
 
 def _call_event(row: LaunchRow, flow: int) -> Event:
-    """The launching call. The store keeps when it began, not how long it took: its duration is
-    0."""
+    """The launching call, of duration 0: the store keeps when it began, not how long it took."""
     name = row.api or ""
     driver = name.startswith("cu") and not name.startswith("cuda")
     args = {"correlation": row.correlation, "flow": flow}
-    return {
-        "ph": "X",
-        "cat": "cuda_driver" if driver else "cuda_runtime",
-        "name": name,
-        "pid": row.pid,
-        "tid": row.tid,
-        "dur": 0,
-        "args": {key: value for key, value in args.items() if value is not None},
-    }
+    given = {key: value for key, value in args.items() if value is not None}
+    return _event("cuda_driver" if driver else "cuda_runtime", name, row.pid, row.tid, 0, given)
 
 
 def _launch_event(row: LaunchRow, flow: int | None) -> Event:
-    """A kernel, copy or op on the track of its cell; tid is the track's title until it gets its
-    number."""
+    """A kernel, copy or op on the track of its cell; tid is the track's title for now."""
     on_host = row.device is None or row.device < 0
     values = ((name, getattr(row, key)) for key, name in _ARGS.items())
     args: dict[str, Any] = {name: value for name, value in values if value is not None}
@@ -324,18 +309,12 @@ def _launch_event(row: LaunchRow, flow: int | None) -> Event:
         args["device"] = row.device
     if flow is not None:
         args["flow"] = flow
-    return {
-        "ph": "X",
-        "cat": CATEGORIES.get(row.kernel_kind, "kernel"),
-        "name": row.kernel,
-        "pid": (row.pid or 0) if on_host else row.device,
-        "tid": _title(row, on_host=on_host),
-        "dur": row.duration_ns,
-        "args": args,
-    }
+    category = CATEGORIES.get(row.kernel_kind, "kernel")
+    pid = (row.pid or 0) if on_host else row.device
+    return _event(category, row.kernel, pid, _title(row, on_host), row.duration_ns, args)
 
 
-def _title(row: LaunchRow, *, on_host: bool) -> str:
+def _title(row: LaunchRow, on_host: bool) -> str:
     """A track's name: the cell's config and backend; for a foreign trace the stream or thread."""
     if row.cell is not None:
         return f"{row.config} {row.backend} ({row.profiler})"
@@ -344,27 +323,25 @@ def _title(row: LaunchRow, *, on_host: bool) -> str:
     return f"stream {row.stream if row.stream is not None else '-'} ({row.profiler})"
 
 
-# Which of a run's profilers tells most of its course; ncu replays kernels, so its clock tells little.
-PREFERRED = ("torch", "nsys", "ncu")
 ALL = "all"
 
 
 def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tuple[str, ...]:
     """The profilers that an export of the run is made of, out of those that left launches.
 
-    None: the first of PREFERRED; `all`: every one. Raises NotFoundError for a profiler that the run
-    has no launches of. Empty where the run has none at all and none is asked for.
+    None: the first of TRACE_PROFILERS (ncu replays kernels, so its clock says least of the run's
+    course); `all`: every one. Empty where the run has none. Raises NotFoundError for a profiler
+    that the run has no launches of.
     """
     row = next(row for row in store.runs() if row.run == run)
-    found = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
-    if profiler not in (None, ALL, *found):
-        there = f"there are those of {', '.join(found)}" if found else "it has none at all"
+    held = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
+    if profiler not in (None, ALL, *held):
+        there = f"there are those of {', '.join(held)}" if held else "it has none at all"
         raise NotFoundError(f"run {run} has no launches of profiler {profiler!r}; {there}")
     if profiler not in (None, ALL):
         return (str(profiler),)
-    ordered = [name for name in PREFERRED if name in found]
-    ordered += [name for name in found if name not in PREFERRED]
-    return tuple(ordered if profiler == ALL else ordered[:1])
+    ranked = dict.fromkeys([*(name for name in TRACE_PROFILERS if name in held), *held])
+    return tuple(ranked if profiler == ALL else list(ranked)[:1])
 
 
 def write_run_file(

@@ -7,45 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from profharness.rows import KernelRow
 
-# In the order in which a diff shows them: what computes attention first, then its parts, then
-# what serves it.
+# In the order in which a diff shows them: what computes attention, then its parts, then what serves it.
 ROLES = (
-    "attention",
-    "attention_bwd",
-    "combine",
-    "bwd_preprocess",
-    "bwd_postprocess",
-    "qk",
-    "softmax",
-    "softmax_guard",
-    "pv",
-    "qk+pv",
-    "mask",
-    "scale",
-    "dropout",
-    "dV",
-    "dP",
-    "dV+dP",
-    "softmax_bwd",
-    "dK",
-    "dQ",
-    "dK+dQ",
-    "gemm_bwd",
-    "mask_bwd",
-    "scale_bwd",
-    "dropout_bwd",
-    "cast",
-    "cast_bwd",
-    "copy",
-    "copy_bwd",
-    "reduce_bwd",
-    "bwd_init",
-    "grad_init",
-    "grad_accumulate",
-    "memory",
-    "memory_bwd",
-    "helper",
-    "helper_bwd",
+    *("attention", "attention_bwd", "combine", "bwd_preprocess", "bwd_postprocess"),
+    *("qk", "softmax", "softmax_guard", "pv", "qk+pv", "mask", "scale", "dropout"),
+    *("dV", "dP", "dV+dP", "softmax_bwd", "dK", "dQ", "dK+dQ", "gemm_bwd"),
+    *("mask_bwd", "scale_bwd", "dropout_bwd", "cast", "cast_bwd", "copy", "copy_bwd"),
+    *("reduce_bwd", "bwd_init", "grad_init", "grad_accumulate", "memory", "memory_bwd"),
+    *("helper", "helper_bwd"),
 )
 MATH_OP = "aten::_scaled_dot_product_attention_math"
 
@@ -58,73 +27,63 @@ _FRONT = "aten::scaled_dot_product_attention"
 _SPLIT_K = re.compile(r"splitKreduce")
 
 
+_Table = tuple[tuple[str, re.Pattern[str]], ...]
+
+
+def _compiled(*rows: tuple[str, str]) -> _Table:
+    return tuple((role, re.compile(pattern)) for role, pattern in rows)
+
+
 # By kernel name, first hit wins; these names say what they are in any op stack.
-_NAMED: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (role, re.compile(pattern))
-    for role, pattern in (
-        (
-            "combine",
-            r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction|\bcombine_splits\b",
-        ),
-        (
-            "bwd_preprocess",
-            r"dot_do_o|FlashAttnBwdPreprocess|flash_bwd_preprocess|^flash_backward_delta$",
-        ),
-        (
-            "bwd_postprocess",
-            r"convert_dq|convert_dkv|FlashAttnBwdPostprocess|flash_bwd_postprocess|fmha_reduce_head",
-        ),
-        ("softmax_bwd", r"^triton_\w*softmax_backward"),
-        ("softmax", r"^triton_\w*softmax"),
-        ("helper", r"prepare_varlen|^triton_(poi|red|per|for)_"),
-        (
-            "attention_bwd",
-            r"^aten::_scaled_dot_product_\w+_backward$|^aten::_\w+_attention_backward",
-        ),
-        ("attention", r"^aten::_scaled_dot_product_(flash|efficient|cudnn|fused)\w*$"),
-        ("attention", r"^aten::_(flash|efficient|cudnn)_attention_forward"),
-        ("softmax_bwd", r"softmax_warp_backward|SoftMaxBackward|^aten::_softmax_backward_data"),
-        ("softmax", r"softmax_warp_forward|SoftMaxForward|^aten::_softmax$"),
-        ("mask", r"triu_tril_kernel|^aten::(tril|triu)"),
-    )
+_NAMED = _compiled(
+    ("combine", r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction"),
+    ("combine", r"\bcombine_splits\b"),
+    ("bwd_preprocess", r"dot_do_o|FlashAttnBwdPreprocess|flash_bwd_preprocess"),
+    ("bwd_preprocess", r"^flash_backward_delta$"),
+    ("bwd_postprocess", r"convert_dq|convert_dkv|FlashAttnBwdPostprocess|flash_bwd_postprocess"),
+    ("bwd_postprocess", r"fmha_reduce_head"),
+    ("softmax_bwd", r"^triton_\w*softmax_backward"),
+    ("softmax", r"^triton_\w*softmax"),
+    ("helper", r"prepare_varlen|^triton_(poi|red|per|for)_"),
+    ("attention_bwd", r"^aten::_scaled_dot_product_\w+_backward$|^aten::_\w+_attention_backward"),
+    ("attention", r"^aten::_scaled_dot_product_(flash|efficient|cudnn|fused)\w*$"),
+    ("attention", r"^aten::_(flash|efficient|cudnn)_attention_forward"),
+    ("softmax_bwd", r"softmax_warp_backward|SoftMaxBackward|^aten::_softmax_backward_data"),
+    ("softmax", r"softmax_warp_forward|SoftMaxForward|^aten::_softmax$"),
+    ("mask", r"triu_tril_kernel|^aten::(tril|triu)"),
 )
 _BACKWARD_NAME = re.compile(r"bwd|backward|bprop|cutlassB_|_dk_?dv|_dq\b", re.IGNORECASE)
 
 
 # By the op that stands right below the attention op or the autograd node.
-_OP_ROLES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (role, re.compile(rf"^(?:{pattern})$"))
-    for role, pattern in (
-        ("softmax_guard", r"aten::_safe_softmax|SafeSoftmaxBackward\d+"),
-        ("softmax", r"aten::softmax|aten::_softmax|SoftmaxBackward\d+"),
-        ("dropout", r"aten::(native_)?dropout|aten::bernoulli_?|(Native)?DropoutBackward\d+"),
-        (
-            "mask",
-            r"aten::(ones|tril|triu|where|masked_fill_?|logical_not|scalar_tensor|add_?|full)"
-            r"|aten::(zeros_like|full_like|new_full)|(Add|Where|MaskedFill)Backward\d+",
-        ),
-        ("scale", r"aten::(mul|div)_?|(Mul|Div)Backward\d+"),
-        ("cast", r"aten::(to|_to_copy)|ToCopyBackward\d+"),
-        (
-            "copy",
-            r"aten::(repeat_interleave|contiguous|clone|copy_|pad|constant_pad_nd|expand|slice)"
-            r"|CloneBackward\d+|(ConstantPadNd|Slice)Backward\d+",
-        ),
-        ("reduce", r"(Expand|RepeatInterleave|IndexSelect|Repeat)Backward\d+|aten::sum"),
-    )
+_OP_ROLES = _compiled(
+    ("softmax_guard", r"aten::_safe_softmax|SafeSoftmaxBackward\d+"),
+    ("softmax", r"aten::softmax|aten::_softmax|SoftmaxBackward\d+"),
+    ("dropout", r"aten::(native_)?dropout|aten::bernoulli_?|(Native)?DropoutBackward\d+"),
+    (
+        "mask",
+        r"aten::(ones|tril|triu|where|masked_fill_?|logical_not|scalar_tensor|add_?|full)"
+        r"|aten::(zeros_like|full_like|new_full)|(Add|Where|MaskedFill)Backward\d+",
+    ),
+    ("scale", r"aten::(mul|div)_?|(Mul|Div)Backward\d+"),
+    ("cast", r"aten::(to|_to_copy)|ToCopyBackward\d+"),
+    (
+        "copy",
+        r"aten::(repeat_interleave|contiguous|clone|copy_|pad|constant_pad_nd|expand|slice)"
+        r"|CloneBackward\d+|(ConstantPadNd|Slice)Backward\d+",
+    ),
+    ("reduce", r"(Expand|RepeatInterleave|IndexSelect|Repeat)Backward\d+|aten::sum"),
 )
 # By kernel name where no op stack was recorded (nsys, ncu).
-_BARE: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (role, re.compile(pattern))
-    for role, pattern in (
-        ("softmax_guard", r"isneginf|ReduceOp<bool"),
-        ("mask", r"where_kernel|masked_fill|logical_not"),
-        ("scale", r"MulFunctor"),
-        ("dropout", r"fused_dropout|bernoulli"),
-        ("cast", r"float16_copy|bfloat16_copy|LoadWithCast|float32_copy"),
-        ("copy", r"direct_copy_kernel"),
-    )
+_BARE = _compiled(
+    ("softmax_guard", r"isneginf|ReduceOp<bool"),
+    ("mask", r"where_kernel|masked_fill|logical_not"),
+    ("scale", r"MulFunctor"),
+    ("dropout", r"fused_dropout|bernoulli"),
+    ("cast", r"float16_copy|bfloat16_copy|LoadWithCast|float32_copy"),
+    ("copy", r"direct_copy_kernel"),
 )
+_FILLS = ("aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros", "aten::ones")
 
 
 def role(row: KernelRow) -> str:
@@ -134,9 +93,8 @@ def role(row: KernelRow) -> str:
     """
     if row.kernel_kind in ("memcpy", "memset"):
         return "memory_bwd" if is_backward(row) else "memory"
-    for name, pattern in _NAMED:
-        if pattern.search(row.kernel):
-            return name
+    if named := _first(_NAMED, row.kernel):
+        return named
     if row.family in _FUSED_BWD:
         return "attention_bwd"
     if row.family in _FUSED:
@@ -212,8 +170,8 @@ def _helper_role(row: KernelRow) -> str:
         return "grad_accumulate"
     anchor = _anchor(path, backward)
     if anchor is None:
-        return "grad_init" if _fills(path) else "helper"
-    name = _first(_OP_ROLES, anchor)
+        return "grad_init" if path[-1] in _FILLS else "helper"
+    name = _op_role(anchor)
     if backward and name is None:
         name = _inner_bwd_role(path)
     if name == "softmax_guard" and backward:
@@ -242,24 +200,18 @@ def _anchor(path: Sequence[str], backward: bool) -> str | None:
 
 def _inner_bwd_role(path: Sequence[str]) -> str | None:
     """Inside the backward of a fused op: buffers set to zero, gradients made contiguous."""
-    if _fills(path):
+    if path[-1] in _FILLS:
         return "bwd_init"
     inner = [part for part in path if part.startswith("aten::") and "attention" not in part]
-    return _first(_OP_ROLES, inner[0]) if inner else None
+    return _op_role(inner[0]) if inner else None
 
 
-def _fills(path: Sequence[str]) -> bool:
-    return path[-1] in (
-        "aten::fill_",
-        "aten::zero_",
-        "aten::ones_like",
-        "aten::zeros",
-        "aten::ones",
-    )
-
-
-def _first(table: tuple[tuple[str, re.Pattern[str]], ...], text: str) -> str | None:
+def _first(table: _Table, text: str) -> str | None:
     return next((name for name, pattern in table if pattern.search(text)), None)
+
+
+def _op_role(op: str) -> str | None:
+    return next((name for name, pattern in _OP_ROLES if pattern.fullmatch(op)), None)
 
 
 def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
@@ -280,18 +232,15 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
         forward, backward = _split_bare(rows, roles, forward, softmax)
     calls = _calls(rows, roles)
     _name_phase(rows, roles, forward, softmax, (("qk",), ("pv",)), calls)
-    before, behind = (
-        ("dV", "dP"),
-        ("dK", "dQ"),
-    )  # autograd computes the second factor's gradient first
-    _name_phase(rows, roles, backward, _index(roles, "softmax_bwd"), (before, behind), calls)
+    # autograd computes the second factor's gradient first
+    names = (("dV", "dP"), ("dK", "dQ"))
+    _name_phase(rows, roles, backward, _index(roles, "softmax_bwd"), names, calls)
 
 
 def _split_bare(
     rows: Sequence[KernelRow], roles: list[str], products: Sequence[int], softmax: int
 ) -> tuple[list[int], list[int]]:
-    """Forward and backward products by order alone; what follows the first backward one is
-    backward."""
+    """Forward and backward products by order alone; all after the first backward one is backward."""
     after = [n for n in products if n > softmax]
     cut = next((n for n in after[1:] if not _SPLIT_K.search(rows[n].kernel)), len(rows))
     for n in range(cut, len(rows)):
@@ -331,8 +280,7 @@ def _name_phase(
 
 
 def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
-    """How many calls the launches are from, for a trace that does not say: softmax runs once a
-    call."""
+    """The calls of the launches, for a trace that does not say: softmax runs once a call."""
     for name in ("softmax", "softmax_bwd"):
         found = _index(roles, name)
         if found is not None and not rows[found].launches_per_call:
@@ -363,4 +311,4 @@ def _aten(row: KernelRow) -> bool:
 
 
 def _index(roles: Sequence[str], name: str) -> int | None:
-    return next((n for n, found in enumerate(roles) if found == name), None)
+    return roles.index(name) if name in roles else None

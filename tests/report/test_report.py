@@ -143,8 +143,8 @@ def test_a_sweep_is_drawn_as_lines(swept: Path) -> None:
     assert (512, "math") not in points
     (rate,) = [each for title, each in found.items() if title.startswith("TFLOP/s")]
     flops = 4 * 2 * 8 * 512 * 512 * 64
-    mine = next(row for row in rate.rows if row["s"] == 512 and row["backend"] == "flash")
-    assert mine["rate"] == pytest.approx(flops / 16.003e-6 / 1e12)
+    mine = next(row for row in rate.rows if row["seq_len"] == 512 and row["backend"] == "flash")
+    assert mine["TFLOP/s"] == pytest.approx(flops / 16.003e-6 / 1e12)
 
 
 def test_problems_come_first_and_reasons_are_told(swept: Path) -> None:

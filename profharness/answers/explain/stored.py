@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from profharness.answers.agreement import backend_of_op, ran_backends, replacement, replacement_text
-
 from profharness.answers.explain.answer import Explanation, chosen, settle
 from profharness.config import parse_config
 from profharness.dispatch.advice import Advice
