@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nsys_spelling import as_nsys
 
-from profharness.kernel_names import FAMILIES, canonical, parse_kernel_name, short_name
+from profharness.kernel_names import FAMILIES, canonical, parse_kernel_name
 
 csv.field_size_limit(sys.maxsize)
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
@@ -326,10 +326,6 @@ def test_hostile_names_take_no_time(stem: str, unit: str) -> None:
     start = time.process_time()
     parse_kernel_name(name)
     assert time.process_time() - start < 0.5
-
-
-def test_short_name_is_the_parsed_one() -> None:
-    assert short_name(MUL) == parse_kernel_name(MUL).short
 
 
 def test_parsing_is_fast() -> None:

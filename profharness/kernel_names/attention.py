@@ -1,5 +1,5 @@
-"""Attention kernels: FlashAttention 2, 3 and 4, efficient, cuDNN, flex, Triton and the serving
-libraries.
+"""Kernels of libraries by their names: attention (FlashAttention 2, 3 and 4, efficient, cuDNN, flex,
+Triton, serving libraries) and matrix products (cuBLAS, cuBLASLt, CUTLASS); cuDNN, NCCL and CUB.
 """
 
 from __future__ import annotations
@@ -7,19 +7,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from profharness.kernel_names.text import DTYPES, Head, KernelName, generic_short, join_short
-
-READ = (
-    2048  # the fields stand in the template, which comes first; the parameter list only repeats it
+from profharness.kernel_names.text import (
+    DTYPES,
+    Head,
+    KernelName,
+    generic_short,
+    integers,
+    join_short,
+    template_arguments,
 )
 
+READ = 2048  # an attention kernel's fields stand in the template; the parameter list repeats it
 
-def parse_attention(text: str, head: Head) -> KernelName | None:
-    """The attention kernel that a normalised name stands for; None if it is none."""
-    for anchor, parser in _RULES:
-        match = anchor.match(text, head.end - len(head.path))
-        if match:
-            return parser(text[:READ], head, match)
+
+def parse_library(text: str, head: Head) -> KernelName | None:
+    """The library kernel that a normalised name stands for; None if it is none."""
+    for rules, read in ((_ATTENTION, READ), (_PRODUCTS, None)):
+        for anchor, parser in rules:
+            match = anchor.match(text, head.end - len(head.path))
+            if match:
+                return parser(text[:read], head, match)
     return None
 
 
@@ -32,6 +39,8 @@ _FLAGS = re.compile(r"> ?>((?:, ?(?:true|false|\d+)(?=[,>\s]))+)")
 _FA2_FWD = "dropout causal local alibi even_mn even_k softcap return_softmax"
 _FA2_SPLIT = "causal local alibi even_mn even_k softcap split append"
 _FA2_BWD = "dropout causal local alibi even_mn even_k softcap"
+_FA2_SHOWN = ("causal", "dropout", "local", "alibi", "softcap", "append")
+_FA2_UNSET = {"split": "nosplit", "even_mn": "uneven", "even_k": "padded"}
 _FA2_SHORT = {
     "flash_fwd_splitkv_combine_kernel": "flash_fwd_splitkv_combine",
     "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "flash_bwd_dq_dk_dv",
@@ -59,7 +68,6 @@ def _fa2_flags(base: str, text: str) -> dict[str, bool]:
 def _fa2(text: str, head: Head, match: re.Match[str]) -> KernelName:
     base, direction = head.base, match["direction"]
     traits = _TRAITS.search(text) or _TRAITS_CUT.search(text)
-    numbers = [int(value) for value in traits.groups()[:4]] if traits else [None] * 4
     dtype = DTYPES.get(traits[5]) if traits and traits.re is _TRAITS else None
     flags = _fa2_flags(base, text)
     family = "flash_bwd" if direction == "bwd" else "flash"
@@ -67,34 +75,25 @@ def _fa2(text: str, head: Head, match: re.Match[str]) -> KernelName:
         family = "flash_combine"
     elif "splitkv" in base:
         family = "flash_splitkv"
-    head_dim, tile_m, tile_n, warps = numbers
-    shown = [name for name in ("causal", "dropout", "local", "alibi", "softcap") if flags.get(name)]
-    shown += ["append"] if flags.get("append") else []
-    shown += ["nosplit"] if flags.get("split") is False else []
-    shown += ["uneven"] if flags.get("even_mn") is False else []
-    shown += ["padded"] if flags.get("even_k") is False else []
+    sizes = integers(traits, head_dim=1, tile_m=2, tile_n=3, warps=4)
+    shown = [name for name in _FA2_SHOWN if flags.get(name)]
+    shown += [word for name, word in _FA2_UNSET.items() if flags.get(name) is False]
     if family == "flash_combine":
         own = re.search(r"> ?>, (\d+), (\d+)", text)
         shown = [f"m{own[1]}", f"split{2 ** min(int(own[2]), 20)}"] if own else []
-    is_combine = family == "flash_combine"
-    tile = f"{tile_m}x{tile_n}" if traits and not is_combine else None
-    short = join_short(
-        _FA2_SHORT.get(base, base), head_dim, tile, f"w{warps}" if tile else None, *shown
-    )
+    head_dim, tile_m, tile_n, warps = traits.groups()[:4] if traits else [None] * 4
+    tile = (f"{tile_m}x{tile_n}", f"w{warps}") if traits and family != "flash_combine" else ()
     return KernelName(
         head.name,
-        short,
+        join_short(_FA2_SHORT.get(base, base), head_dim, *tile, *shown),
         family,
         "flash2" if "pytorch_flash" in head.path or head.path == base else "flash2_pip",
         arch="sm80",
         dtype=dtype,
-        head_dim=head_dim,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        warps=warps,
         direction=direction,
         causal=flags.get("causal"),
         dropout=flags.get("dropout"),
+        **sizes,
     )
 
 
@@ -104,23 +103,10 @@ _TUPLE2 = re.compile(rf"<cute::tuple<{_C}, {_C} ?>")
 _FA3_ELEMENT = re.compile(r"cutlass::(?:half_t|bfloat16_t|float_e4m3_t|float_e5m2_t)\b")
 _FA3_FLAGS = re.compile(r"cutlass::arch::Sm(\d+)((?:, (?:true|false))+)")
 _FA3_STAGES = re.compile(r"CollectiveMainloop(?:Fwd|Bwd)Sm\d+<(\d+), (\d+)?")
-_FA3_FWD90 = [
-    "causal",
-    "local",
-    "softcap",
-    "varlen",
-    "paged",
-    "append",
-    "qv",
-    "rs",
-    "overlap",
-    "packgqa",
-    "split",
-    "v_col",
-]
-_FA3_FWD80 = ["causal", "local", "softcap", "varlen", "paged", "append", "packgqa", "split"]
-_FA3_BWD = ["causal", "local", "softcap", "varlen", "deterministic"]
-_FA3_SHOWN = ("causal", "local", "softcap", "varlen", "paged", "append", "qv", "packgqa", "split")
+_FA3_FWD90 = "causal local softcap varlen paged append qv rs overlap packgqa split v_col"
+_FA3_FWD80 = "causal local softcap varlen paged append packgqa split"
+_FA3_BWD = "causal local softcap varlen deterministic"
+_FA3_SHOWN = "causal local softcap varlen paged append qv packgqa split"
 
 
 def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
@@ -140,10 +126,10 @@ def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
     if in_name:
         names = _FA3_BWD if direction == "bwd" else _FA3_FWD80 if sm == "80" else _FA3_FWD90
         words = flags_match[2].split(", ")[1:] if flags_match else []
-        flags = dict(zip(names, (word == "true" for word in words), strict=False))
+        flags = dict(zip(names.split(), (word == "true" for word in words), strict=False))
         counts = _FA3_STAGES.search(text)
         is_fwd80 = direction == "fwd" and sm == "80"
-        stages = _maybe_int(counts[2 if is_fwd80 else 1]) if counts else None
+        stages = integers(counts, stages=2 if is_fwd80 else 1).get("stages")
         warps = int(counts[1]) if counts and is_fwd80 else None
     else:
         family = "flash_combine" if "Combine" in base else family
@@ -151,7 +137,7 @@ def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
         tile = (int(pair[1]), 0, int(pair[2])) if pair else None
     tile_m, tile_n, head_dim = tile or (None, None, None)
     tile_n = tile_n or None
-    shown = [name for name in _FA3_SHOWN if flags.get(name)]
+    shown = [name for name in _FA3_SHOWN.split() if flags.get(name)]
     size = f"{tile_m}x{tile_n}" if tile_n else f"m{tile_m}" if tile_m else None
     return KernelName(
         head.name,
@@ -170,25 +156,21 @@ def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
     )
 
 
-def _maybe_int(text: str | None) -> int | None:
-    return int(text) if text else None
-
-
 _FA4_CLASS = re.compile(r"(Flash(?:Attention|Attn)?(?:Forward|Backward|Decode)\w*?)(?:_object|$|_)")
 _FA4_DTYPE = re.compile(r"tensorptr(bf16|f16|f32)")
 
 
 def _fa4(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    found = _FA4_CLASS.search(text[:300])
+    class_name = _FA4_CLASS.search(text[:300])
     dtype = _FA4_DTYPE.search(text)
-    sm = re.search(r"[sS]m(\d+)", found[1] if found else match[0])
+    sm = re.search(r"[sS]m(\d+)", class_name[1] if class_name else match[0])
     direction = match["direction"]
     family = "flash_bwd" if direction == "bwd" else "flash"
-    if "combine" in match[0].lower() or (found and "Combine" in found[1]):
+    if "combine" in match[0].lower() or (class_name and "Combine" in class_name[1]):
         family = "flash_combine"
     return KernelName(
         head.name,
-        found[1] if found else match[0].removeprefix("kernel_cutlass_kernel_"),
+        class_name[1] if class_name else match[0].removeprefix("kernel_cutlass_kernel_"),
         family,
         "fa4",
         arch=f"sm{sm[1]}" if sm else None,
@@ -203,9 +185,7 @@ _MAX_K = re.compile(r"AttentionKernel<[^<>]*?(?:true|false), \d+, \d+, (\d+)")
 
 def _efficient(text: str, head: Head, match: re.Match[str]) -> KernelName:
     is_backward = match["side"] == "B"
-    max_k = match["k"]
-    if not is_backward and (found := _MAX_K.search(text)):
-        max_k = found[1]
+    max_k = None if is_backward else _MAX_K.search(text)
     is_foreign = "PyTorchMemEff" not in text and text[head.end : head.end + 10] == "(Attention"
     return KernelName(
         head.name,
@@ -214,22 +194,19 @@ def _efficient(text: str, head: Head, match: re.Match[str]) -> KernelName:
         "xformers" if is_foreign else "efficient",
         arch=f"sm{match['sm']}" if match["sm"] else None,
         dtype=_EFFICIENT_DTYPES[match["dtype"]],
-        head_dim=_maybe_int(max_k),
-        tile_m=_maybe_int(match["m"]),
-        tile_n=_maybe_int(match["n"]),
         direction="bwd" if is_backward else "fwd",
         dropout="_dropout" in head.base if is_backward else None,
+        **integers(match, head_dim="k", tile_m="m", tile_n="n") | integers(max_k, head_dim=1),
     )
 
 
 def _cudnn(_text: str, head: Head, match: re.Match[str]) -> KernelName:
     kind = match["dtype"]
-    tile = match["tile"]
-    m, n, k = map(int, tile.split("x")) if tile else (None, None, None)
+    tile = _TILE.match(match["tile"] or "")
     engine = "cudnn_oss_sdpa" if match["engine"] == "oss" else "cudnn_sdpa"
     knob = f"knob_{match['knob']}" if match["knob"] else None
     low = kind if kind != "f16" else None
-    parts = (engine, match["sm"], match["pass"], match["mma"], low, knob, tile)
+    parts = (engine, match["sm"], match["pass"], match["mma"], low, knob, match["tile"])
     direction = "fwd" if match["pass"] == "fprop" else "bwd"
     return KernelName(
         head.name,
@@ -238,11 +215,8 @@ def _cudnn(_text: str, head: Head, match: re.Match[str]) -> KernelName:
         "cudnn",
         arch=match["sm"],
         dtype={"f16": "fp16/bf16", "f8": "fp8"}.get(kind, kind),
-        head_dim=k,
-        tile_m=m,
-        tile_n=n,
-        tile_k=k,
         direction=direction,
+        **integers(tile, tile_m=1, tile_n=2, tile_k=3, head_dim=3),
     )
 
 
@@ -274,7 +248,6 @@ def _trtllm(_text: str, head: Head, match: re.Match[str]) -> KernelName:
     sizes = _TRTLLM.search(head.base, match.end())
     kind = re.match(r"Q(?:kv)?(Bfloat16|Fp16|E4m3)", head.base[match.end("sm") + 8 :] or "")
     kind = kind or re.search(r"_Qkv(Bfloat16|Fp16|E4m3)", head.base)
-    head_dim, tile_m, tile_n = map(int, sizes.groups()) if sizes else (None, None, None)
     tail = head.base.replace("fmhaSm", "fmha_sm", 1).replace("Kernel_", "_", 1)
     return KernelName(
         head.name,
@@ -283,11 +256,9 @@ def _trtllm(_text: str, head: Head, match: re.Match[str]) -> KernelName:
         "trtllm",
         arch=f"sm{match['sm']}",
         dtype=_TRTLLM_DTYPE[kind[1]] if kind else None,
-        head_dim=head_dim,
-        tile_m=tile_m,
-        tile_n=tile_n,
         direction="fwd",
         causal=True if "Causal" in tail else False if "Dense" in tail else None,
+        **integers(sizes, head_dim=1, tile_m=2, tile_n=3),
     )
 
 
@@ -306,54 +277,213 @@ def _library(text: str, head: Head, match: re.Match[str]) -> KernelName:
     )
 
 
-_RULES: tuple[tuple[re.Pattern[str], Callable[[str, Head, re.Match[str]], KernelName]], ...] = (
-    tuple(
-        (re.compile(pattern, re.ASCII), parser)
-        for pattern, parser in (
-            (r"(?:\w+::){0,4}flash_(?P<direction>fwd|bwd)_\w+(?=[<(]|$)", _fa2),
-            (
-                r"(?:cutlass::device_kernel<)?(?:flash::enable_sm\w+<)?flash::"
-                r"(?P<base>FlashAttn(?P<side>Fwd|Bwd)\w*|(?:prepare_varlen\w*))",
-                _fa3,
-            ),
-            (
-                r"(?:kernel_cutlass_)?(?:kernel_)?flash_attn\w{0,20}?(?:cute)?flash_(?P<direction>fwd|bwd)\w*",
-                _fa4,
-            ),
-            (
-                r"fmha_cutlass(?P<side>[FB])_(?P<dtype>f16|bf16|f32)_(?:not)?aligned_(?P<m>\d+)x(?P<n>\d+)"
-                r"(?:_rf|_gmem)?(?:_k(?P<k>\d+))?(?:_dropout)?(?:_seqaligned)?(?:_sm(?P<sm>\d+))?",
-                _efficient,
-            ),
-            (
-                r"cudnn_(?:generated_)?(?P<engine>fort_native|oss)_sdpa_(?P<sm>sm\d+[a-z]?)_flash_"
-                r"(?P<pass>fprop|bprop)(?:_(?P<mma>wg?mma))?(?:_(?P<dtype>f16|f8|mxfp8|bf16))?"
-                r"(?:_knob_(?P<knob>\d+))?(?:_(?P<tile>\d+x\d+x\d+))?",
-                _cudnn,
-            ),
-            (
-                r"(?:cudnn::fusion::)?(?P<helper>compute_dot_do_o|convert_dq_to_16bits|fmha_reduce_head"
-                r"|lean_reduction)(?=[_<(]|$)",
-                _cudnn_helper,
-            ),
-            (
-                r"triton_(?:tem_)?(?:fused_)?(?!poi_|red_|per_|for_)\w*?flex_(?:attention|decoding)",
-                _flex,
-            ),
-            (r"triton_", _triton),
-            (
-                r"(?P<attention>_?attn_(?:fwd|bwd)|_(?:fwd|bwd)_(?:kernel|preprocess|grouped_kernel)"
-                r"|bwd_kernel_(?:dk_dv|dq|fuse)|kernel_unified_attention|_splitK_reduce)\w*$",
-                _triton,
-            ),
-            (r"fmhaSm(?P<sm>1\d\d)[a-z]?Kernel_", _trtllm),
-            (
-                r"(?P<flashinfer>(?:cutlass::device_kernel<)?flashinfer::)"
-                r"|(?P<trtllm>fmha_v2_flash_attention_|tensorrt_llm::)"
-                r"|(?P<sage>qk_int\w{0,12}_sv_f|(?:QuantInt8|MeanScale|TransposePadPermute)Kernel\b)"
-                r"|(?P<vllm>vllm::)",
-                _library,
-            ),
-        )
+_CONVOLUTION = re.compile(r"cudnn|winograd|fprop|dgrad|wgrad|conv(?:olve|olution|2d|3d)?(?=_|\b)")
+_TILE = re.compile(r"(?<![a-z\d])(?:tilesize)?(\d+)x(\d+)(?:x(\d+))?(?=_|$|>|\()")
+_STAGES = re.compile(r"stages_\d+x(\d+)|stage(\d+)|_\d+x\d+_\d+x(\d+)_[ntc]{2}(?:_|$)")
+_ELEMENT = re.compile(
+    r"(?P<bf16>bf16)|(?P<fp8_e4m3>e4m3)|(?P<fp16>[fh]p?16(?![\d])|(?<![a-z])h\d{3,6}gemm|hgemm)"
+    r"|(?P<fp64>f64|d\d{3,6}gemm|dgemm)|(?P<fp32>f32|fp32|tf32|sgemm|s1688gemm)"
+)
+_CHIP = {"ampere": "sm80", "volta": "sm70", "turing": "sm75", "maxwell": "sm50", "hopper": "sm90"}
+
+
+def _element(text: str) -> str | None:
+    match = _ELEMENT.search(text)
+    return match.lastgroup if match else None
+
+
+def _gemm(text: str, head: Head, match: re.Match[str]) -> KernelName:
+    """`ampere_sgemm_128x64_tn`, `cutlass_80_tensorop_…gemm_…`, also in `cutlass::Kernel2<…>`."""
+    name = match["name"]
+    if _CONVOLUTION.search(name) or "gemm" not in name:
+        return KernelName(head.name, name, "other", "cudnn" if "cudnn" in text[:200] else "cutlass")
+    tile, stages = _TILE.search(name), _STAGES.search(name)
+    number = re.match(r"cutlass(?:3x)?_(?:sm)?(\d+)", name)
+    chip = name.partition("_")[0]
+    arch = _CHIP.get(chip) or (f"sm{number[1]}" if number else None)
+    return KernelName(
+        head.name,
+        name,
+        "gemm",
+        "cublas",
+        arch=arch,
+        dtype=_element(name),
+        **integers(tile, tile_m=1, tile_n=2, tile_k=3),
+        **integers(stages, stages=(stages and stages.lastindex) or 0),
     )
+
+
+def _xmma(_text: str, head: Head, match: re.Match[str]) -> KernelName:
+    """`sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`."""
+    if match["gemm"] is None:
+        return KernelName(head.name, head.base, "other", "cudnn", arch=match["sm"])
+    formats = re.match(r"_([a-z\d]+?)_([a-z\d]+?)_([a-z\d]+)_([tn]{2})_", match["tail"])
+    tile = re.search(r"tilesize(\d+)x(\d+)x(\d+)", match["tail"])
+    stage = re.search(r"stage(\d+)", match["tail"])
+    math = "tf32" if formats and "tf32" in formats[2] else None
+    # the first word names A and B in one: f32f32, bf16bf16
+    word = formats[1][: len(formats[1]) // 2] if formats else None
+    parts = [math or word, formats[4] if formats else None, tile[0][8:] if tile else None]
+    parts += ["splitk" if "split_k" in match["tail"] else None]
+    stem = f"{match['sm']}_xmma_{match['gemm']}"
+    return KernelName(
+        head.name,
+        "_".join([stem, *(part for part in parts if part)]) if formats else head.base,
+        "gemm",
+        "cublas",
+        arch=match["sm"],
+        dtype=_element(word) if word else None,
+        **integers(tile, tile_m=1, tile_n=2, tile_k=3),
+        **integers(stage, stages=1),
+    )
+
+
+def _nvjet(_text: str, head: Head, match: re.Match[str]) -> KernelName:
+    """`nvjet_[sm90_]hsh_256x128_64x4_…`: A, B and D types (h fp16, t bf16), tile, K step x
+    stages.
+    """
+    return KernelName(
+        head.name,
+        head.base,
+        "gemm",
+        "cublas",
+        arch=match["sm"],
+        dtype={"h": "fp16", "t": "bf16"}.get(match["types"][0]) if match["types"] else None,
+        **integers(match, tile_m="m", tile_n="n", stages="stages"),
+    )
+
+
+def _first_dtype(arguments: list[str]) -> str | None:
+    return next((DTYPES[argument] for argument in arguments if argument in DTYPES), None)
+
+
+def _gemv(text: str, head: Head, _match: re.Match[str]) -> KernelName:
+    arguments = template_arguments(text, head.end)
+    dtype = _first_dtype(arguments)
+    numbers = [argument for argument in arguments if argument.isdigit()]
+    base = "gemvx" if "gemvx::" in head.path else head.base
+    return KernelName(
+        head.name, join_short(base, dtype, *numbers[:5]), "gemv", "cublas", dtype=dtype
+    )
+
+
+def _small_gemm(text: str, head: Head, _match: re.Match[str]) -> KernelName:
+    dtype = _first_dtype(template_arguments(text, head.end, limit=8))
+    return KernelName(head.name, generic_short(text, head), "gemm", "cublas", dtype=dtype)
+
+
+def _cutlass3(text: str, head: Head, match: re.Match[str]) -> KernelName:
+    """`cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>` and its CUTLASS 2
+    sisters.
+    """
+    tile = re.search(r"GemmShape<(\d+), (\d+), \d+>", text[:4096])
+    element = re.search(r"cutlass::(?:half_t|bfloat16_t|float_e4m3_t)\b", text[:4096])
+    return KernelName(
+        head.name,
+        join_short(match["name"], f"{tile[1]}x{tile[2]}" if tile else None),
+        "gemm",
+        "cutlass",
+        dtype=DTYPES[element[0]] if element else None,
+        **integers(tile, tile_m=1, tile_n=2),
+    )
+
+
+def _cub(text: str, head: Head, _match: re.Match[str]) -> KernelName:
+    is_reduce = re.match(r"Device(?:Segmented|SingleTile)?Reduce", head.base)
+    family = "reduce" if is_reduce or "ReduceSingleTile" in head.base else "other"
+    return KernelName(head.name, generic_short(text, head), family, "cub")
+
+
+def _named(text: str, head: Head, match: re.Match[str]) -> KernelName:
+    backend = next(name for name, value in match.groupdict().items() if value)
+    return KernelName(head.name, generic_short(text, head), "other", backend)
+
+
+Rule = tuple[re.Pattern[str], Callable[[str, Head, re.Match[str]], KernelName]]
+
+
+def _rules(*rows: tuple[str, Callable[[str, Head, re.Match[str]], KernelName]]) -> list[Rule]:
+    return [(re.compile(pattern, re.ASCII), parser) for pattern, parser in rows]
+
+
+# Tried in this order; the first that matches decides.
+_ATTENTION = _rules(
+    (r"(?:\w+::){0,4}flash_(?P<direction>fwd|bwd)_\w+(?=[<(]|$)", _fa2),
+    (
+        r"(?:cutlass::device_kernel<)?(?:flash::enable_sm\w+<)?flash::"
+        r"(?P<base>FlashAttn(?P<side>Fwd|Bwd)\w*|(?:prepare_varlen\w*))",
+        _fa3,
+    ),
+    (
+        r"(?:kernel_cutlass_)?(?:kernel_)?flash_attn\w{0,20}?(?:cute)?flash_(?P<direction>fwd|bwd)\w*",
+        _fa4,
+    ),
+    (
+        r"fmha_cutlass(?P<side>[FB])_(?P<dtype>f16|bf16|f32)_(?:not)?aligned_(?P<m>\d+)x(?P<n>\d+)"
+        r"(?:_rf|_gmem)?(?:_k(?P<k>\d+))?(?:_dropout)?(?:_seqaligned)?(?:_sm(?P<sm>\d+))?",
+        _efficient,
+    ),
+    (
+        r"cudnn_(?:generated_)?(?P<engine>fort_native|oss)_sdpa_(?P<sm>sm\d+[a-z]?)_flash_"
+        r"(?P<pass>fprop|bprop)(?:_(?P<mma>wg?mma))?(?:_(?P<dtype>f16|f8|mxfp8|bf16))?"
+        r"(?:_knob_(?P<knob>\d+))?(?:_(?P<tile>\d+x\d+x\d+))?",
+        _cudnn,
+    ),
+    (
+        r"(?:cudnn::fusion::)?(?P<helper>compute_dot_do_o|convert_dq_to_16bits|fmha_reduce_head"
+        r"|lean_reduction)(?=[_<(]|$)",
+        _cudnn_helper,
+    ),
+    (
+        r"triton_(?:tem_)?(?:fused_)?(?!poi_|red_|per_|for_)\w*?flex_(?:attention|decoding)",
+        _flex,
+    ),
+    (r"triton_", _triton),
+    (
+        r"(?P<attention>_?attn_(?:fwd|bwd)|_(?:fwd|bwd)_(?:kernel|preprocess|grouped_kernel)"
+        r"|bwd_kernel_(?:dk_dv|dq|fuse)|kernel_unified_attention|_splitK_reduce)\w*$",
+        _triton,
+    ),
+    (r"fmhaSm(?P<sm>1\d\d)[a-z]?Kernel_", _trtllm),
+    (
+        r"(?P<flashinfer>(?:cutlass::device_kernel<)?flashinfer::)"
+        r"|(?P<trtllm>fmha_v2_flash_attention_|tensorrt_llm::)"
+        r"|(?P<sage>qk_int\w{0,12}_sv_f|(?:QuantInt8|MeanScale|TransposePadPermute)Kernel\b)"
+        r"|(?P<vllm>vllm::)",
+        _library,
+    ),
+)
+_PRODUCTS = _rules(
+    (
+        r"(?P<sm>sm\d+)_xmma_(?P<gemm>(?:sparse_)?gemm)?(?P<tail>\w*)",
+        _xmma,
+    ),
+    (
+        r"nvjet_(?:(?P<sm>sm\d+)_)?(?P<types>[a-z]{3,6})?"
+        r"(?:_(?P<m>\d+)x(?P<n>\d+))?(?:_\d+x(?P<stages>\d+))?",
+        _nvjet,
+    ),
+    (
+        r"(?:cutlass\w{0,20}::Kernel2?<\s?)?(?:typename )?"
+        r"(?P<name>(?:ampere|volta|turing|maxwell|hopper|kepler|blackwell)_\w+"
+        r"|cutlass(?:3x)?_(?:sm)?\d+_\w+|cutlass_tensorop_\w+)",
+        _gemm,
+    ),
+    (r"(?:internal::)?gemvx::|gemv\w*(?=[<(]|$)", _gemv),
+    (
+        r"(?:cublasLt::)?splitKreduce_kernel|cublasLt::|gemmSN_\w+|gemmk1_kernel"
+        r"|(?:cublas::)?gemm_kernel\w*|\w*[sdch]gemm_\w+",
+        _small_gemm,
+    ),
+    (
+        r"cutlass::(?:device_kernel|Kernel2?)<(?:enable_\w+<)?(?:typename )?(?:\w+::){0,3}"
+        r"(?P<name>(?:\w*Gemm\w*|default_gemm\w*))",
+        _cutlass3,
+    ),
+    (r"(?:\w+::){0,3}cub::", _cub),
+    (
+        r"(?P<nccl>nccl(?:DevKernel|Kernel|SymDevKernel|Symk)\w*)|(?P<cudnn>cudnn\w*)"
+        r"|(?P<cutlass>cutlass\w*::|kernel_cutlass_)",
+        _named,
+    ),
 )

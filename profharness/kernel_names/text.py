@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 MAX_DEMANGLED = 8192  # Kineto leaves longer mangled names as they are
 MAX_READ = 16384
@@ -175,6 +176,15 @@ def integer(argument: str) -> int | None:
     """`4`, `4u` or `-1` as a number, else None."""
     argument = argument.rstrip("ul")
     return int(argument) if len(argument) < 12 and _INTEGER.fullmatch(argument) else None
+
+
+def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]:
+    """Fields of a KernelName from groups of a match; None for a group that took no part. Empty
+    without a match.
+    """
+    if match is None:
+        return {}
+    return {field: int(match[group]) if match[group] else None for field, group in groups.items()}
 
 
 def short_type(argument: str) -> str:
