@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from profharness.store import Store
 
 
-SCHEMA = "profharness.views/1"
+SCHEMA = "profharness.report/1"
 
 _LATENCY = ("measurement", "samples", "median_ns", "p10_ns", "p90_ns", "min_ns")
 FIELDS = (

@@ -123,7 +123,7 @@ def test_the_steps_of_math_add_up(captured: Path) -> None:
 
 def test_records_hold_every_cell_and_the_json_all_the_rest(captured: Path) -> None:
     read = json.loads(RENDERERS["json"](report(captured)))
-    assert read["schema"] == "profharness.views/1"
+    assert read["schema"] == "profharness.report/1"
     assert list(read["rows"][0]) == list(FIELDS)
     assert {(row["config"], row["backend"]) for row in read["rows"]} == {
         (cell["config"], cell["backend"]) for cell in read["cells"]
