@@ -62,23 +62,21 @@ def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
     `kernels` for every implementation that `kernels/` folders and entry points offer. Raises
     UsageError for names that stand for nothing.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in named:
         if name == KERNELS:
-            found |= dict.fromkeys(_unmistaken(name) for name in implementation_names())
+            # the file, where the registry has another backend of that name
+            names |= dict.fromkeys(
+                f"{KERNELS}/{own}.py" if own in BACKENDS else own for own in implementation_names()
+            )
         else:
-            found |= dict.fromkeys(default if name == ALL else (name,))
-    if named and not found:
+            names |= dict.fromkeys(default if name == ALL else (name,))
+    if named and not names:
         raise UsageError(
             f"--backend {','.join(named)} stands for nothing: there is no implementation in "
             "kernels/; `profharness new-kernel NAME` writes one"
         )
-    return list(found)
-
-
-def _unmistaken(name: str) -> str:
-    """The name, or the file in kernels/ where the registry has another backend of that name."""
-    return f"{KERNELS}/{name}.py" if name in BACKENDS else name
+    return list(names)
 
 
 def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend:
@@ -89,33 +87,33 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
         return from_source(text, sources[text])
     if text in BACKENDS:
         return BACKENDS[text]
-    found = find_implementation(text)
-    if found is None:
+    backend = find_implementation(text)
+    if backend is None:
         known = ", ".join([*BACKENDS, *(n for n in implementation_names() if n not in BACKENDS)])
         raise UsageError(
             f"no backend {text!r}; known are {known}; one of your own is kernels/{text}.py, "
             "or given as file.py:function or package.module:function"
         )
-    return found
+    return backend
 
 
 def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
     """The backends by name, in that order. Raises UsageError if two of them would have one name."""
-    found: dict[str, Backend] = {}
+    backends: dict[str, Backend] = {}
     for backend in map(find_backend, texts):
-        other = found.setdefault(backend.name, backend)
+        other = backends.setdefault(backend.name, backend)
         if other.source != backend.source:
             raise UsageError(
                 f"two backends would be called {backend.name!r} ({other.source} and "
                 f"{backend.source}); rename one, or give their paths below the working directory"
             )
-    return found
+    return backends
 
 
 def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
     """Name to code version of each backend that has one: `sha256:…` of a file, or a package's."""
-    told = {backend.name: fingerprint(backend) for backend in backends}
-    return {name: text for name, text in told.items() if text is not None}
+    versions = {backend.name: fingerprint(backend) for backend in backends}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def write_sources(folder: Path, backends: Iterable[Backend]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -65,6 +66,10 @@ class Backend:
     packages: tuple[str, ...] = ()
 
 
+GpuBackend = functools.partial(Backend, devices=("cuda",), refuses=(Exception,))
+"""A backend of a library: what its first call raises is its way to refuse."""
+
+
 def outside_contract(config: Config) -> str | None:
     """Why no `Attention` can take the config: its arguments have no mask and no dropout."""
     if config.mask != "none":
@@ -72,6 +77,9 @@ def outside_contract(config: Config) -> str | None:
     if config.dropout:
         return "dropout cannot be passed"
     return None
+
+
+HALF = ("fp16", "bf16")
 
 
 def wants(
@@ -132,8 +140,8 @@ def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
     major, minor = torch.cuda.get_device_capability()
     if major in majors:
         return None
-    wanted = " or ".join(f"{each}.x" for each in majors)
-    return f"{name} needs compute capability {wanted}; this GPU has {major}.{minor}"
+    needed = " or ".join(f"{needed}.x" for needed in majors)
+    return f"{name} needs compute capability {needed}; this GPU has {major}.{minor}"
 
 
 def loaded(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:

@@ -59,17 +59,17 @@ def local_files(source: Path, text: bytes) -> dict[Path, bytes]:
     A name is looked for beside the including file, then beside the source, as NVRTC does. One that
     is in neither place is left out: the compiler will say so, or a macro hides the include.
     """
-    found: dict[Path, bytes] = {}
+    files: dict[Path, bytes] = {}
     todo = [source]
     while todo:
         path = todo.pop()
-        if path in found:
+        if path in files:
             continue
-        found[path] = text if path == source else path.read_bytes()
-        for name in _INCLUDE.findall(found[path]):
+        files[path] = text if path == source else path.read_bytes()
+        for name in _INCLUDE.findall(files[path]):
             places = (folder / os.fsdecode(name) for folder in (path.parent, source.parent))
             todo += [Path(os.path.normpath(place)) for place in places if place.is_file()][:1]
-    return found
+    return files
 
 
 def cache_key(files: Mapping[Path, bytes], parts: Iterable[str]) -> str:
@@ -159,7 +159,7 @@ class Arguments:
     def __init__(self, args: Sequence[Any]) -> None:
         formats = [_format(index, arg) for index, arg in enumerate(args)]
         self._struct = struct.Struct("@" + "".join(formats))
-        self.sizes = [struct.calcsize(f"@{each}") for each in formats]
+        self.sizes = [struct.calcsize(f"@{letter}") for letter in formats]
         ends = [struct.calcsize("@" + "".join(formats[: n + 1])) for n in range(len(formats))]
         self.offsets = [end - size for end, size in zip(ends, self.sizes, strict=True)]
         self._tensors = [hasattr(arg, "data_ptr") for arg in args]
@@ -239,10 +239,9 @@ class CudaKernel:
         grid counts blocks, also with clusters; it must be a multiple of the cluster. cooperative:
         all blocks are resident together, or the launch is refused. overlap: blocks may start while
         the kernel before in the stream ends, so the kernel must wait by itself (griddepcontrol.wait)
-        before it reads or writes. A tensor is
-        passed as its pointer, None as a null pointer, bool and int as int32, float as float32,
-        numpy scalars as they are. Raises LaunchError if the arguments are not those of the
-        kernel, or with the driver's reason.
+        before it reads or writes. A tensor is passed as its pointer, None as a null pointer, bool
+        and int as int32, float as float32, numpy scalars as they are. Raises LaunchError if the
+        arguments are not those of the kernel, or with the driver's reason.
         """
         types = tuple(map(type, args))
         arguments = self._arguments.get(types) or self._learn(types, args)
@@ -280,24 +279,24 @@ class CudaKernel:
     def _learn(self, types: tuple[type, ...], args: Sequence[Any]) -> Arguments:
         """The layout of a row of types that was not passed before, held against the kernel's."""
         arguments = Arguments(args)
-        told = self._sizes()
-        if told is not None and told != arguments.sizes:
+        sizes = self._sizes()
+        if sizes is not None and sizes != arguments.sizes:
             raise LaunchError(
-                f"{self.name} takes arguments of {told} B; the call passes {arguments.sizes} B "
-                f"({', '.join(each.__name__ for each in types)})"
+                f"{self.name} takes arguments of {sizes} B; the call passes {arguments.sizes} B "
+                f"({', '.join(kind.__name__ for kind in types)})"
             )
         self._arguments[types] = arguments
         return arguments
 
     def _sizes(self) -> list[int] | None:
         """Bytes of each argument of the kernel; None where the driver is older than CUDA 12.4."""
-        told: list[int] = []
+        sizes: list[int] = []
         try:
             while True:
-                status, _, size = self._driver.cuFuncGetParamInfo(self._function, len(told))
+                status, _, size = self._driver.cuFuncGetParamInfo(self._function, len(sizes))
                 if int(status) != _SUCCESS:
-                    return told
-                told.append(int(size))
+                    return sizes
+                sizes.append(int(size))
         except (AttributeError, RuntimeError):
             return None
 
@@ -317,25 +316,22 @@ class CudaKernel:
         config.sharedMemBytes = self.shared_bytes
         config.hStream = stream
         attributes = []
+
+        def attribute(name: str) -> Any:
+            made = driver.CUlaunchAttribute()
+            made.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+            attributes.append(made)
+            return made.value
+
         dims = _three(self.cluster if cluster is None else cluster)
         if dims != (1, 1, 1):
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attribute.value.clusterDim
+            size = attribute("CLUSTER_DIMENSION").clusterDim
             size.x, size.y, size.z = dims
-            attributes.append(attribute)
         if cooperative:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            attribute.value.cooperative = 1
-            attributes.append(attribute)
+            attribute("COOPERATIVE").cooperative = 1
         if overlap:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = (
-                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            )
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
+            value = attribute("PROGRAMMATIC_STREAM_SERIALIZATION")
+            value.programmaticStreamSerializationAllowed = 1
         if attributes:
             config.attrs = attributes
             config.numAttrs = len(attributes)
@@ -390,11 +386,11 @@ def _stream_getter() -> Callable[[int], int]:
     """What tells the handle of torch's current stream on a device; 0.1 µs where torch offers it."""
     import torch
 
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:
-        found: Callable[[int], int] = raw
-        return found
-    return lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+    def stream(device: int) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    getter: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", stream)
+    return getter
 
 
 def _checked(what: str, answer: tuple[Any, ...]) -> Any:

@@ -8,21 +8,19 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from profharness.backends.base import ImplementationError, RefusedError
 from profharness.backends.cuda_launch import (
     CompiledSource,
+    CudaKernel,
     cache_folder,
     cache_key,
+    load_kernel,
     local_files,
     read_cached,
     write_cached,
 )
-
-if TYPE_CHECKING:
-    from profharness.backends.cuda_launch import CudaKernel
-
 
 __all__ = ["CompileError", "CompiledSource", "CudaSource"]
 
@@ -94,14 +92,12 @@ class CudaSource:
             raise RefusedError("absent", f"{self.path.name} needs an NVIDIA GPU to run")
         device = torch.cuda.current_device()
         key = (device, name, shared_bytes, cluster)
-        found = self._kernels.get(key)
-        if found is None:
-            from profharness.backends.cuda_launch import load_kernel
-
+        kernel = self._kernels.get(key)
+        if kernel is None:
             compiled = self.cubin([name], architecture(*torch.cuda.get_device_capability(device)))
-            found = load_kernel(compiled, name, device, shared_bytes, cluster)
-            self._kernels[key] = found
-        return found
+            kernel = load_kernel(compiled, name, device, shared_bytes, cluster)
+            self._kernels[key] = kernel
+        return kernel
 
     def _text(self) -> bytes:
         content = self.path.read_bytes()
@@ -147,10 +143,9 @@ class CudaSource:
 
     def _explained(self, text: str, arch: str) -> str:
         """The compiler's text with file names as seen from the source's folder."""
-        _, found, log = text.partition(LOG_MARK)
-        told = (log if found else text).replace("\0", "").strip()
-        told = told.replace(f"{self.path.parent}{os.sep}", "")
-        return f"{self.path.name} does not compile for {arch}:\n{told}"
+        log = text.split(LOG_MARK, 1)[-1].replace("\0", "").strip()
+        log = log.replace(f"{self.path.parent}{os.sep}", "")
+        return f"{self.path.name} does not compile for {arch}:\n{log}"
 
 
 def architecture(major: int, minor: int) -> str:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from profharness.backends.base import Attention, Backend, loaded, needs_module, wants
-
-HALF = ("fp16", "bf16")
+from profharness.backends.base import HALF, Attention, GpuBackend, loaded, needs_module, wants
 
 
 def _load_flash_attn() -> Attention:
@@ -41,7 +39,7 @@ def _load_xformers() -> Attention:
         if enable_gqa:
             groups, size = k.shape[2], q.shape[2] // k.shape[2]
             q = q.unflatten(2, (groups, size))
-            k, v = (each.unsqueeze(3).expand(-1, -1, -1, size, -1) for each in (k, v))
+            k, v = (tensor.unsqueeze(3).expand(-1, -1, -1, size, -1) for tensor in (k, v))
         bias = LowerTriangularMask() if is_causal else None
         out = memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale)
         return (out.flatten(2, 3) if enable_gqa else out).transpose(1, 2)
@@ -83,46 +81,38 @@ def _load_flashinfer() -> Attention:
 
 
 LIBRARY_BACKENDS = (
-    Backend(
+    GpuBackend(
         "flash-attn",
         "flash_attn_func of the package flash-attn (FA2)",
-        ("cuda",),
         load=loaded("flash_attn", _load_flash_attn),
         supports=wants(dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256),
         absent=needs_module("flash_attn.flash_attn_interface", "pip install flash-attn"),
-        refuses=(Exception,),
         packages=("flash-attn",),
     ),
-    Backend(
+    GpuBackend(
         "xformers",
         "memory_efficient_attention of the package xformers",
-        ("cuda",),
         load=loaded("xformers", _load_xformers),
         supports=wants(),
         absent=needs_module("xformers.ops", "pip install xformers"),
-        refuses=(Exception,),
         packages=("xformers",),
     ),
-    Backend(
+    GpuBackend(
         "sage",
         "sageattn of the package sageattention (8-bit Q·K)",
-        ("cuda",),
         load=loaded("sageattention", _load_sage),
         supports=wants(
             dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=128, forward_only=True
         ),
         absent=needs_module("sageattention", "pip install sageattention"),
-        refuses=(Exception,),
         packages=("sageattention",),
     ),
-    Backend(
+    GpuBackend(
         "flashinfer",
         "single_prefill_with_kv_cache of the package flashinfer-python",
-        ("cuda",),
         load=loaded("flashinfer", _load_flashinfer),
         supports=wants(dtypes=HALF, square_causal=True, forward_only=True, one_batch=True),
         absent=needs_module("flashinfer", "pip install flashinfer-python"),
-        refuses=(Exception,),
         packages=("flashinfer-python",),
     ),
 )

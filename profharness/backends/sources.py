@@ -34,17 +34,17 @@ def parts_of(file: Path) -> dict[Path, bytes]:
     each of them in turn. What is nowhere is left out, and so is what only a running program could
     tell. Raises OSError for a file that cannot be read.
     """
-    found: dict[Path, bytes] = {}
+    parts: dict[Path, bytes] = {}
     todo = [file]
     while todo:
         path = todo.pop()
-        if path in found:
+        if path in parts:
             continue
         # CUDA text in a Python file includes as a .cu file does
-        for each, content in local_files(path, path.read_bytes()).items():
-            if found.setdefault(each, content) is content and each.suffix == ".py":
-                todo += (one for one in _named(each, content) if one.is_file())
-    return found
+        for part, content in local_files(path, path.read_bytes()).items():
+            if parts.setdefault(part, content) is content and part.suffix == ".py":
+                todo += (named for named in _named(part, content) if named.is_file())
+    return parts
 
 
 def _named(path: Path, content: bytes) -> Iterator[Path]:
@@ -118,9 +118,7 @@ def implementation_names() -> Iterator[str]:
 
 def from_source(name: str, source: str, summary: str = "") -> Backend:
     """The backend of a source as `Backend.source` gives it."""
-    path, _, _ = source.rpartition(":")
-    is_file = path.endswith(".py")
-    found = Path(path) if is_file else _file_of(path)
+    path = source.rpartition(":")[0]
     return Backend(
         name,
         summary,
@@ -130,7 +128,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
         tuning=lambda: _tuning(source),
         refuses=(NotImplementedError,),
         source=source,
-        file=found,
+        file=Path(path) if path.endswith(".py") else _file_of(path),
     )
 
 
@@ -236,10 +234,10 @@ def _file_of(dotted: str) -> Path | None:
 
 def _supports(source: str, config: Config) -> str | None:
     reason = outside_contract(config)
-    asked = _implementation(source).supports
-    if reason or asked is None:
+    supports = _implementation(source).supports
+    if reason or supports is None:
         return reason
-    answer = asked(config)
+    answer = supports(config)
     if answer is not None and not isinstance(answer, str):
         raise ImplementationError(
             f"supports() returned {answer!r}; it must return a reason, or None for a config it takes"
@@ -253,10 +251,10 @@ def _tuning(source: str) -> Any:
 
 
 def _implementation(source: str) -> _Implementation:
-    found = _load(source)
-    if isinstance(found, ImplementationError):
-        raise found
-    return found
+    loaded = _load(source)
+    if isinstance(loaded, ImplementationError):
+        raise loaded
+    return loaded
 
 
 @functools.cache
@@ -279,7 +277,7 @@ def _load(source: str) -> _Implementation | ImplementationError:
             f"{function}(q, k, v, *, is_causal=False, scale=None, enable_gqa=False)"
         )
     home = sys.modules.get(getattr(attention, "__module__", None) or "")
-    tunings = (getattr(each, "tuning", None) for each in (module, home))
+    tunings = (getattr(owner, "tuning", None) for owner in (module, home))
     return _Implementation(
         attention,
         supports if callable(supports := getattr(module, "supports", None)) else None,

@@ -13,8 +13,10 @@ from types import FunctionType
 from typing import Any
 
 from profharness.backends.base import (
+    HALF,
     Attention,
     Backend,
+    GpuBackend,
     RefusedError,
     capability_reason,
     loaded,
@@ -78,6 +80,7 @@ SDPA_BACKENDS = (
 )
 
 
+needs_triton = needs_module("triton", "pip install triton")
 _PLAIN = "naive"
 _MISSING = (
     "there is no kernels/naive.py in the working directory or beside the package; run in a "
@@ -89,7 +92,7 @@ def naive_compiled_absent() -> str | None:
     """Why there is nothing to compile, or nothing to compile it with on a GPU."""
     if find_implementation(_PLAIN) is None:
         return _MISSING
-    return needs_module("triton", "pip install triton")()
+    return needs_triton()
 
 
 def load_naive_compiled() -> Attention:
@@ -133,20 +136,14 @@ def code_of_its_own(function: Any) -> Any:
     """
     code = function.__code__.replace()
     new = FunctionType(
-        *(code, function.__globals__, function.__name__),
-        *(function.__defaults__, function.__closure__),
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     new.__kwdefaults__ = function.__kwdefaults__
     return new
 
 
-HALF = ("fp16", "bf16")
 FA4_REMEDY = "pip install flash-attn-4"
 FA3_REMEDY = "build it from the folder hopper of flash-attention"
-
-
-def _flex_absent() -> str | None:
-    return needs_module("triton", "pip install triton")()
 
 
 def _flex_flash_absent() -> str | None:
@@ -155,7 +152,7 @@ def _flex_flash_absent() -> str | None:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         return f"kernel_options BACKEND needs torch >= 2.10; this is {torch.__version__}"
     reason = needs_module("flash_attn.cute", FA4_REMEDY)()
-    return _flex_absent() or reason or capability_reason("flex-flash", (9, 10))
+    return needs_triton() or reason or capability_reason("flex-flash", (9, 10))
 
 
 def _flex(kernel_options: dict[str, Any] | None) -> Callable[[], Attention]:
@@ -290,48 +287,40 @@ def _load_sdpa() -> Attention:
 def _flash_impl(
     name: str, summary: str, module: str, remedy: str, majors: tuple[int, ...]
 ) -> Backend:
-    return Backend(
+    return GpuBackend(
         name,
         summary,
-        ("cuda",),
         context=_activated(name.upper()),
         load=_load_sdpa,
         supports=wants(dtypes=HALF),
         absent=_flash_impl_absent(name.upper(), module, remedy, majors),
-        refuses=(Exception,),
     )
 
 
 TORCH_BACKENDS = (
     # On a CPU Inductor could write C++ for flex: no Triton kernel, half a minute to compile, no
     # backward. Uncompiled it is no fused kernel at all. Neither is what is asked for.
-    Backend(
+    GpuBackend(
         "flex",
         "flex_attention under torch.compile (Triton); causal as a block mask",
-        ("cuda",),
         load=loaded("flex_attention", _flex(None)),
         supports=outside_contract,
-        absent=_flex_absent,
-        refuses=(Exception,),
+        absent=needs_triton,
     ),
-    Backend(
+    GpuBackend(
         "flex-flash",
         "flex_attention with kernel_options BACKEND FLASH (FA4 kernels)",
-        ("cuda",),
         load=loaded("flex_attention", _flex({"BACKEND": "FLASH"})),
         supports=wants(dtypes=HALF),
         absent=_flex_flash_absent,
-        refuses=(Exception,),
         packages=("flash-attn-4",),
     ),
-    Backend(
+    GpuBackend(
         "varlen",
         "torch.nn.attention.varlen; packs the inputs, a copy unless layout=bshd",
-        ("cuda",),
         load=_load_varlen,
         supports=wants(dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256),
         absent=_varlen_absent,
-        refuses=(Exception,),
     ),
     _flash_impl(
         "fa3",
@@ -348,13 +337,11 @@ TORCH_BACKENDS = (
         (9, 10),
     ),
     # On a CPU Inductor writes C++: other kernels than those asked for, as for flex above.
-    Backend(
+    GpuBackend(
         NAIVE_COMPILED,
         "torch.compile of kernels/naive.py, which Inductor may replace by SDPA",
-        ("cuda",),
         load=loaded(NAIVE_COMPILED, load_naive_compiled),
         supports=outside_contract,
         absent=naive_compiled_absent,
-        refuses=(Exception,),
     ),
 )
