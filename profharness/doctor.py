@@ -20,7 +20,7 @@ from profharness.backends.cuda_source import nvrtc_version
 from profharness.environment import driver_version
 from profharness.errors import NotFoundError, ProfharnessError
 from profharness.processes import run_briefly
-from profharness.profilers import find_tool, tool_missing
+from profharness.profilers import PROFILERS, find_tool, tool_missing
 from profharness.profilers.base import Tool, ToolError, version_key
 from profharness.store import open_store
 
@@ -187,17 +187,18 @@ def check_store(path: Path) -> Check:
 
 
 def check_profilers(driver: str | None) -> list[Check]:
-    """nsys, its importer, ncu and whether the driver suits it. driver: its version, None if there
-    is none.
+    """The profilers' tools, the importer of nsys, and whether the driver suits ncu. driver: its
+    version, None if there is none.
     """
-    nsys, nsys_check = check_tool("nsys")
-    ncu, ncu_check = check_tool("ncu")
-    return [
-        nsys_check,
-        *([check_importer(nsys)] if nsys else []),
-        ncu_check,
-        *(check_ncu_driver(ncu.version, driver) if ncu else []),
-    ]
+    checks = []
+    for name in (profiler.name for profiler in PROFILERS.values() if profiler.session):
+        tool, check = check_tool(name)
+        checks.append(check)
+        if tool and name == "nsys":
+            checks.append(check_importer(tool))
+        elif tool and name == "ncu":
+            checks += check_ncu_driver(tool.version, driver)
+    return checks
 
 
 def check_tool(name: str) -> tuple[Tool | None, Check]:

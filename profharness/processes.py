@@ -115,24 +115,28 @@ def kill_group(process: subprocess.Popen[bytes], number: signal.Signals = signal
 
 
 def start_group(
-    argv: Sequence[str], log: Path, environment: Mapping[str, str]
+    argv: Sequence[str], log: Path, environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
     """A child that leads a process group and a session of its own; both its streams are appended to
-    log. Raises OSError when it does not start.
+    log, unless the options of Popen say otherwise. Raises OSError when it does not start.
     """
     with log.open("ab") as file:
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=file,
-            stderr=file,
             env=environment,
             start_new_session=True,
+            **{"stderr": file, **options},
         )
 
 
 def run_group(
-    argv: Sequence[str], log: Path, environment: Mapping[str, str], timeout_s: float
+    argv: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    **options: Any,
 ) -> int | None:
     """The exit code of a child of `start_group`, None when it was ended for taking too long. Nothing
     of its group is left afterwards, whatever interrupts the wait.
@@ -140,7 +144,7 @@ def run_group(
     process: subprocess.Popen[bytes] | None = None
     try:
         with held():  # an interrupt inside of Popen() would leave a child that nobody knows
-            process = start_group(argv, log, environment)
+            process = start_group(argv, log, environment, **options)
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return None

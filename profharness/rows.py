@@ -9,6 +9,8 @@ Triple = tuple[int, int, int]
 
 TRACE_PROFILERS = ("torch", "nsys", "ncu")
 """The profilers whose launches can be stored, in the order in which an answer prefers them."""
+COUNTERS = ("ncu",)
+"""Those of them that read hardware counters; they run each kernel alone, with cold caches."""
 MEASUREMENTS = ("event", "graph", "kernel", "wall")
 """What a latency sample can be, in the order in which one ranks backends; wall is the CPU's."""
 

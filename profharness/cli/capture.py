@@ -158,10 +158,12 @@ def _capture(
 ) -> Captured:
     from profharness.errors import UsageError
     from profharness.jobs import capture_into_store
+    from profharness.rows import COUNTERS
     from profharness.runner import CaptureOptions
 
-    if (protocol.metrics or protocol.sections) and "ncu" not in profilers:
-        raise UsageError("--metrics and --section are ncu's; add --profiler ncu")
+    if (protocol.metrics or protocol.sections) and not {*COUNTERS} & {*profilers}:
+        counters = ", ".join(COUNTERS)
+        raise UsageError(f"--metrics and --section are {counters}'s; add --profiler {counters}")
     options = CaptureOptions(profilers, out, protocol, note)
     with capture_progress() as progress:
         return capture_into_store(configs, backends, store, options, progress)

@@ -8,12 +8,10 @@ import csv
 import importlib
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,9 @@ from profharness.parse.ncu_csv import (
     Triple,
     read_csv_text,
 )
-from profharness.profilers.ncu import NcuFile, check_file
+from profharness.processes import run_group
+from profharness.profilers import find_tool
+from profharness.profilers.ncu import NcuFile, check_file, child_environment, csv_argv
 
 MODULE = "ncu_report"
 EXTRAS = Path("extras", "python", f"{MODULE}.py")
@@ -290,8 +290,6 @@ READERS: dict[str, Callable[[Path], NcuReport | None]] = {
 
 
 def _find_ncu() -> Path:
-    from profharness.profilers import find_tool
-
     tool = find_tool("ncu")
     if tool is None:
         raise _Unavailable
@@ -304,39 +302,18 @@ def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) 
     ncu and all that it started are gone when this returns. Raises TraceFormatError when it takes
     longer than timeout_s or does not start.
     """
-    from profharness.profilers.ncu import child_environment, csv_argv
-
     argv = csv_argv(ncu, report.resolve())
     if "--print-kernel-base" not in argv:
         argv += ["--print-kernel-base", "mangled"]
-    with tempfile.TemporaryDirectory(prefix="profharness-ncu-") as folder:
+    with tempfile.TemporaryDirectory(prefix="profharness-ncu-") as name:
+        folder = Path(name)
+        output, environment = folder / "output", child_environment(os.environ, folder)
+        options = {"cwd": folder, "stderr": subprocess.DEVNULL}
         try:
-            child = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder,
-                env=child_environment(os.environ, Path(folder)),
-                start_new_session=True,
-            )
+            returncode = run_group(argv, output, environment, timeout_s, **options)
         except OSError as error:
             raise TraceFormatError(report, f"{ncu} does not start: {error.strerror}") from None
-        try:
-            output, _ = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+        if returncode is None:
             message = f"{ncu} --import took more than {timeout_s:g} s and was ended"
-            raise TraceFormatError(report, message) from None
-        finally:
-            _end(child)
-    return output.decode("utf-8", errors="replace") if child.returncode == 0 else None
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the child's whole session; its pid cannot have been taken anew while it leads a group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    for pipe in (child.stdout, child.stderr):
-        if pipe:
-            pipe.close()
+            raise TraceFormatError(report, message)
+        return output.read_bytes().decode("utf-8", "replace") if returncode == 0 else None

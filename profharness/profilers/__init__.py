@@ -1,7 +1,7 @@
 """The profilers: one row each in PROFILERS, and where their tools are on this machine.
 
-A new profiler is a row here, a module beside this one with its session and its failures, a place in
-`rows.TRACE_PROFILERS`, and a parser.
+A new profiler is a row here, a module beside this one with its session and its failures, its name in
+`rows.TRACE_PROFILERS` (and `COUNTERS`), and a parser that `parse.PARSERS` knows.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ VERSION_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class Profiler:
-    """suffix is the end of its traces' names, None where it leaves none. session wraps the worker,
-    None where the profiler works inside of it. counts: it reads the hardware counters of --metrics
-    and --section. iterations are the profiled calls per cell, None for the protocol's own; patience
-    is how many times the seconds of --timeout a cell may take.
+    """One row. suffix is the end of its traces' names, None where it leaves none. session wraps the
+    worker, None where the profiler works inside of it. iterations are the profiled calls per cell,
+    None for the protocol's own. patience is how many times the seconds of --timeout a cell may take.
 
     variable names another executable. places are where installers put it outside PATH, the
-    preferred one first; within a line the newest version counts. remedy is said where there is none.
+    preferred one first; within a line the newest version counts. remedy follows what is said where
+    there is none.
     """
 
     name: str
     summary: str
     suffix: str | None = None
     session: type[ToolSession] | None = None
-    counts: bool = False
     iterations: int | None = None
     patience: float = 1.0
     product: str = ""
@@ -74,7 +73,6 @@ PROFILERS: dict[str, Profiler] = {
             "Nsight Compute: hardware counters",
             "ncu-rep",
             NcuSession,
-            counts=True,
             iterations=1,  # counters do not scatter as times do, and a launch costs milliseconds
             patience=10.0,
             product="NVIDIA Nsight Compute",

@@ -19,7 +19,7 @@ from profharness.answers.roles import assign_roles, call_ns, launches_per_call
 from profharness.config import Config
 from profharness.costs import compulsory_bytes, flops, phases, working_set_bytes
 from profharness.devices import flop_peak, occupancy, ridge
-from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import COUNTERS, TRACE_PROFILERS, CellRow, KernelRow
 
 KIB, MIB = 1024, 1 << 20
 FLUSHED = "event samples, L2 flushed"
@@ -123,7 +123,7 @@ def kernel_figures(
     """
     timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
     roles = assign_roles(row for row in rows if row.profiler == timed)
-    counted = {(row.kernel, row.grid, row.block): row for row in rows if row.profiler == "ncu"}
+    counted = {(row.kernel, row.grid, row.block): row for row in rows if row.profiler in COUNTERS}
     total = sum(row.total_ns or 0 for _, row in roles)
     return tuple(
         _kernel(role, row, counted.get((row.kernel, row.grid, row.block)), machine, total, calls)
