@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from profharness.config import SDPA_BACKENDS
+
 HERE = Path(__file__).resolve().parent
-CELLS = (str(HERE / "bench_configs.txt"), "auto", "flash", "efficient", "cudnn", "math")
+CELLS = (str(HERE / "bench_configs.txt"), "auto", *SDPA_BACKENDS)
 PROGRAM = """
 import json, resource, sys, time
 from pathlib import Path

@@ -21,7 +21,7 @@ from profharness.answers.agreement import replacement_notes, replacements
 from profharness.answers.bench.answer import Benched
 from profharness.api import bench
 from profharness.backends import expand_backends
-from profharness.config import Config, expand_configs
+from profharness.config import SDPA_BACKENDS, Config, expand_configs
 from profharness.devices import Peaks, data_sheet
 from profharness.errors import ProfharnessError
 
@@ -33,7 +33,7 @@ TABLE = (
 )
 BF16 = tuple(text.replace("fp16", "bf16") for text in TABLE if "fp16" in text)
 QUICK = ("1,1,16,8192,fp32", "1,4,64,2048,fp32", "4,4,128,4096,fp16")
-PEERS = ("auto", "flash", "efficient", "cudnn", "math", "naive", "naive-compiled")
+PEERS = ("auto", *SDPA_BACKENDS, "naive", "naive-compiled")
 TRITON, TRITON_CONFIG, TRITON_PEER = "flash_triton", "4,16,4096,128,bf16", "cudnn"
 MEAN_TARGET, WORST_TARGET, FLOOR_TARGET, TRITON_TARGET = 0.4, 0.8, 1.5, 0.6
 LARGE_BYTES = 32_000_000

@@ -12,6 +12,7 @@ python scripts/bench_limits.py
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,9 @@ def graph_us(call: Any) -> float:
 
 def main() -> None:
     """Measure and print."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     print(f"{torch.cuda.get_device_name()}, {sms} SMs")
     out = torch.zeros(1, device="cuda")

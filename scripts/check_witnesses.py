@@ -21,6 +21,7 @@ from profharness.answers.agreement import disagreements, witnesses
 from profharness.answers.prediction import with_predictions
 from profharness.config import Config
 from profharness.jobs import capture_into_store
+from profharness.rows import CellRow, KernelRow
 from profharness.run import Protocol
 from profharness.runner import CaptureOptions
 from profharness.store import open_store
@@ -74,32 +75,25 @@ def evidence(store: Path) -> list[dict[str, Any]]:
     """One record a cell: what each witness says, and where they disagree."""
     with open_store(store) as opened:
         cells = with_predictions(opened, opened.cells("latest"))
-        by_cell: dict[str | None, list[Any]] = {}
+        by_cell: dict[str | None, list[KernelRow]] = {}
         for row in opened.kernels("latest"):
             by_cell.setdefault(row.cell, []).append(row)
-    found = []
-    for cell in cells:
-        rows = by_cell.get(cell.cell, [])
-        found.append(
-            {
-                "config": cell.config,
-                "status": cell.status,
-                "predicted": cell.predicted,
-                "choice": cell.choice,
-                "op": cell.sdpa_op,
-                "kernels": sorted(
-                    {
-                        name
-                        for w in witnesses(cell, rows)
-                        if w.name == "kernels"
-                        for name in w.backends
-                    }
-                ),
-                "disagreements": disagreements(cell, rows),
-                "message": (cell.message or "").splitlines()[0] if cell.message else None,
-            }
-        )
-    return found
+    return [record_of(cell, by_cell.get(cell.cell, [])) for cell in cells]
+
+
+def record_of(cell: CellRow, rows: list[KernelRow]) -> dict[str, Any]:
+    """The record of one cell and its kernels."""
+    kernels = [each.backends for each in witnesses(cell, rows) if each.name == "kernels"]
+    return {
+        "config": cell.config,
+        "status": cell.status,
+        "predicted": cell.predicted,
+        "choice": cell.choice,
+        "op": cell.sdpa_op,
+        "kernels": sorted({name for backends in kernels for name in backends}),
+        "disagreements": disagreements(cell, rows),
+        "message": cell.message.splitlines()[0] if cell.message else None,
+    }
 
 
 def main() -> None:

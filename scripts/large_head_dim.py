@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench_kernels import PEERS
+
 NAME = "large-head-dim"
 SHAPE = "1,4,64,8192,fp32"  # told step by step
 CAPTURED = (SHAPE, "4,4,128,4096,fp16")
 TIMED = ("1,1,16,8192,{fp32,fp16}", "1,4,64,{512,2048,4096,8192},fp32", *CAPTURED[1:])
 METRICS = "l1tex__t_bytes.sum,lts__t_bytes.sum"  # what the caches moved, in a second pass of ncu
-PEERS = ("auto", "flash", "efficient", "cudnn", "math", "naive", "naive-compiled")
 SEEN = ("naive", "naive-compiled", "auto")  # of the peers, those that are captured too
 
 
@@ -64,11 +65,16 @@ class Section:
     words: tuple[str, ...]
 
 
+def configs(*texts: str) -> tuple[str, ...]:
+    """--config for each text."""
+    return tuple(word for text in texts for word in ("--config", text))
+
+
 def capture_words(path: Sequence[Step] = PATH) -> tuple[str, ...]:
     """The one capture: kernels, ncu's counters, latency."""
     backends = dict.fromkeys([*(step.backend for step in path), *SEEN])
     return (
-        *("capture", *_configs(CAPTURED), "--profiler", "torch,ncu", "--metrics", METRICS),
+        *("capture", *configs(*CAPTURED), "--profiler", "torch,ncu", "--metrics", METRICS),
         *("--backend", ",".join(backends)),
     )
 
@@ -77,7 +83,7 @@ def bench_words(path: Sequence[Step] = PATH) -> tuple[str, ...]:
     """The one bench: steps and peers in turns."""
     backends = dict.fromkeys([*(step.backend for step in path), *PEERS])
     return (
-        *("bench", *_configs(TIMED), "--backend", ",".join(backends)),
+        *("bench", *configs(*TIMED), "--backend", ",".join(backends)),
         *("--measurement", "graph,event,kernel", "--max-time", "1s"),
     )
 
@@ -109,7 +115,3 @@ def sections(path: Sequence[Step] = PATH) -> list[Section]:
         Section("All steps and peers", "Times of all of them:", ("bench", "--run", "{bench}"))
     )
     return found
-
-
-def _configs(texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for text in texts for word in ("--config", text))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -56,41 +56,26 @@ def _replayed(
 ) -> Iterator[list[Any]]:
     """Rows of one process after another, as nsys writes them."""
     at = {name: number for number, name in enumerate(columns)}
-    times = [at[name] for name in ("start", "end") if name in at]
-    ids = [at[name] for name in ("globalPid", "globalTid") if name in at]
-    shift_ids = [at[name] for name in ("correlationId",) if name in at]
-    kind, thread = at.get("eventType"), at.get("globalTid")
-    span = _span(rows, times)
+    span = _span(rows, [at[name] for name in ("start", "end") if name in at])
+    kind = at.get("eventType")
     for process in range(processes):
         for number in range(process, rounds, processes):
+            turn, owner = number // processes, process << 24
+            shifts = {
+                **dict.fromkeys(("start", "end"), number * span),
+                "correlationId": turn * ROUND_IDS,
+                "globalPid": owner,
+                "globalTid": owner + turn % 2 * 16,
+            }
+            places = [(at[name], shift) for name, shift in shifts.items() if name in at]
             for row in rows:
-                if kind is not None and row[kind] == DOMAIN_ROW and number >= processes:
+                if kind is not None and row[kind] == DOMAIN_ROW and turn:
                     continue
-                yield _shifted(
-                    row, number * span, times, (number // processes) * ROUND_IDS, shift_ids,
-                    process << 24, ids, (number // processes) % 2 * 16, thread,
-                )  # fmt: skip
-
-
-def _shifted(
-    row: Row,
-    ns: int,
-    times: Iterable[int],
-    ids: int,
-    shift_ids: Iterable[int],
-    process: int,
-    owners: Iterable[int],
-    other_thread: int,
-    thread: int | None,
-) -> list[Any]:
-    new = list(row)
-    for columns, shift in ((times, ns), (shift_ids, ids), (owners, process)):
-        for column in columns:
-            if new[column] is not None:
-                new[column] += shift
-    if thread is not None:
-        new[thread] += other_thread
-    return new
+                new = list(row)
+                for place, shift in places:
+                    if new[place] is not None:
+                        new[place] += shift
+                yield new
 
 
 def _span(rows: list[Row], times: list[int]) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import large_head_dim
-from large_head_dim import Section
+from large_head_dim import Section, configs
 
 from profharness.run import read_run
 
@@ -47,11 +47,6 @@ class Study:
 def one_run(name: str, measure: tuple[str, ...], answer: tuple[str, ...]) -> Study:
     """A study that one run and one command answer."""
     return Study(name, {"run": measure}, (Section("", "", answer),))
-
-
-def configs(*texts: str) -> tuple[str, ...]:
-    """--config for each text."""
-    return tuple(word for text in texts for word in ("--config", text))
 
 
 BENCH_STUDIES = {

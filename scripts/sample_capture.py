@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from profharness.config import expand_configs
+from profharness.config import SDPA_BACKENDS, expand_configs
 from profharness.errors import ProfharnessError
 from profharness.run import read_run
 from profharness.runner import CaptureOptions, capture
@@ -22,7 +22,7 @@ CONFIGS = (
     "1,32,1,128,bf16,kv_heads=8,seq_kv=4096",
     "2,8,512,100,fp16",
 )
-BACKENDS = ("auto", "flash", "efficient", "cudnn", "math", "all-disabled")
+BACKENDS = ("auto", *SDPA_BACKENDS, "all-disabled")
 
 
 def arguments() -> argparse.Namespace:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_kernels import TABLE
 
 from profharness.config import parse_config
 from profharness.worker.inputs import DTYPES
@@ -31,18 +32,6 @@ sys.path.append(str(FOLDER))
 
 import _tiled_plan as plans  # noqa: E402
 
-SHAPES = (
-    "1,1,16,8192,fp32",
-    "1,1,16,8192,fp16",
-    "1,4,64,512,fp32",
-    "1,4,64,2048,fp32",
-    "1,4,64,4096,fp32",
-    "1,4,64,8192,fp32",
-    "1,4,64,8192,fp16",
-    "4,4,128,4096,fp32",
-    "4,4,128,4096,fp16",
-    "8,4,128,2048,fp16",
-)
 SAMPLES = 15
 WORTH = 1.6
 
@@ -63,7 +52,7 @@ def candidates(problem: plans.Problem, multiprocessors: int) -> list[plans.Plan]
 
 
 def problem_of(shape: str) -> tuple[plans.Problem, torch.dtype, tuple[int, int, int, int]]:
-    """Of a config without options, as those of SHAPES."""
+    """Of a config without options, as those of TABLE."""
     config = parse_config(shape)
     dtype = DTYPES[config.dtype]
     size = (config.batch, config.num_heads, config.seq_len_q, config.head_dim)
@@ -135,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all rows there")
     parser.add_argument("--top", type=int, default=4, help="plans to print for each shape")
     options = parser.parse_args()
-    shapes = options.shape or list(SHAPES)
+    shapes = options.shape or TABLE
     count = torch.cuda.get_device_properties(0).multi_processor_count
     names = set()
     for shape in shapes:
