@@ -7,21 +7,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 
-_API = {
-    "analyze": "profharness.api",
-    "bench": "profharness.api",
-    "capture": "profharness.api",
-    "cells": "profharness.api",
-    "diff": "profharness.api",
-    "explain": "profharness.api",
-    "export": "profharness.api",
-    "ingest": "profharness.api",
-    "kernels": "profharness.api",
-    "launches": "profharness.api",
-    "query": "profharness.api",
-    "runs": "profharness.api",
-    "verify": "profharness.api",
-}
+_API = (
+    *("analyze", "bench", "capture", "cells", "diff", "explain", "export", "ingest", "kernels"),
+    *("launches", "query", "runs", "verify"),
+)
 __all__ = [*_API, "__version__"]
 
 
@@ -31,9 +20,9 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    from profharness import api
 
-    return getattr(import_module(_API[name]), name)
+    return getattr(api, name)
 
 
 def __dir__() -> list[str]:

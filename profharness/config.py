@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
@@ -119,6 +119,13 @@ def parse_config(text: str) -> Config:
     if len(configs) != 1:
         raise UsageError(f"config {text!r} stands for {len(configs)} configs; one is wanted here")
     return configs[0]
+
+
+def split_names(names: str | Iterable[str]) -> tuple[str, ...]:
+    """`"flash, math"` or `["flash,math", "auto"]` -> each name once, empty ones left out."""
+    texts = [names] if isinstance(names, str) else names
+    stripped = (name.strip() for text in texts for name in text.split(","))
+    return tuple(dict.fromkeys(name for name in stripped if name))
 
 
 def expand_configs(text: str) -> list[Config]:

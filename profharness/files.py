@@ -1,4 +1,4 @@
-"""Output files that appear whole or not at all, and never over an existing one unless told so."""
+"""Where files go by default, and output files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import IO
 
 from profharness.errors import UsageError
+
+DEFAULT_STORE = "profharness.db"
+STORE_VARIABLE = "PROFHARNESS_STORE"  # names the store where none is given
+RUNS_FOLDER = Path("traces/runs")
 
 
 def check_output(output: Path | None, *, force: bool) -> None:

@@ -1,27 +1,62 @@
-"""The main job as one function: capture into a run folder, then take the folder into the store."""
+"""What starts a worker: each job captures into a run folder and takes the folder into the store."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profharness.backends import ALL, CPU_BACKENDS, DEFAULT_BACKENDS, KERNELS, expand_backends
-from profharness.cases import VerificationRow
-from profharness.config import Config
+import profharness.store as stores
+from profharness.answers.bench import answer
+from profharness.backends import (
+    ALL,
+    CPU_BACKENDS,
+    DEFAULT_BACKENDS,
+    KERNELS,
+    expand_backends,
+)
+from profharness.cases import NONE, VerificationRow
+from profharness.config import Config, parse_config
 from profharness.environment import gpu_present
-from profharness.errors import ProfharnessError
+from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.profilers import find_profilers, require_tools
-from profharness.run import BenchPlan, Run, read_run
-from profharness.runner import CaptureOptions, capture, resume
-from profharness.runner.capture import VerifyOptions, interrupts_name, plan_cells, verify
+from profharness.run import (
+    PRECISION,
+    BenchOptions,
+    BenchPlan,
+    CaptureOptions,
+    Protocol,
+    Run,
+    VerifyOptions,
+    make_plan,
+    read_run,
+)
+from profharness.runner.capture import capture, interrupts_name, plan_cells, resume, verify
 from profharness.runner.supervise import Progress
+from profharness.store import Selection, open_store
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
+
+
+PROFILED_CALLS = 10  # of a bench, for the kernel measurement
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What hears of a job while it runs: `say` takes a sentence, `progress` opens a display of the
+    cells that a worker does.
+    """
+
+    say: Callable[[str], None] = lambda _: None
+    progress: Callable[[], AbstractContextManager[Progress | None]] = contextlib.nullcontext
+
+
+SILENT = Listener()
 
 
 @dataclass(frozen=True)
@@ -31,6 +66,21 @@ class Captured:
     folder: Path
     run: Run
     ingested: list[IngestResult]
+
+
+def default_backends(device: str = "auto") -> tuple[str, ...]:
+    """auto flash efficient cudnn math where there is an NVIDIA GPU, else auto flash math."""
+    return DEFAULT_BACKENDS if device_type(device) == "cuda" else CPU_BACKENDS
+
+
+def device_type(device: str) -> str:
+    """`cuda` or `cpu`; `auto` is what this machine has."""
+    return "cuda" if device == "cuda" or (device == "auto" and gpu_present()) else "cpu"
+
+
+def every_backend(named: Sequence[str], default: Sequence[str]) -> list[str]:
+    """The backends to verify: no name is `all,kernels`; the words are those of `expand_backends`."""
+    return expand_backends(named or (ALL, KERNELS), default)
 
 
 def capture_into_store(
@@ -43,7 +93,8 @@ def capture_into_store(
     """Capture and ingest; no backends means the default ones of this machine's device."""
     options = options or CaptureOptions()
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
-    plan_cells(configs, chosen)  # what cannot be meant is told before anything is made
+    # Refuse what makes no sense before a store or a run folder is made.
+    plan_cells(configs, chosen)
     require_tools(find_profilers(options.profilers))
     with _opened_meanwhile(store):
         folder = capture(configs, chosen, options, progress)
@@ -57,16 +108,32 @@ def bench_into_store(
     options: CaptureOptions | None = None,
     progress: Progress | None = None,
 ) -> Captured:
-    """Time the backends of each config in turns and ingest the run; `all` among the backends stands
-    for the default ones of this machine's device. The kernel measurement brings traces with it.
+    """Time the backends of each config in turns and ingest the run. The kernel measurement brings
+    traces with it.
     """
     options = options or CaptureOptions()
     plan = options.bench or BenchPlan()
-    default = default_backends(options.protocol.device)
-    named = expand_backends(backends or (ALL,), default)
-    traced = "kernel" in plan.measurements and default == DEFAULT_BACKENDS
-    chosen = replace(options, bench=plan, profilers=("torch",) if traced else ("events",))
-    return capture_into_store(configs, named, store, chosen, progress)
+    traced = "kernel" in plan.measurements and device_type(options.protocol.device) == "cuda"
+    options = replace(options, bench=plan, profilers=("torch",) if traced else ("events",))
+    return capture_into_store(configs, backends, store, options, progress)
+
+
+def find_run_folder(text: str, out: Path) -> Path:
+    """A run folder given as a path, or as `latest`, a run id or a unique prefix of one below `out`.
+
+    Raises NotFoundError.
+    """
+    if (Path(text) / "run.json").exists():
+        return Path(text)
+    folders = sorted(path.parent for path in out.glob(f"{text}*/run.json"))
+    if text == "latest":
+        folders = sorted(path.parent for path in out.glob("*/run.json"))[-1:]
+    if len(folders) != 1:
+        many = f"{len(folders)} of them fit" if folders else "there is none"
+        raise NotFoundError(
+            f"no run folder {text!r} in {out}: {many}; give the folder's path or a longer id"
+        )
+    return folders[0]
 
 
 def resume_into_store(folder: Path, store: Path, progress: Progress | None = None) -> Captured:
@@ -74,12 +141,6 @@ def resume_into_store(folder: Path, store: Path, progress: Progress | None = Non
     with _opened_meanwhile(store):
         resume(folder, progress)
     return _take_in(folder, store)
-
-
-def default_backends(device: str = "auto") -> tuple[str, ...]:
-    """auto flash efficient cudnn math where there is an NVIDIA GPU, else auto flash math."""
-    wanted = device if device != "auto" else ("cuda" if gpu_present() else "cpu")
-    return DEFAULT_BACKENDS if wanted == "cuda" else CPU_BACKENDS
 
 
 @contextlib.contextmanager
@@ -90,9 +151,7 @@ def _opened_meanwhile(store: Path) -> Iterator[None]:
     """
 
     def prepare() -> None:
-        from profharness.store import ingest_path, open_store
-
-        _ = ingest_path
+        _ = stores.ingest_path  # imports the parsers
         with contextlib.suppress(ProfharnessError):
             open_store(store, write=True).close()
 
@@ -106,24 +165,16 @@ def _opened_meanwhile(store: Path) -> Iterator[None]:
 
 def _take_in(folder: Path, store: Path) -> Captured:
     """The run folder into the store; an interrupt names the folder, which is whole by now."""
-    from profharness.store import ingest_path
-
     with interrupts_name(folder):
-        return Captured(folder, read_run(folder), ingest_path(store, folder))
+        return Captured(folder, read_run(folder), stores.ingest_path(store, folder))
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification left: the run folder, the run's id and its checks."""
+    """What a verification left: the run's id and its checks."""
 
-    folder: Path
     run: str
     rows: tuple[VerificationRow, ...]
-
-
-def every_backend(named: Sequence[str], default: Sequence[str]) -> list[str]:
-    """The backends to verify: no name is `all,kernels`; the words are those of `expand_backends`."""
-    return expand_backends(named or (ALL, KERNELS), default)
 
 
 def verify_into_store(
@@ -133,14 +184,82 @@ def verify_into_store(
     options: VerifyOptions | None = None,
     progress: Progress | None = None,
 ) -> Verified:
-    """Verify and ingest. A wrong backend is a row, not an error. Raises UsageError for what cannot
-    be meant, CaptureError if no worker starts.
-    """
-    from profharness.store import ingest_path, open_store
+    """Verify and ingest; no backends means `all,kernels`. A wrong backend is a row, not an error.
 
-    folder = verify(configs, backends, options, progress)
+    Raises UsageError for unknown names, CaptureError if no worker starts.
+    """
+    options = options or VerifyOptions()
+    chosen = every_backend(backends, default_backends(options.protocol.device))
+    folder = verify(configs, chosen, options, progress)
     with interrupts_name(folder):
-        (result,) = ingest_path(store, folder)
+        (result,) = stores.ingest_path(store, folder)
     with open_store(store) as opened:
-        rows = tuple(opened.verifications(result.run))
-    return Verified(folder, result.run, rows)
+        return Verified(result.run, tuple(opened.verifications(result.run)))
+
+
+def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
+    """Capture the configs of a selection that no stored run has; the selection, of the new run."""
+    count, named = len(selection.configs), ", ".join(selection.backends) or "the usual backends"
+    listener.say(f"{store} has no answer yet: capturing {count} config(s) on {named}")
+    options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)
+    with listener.progress() as progress:
+        captured = capture_into_store(
+            selection.configs, selection.backends, store, options, progress
+        )
+    return replace(selection, run=captured.run.run)
+
+
+def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> answer.Benched:
+    """Measure, or ask a stored run, by its own precision and ranking unless others are given.
+
+    Raises UsageError, NotFoundError, or CaptureError when no worker starts.
+    """
+    precision = PRECISION if options.precision is None else options.precision
+    plan = make_plan(options.measurements, precision, options.max_time_s, options.iterations)
+    baseline = None if options.baseline is None else parse_config(options.baseline)
+    if options.run is not None:
+        if options.verify:
+            raise UsageError("--verify measures; leave --run out, or use profharness verify")
+        with open_store(store) as opened:
+            run = opened.resolve(options.run)
+            return answer.benched(
+                opened,
+                run,
+                convention=options.convention,
+                baseline=baseline,
+                precision=options.precision,
+                configs=answer.stored_configs(opened, run, options.configs, options.dtypes),
+                backends=answer.stored_backends(opened, run, options.backends),
+                rank_by=plan.measurements if options.measurements else None,
+            )
+    configs = answer.bench_configs(
+        options.configs, options.dtypes, baseline, device_type(options.device)
+    )
+    counts = PROFILED_CALLS, options.warmup, options.iterations or 0
+    protocol = Protocol(*counts, options.timeout_s, options.seed, options.device)
+    capture_options = CaptureOptions(out=options.out, protocol=protocol, bench=plan)
+    with listener.progress() as progress:
+        captured = bench_into_store(configs, options.backends, store, capture_options, progress)
+    for warning in [text for result in captured.ingested for text in result.warnings]:
+        listener.say(f"warning: {warning}")
+    checks = [_verified(captured, store, listener)] if options.verify else []
+    with open_store(store) as opened:
+        return answer.benched(
+            opened,
+            captured.run.run,
+            convention=options.convention,
+            baseline=baseline,
+            precision=precision,
+            rank_by=plan.measurements,
+            verifications=checks,
+        )
+
+
+def _verified(captured: Captured, store: Path, listener: Listener) -> str:
+    """The run that checked the outputs of what was timed, on the configs as they are."""
+    cells = [cell for cell in captured.run.cells if cell.status == "ok"]
+    configs = list(dict.fromkeys(cell.config for cell in cells))
+    backends = list(dict.fromkeys(cell.backend for cell in cells))
+    options = VerifyOptions((NONE,), False, captured.folder.parent, captured.run.protocol)
+    with listener.progress() as progress:
+        return verify_into_store(configs, backends, store, options, progress).run

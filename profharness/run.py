@@ -20,6 +20,7 @@ import msgspec
 
 from profharness.config import Config
 from profharness.errors import TraceFormatError, UsageError
+from profharness.files import RUNS_FOLDER
 from profharness.rows import MEASUREMENTS, Refusal
 
 RUN_FILE = "run.json"
@@ -277,6 +278,57 @@ def turn_order(seed: int, config: str, round_number: int, count: int) -> list[in
     order = list(range(count))
     random.Random(f"{seed}/{config}/{round_number}").shuffle(order)
     return order
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What a capture is asked for besides configs and backends. out: the folder of the run folders;
+    bench: time the backends of each config in turns, as this plan says.
+    """
+
+    profilers: tuple[str, ...] = ("torch",)
+    out: Path = RUNS_FOLDER
+    protocol: Protocol = field(default_factory=Protocol)
+    note: str | None = None
+    bench: BenchPlan | None = None
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What a verification is asked for besides configs and backends. grad: gradients too; of the
+    protocol its counts of calls do not matter.
+    """
+
+    cases: tuple[str, ...] = ("standard",)
+    grad: bool = False
+    out: Path = RUNS_FOLDER
+    protocol: Protocol = field(default_factory=Protocol)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What a bench is asked for; the fields are the options of the command.
+
+    run: answer from this stored run instead of measuring. precision None: 1 %, or what the stored
+    run was measured with.
+    """
+
+    configs: Sequence[Config] = ()
+    backends: tuple[str, ...] = ()
+    run: str | None = None
+    baseline: str | None = None
+    dtypes: tuple[str, ...] = ()
+    measurements: tuple[str, ...] = ()
+    precision: float | None = None
+    max_time_s: float = BenchPlan.max_time_s
+    iterations: int | None = None
+    warmup: int = 10
+    convention: str = "exact"
+    verify: bool = False
+    seed: int = 42
+    timeout_s: float = Protocol.timeout_s
+    device: str = Protocol.device
+    out: Path = RUNS_FOLDER
 
 
 def write_plan(folder: Path, plan: BenchPlan) -> None:

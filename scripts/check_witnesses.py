@@ -22,8 +22,7 @@ from profharness.answers.prediction import with_predictions
 from profharness.config import Config
 from profharness.jobs import capture_into_store
 from profharness.rows import CellRow, KernelRow
-from profharness.run import Protocol
-from profharness.runner import CaptureOptions
+from profharness.run import CaptureOptions, Protocol
 from profharness.store import open_store
 
 MAX_SCORES = 1 << 27  # batch * heads * rows * keys: math holds them all in fp32

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from profharness.config import SDPA_BACKENDS, expand_configs
 from profharness.errors import ProfharnessError
-from profharness.run import read_run
-from profharness.runner import CaptureOptions, capture
+from profharness.run import CaptureOptions, read_run
+from profharness.runner import capture
 from profharness.scrub import scrub
 
 CONFIGS = (

@@ -37,6 +37,7 @@ __all__ = [
     "fingerprints",
     "implementation_names",
     "read_sources",
+    "stored_names",
     "write_sources",
 ]
 
@@ -108,6 +109,17 @@ def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
                 f"{backend.source}); rename one, or give their paths below the working directory"
             )
     return backends
+
+
+def stored_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Backends as cells name them: `all` means no filter, a file is known by its reduced name."""
+    reduced = []
+    for name in () if ALL in names else names:
+        try:
+            reduced.append(find_backend(name).name)
+        except UsageError:
+            reduced.append(name)  # of another machine, perhaps; the store knows
+    return tuple(reduced)
 
 
 def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:

@@ -14,7 +14,13 @@ import click
 
 from profharness.config import Config, expand_configs, parse_config_lines
 from profharness.errors import UsageError
-from profharness.files import atomic_file, check_output
+from profharness.files import (
+    DEFAULT_STORE,
+    RUNS_FOLDER,
+    STORE_VARIABLE,
+    atomic_file,
+    check_output,
+)
 
 if TYPE_CHECKING:
     from profharness.runner.supervise import Progress, Step
@@ -32,8 +38,8 @@ def store_option(function: F) -> F:
     return click.option(
         "--store",
         type=click.Path(dir_okay=False, path_type=Path),
-        envvar="PROFHARNESS_STORE",
-        default="profharness.db",
+        envvar=STORE_VARIABLE,
+        default=DEFAULT_STORE,
         show_default=True,
         show_envvar=True,
         help="The SQLite file with everything that was captured or ingested.",
@@ -74,7 +80,7 @@ def out_option(function: F) -> F:
     return click.option(
         "--out",
         type=click.Path(file_okay=False, path_type=Path),
-        default="traces/runs",
+        default=RUNS_FOLDER.as_posix(),
         show_default=True,
         help="Where run folders go.",
     )(function)
@@ -85,6 +91,18 @@ def device_option(function: F) -> F:
     return click.option(
         "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
     )(function)
+
+
+def timeout_option(default_s: float, text: str) -> Callable[[F], F]:
+    """--timeout as `timeout_s: float`; text is its help."""
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(0.1),
+        default=int(default_s),
+        show_default=True,
+        help=text,
+    )
 
 
 def output_options(function: F) -> F:
@@ -110,16 +128,10 @@ def file_options(function: F) -> F:
     )(function)
 
 
-def split_names(values: Sequence[str]) -> tuple[str, ...]:
-    """`("flash,math", "auto")` -> `("flash", "math", "auto")`, each name once."""
-    names = (name.strip() for value in values for name in value.split(","))
-    return tuple(dict.fromkeys(name for name in names if name))
-
-
 def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Config]:
     """The configs of --config and --configs, each once. Raises UsageError naming the token that is
     wrong."""
-    found = [each for text in config for each in expand_configs(text)]
+    configs = [one for text in config for one in expand_configs(text)]
     if configs_file is not None:
         try:
             lines = configs_file.read_text(encoding="utf-8").splitlines()
@@ -128,14 +140,19 @@ def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Confi
         read = parse_config_lines(lines, str(configs_file))
         if not read:
             raise UsageError(f"--configs {configs_file}: not a single config in it")
-        found += read
-    return list(dict.fromkeys(found))
+        configs += read
+    return list(dict.fromkeys(configs))
 
 
 def hint(text: str) -> None:
     """One line to stderr, which never is part of the result."""
     with contextlib.suppress(BrokenPipeError):
         click.echo(text, err=True)
+
+
+def chosen_format(format_: str | None, output: Path | None) -> str:
+    """The format of --format, else what the suffix of -o says, else `table`."""
+    return format_ or SUFFIX_FORMATS.get(output.suffix.lower() if output else "", "table")
 
 
 def emit(
@@ -150,8 +167,7 @@ def emit(
     decides, else `table`. images: what the charts beside a Markdown file are, `svg` or `png`."""
     from profharness.views.renderers import RENDERERS
 
-    if format_ is None:
-        format_ = SUFFIX_FORMATS.get(output.suffix.lower(), "table") if output else "table"
+    format_ = chosen_format(format_, output)
     if format_ == "md" and output is not None:
         _write_markdown(document, output, images, force=force)
         return

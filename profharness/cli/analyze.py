@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from profharness.answers.analyze.answer import analyze_here
 from profharness.cli._options import (
     backend_option,
     config_options,
     emit,
     hint,
     output_options,
-    read_configs,
     store_option,
 )
+from profharness.cli.kernels import find_rows, read_selection
 from profharness.files import check_output
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from profharness.rows import CellRow
+from profharness.views.analyze import analyze_document
 
 
 @click.command()
@@ -35,7 +31,6 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--peaks",
-    "peaks_from",
     type=click.Choice(["measure", "data-sheet"]),
     help="measure: measure this machine's device now and keep it; data-sheet: the built-in table.  "
     "[default: what the store has measured, measured once if the cells ran on a GPU like this "
@@ -49,7 +44,7 @@ def command(
     configs_file: Path | None,
     backend: tuple[str, ...],
     run: str | None,
-    peaks_from: str | None,
+    peaks: str | None,
     full: bool,
     format_: str | None,
     output: Path | None,
@@ -71,51 +66,7 @@ def command(
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
     """
-    from profharness.answers.analyze.answer import analyze_rows
-    from profharness.cli.kernels import find_rows, stored_names
-    from profharness.errors import NotFoundError
-    from profharness.views.analyze import analyze_document
-
     check_output(output, force=force)
-    configs = read_configs(config, configs_file)
-    rows, cells = find_rows(store, run, configs, stored_names(backend), ())
-    if not cells:
-        raise NotFoundError(
-            "analyze needs the configs of a captured run; a foreign trace has none, "
-            "`profharness kernels` shows its kernels"
-        )
-    if peaks_from == "measure":
-        _measure(store, cells)
-    elif peaks_from is None:
-        _measure_once(store, cells)
-    document = analyze_document(analyze_rows(store, cells, rows, peaks_from), full=full)
-    emit(document, format_, output, force=force)
-
-
-def _measure_once(path: Path, cells: Sequence[CellRow]) -> None:
-    """Measure if the cells ran on a GPU like this machine's and the store has no measurement."""
-    from profharness.devices import MEASURED
-    from profharness.environment import gpu_name
-    from profharness.errors import CaptureError
-    from profharness.store import open_store
-
-    with open_store(path) as store:
-        runs = tuple(dict.fromkeys(cell.run for cell in cells))
-        lacking = {
-            store.environment(run).get("gpu")
-            for run in runs
-            if store.peaks(run, MEASURED) is None and store.environment(run).get("gpu")
-        }
-    if not lacking or gpu_name() not in lacking:
-        return
-    try:
-        _measure(path, cells)
-    except CaptureError as error:
-        hint(f"{error}; going on with the data sheet")
-
-
-def _measure(path: Path, cells: Sequence[CellRow]) -> None:
-    from profharness.answers.analyze.answer import measure_here
-
-    hint("measuring copy bandwidth and matrix rates, some seconds")
-    measure_here(path, cells)
+    rows, cells = find_rows(store, read_selection(run, config, configs_file, backend))
+    analyses = analyze_here(store, cells, rows, peaks, hint)
+    emit(analyze_document(analyses, full=full), format_, output, force=force)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,14 +15,16 @@ from profharness.cli._options import (
     device_option,
     out_option,
     read_configs,
-    split_names,
     store_option,
+    timeout_option,
 )
+from profharness.config import split_names
+from profharness.errors import CaptureError, UsageError
+from profharness.rows import COUNTERS
+from profharness.run import CaptureOptions, Protocol
 
 if TYPE_CHECKING:
-    from profharness.config import Config
     from profharness.jobs import Captured
-    from profharness.run import Protocol
 
 
 FAILED = ("crashed", "timeout", "oom", "error", "pending")
@@ -43,32 +44,25 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
 @click.option(
     "--iterations",
     type=click.IntRange(1, 10_000),
-    default=5,
+    default=Protocol.iterations,
     show_default=True,
     help="Profiled calls per cell.",
 )
 @click.option(
     "--warmup",
     type=click.IntRange(0, 10_000),
-    default=3,
+    default=Protocol.warmup,
     show_default=True,
     help="Calls before the profiled ones.",
 )
 @click.option(
     "--samples",
     type=click.IntRange(0, 100_000),
-    default=30,
+    default=Protocol.samples,
     show_default=True,
     help="Unprofiled timing samples; 0: none.",
 )
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0.1),
-    default=120,
-    show_default=True,
-    help="Seconds that one cell may take.",
-)
+@timeout_option(Protocol.timeout_s, "Seconds that one cell may take.")
 @click.option(
     "--metrics",
     multiple=True,
@@ -82,12 +76,14 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     metavar="NAME",
     help="Sections that ncu takes, as in `ncu --list-sections`; each costs more passes. Repeatable.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
+@click.option(
+    "--seed", type=int, default=Protocol.seed, show_default=True, help="Seed of the inputs."
+)
 @device_option
 @click.option("--note", help="A remark that is kept with the run.")
 @click.option(
     "--resume",
-    "resume_folder",
+    "resume_run",
     metavar="RUN",
     help="A run folder or run id: do only its cells that have no result.",
 )
@@ -98,16 +94,11 @@ def command(
     profiler: tuple[str, ...],
     out: Path,
     store: Path,
-    iterations: int,
-    warmup: int,
-    samples: int,
-    timeout_s: float,
     metrics: tuple[str, ...],
     sections: tuple[str, ...],
-    seed: int,
-    device: str,
     note: str | None,
-    resume_folder: str | None,
+    resume_run: str | None,
+    **protocol: Any,
 ) -> None:
     """Run attention configs on backends under a profiler.
 
@@ -133,70 +124,29 @@ def command(
       profharness capture --config 2,8,512,64 --backend auto,flash,math
       profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
     """
-    from profharness.run import Protocol
+    from profharness.jobs import capture_into_store, find_run_folder, resume_into_store
 
     configs = read_configs(config, configs_file)
-    backends = split_names(backend)
-    if resume_folder is not None:
-        captured = _resume(resume_folder, out, store, bool(configs or backends))
+    backends, profilers = split_names(backend), split_names(profiler) or CaptureOptions.profilers
+    counters = split_names(metrics), split_names(sections)
+    if resume_run is not None:
+        if configs or backends:
+            raise UsageError(
+                "--resume goes on with the run's own cells; leave --config, --configs and "
+                "--backend out"
+            )
+        folder = find_run_folder(resume_run, out)
+        with capture_progress() as progress:
+            captured = resume_into_store(folder, store, progress)
     else:
-        more = split_names(metrics), split_names(sections)
-        protocol = Protocol(iterations, warmup, samples, timeout_s, seed, device, *more)
-        profilers = split_names(profiler) or ("torch",)
-        captured = _capture(configs, backends, profilers, protocol, out, store, note)
+        if any(counters) and not {*COUNTERS} & {*profilers}:
+            names = ", ".join(COUNTERS)
+            raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
+        asked = Protocol(**protocol, metrics=counters[0], sections=counters[1])
+        options = CaptureOptions(profilers, out, asked, note)
+        with capture_progress() as progress:
+            captured = capture_into_store(configs, backends, store, options, progress)
     _report(captured)
-
-
-def _capture(
-    configs: Sequence[Config],
-    backends: tuple[str, ...],
-    profilers: tuple[str, ...],
-    protocol: Protocol,
-    out: Path,
-    store: Path,
-    note: str | None,
-) -> Captured:
-    from profharness.errors import UsageError
-    from profharness.jobs import capture_into_store
-    from profharness.rows import COUNTERS
-    from profharness.runner import CaptureOptions
-
-    if (protocol.metrics or protocol.sections) and not {*COUNTERS} & {*profilers}:
-        counters = ", ".join(COUNTERS)
-        raise UsageError(f"--metrics and --section are {counters}'s; add --profiler {counters}")
-    options = CaptureOptions(profilers, out, protocol, note)
-    with capture_progress() as progress:
-        return capture_into_store(configs, backends, store, options, progress)
-
-
-def _resume(text: str, out: Path, store: Path, named: bool) -> Captured:
-    """Go on with a run folder; named says whether configs or backends were asked for as well."""
-    from profharness.errors import UsageError
-    from profharness.jobs import resume_into_store
-
-    if named:
-        raise UsageError(
-            "--resume goes on with the run's own cells; leave --config, --configs and --backend out"
-        )
-    with capture_progress() as progress:
-        return resume_into_store(_find_folder(text, out), store, progress)
-
-
-def _find_folder(text: str, out: Path) -> Path:
-    """A run folder given as a path, a run id or a unique prefix of one below `out`."""
-    from profharness.errors import NotFoundError
-
-    if (Path(text) / "run.json").exists():
-        return Path(text)
-    found = sorted(path.parent for path in out.glob(f"{text}*/run.json"))
-    if text == "latest":
-        found = sorted(path.parent for path in out.glob("*/run.json"))[-1:]
-    if len(found) != 1:
-        many = f"{len(found)} of them fit" if found else "there is none"
-        raise NotFoundError(
-            f"no run folder {text!r} in {out}: {many}; give the folder's path or a longer id"
-        )
-    return found[0]
 
 
 def _report(captured: Captured) -> None:
@@ -204,8 +154,6 @@ def _report(captured: Captured) -> None:
 
     Raises CaptureError if a profiler did not do its work.
     """
-    from profharness.errors import CaptureError
-
     run = captured.run
     counts = Counter(cell.status for cell in run.cells)
     summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
@@ -219,14 +167,9 @@ def _report(captured: Captured) -> None:
             click.echo(f"warning: {warning}", err=True)
     click.echo("see it with: profharness kernels", err=True)
     if run.problems:
-        raise CaptureError(_problems(captured))
-
-
-def _problems(captured: Captured) -> str:
-    """What profilers failed at, each with its remedy; the rest of the run is kept."""
-    lines = [
-        f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
-        for problem in captured.run.problems
-    ]
-    kept = f"what the others saw is kept in {captured.folder}"
-    return "\n".join(["not every profiler did its work; " + kept, *lines])
+        lines = [
+            f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
+            for problem in run.problems
+        ]
+        kept = f"what the others saw is kept in {captured.folder}"
+        raise CaptureError("\n".join(["not every profiler did its work; " + kept, *lines]))

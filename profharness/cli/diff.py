@@ -13,9 +13,9 @@ from profharness.cli._options import (
     emit,
     output_options,
     read_configs,
-    split_names,
     store_option,
 )
+from profharness.config import split_names
 from profharness.files import check_output
 
 if TYPE_CHECKING:

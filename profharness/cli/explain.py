@@ -30,10 +30,9 @@ from profharness.cli._options import (
     hint,
     output_options,
     read_configs,
-    split_names,
     store_option,
 )
-from profharness.config import SDPA_BACKENDS, Config, parse_config
+from profharness.config import SDPA_BACKENDS, Config, parse_config, split_names
 from profharness.errors import UsageError
 from profharness.files import check_output
 from profharness.views.document import Document
@@ -230,8 +229,7 @@ def _bisected(question: _Question, name: str) -> Document:
 def _measure(answers: Sequence[Explanation], question: _Question) -> None:
     """Capture the asked configs on `auto` and the advised ones on their backends."""
     from profharness.jobs import capture_into_store
-    from profharness.run import Protocol
-    from profharness.runner import CaptureOptions
+    from profharness.run import CaptureOptions, Protocol
 
     options = CaptureOptions(protocol=Protocol(device=question.device))
     jobs = to_measure(answers)

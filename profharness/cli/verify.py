@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from profharness.cases import failures
 from profharness.cli._options import (
     backend_option,
     capture_progress,
@@ -15,10 +16,14 @@ from profharness.cli._options import (
     out_option,
     output_options,
     read_configs,
-    split_names,
     store_option,
+    timeout_option,
 )
+from profharness.config import split_names
+from profharness.errors import GateError, UsageError
 from profharness.files import check_output
+from profharness.run import Protocol, VerifyOptions
+from profharness.views.verify import verify_document
 
 
 @click.command()
@@ -32,15 +37,10 @@ from profharness.files import check_output
     help="standard (default), none for the config alone, or names of cases, separated by commas.",
 )
 @click.option("--full", is_flag=True, help="A line for every check, with its figures.")
+@timeout_option(Protocol.timeout_s, "Seconds that one case of one backend may take.")
 @click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0.1),
-    default=120,
-    show_default=True,
-    help="Seconds that one case of one backend may take.",
+    "--seed", type=int, default=Protocol.seed, show_default=True, help="Seed of the inputs."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
 @device_option
 @out_option
 @output_options
@@ -76,24 +76,18 @@ def command(
       profharness verify --config 1,4,256,64,causal --backend all,my.py:attention --grad
       profharness verify --config 2,8,512,64 --cases seq_1,large --format json
     """
-    from profharness.cases import STANDARD, failures
-    from profharness.errors import GateError, UsageError
-    from profharness.jobs import default_backends, every_backend, verify_into_store
-    from profharness.run import Protocol
-    from profharness.runner.capture import VerifyOptions
-    from profharness.views.verify import verify_document
+    from profharness.jobs import verify_into_store
 
     configs = read_configs(config, configs_file)
     if not configs:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
     check_output(output, force=force)
-    protocol = Protocol(0, 0, 0, timeout_s, seed, device)
-    options = VerifyOptions(split_names(cases) or (STANDARD,), grad, out, protocol)
-    names = every_backend(split_names(backend), default_backends(device))
+    protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
+    options = VerifyOptions(split_names(cases) or VerifyOptions.cases, grad, out, protocol)
     with capture_progress() as progress:
-        verified = verify_into_store(configs, names, store, options, progress)
+        verified = verify_into_store(configs, split_names(backend), store, options, progress)
     emit(verify_document(verified.rows, full=full), format_, output, force=force)
     wrong = failures(verified.rows)
     if wrong:
-        told = ", ".join(dict.fromkeys(row.backend for row in wrong))
-        raise GateError(f"{len(wrong)} of {len(verified.rows)} checks failed; wrong: {told}")
+        backends = ", ".join(dict.fromkeys(row.backend for row in wrong))
+        raise GateError(f"{len(wrong)} of {len(verified.rows)} checks failed; wrong: {backends}")

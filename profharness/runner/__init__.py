@@ -4,6 +4,6 @@ whatever happens.
 
 from __future__ import annotations
 
-from profharness.runner.capture import CaptureOptions, capture, resume
+from profharness.runner.capture import capture, resume
 
-__all__ = ["CaptureOptions", "capture", "resume"]
+__all__ = ["capture", "resume"]

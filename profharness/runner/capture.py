@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from profharness.backends import (
     read_sources,
     write_sources,
 )
-from profharness.cases import STANDARD, derive_cases
+from profharness.cases import derive_cases
 from profharness.config import Config
 from profharness.errors import CaptureError, Interrupted, UsageError
 from profharness.logs import log_wanted
@@ -28,11 +28,12 @@ from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
     JOURNAL_FILE,
     PLAN_FILE,
-    BenchPlan,
+    CaptureOptions,
     Cell,
     Problem,
     Protocol,
     Run,
+    VerifyOptions,
     read_plan,
     read_run,
     write_plan,
@@ -42,30 +43,6 @@ from profharness.runner.supervise import LOG_FILE, Progress, RunRecord, run_cell
 START_REMEDY = (
     "`profharness doctor` shows what is missing; the worker's own words are in worker.log"
 )
-RUNS = Path("traces/runs")
-
-
-@dataclass(frozen=True)
-class CaptureOptions:
-    """What a capture is asked for besides configs and backends. out: the folder that run folders go
-    into; bench: time the backends of each config in turns, as this plan says.
-    """
-
-    profilers: tuple[str, ...] = ("torch",)
-    out: Path = RUNS
-    protocol: Protocol = field(default_factory=Protocol)
-    note: str | None = None
-    bench: BenchPlan | None = None
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """What a verification is asked for besides configs and backends. grad: gradients too."""
-
-    cases: tuple[str, ...] = (STANDARD,)
-    grad: bool = False
-    out: Path = RUNS
-    protocol: Protocol = field(default_factory=lambda: Protocol(0, 0, 0))
 
 
 def capture(
@@ -105,7 +82,8 @@ def verify(
     """
     options = options or VerifyOptions()
     cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
-    folder, run = _make_run(options.out, options.protocol, cells)
+    protocol = replace(options.protocol, iterations=0, warmup=0, samples=0)
+    folder, run = _make_run(options.out, protocol, cells)
     return _carry_out(folder, run, {}, progress)
 
 

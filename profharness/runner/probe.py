@@ -22,8 +22,8 @@ from profharness.devices import PEAKS_FILE, Peaks
 from profharness.dispatch.advice import ANSWERS_FILE, LiveAnswer
 from profharness.errors import CaptureError, UsageError
 from profharness.processes import child_environment, run_briefly
-from profharness.run import Cell, JournalEntry, Protocol, read_run
-from profharness.runner.capture import CaptureOptions, capture
+from profharness.run import CaptureOptions, Cell, JournalEntry, Protocol, read_run
+from profharness.runner.capture import capture
 from profharness.runner.supervise import run_cells, worker_argv, worker_environment
 
 PROBE_CONFIG = "1,2,64,64"

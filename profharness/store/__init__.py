@@ -7,7 +7,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from profharness.store.queries import LaunchRow, RangeRow, Store, open_store, query, to_frame
+from profharness.store.queries import (
+    LaunchRow,
+    RangeRow,
+    Selection,
+    Store,
+    open_store,
+    query,
+    to_frame,
+)
 
 if TYPE_CHECKING:
     from profharness.store.ingest import IngestResult, ingest_path
@@ -16,6 +24,7 @@ __all__ = [
     "IngestResult",
     "LaunchRow",
     "RangeRow",
+    "Selection",
     "Store",
     "ingest_path",
     "open_store",

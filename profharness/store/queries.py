@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import chain, starmap
 from pathlib import Path
@@ -39,6 +39,7 @@ Metrics = dict[str, tuple[float, str]]
 FAILED = ("oom", "error", "crashed", "timeout")
 CANDIDATES_SHOWN = 8
 LATEST = "latest"
+ALL_RUNS = "all"
 NO_PROFILERS = "[]"
 UNKNOWN = float("nan")  # a sum with one part unknown is unknown, and so are all shares of it
 _CONFIG_FIELDS = tuple(field.name for field in fields(Config))
@@ -75,6 +76,18 @@ def _config_ids(
         if any(config.matches(stored) for config in configs):
             matching.append(row[0])
     return matching
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which stored rows are meant. run: an id, a unique prefix, `latest`, `latest~N` or `all`; None
+    is the latest run that has all the configs, on all the backends. An empty filter takes all.
+    """
+
+    run: str | None = None
+    configs: Sequence[Config] = ()
+    backends: Sequence[str] = ()
+    profilers: Sequence[str] = ()
 
 
 class LaunchRow(NamedTuple):
@@ -195,6 +208,32 @@ class Store:
             raise NotFoundError(f"run {ref!r} is ambiguous; it could be {_some(found)}")
         raise NotFoundError(f"no run {ref!r} in {self.path}; there are {_some(names)}")
 
+    def find_run(self, selection: Selection) -> str:
+        """The id of the selected run, or `all`. Raises NotFoundError if there is none."""
+        if selection.run == ALL_RUNS:
+            return ALL_RUNS
+        if selection.run is not None or not selection.configs:
+            return self.resolve(selection.run or LATEST)
+        run = self.latest_run_with(selection.configs, selection.backends or None)
+        if run is None:
+            labels = ", ".join(config.label for config in selection.configs)
+            raise NotFoundError(f"no stored run has {labels}; profharness.capture(…) makes one")
+        return run
+
+    def rows(
+        self, selection: Selection, *, by_op: bool = False
+    ) -> tuple[list[KernelRow], list[CellRow]]:
+        """The selected kernels and cells; by_op is as for `kernels`. Raises NotFoundError where no
+        run is meant.
+        """
+        run = self.find_run(selection)
+        configs, backends = selection.configs or None, selection.backends or None
+        profilers = selection.profilers or None
+        kernels = self.kernels(
+            run, configs=configs, backends=backends, profilers=profilers, by_op=by_op
+        )
+        return kernels, self.cells(run, configs=configs, backends=backends)
+
     def kernels(
         self,
         run: str | None = None,
@@ -241,7 +280,7 @@ class Store:
 
     def _selected(self, run: str | None) -> list[str] | None:
         """The runs that a question is about: None for `all`, else one."""
-        return None if run == "all" else [self.resolve(run or LATEST)]
+        return None if run == ALL_RUNS else [self.resolve(run or LATEST)]
 
     def latest_run_with(
         self, configs: Sequence[Config], backends: Sequence[str] | None = None

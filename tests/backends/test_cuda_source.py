@@ -31,8 +31,8 @@ from profharness.backends.cuda_launch import (
 )
 from profharness.backends.cuda_source import CompileError, CudaSource, architecture
 from profharness.config import expand_configs
-from profharness.run import Protocol, read_run
-from profharness.runner import CaptureOptions, capture
+from profharness.run import CaptureOptions, Protocol, read_run
+from profharness.runner import capture
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = """#include "parts/value.cuh"

@@ -14,8 +14,8 @@ from waiting import HANG, PATIENCE_S
 
 from profharness.backends.templates import KINDS, check_text, kernel_text
 from profharness.config import expand_configs
-from profharness.run import Protocol, read_run
-from profharness.runner import CaptureOptions, capture
+from profharness.run import CaptureOptions, Protocol, read_run
+from profharness.runner import capture
 
 ROOT = Path(__file__).resolve().parents[2]
 

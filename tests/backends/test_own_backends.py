@@ -23,8 +23,8 @@ from profharness.backends import (
 from profharness.config import expand_configs
 from profharness.errors import UsageError
 from profharness.jobs import every_backend
-from profharness.run import Cell, Protocol, Run, read_run
-from profharness.runner import CaptureOptions, capture, resume
+from profharness.run import CaptureOptions, Cell, Protocol, Run, read_run
+from profharness.runner import capture, resume
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -261,7 +261,8 @@ from profharness.backends import find_backend, fingerprints
 from profharness.config import expand_configs
 from profharness.errors import UsageError
 from profharness.run import Protocol, read_run
-from profharness.runner import CaptureOptions, capture
+from profharness.run import CaptureOptions
+from profharness.runner import capture
 options = CaptureOptions(("events",), Path(sys.argv[1]), Protocol(1, 0, 0, device="cpu"))
 names = ["pointed", "bare", "flash", "one_pkg.impl:attention", "asks", "broken"]
 record = read_run(capture(expand_configs("1,1,8,8"), names, options))

@@ -15,8 +15,8 @@ from profharness.backends import find_backend
 from profharness.backends.sources import fingerprint, parts_of
 from profharness.config import expand_configs
 from profharness.logs import LOG_VARIABLE, start_log
-from profharness.run import Protocol, read_run
-from profharness.runner import CaptureOptions, capture
+from profharness.run import CaptureOptions, Protocol, read_run
+from profharness.runner import capture
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=PATIENCE_S, device="cpu")

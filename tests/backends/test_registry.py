@@ -16,8 +16,8 @@ from profharness.backends.base import wants
 from profharness.backends.libraries import LIBRARY_BACKENDS
 from profharness.backends.torch_impls import SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.config import DTYPES, MASKS, Config, expand_configs, parse_config
-from profharness.run import Protocol, read_run
-from profharness.runner import CaptureOptions, capture
+from profharness.run import CaptureOptions, Protocol, read_run
+from profharness.runner import capture
 from profharness.runner.probe import probe_backends
 from profharness.views.doctor import backends_document
 

@@ -21,6 +21,7 @@ from profharness.run import (
     BENCH_FILE,
     RUN_FILE,
     BenchPlan,
+    CaptureOptions,
     Cell,
     Protocol,
     make_plan,
@@ -30,7 +31,6 @@ from profharness.run import (
     turn_order,
     write_run,
 )
-from profharness.runner import CaptureOptions
 from profharness.worker.turns import (
     COPIES_MAX,
     MAX_SAMPLES,

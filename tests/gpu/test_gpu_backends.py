@@ -14,8 +14,8 @@ from profharness.backends.libraries import LIBRARY_BACKENDS
 from profharness.backends.torch_impls import TORCH_BACKENDS
 from profharness.config import expand_configs
 from profharness.jobs import default_backends
-from profharness.run import Protocol, Run, read_run
-from profharness.runner import CaptureOptions, capture
+from profharness.run import CaptureOptions, Protocol, Run, read_run
+from profharness.runner import capture
 
 pytestmark = [
     pytest.mark.gpu,

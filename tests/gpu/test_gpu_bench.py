@@ -7,8 +7,7 @@ import pytest
 from profharness.answers.bench.answer import Benched, benched
 from profharness.config import expand_configs
 from profharness.jobs import bench_into_store, default_backends
-from profharness.run import BenchPlan, Protocol
-from profharness.runner import CaptureOptions
+from profharness.run import BenchPlan, CaptureOptions, Protocol
 from profharness.store import open_store
 
 pytestmark = [

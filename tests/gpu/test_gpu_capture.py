@@ -10,8 +10,7 @@ import pytest
 
 from profharness.config import expand_configs
 from profharness.jobs import capture_into_store, default_backends
-from profharness.run import Protocol
-from profharness.runner import CaptureOptions
+from profharness.run import CaptureOptions, Protocol
 from profharness.store import ingest_path, open_store
 
 pytestmark = [

@@ -15,8 +15,7 @@ from profharness.jobs import capture_into_store, default_backends
 from profharness.processes import find_workers
 from profharness.profilers import PROFILERS, find_tool, open_session, require_tools
 from profharness.profilers.base import Outcome
-from profharness.run import Cell, Protocol
-from profharness.runner import CaptureOptions
+from profharness.run import CaptureOptions, Cell, Protocol
 from profharness.runner.supervise import run_cells
 from profharness.store import ingest_path, open_store
 

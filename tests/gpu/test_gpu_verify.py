@@ -11,8 +11,7 @@ import pytest
 from profharness.cases import VerificationRow, failures
 from profharness.config import expand_configs
 from profharness.jobs import default_backends, verify_into_store
-from profharness.run import Protocol
-from profharness.runner.capture import VerifyOptions
+from profharness.run import Protocol, VerifyOptions
 
 pytestmark = [
     pytest.mark.gpu,

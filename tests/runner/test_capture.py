@@ -14,8 +14,8 @@ from waiting import HANG, PATIENCE_S, alive, until
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, TraceFormatError, UsageError
 from profharness.jobs import capture_into_store
-from profharness.run import JOURNAL_FILE, RUN_FILE, Cell, Protocol, Run, read_run
-from profharness.runner import CaptureOptions, capture, resume
+from profharness.run import JOURNAL_FILE, RUN_FILE, CaptureOptions, Cell, Protocol, Run, read_run
+from profharness.runner import capture, resume
 from profharness.runner.supervise import run_cells
 
 QUICK = Protocol(iterations=2, warmup=1, samples=5, timeout_s=PATIENCE_S, device="cpu")
@@ -223,6 +223,7 @@ def _cell(run: Run, name: str) -> Cell:
 def test_a_killed_parent_takes_its_worker_along(tmp_path: Path) -> None:
     code = (
         "from profharness.runner import *; from profharness.config import *; from pathlib import Path;"
+        "from profharness.run import CaptureOptions;"
         f"capture(expand_configs('8,8,2048,64'), ['math'], CaptureOptions(out=Path({str(tmp_path)!r})))"
     )
     process = subprocess.Popen([sys.executable, "-c", code])

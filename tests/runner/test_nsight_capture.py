@@ -20,8 +20,17 @@ from profharness.jobs import capture_into_store, resume_into_store
 from profharness.profilers import PROFILERS, open_session, require_tools
 from profharness.profilers.base import Grace, Outcome, ToolError
 from profharness.profilers.nsys import NsysSession
-from profharness.run import Cell, JournalEntry, Protocol, Run, TraceFile, read_run, write_run
-from profharness.runner import CaptureOptions, capture, resume
+from profharness.run import (
+    CaptureOptions,
+    Cell,
+    JournalEntry,
+    Protocol,
+    Run,
+    TraceFile,
+    read_run,
+    write_run,
+)
+from profharness.runner import capture, resume
 from profharness.runner.supervise import LOG_FILE, RunRecord, run_cells
 from profharness.store import open_store
 

@@ -16,8 +16,8 @@ from profharness.processes import find_workers
 from profharness.profilers import PROFILERS, find_tool, open_session, require_tool, require_tools
 from profharness.profilers.base import Outcome, ToolError
 from profharness.profilers.nsys import export_report
-from profharness.run import Cell, Protocol, Run, read_run
-from profharness.runner import CaptureOptions, capture
+from profharness.run import CaptureOptions, Cell, Protocol, Run, read_run
+from profharness.runner import capture
 from profharness.runner.supervise import run_cells
 
 pytestmark = [

@@ -16,8 +16,8 @@ from profharness.cases import CASES, VerificationRow, failures
 from profharness.config import expand_configs
 from profharness.errors import UsageError
 from profharness.jobs import verify_into_store
-from profharness.run import Protocol, read_run
-from profharness.runner.capture import VerifyOptions, verify
+from profharness.run import Protocol, VerifyOptions, read_run
+from profharness.runner.capture import verify
 from profharness.store import ingest_path, open_store
 
 WRONG = Path(__file__).parent / "wrong.py"

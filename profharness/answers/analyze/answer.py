@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
@@ -28,9 +28,11 @@ from profharness.answers.analyze.model import (
 from profharness.answers.analyze.remedies import bottleneck, remedies
 from profharness.config import OWN_CHOICE, Config, parse_config
 from profharness.devices import DATA_SHEET
-from profharness.errors import NotFoundError, UsageError
+from profharness.devices import MEASURED as MEASURED_PEAKS
+from profharness.environment import gpu_name
+from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.rows import CellRow, KernelRow
-from profharness.store import Store, open_store
+from profharness.store import Selection, open_store
 
 RULES = (*rules_rates.RULES, *rules_launch.RULES, *rules_rates.PART_RULES)
 
@@ -174,15 +176,10 @@ SOURCES = (MEASURE, TABLE)
 
 
 def analyze_stored(
-    path: Path,
-    run: str | None = None,
-    configs: Sequence[Config] = (),
-    backends: Sequence[str] = (),
-    peaks: str | None = None,
+    path: Path, selection: Selection, peaks: str | None = None
 ) -> list[CellAnalysis]:
-    """The analyses of a run's cells, in its order; nothing is captured.
+    """The analyses of the selected cells, in the order of their run; nothing is captured.
 
-    run is an id, a unique prefix, latest or latest~1; None the latest that has all the configs.
     peaks: `data-sheet`, the built-in table; `measure`, this machine's device, measured now and
     kept in the store; None, what the store has measured, else the table. Raises NotFoundError if
     nothing answers, UsageError for other peaks or a device that the cells did not run on.
@@ -190,12 +187,13 @@ def analyze_stored(
     if peaks not in (None, *SOURCES):
         raise UsageError(f"no peaks {peaks!r}; known are {', '.join(SOURCES)}")
     with open_store(path) as store:
-        name = _run_with(store, run, configs, backends)
-        cells = store.cells(name, configs=configs or None, backends=backends or None)
-        rows = store.kernels(name, configs=configs or None, backends=backends or None)
-    if not cells:
-        asked = ", ".join([*(config.label for config in configs), *backends]) or "captured cells"
-        raise NotFoundError(f"run {name} has none of: {asked}; profharness.capture(…) makes them")
+        rows, cells = store.rows(selection)
+        if not cells:
+            asked = [*(config.label for config in selection.configs), *selection.backends]
+            raise NotFoundError(
+                f"run {store.find_run(selection)} has none of: "
+                f"{', '.join(asked) or 'captured cells'}; profharness.capture(…) makes them"
+            )
     if peaks == MEASURE:
         measure_here(path, cells)
     return analyze_rows(path, cells, rows, peaks)
@@ -218,6 +216,43 @@ def analyze_rows(
     return found
 
 
+def analyze_here(
+    path: Path,
+    cells: Sequence[CellRow],
+    rows: Sequence[KernelRow],
+    peaks: str | None,
+    say: Callable[[str], None],
+) -> list[CellAnalysis]:
+    """As `analyze_rows`, but None measures this machine's device once if the cells ran on a GPU like
+    it. say takes what the user has to wait for. Raises NotFoundError without cells.
+    """
+    if not cells:
+        raise NotFoundError(
+            "analyze needs the configs of a captured run; a foreign trace has none, "
+            "`profharness kernels` shows its kernels"
+        )
+    if peaks == MEASURE or (peaks is None and _lacks_peaks(path, cells)):
+        say("measuring copy bandwidth and matrix rates, some seconds")
+        try:
+            measure_here(path, cells)
+        except CaptureError as error:
+            if peaks == MEASURE:
+                raise
+            say(f"{error}; going on with the data sheet")
+    return analyze_rows(path, cells, rows, peaks)
+
+
+def _lacks_peaks(path: Path, cells: Sequence[CellRow]) -> bool:
+    """Whether cells ran on a GPU like this machine's for which the store has no measured peaks."""
+    with open_store(path) as store:
+        gpus = {
+            store.environment(run).get("gpu")
+            for run in dict.fromkeys(cell.run for cell in cells)
+            if store.peaks(run, MEASURED_PEAKS) is None
+        } - {None}
+    return bool(gpus) and gpu_name() in gpus
+
+
 def measure_here(path: Path, cells: Sequence[CellRow]) -> None:
     """Measure this machine's device and keep it in the store. Raises UsageError for cells that did
     not run on such a device.
@@ -236,15 +271,3 @@ def measure_here(path: Path, cells: Sequence[CellRow]) -> None:
         )
     with open_store(path, write=True) as store:
         store.add_peaks(measured.peaks, measured.created, measured.environment)
-
-
-def _run_with(
-    store: Store, run: str | None, configs: Sequence[Config], backends: Sequence[str]
-) -> str:
-    if run is not None or not configs:
-        return store.resolve(run or "latest")
-    found = store.latest_run_with(configs, backends or None)
-    if found is None:
-        labels = ", ".join(config.label for config in configs)
-        raise NotFoundError(f"no stored run has {labels}; profharness.capture(…) makes one")
-    return found

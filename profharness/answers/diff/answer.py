@@ -13,6 +13,7 @@ from profharness.answers.diff.model import Change, Diff, DiffRow, Side, Verdict,
 from profharness.answers.roles import role_order
 from profharness.errors import NotFoundError
 from profharness.rows import CellRow, KernelRow
+from profharness.store import Selection
 
 if TYPE_CHECKING:
     from profharness.config import Config
@@ -274,11 +275,11 @@ def find_side(store: Store, text: str, configs: Sequence[Config]) -> Side:
                     f"{text!r} is neither a run nor a backend of the latest run {run} "
                     f"(it has {', '.join(known) or 'none'})"
                 ) from None
-    chosen = configs or None
+    kernels, cells = store.rows(Selection(run, configs))
     return Side(
         label=f"{run}:{backend}" if backend else run,
-        cells=tuple(store.cells(run, configs=chosen)),
-        kernels=tuple(store.kernels(run, configs=chosen)),
+        cells=tuple(cells),
+        kernels=tuple(kernels),
         backend=backend or None,
         environment=store.environment(run),
     )
