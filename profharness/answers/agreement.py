@@ -410,7 +410,7 @@ def _values(rows: dict[str, KernelRow], name: str) -> dict[str, Any]:
 
 def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
     """nsys against torch both ways; ncu only where it is faster, for cold caches make it slower."""
-    torch, nsys, ncu = (rows.get(name) for name in ("torch", "nsys", "ncu"))
+    torch, nsys, ncu = rows.get("torch"), rows.get("nsys"), rows.get("ncu")
     points = []
     for warm, other, both_ways in ((torch, nsys, True), (torch or nsys, ncu, False)):
         if warm is None or other is None or not warm.duration_ns or not other.duration_ns:

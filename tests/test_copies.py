@@ -1,0 +1,95 @@
+"""Knowledge that stands once: no second list of its names, no second type of a reason, one place that
+starts and ends processes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from profharness import config, rows
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "profharness"
+NAMES = {
+    frozenset(names): name
+    for name, names in {
+        "config.SDPA_BACKENDS": config.SDPA_BACKENDS,
+        "config.OWN_CHOICE": config.OWN_CHOICE,
+        "config.DTYPES": config.DTYPES,
+        "rows.TRACE_PROFILERS": rows.TRACE_PROFILERS,
+        "rows.MEASUREMENTS": rows.MEASUREMENTS,
+    }.items()
+}
+# Lists of the same names that are facts of their own.
+OTHER_FACTS = {
+    ("dispatch/predict.py", "config.SDPA_BACKENDS"): "the orders of preference, by release",
+    ("dispatch/checks.py", "config.DTYPES"): "what efficient computes in, in PyTorch's order",
+    ("kernel_names/__init__.py", "config.DTYPES"): "dtypes that names spell; below config",
+}
+
+
+def files() -> Iterator[tuple[str, ast.Module]]:
+    """Each file of the package, relative to it, and its syntax tree."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def strings(node: ast.AST) -> frozenset[str]:
+    """The texts of a tuple, list or set that holds nothing else."""
+    elements = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else []
+    texts = [each.value for each in elements if isinstance(each, ast.Constant)]
+    whole = len(texts) == len(elements) and all(isinstance(text, str) for text in texts)
+    return frozenset(map(str, texts)) if whole else frozenset()
+
+
+def test_lists_of_names_stand_once() -> None:
+    assert all(len(names) > 1 for names in NAMES)
+    found: dict[tuple[str, str], list[int]] = {}
+    for path, tree in files():
+        for node in ast.walk(tree):
+            name = NAMES.get(strings(node))
+            if name is not None:
+                found.setdefault((path, name), []).append(getattr(node, "lineno", 0))
+    homes = {(f"{name.split('.')[0]}.py", name): [1] for name in NAMES.values()}
+    assert {key: len(found.pop(key)) for key in homes} == dict.fromkeys(homes, 1)
+    assert {key for key in OTHER_FACTS if key not in found} == set()
+    copies = [
+        f"{path}:{lines}: {name}"
+        for (path, name), lines in found.items()
+        if (path, name) not in OTHER_FACTS
+    ]
+    assert not copies, "\n".join(copies)
+
+
+def test_there_is_one_type_of_a_reason() -> None:
+    types = [
+        f"{path}:{node.lineno}"
+        for path, tree in files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and fields(node) == {"code", "message", "source"}
+    ]
+    assert len(types) == 1, types
+    assert types[0].startswith("rows.py:")
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    """The annotated names of a class."""
+    return {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+
+
+def test_processes_are_ended_and_their_environment_made_in_one_file() -> None:
+    wrong = []
+    for path, tree in files():
+        for node in ast.walk(tree):
+            ends = isinstance(node, ast.Attribute) and node.attr == "killpg"
+            makes = isinstance(node, ast.Constant) and node.value == "PYTHONPATH"
+            if ends or makes:
+                wrong.append(f"{path}:{node.lineno}")
+    assert [place for place in wrong if not place.startswith("processes.py:")] == []
+    assert wrong
