@@ -146,7 +146,7 @@ def check_driver() -> Check:
     """The NVIDIA driver through NVML."""
     version = driver_version()
     if version:
-        return Check("driver", "ok", str(version))
+        return Check("driver", "ok", version)
     return Check("driver", "absent", "no NVIDIA driver answers")
 
 

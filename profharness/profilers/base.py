@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from profharness.errors import ProfharnessError
@@ -94,14 +94,14 @@ class Rules:
     ) -> Failure | None:
         """The failure that the rules find; returncode None: the tool was ended for its time."""
         if returncode is None:
-            return _first(self.timeout, text, text, report) or Failure(
+            return _first(self.timeout, text, report) or Failure(
                 "timeout",
                 f"{self.tool} took too long and was ended before {report.name} was complete",
                 "allow more time with --timeout, or give it less to do: fewer cells, smaller configs, "
                 "fewer metrics",
             )
         rules = [rule for rule in self.rules if rule.written or not written]
-        return _first(rules, f"{how_ended(returncode)}\n{text}", text, report)
+        return _first(rules, text, report, head=f"{how_ended(returncode)}\n")
 
 
 def diagnose(
@@ -157,11 +157,11 @@ def report_state(report: Path, started: float) -> str:
     return "stale" if stat.st_mtime < started - slack else "fresh"
 
 
-def _first(rules: Iterable[Rule], text: str, said: str, report: Path) -> Failure | None:
+def _first(rules: Iterable[Rule], text: str, report: Path, head: str = "") -> Failure | None:
     for rule in rules:
-        match = re.search(rule.pattern, text, re.MULTILINE)
+        match = re.search(rule.pattern, head + text, re.MULTILINE)
         if match:
-            return rule.failure(report, match.groupdict(), said)
+            return rule.failure(report, match.groupdict(), text)
     return None
 
 
@@ -211,11 +211,7 @@ class Grace:
 
     def at_most(self, other: Grace) -> Grace:
         """The shorter of each."""
-        return Grace(
-            min(self.interrupt_s, other.interrupt_s),
-            min(self.worker_s, other.worker_s),
-            min(self.terminate_s, other.terminate_s),
-        )
+        return Grace(*map(min, astuple(self), astuple(other)))
 
 
 HURRIED = Grace(10.0, 5.0, 2.0)  # the user waits

@@ -235,7 +235,6 @@ def profile_argv(
     if output.suffix != SUFFIX:
         raise ValueError(f"{output}: the report of ncu must end in {SUFFIX}")
     knows_sass = version is None or version_key(version) >= IMPORT_SASS_SINCE
-    wanted = tuple(dict.fromkeys([*DEFAULT_METRICS, *metrics]))
     return [
         str(tool),
         *("--config-file", "off"),
@@ -245,7 +244,7 @@ def profile_argv(
         *(("--import-sass", "no") if knows_sass else ()),
         "--nvtx",
         *("--nvtx-include", CELL_FILTER),
-        *("--metrics", ",".join(wanted)),
+        *("--metrics", ",".join(dict.fromkeys([*DEFAULT_METRICS, *metrics]))),
         *(word for section in sections for word in ("--section", section)),
         "--disable-extra-suffixes",
         *("--log-file", str(log)),
@@ -275,21 +274,16 @@ def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
     installed, not copied into the home folder; another tool's injection must not be there.
     """
     kept = {name: value for name, value in base.items() if name != "CUDA_INJECTION64_PATH"}
-    return {
-        **kept,
-        "TMPDIR": str(tmpdir),
-        "LC_ALL": "C",
-        "NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT": "1",
-    }
+    own = {"NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT": "1"}
+    return {**kept, "TMPDIR": str(tmpdir), "LC_ALL": "C", **own}
 
 
 class NcuSession(ToolSession):
     """Under `ncu`, one process for all cells of a start."""
 
-    @property
-    def log(self) -> Path:
-        """ncu's own words, apart from the worker's."""
-        return self.scratch / "log"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.log = self.scratch / "log"  # what ncu itself says, apart from the worker
 
     def argv(self, command: list[str]) -> list[str]:
         return profile_argv(
@@ -306,8 +300,8 @@ class NcuSession(ToolSession):
         return child_environment(base, self.scratch)
 
     def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
-        said = self.log.read_text(errors="replace") if self.log.exists() else ""
-        text = f"{ended.text}\n{said}"
+        log = self.log.read_text(errors="replace") if self.log.exists() else ""
+        text = f"{ended.text}\n{log}"
         failure = diagnose(RULES, ended.returncode, text, self.report, self.started)
         if not self.report.exists():
             return failure, None
@@ -364,12 +358,11 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
         try:
             numbers, session = _fields(header)
         except (IndexError, ValueError):
-            raise TraceFormatError(
-                path, "a damaged block", offset=begin, expected=EXPECTED
-            ) from None
+            message = "a damaged block"
+            raise TraceFormatError(path, message, offset=begin, expected=EXPECTED) from None
         results += numbers.get(RESULTS, 0)
-        found = None if version else _VERSION.search(session)
-        version = found[1].decode() if found else version
+        match = None if version else _VERSION.search(session)
+        version = match[1].decode() if match else version
         _inside(path, file, numbers.get(PAYLOAD, 0), size)
         file.seek(numbers.get(PAYLOAD, 0), 1)
     return NcuFile(results, version)
@@ -388,12 +381,8 @@ def _sized(path: Path, file: BinaryIO, size: int) -> bytes:
 
 def _inside(path: Path, file: BinaryIO, count: int, size: int) -> None:
     if file.tell() + count > size:
-        raise TraceFormatError(
-            path,
-            "the report is cut off",
-            offset=size,
-            expected=f"{file.tell() + count - size} more bytes; copy or capture it again",
-        )
+        expected = f"{file.tell() + count - size} more bytes; copy or capture it again"
+        raise TraceFormatError(path, "the report is cut off", offset=size, expected=expected)
 
 
 def _fields(message: bytes) -> tuple[dict[int, int], bytes]:

@@ -314,12 +314,8 @@ def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
     A TMPDIR of its own, because nsys puts raw files there; LC_ALL=C for messages that can be read;
     the last one makes nsys record ranges whose names are not registered strings.
     """
-    return {
-        **base,
-        "TMPDIR": str(tmpdir),
-        "LC_ALL": "C",
-        "NSYS_NVTX_PROFILER_REGISTER_ONLY": "0",
-    }
+    own = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
+    return {**base, "TMPDIR": str(tmpdir), "LC_ALL": "C", **own}
 
 
 def export_report(

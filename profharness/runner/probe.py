@@ -59,21 +59,21 @@ def probe_backends() -> list[BackendState]:
     """Run one small config on every backend, on the implementations in `kernels/` and on those of
     entry points, each call real. Raises CaptureError if no worker starts.
     """
-    found = dict(BACKENDS)
+    backends = dict(BACKENDS)
     ambiguous = {}
     for name in implementation_names():
         try:
-            found.setdefault(name, find_backend(name))
+            backends.setdefault(name, find_backend(name))
         except UsageError as error:
             ambiguous[name] = str(error)
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         options = CaptureOptions(("events",), Path(folder), PROBE_PROTOCOL)
-        run = read_run(capture([parse_config(PROBE_CONFIG)], list(found), options))
+        run = read_run(capture([parse_config(PROBE_CONFIG)], list(backends), options))
     device = str(run.environment.get("gpu") or run.environment.get("device_type"))
     states = [
         BackendState(
             cell.backend,
-            found[cell.backend].summary,
+            backends[cell.backend].summary,
             cell.status == "ok",
             cell.message,
             device,
@@ -88,10 +88,6 @@ def probe_backends() -> list[BackendState]:
     ]
 
 
-TIMEOUT_S = 180.0
-TAIL_CHARS = 500
-
-
 @dataclass(frozen=True)
 class Measured:
     """Measured peaks, and when and in which environment; what `Store.add_peaks` keeps."""
@@ -101,7 +97,7 @@ class Measured:
     created: str = ""
 
 
-def measure_peaks(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Measured:
+def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
     """Measure copy bandwidth and matrix rates on `cuda`, `cpu` or what `auto` finds; some seconds.
 
     Raises CaptureError with the process's last words if it died or took longer than timeout_s.
@@ -117,7 +113,7 @@ def measure_peaks(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Measure
             )
         path = folder / PEAKS_FILE
         if done.returncode != 0 or not path.exists():
-            last_words = " / ".join(done.stderr.strip().splitlines()[-2:])[:TAIL_CHARS]
+            last_words = " / ".join(done.stderr.strip().splitlines()[-2:])[:500]
             raise CaptureError(
                 f"measuring the peaks of {device} failed (exit code {done.returncode}): {last_words}; "
                 "`profharness doctor` shows what is missing, --peaks data-sheet does without"

@@ -459,11 +459,10 @@ def _cell_traces(
     """The traces of finished cells that the worker wrote itself; what a dead worker left
     half-written belongs to no result and is not named.
     """
-    found = []
-    for profiler in (PROFILERS[name] for name in profilers):
-        for cell in cells:
-            path = f"{cell.cell}.{profiler.suffix}"
-            inside = profiler.session is None and profiler.suffix and cell.status == "ok"
-            if inside and (folder / path).exists():
-                found.append(TraceFile(profiler.name, path, (cell.cell,)))
-    return found
+    return [
+        TraceFile(profiler.name, path.name, (cell.cell,))
+        for profiler in (PROFILERS[name] for name in profilers)
+        if profiler.session is None and profiler.suffix
+        for cell in cells
+        if cell.status == "ok" and (path := folder / f"{cell.cell}.{profiler.suffix}").exists()
+    ]
