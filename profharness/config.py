@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from profharness.errors import UsageError
 
@@ -18,23 +19,88 @@ SDPA_BACKENDS = ("flash", "efficient", "cudnn", "math")  # the ones that SDPA ch
 OWN_CHOICE = ("auto", "all-disabled")  # settings that leave the choice to PyTorch
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
 LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
-WORDS = ("causal", "bwd", "deterministic")
-KEYS = ("kv_heads", "seq_q", "seq_kv", "head_dim_v", "mask", "dropout", "scale", "layout")
-NUMBERS = {
-    "kv_heads": "num_kv_heads",
-    "seq_q": "seq_len_q",
-    "seq_kv": "seq_len_kv",
-    "head_dim_v": "head_dim_v",
-}
 MAX_CONFIGS = 100_000
+
+
+class Option(NamedTuple):
+    """One thing that a config text can say, and the field of Config that it sets.
+
+    kind: `number` (a set or a range), `real`, `choice` (one of allowed), `word` (a choice that is
+    written without its name) or `flag`. short: what stands before the number in a label; without
+    one the label has the text of the grammar. easy: the value that every backend of SDPA takes,
+    `...` where no value stands in a backend's way by itself. example: a value for the help.
+    """
+
+    name: str
+    field: str
+    kind: str
+    short: str = ""
+    allowed: tuple[str, ...] = ()
+    easy: Any = ...
+    example: str = ""
+
+    @property
+    def default(self) -> Any:
+        """The field's value where nothing is said; None where it must be said or follows another."""
+        return getattr(Config, self.field, None)
+
+    def text(self, value: Any) -> str:
+        """The option in a label: `kv4`, `fp16`, `causal` or `mask=bool`."""
+        if self.short:
+            return f"{self.short}{value}"
+        if self.kind == "flag":
+            return self.name
+        if self.kind == "word":
+            return str(value)
+        return f"{self.name}={_plain(value) if self.kind == 'real' else value}"
+
+
+# In the order of a label. Whatever knows all options derives from this table.
+OPTIONS = (
+    Option("batch", "batch", "number", "b"),
+    Option("heads", "num_heads", "number", "h"),
+    Option("kv_heads", "num_kv_heads", "number", "kv"),
+    Option("seq", "seq_len_q", "number", "s"),  # both lengths
+    Option("seq_q", "seq_len_q", "number", "sq"),
+    Option("seq_kv", "seq_len_kv", "number", "skv"),
+    Option("head_dim", "head_dim", "number", "d"),
+    Option("head_dim_v", "head_dim_v", "number", "dv", easy=None),
+    Option("dtype", "dtype", "word", allowed=DTYPES, easy="fp16"),
+    Option("causal", "causal", "flag", easy=False),
+    Option("mask", "mask", "choice", allowed=MASKS, easy="none"),
+    Option("dropout", "dropout", "real", easy=0.0, example="0.1"),
+    Option("scale", "scale", "real", example="0.125"),
+    Option("layout", "layout", "choice", allowed=LAYOUTS, easy="contiguous"),
+    Option("bwd", "bwd", "flag", easy=False),
+    Option("deterministic", "deterministic", "flag", easy=False),
+)
+POSITIONS = ("batch", "heads", "seq", "head_dim")  # the four numbers that every config has
+KEYED = {
+    option.name: option
+    for option in OPTIONS
+    if option.kind in ("number", "real", "choice") and option.name not in POSITIONS
+}
+FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 
 
 EXAMPLE = "2,8,512,64,bf16,causal"
 GRAMMAR = (
-    "batch,heads,seq_len,head_dim then, in any order: a dtype (fp16 bf16 fp32), "
-    f"{', '.join(WORDS)}, and key=value of {' '.join(KEYS)}; "
+    f"batch,heads,seq_len,head_dim then, in any order: a dtype ({' '.join(DTYPES)}), "
+    f"{', '.join(FLAGS)}, and key=value of {' '.join(KEYED)}; "
     "any number may be a set {1,2,4} or a range 128:4096:*2, 64:256:+64"
 )
+
+
+def grammar_lines() -> list[str]:
+    """The options as a help text lists them: words and flags, numbers, then the choices."""
+    keyed = KEYED.values()
+    numbers = " ".join(f"{option.name}=" for option in keyed if option.kind == "number")
+    reals = [f"{option.name}={option.example}" for option in keyed if option.kind == "real"]
+    return [
+        "  ".join([" ".join(DTYPES), *FLAGS]),
+        "  ".join([numbers, *reals]),
+        *(f"{option.name}={'|'.join(option.allowed)}" for option in keyed if option.allowed),
+    ]
 
 
 @dataclass(frozen=True)
@@ -76,24 +142,16 @@ class Config:
         """The canonical short text, which `parse_config` reads back; without a dtype if none was
         given.
         """
-        parts = [f"b{self.batch}", f"h{self.num_heads}"]
-        if self.num_kv_heads != self.num_heads:
-            parts.append(f"kv{self.num_kv_heads}")
-        if self.seq_len_q == self.seq_len_kv:
-            parts.append(f"s{self.seq_len_q}")
-        else:
-            parts += [f"sq{self.seq_len_q}", f"skv{self.seq_len_kv}"]
-        parts.append(f"d{self.head_dim}")
-        parts += [f"dv{self.head_dim_v}"] if self.head_dim_v is not None else []
-        parts += [self.dtype] if self.dtype else []
-        parts += ["causal"] if self.causal else []
-        parts += [f"mask={self.mask}"] if self.mask != "none" else []
-        parts += [f"dropout={_plain(self.dropout)}"] if self.dropout else []
-        parts += [f"scale={_plain(self.scale)}"] if self.scale is not None else []
-        parts += [f"layout={self.layout}"] if self.layout != "contiguous" else []
-        parts += ["bwd"] if self.bwd else []
-        parts += ["deterministic"] if self.deterministic else []
-        return "-".join(parts)
+        square = self.seq_len_q == self.seq_len_kv
+        unsaid = ["seq_q", "seq_kv"] if square else ["seq"]
+        if self.num_kv_heads == self.num_heads:
+            unsaid.append("kv_heads")
+        return "-".join(
+            option.text(value)
+            for option in OPTIONS
+            if option.name not in unsaid
+            and (value := getattr(self, option.field)) != option.default
+        )
 
     def __str__(self) -> str:
         return self.label
@@ -140,9 +198,10 @@ def expand_configs(text: str) -> list[Config]:
         raise UsageError(
             f"config {text!r}: {len(tokens)} of 4 numbers; expected {GRAMMAR}; for example {EXAMPLE}"
         )
-    fields: dict[str, list[object]] = {}
-    for name, token in zip(("batch", "num_heads", "seq", "head_dim"), tokens[:4], strict=True):
-        fields[name] = list(_numbers(token, text))
+    positions = ("batch", "num_heads", "seq", "head_dim")
+    fields: dict[str, list[Any]] = {
+        name: list(_numbers(token, text)) for name, token in zip(positions, tokens[:4], strict=True)
+    }
     for token in tokens[4:]:
         name, values = _option(token, text)
         if name in fields:
@@ -167,10 +226,8 @@ def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Co
     return list(dict.fromkeys(configs))
 
 
-def _product(fields: dict[str, list[object]], text: str) -> list[Config]:
-    count = 1
-    for values in fields.values():
-        count *= len(values)
+def _product(fields: dict[str, list[Any]], text: str) -> list[Config]:
+    count = math.prod(map(len, fields.values()))
     if count > MAX_CONFIGS:
         raise UsageError(
             f"config {text!r} stands for {count} configs; at most {MAX_CONFIGS} at once"
@@ -202,31 +259,34 @@ def _split(text: str) -> list[str]:
     return [token.strip() for token in tokens]
 
 
-def _option(token: str, text: str) -> tuple[str, list[object]]:
-    if token in DTYPES:
-        return "dtype", [token]
-    if token in WORDS:
+def _option(token: str, text: str) -> tuple[str, list[Any]]:
+    """The field that a token sets, and its values."""
+    words = _words(token) if token.startswith("{") else [token]
+    if all(word in DTYPES for word in words):
+        return "dtype", words
+    if token in FLAGS:
         return token, [True]
-    if token.startswith("{"):
-        words = [word.strip() for word in token.strip("{}").split(",")]
-        if all(word in DTYPES for word in words):
-            return "dtype", list(words)
     key, equals, value = token.partition("=")
-    if not equals or key not in KEYS:
+    option = KEYED.get(key) if equals else None
+    if option is None:
         raise UsageError(
             f"config {text!r}: cannot read {token!r}; allowed after the four numbers: "
-            f"{' '.join(DTYPES)} {' '.join(WORDS)} {' '.join(f'{name}=' for name in KEYS)}"
+            f"{' '.join(DTYPES)} {' '.join(FLAGS)} {' '.join(f'{name}=' for name in KEYED)}"
         )
-    if key in NUMBERS:
-        return NUMBERS[key], list(_numbers(value, text))
-    words = [word.strip() for word in value.strip("{}").split(",")]
-    if key in ("dropout", "scale"):
-        return key, [_real(key, word, text) for word in words]
-    allowed = MASKS if key == "mask" else LAYOUTS
-    for word in words:
-        if word not in allowed:
-            raise UsageError(f"config {text!r}: {key}={word!r}; allowed are {' '.join(allowed)}")
-    return key, list(words)
+    if option.kind == "number":
+        return option.field, list(_numbers(value, text))
+    if option.kind == "real":
+        return option.field, [_real(key, word, text) for word in _words(value)]
+    for word in _words(value):
+        if word not in option.allowed:
+            raise UsageError(
+                f"config {text!r}: {key}={word!r}; allowed are {' '.join(option.allowed)}"
+            )
+    return option.field, _words(value)
+
+
+def _words(value: str) -> list[str]:
+    return [word.strip() for word in value.strip("{}").split(",")]
 
 
 def _real(key: str, word: str, text: str) -> float:
@@ -274,31 +334,21 @@ def _range(word: str, text: str) -> Iterator[int]:
 
 
 def _parse_label(text: str) -> Config:
-    names = {
-        "b": "batch",
-        "h": "num_heads",
-        "kv": "kv_heads=",
-        "s": "seq",
-        "sq": "seq_q=",
-        "skv": "seq_kv=",
-        "d": "head_dim",
-        "dv": "head_dim_v=",
-    }
+    names = {option.short: option.name for option in OPTIONS if option.short}
     numbers: dict[str, str] = {}
     options: list[str] = []
     for part in re.split(r"-(?![\d.])", text):
-        match = re.fullmatch(r"(b|h|kv|sq|skv|s|dv|d)(\d+)", part)
+        match = re.fullmatch(rf"({'|'.join(names)})(\d+)", part)
         if match and names[match[1]] not in numbers:
             numbers[names[match[1]]] = match[2]
         else:
             options.append(part)
-    numbers.setdefault("seq", numbers.get("seq_q=", ""))
-    four = [numbers.get(name, "") for name in ("batch", "num_heads", "seq", "head_dim")]
+    numbers.setdefault("seq", numbers.get("seq_q", ""))
+    four = [numbers.pop(name, "") for name in POSITIONS]
     if not all(four):
         raise UsageError(f"label {text!r}: wants b…-h…-s…-d…, for example b2-h8-s512-d64-fp16")
-    keyed = [f"{name}{value}" for name, value in numbers.items() if name.endswith("=")]
-    configs = expand_configs(",".join([*four, *keyed, *options]))
-    return configs[0]
+    keyed = [f"{name}={value}" for name, value in numbers.items()]
+    return expand_configs(",".join([*four, *keyed, *options]))[0]
 
 
 def _plain(value: float) -> str:

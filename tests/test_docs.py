@@ -208,7 +208,7 @@ def test_the_design_page_names_the_words_as_they_are() -> None:
         assert status in spans
     assert f"layout={'|'.join(config.LAYOUTS)}" in spans
     assert f"mask={'|'.join(config.MASKS)}" in spans
-    for key in config.KEYS:
+    for key in config.KEYED:
         assert any(span.startswith(f"{key}=") for span in spans), key
     documented = set(re.findall(r"^\* `(\w+)`: one row", text, re.MULTILINE))
     assert documented == set(VIEWS) - {"kernel_groups", "sample_summary"}

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from profharness.config import Config, expand_configs, parse_config_lines
+from profharness.config import Config, expand_configs, grammar_lines, parse_config_lines
 from profharness.errors import UsageError
 from profharness.files import (
     DEFAULT_STORE,
@@ -48,7 +48,9 @@ def store_option(function: F) -> F:
 
 def config_options(function: F) -> F:
     """--config (many) and --configs FILE as `config: tuple[str, ...]` and `configs_file: Path |
-    None`."""
+    None`. `{grammar}` in the command's help becomes the options of a config."""
+    lines = "\n      ".join(grammar_lines())
+    function.__doc__ = (function.__doc__ or "").replace("{grammar}", lines)
     function = click.option(
         "--configs",
         "configs_file",

@@ -113,10 +113,7 @@ def command(
 
     \b
     Configs: batch,heads,seq_len,head_dim then, in any order,
-      fp16 bf16 fp32  causal  bwd  deterministic
-      kv_heads= seq_q= seq_kv= head_dim_v=  dropout=0.1  scale=0.125
-      mask=none|bool|float|bool_2d|float_bh|float_grad
-      layout=contiguous|bshd|strided_last|offset1|broadcast_batch
+      {grammar}
     A number may be a set {1,2,4} or a range 128:4096:*2.
 
     \b

@@ -6,15 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from profharness.config import Config
 from profharness.dispatch.perturb import Choose, Oracle, rounded_up, with_dims
 from profharness.dispatch.predict import Verdict
 from profharness.rows import Refusal
-
-if TYPE_CHECKING:
-    from profharness.config import Config
-
 
 PADDED_LENGTH = 8
 LARGEST_DIM = 256

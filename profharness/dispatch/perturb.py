@@ -7,15 +7,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
 
+from profharness.config import OPTIONS, Config
 from profharness.dispatch.machine import AttentionParams, Machine, from_config
 from profharness.dispatch.predict import Verdict, judge, predict
 from profharness.rows import Refusal
-
-if TYPE_CHECKING:
-    from profharness.config import Config
-
 
 EASY_DIM = 64
 EASY_LENGTH = 32  # a multiple of 8, more than one, and not 64 modulo 128
@@ -24,11 +21,11 @@ EASY_GROUP = 4
 LARGEST_SET = 3
 
 
-Oracle = Callable[["Config", str], Verdict]
+Oracle = Callable[[Config, str], Verdict]
 """Answers for (config, backend), the first reason first: PyTorch itself, or the rules."""
 
 
-Choose = Callable[["Config"], str]
+Choose = Callable[[Config], str]
 """The backend that `auto` takes for a config, `none` or `unknown`."""
 
 
@@ -85,18 +82,19 @@ def _easy_heads(config: Config) -> Config:
     return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
 
 
+def _by_value(number: bool) -> Iterator[Property]:
+    """The options that one value makes easy."""
+    for option in OPTIONS:
+        if option.easy is not ... and (option.kind == "number") is number:
+            yield Property(option.name, partial(replace, **{option.field: option.easy}))
+
+
 # In the order in which a config is made easy: the remainder is read before the size is changed.
 PROPERTIES = (
-    Property("dtype", lambda c: replace(c, dtype="fp16")),
-    Property("mask", lambda c: replace(c, mask="none")),
-    Property("dropout", lambda c: replace(c, dropout=0.0)),
-    Property("causal", lambda c: replace(c, causal=False)),
-    Property("deterministic", lambda c: replace(c, deterministic=False)),
-    Property("bwd", lambda c: replace(c, bwd=False)),
-    Property("layout", lambda c: replace(c, layout="contiguous")),
+    *_by_value(number=False),
     Property("kv_heads", lambda c: replace(c, num_kv_heads=c.num_heads)),
     Property("heads", _easy_heads),
-    Property("head_dim_v", lambda c: replace(c, head_dim_v=None)),
+    *_by_value(number=True),
     Property("head_dim remainder", _easy_remainder),
     Property("head_dim", _easy_size),
     Property("lengths", lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH)),

@@ -14,7 +14,7 @@ from itertools import chain, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from profharness.config import WORDS, Config
+from profharness.config import FLAGS, Config
 from profharness.devices import Device, Occupancy, occupancy
 from profharness.errors import NotFoundError
 from profharness.rows import CellRow, KernelRow, Refusal, RunRow, Triple, axes
@@ -72,7 +72,7 @@ def _config_ids(
     matching = []
     for row in rows:
         values = dict(zip(_CONFIG_FIELDS, row[1:], strict=True))
-        stored = Config(**(values | {name: bool(values[name]) for name in WORDS}))
+        stored = Config(**(values | {name: bool(values[name]) for name in FLAGS}))
         if any(config.matches(stored) for config in configs):
             matching.append(row[0])
     return matching

@@ -7,26 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from profharness.config import Config
+from profharness.config import OPTIONS, Config
 from profharness.errors import UsageError
 
-NUMERIC = ("batch", "heads", "kv_heads", "seq", "seq_q", "seq_kv", "head_dim", "head_dim_v")
-WORDS = ("dtype", "causal", "mask", "dropout", "scale", "layout", "bwd", "deterministic")
-_FIELDS = {
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-    "seq_q": "seq_len_q",
-    "seq_kv": "seq_len_kv",
-}
+FIELDS = {option.name: option.field for option in OPTIONS}
+NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
 Value = int | float | str | bool | None
 
 
 def get(config: Config, name: str) -> Value:
     """A property's value; `seq` is seq_len_q, head_dim_v is filled in where it is head_dim."""
-    if name == "head_dim_v":
-        return config.value_dim
-    field = {"seq": "seq_len_q"}.get(name, _FIELDS.get(name, name))
-    value: Value = getattr(config, field)
+    value: Value = getattr(config, "value_dim" if name == "head_dim_v" else FIELDS[name])
     return value
 
 
@@ -43,7 +34,7 @@ def put(config: Config, name: str, value: int) -> Config | None:
         return replace(config, seq_len_q=value, seq_len_kv=value)
     if name == "head_dim_v":
         return replace(config, head_dim_v=None if value == config.head_dim else value)
-    changed = replace(config, **{_FIELDS.get(name, name): value})  # type: ignore[arg-type]
+    changed = replace(config, **{FIELDS[name]: value})  # type: ignore[arg-type]
     if name == "heads" and config.num_kv_heads == config.num_heads:
         changed = replace(changed, num_kv_heads=value)
     if name == "head_dim" and config.head_dim_v == value:
@@ -55,17 +46,16 @@ def numeric(name: str) -> str:
     """The name, if it is a numeric property. Raises UsageError otherwise."""
     if name in NUMERIC:
         return name
-    told = "is a word, not a number" if name in WORDS else "is no property"
-    raise UsageError(f"--bisect {name!r} {told}; numeric properties are {' '.join(NUMERIC)}")
+    fault = "is a word, not a number" if name in FIELDS else "is no property"
+    raise UsageError(f"--bisect {name!r} {fault}; numeric properties are {' '.join(NUMERIC)}")
 
 
 def varying(configs: Sequence[Config]) -> list[str]:
     """The properties that differ among configs, numbers first. seq stands for both lengths where
     they are always equal; kv_heads and head_dim_v count only where they do not just follow.
     """
-    names = [*NUMERIC, *WORDS]
     square = all(each.seq_len_q == each.seq_len_kv for each in configs)
-    names = [n for n in names if n not in (("seq_q", "seq_kv") if square else ("seq",))]
+    names = [n for n in FIELDS if n not in (("seq_q", "seq_kv") if square else ("seq",))]
     if all(each.num_kv_heads == each.num_heads for each in configs):
         names.remove("kv_heads")
     if all(each.head_dim_v is None for each in configs):
