@@ -5,7 +5,8 @@ code, and what casts doubt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, astuple
+from typing import Any
 
 from profharness.answers.explain.answer import (
     FIELDS,
@@ -16,11 +17,9 @@ from profharness.answers.explain.answer import (
     environment_text,
     explanation_record,
 )
+from profharness.answers.explain.maps import Bisection, Edge, Map, value_text
 from profharness.dispatch.advice import Advice, BackendAnswer
 from profharness.views.document import Block, Code, Column, Document, Heading, Note, Table
-
-if TYPE_CHECKING:
-    from profharness.answers.explain.maps import Bisection, Edge, Map
 
 COLUMNS = (
     Column("backend", "backend", repeat=False),
@@ -88,14 +87,15 @@ def verdict(answer: Explanation) -> str:
         lead = f"auto runs {choice}, because {_because(choice, answer)}"
     tried = answer.priority_order or [side.backend for side in answer.backends]
     others = [
-        f"{side.backend} would be refused: {_first_text(side)}"
+        f"{side.backend} would be refused: "
+        + (side.reasons[0].message.rstrip(".") if side.reasons else "no reason given")
         for side in answer.backends
         if side.backend != choice and side.eligible is False and side.backend in tried
     ]
     later = [side.backend for side in answer.backends if side.backend != choice and side.eligible]
     if later and choice not in ("unknown", *_NO_CHOICE):
-        verb = "takes" if len(later) == 1 else "take"
-        others.append(f"{_and(later)} {verb} it too, but {_come(later)} later in the order")
+        take, come = ("takes", "comes") if len(later) == 1 else ("take", "come")
+        others.append(f"{_and(later)} {take} it too, but {come} later in the order")
     others += [
         f"whether {side.backend} takes it is not known"
         for side in answer.backends
@@ -108,31 +108,19 @@ def _because(choice: str, answer: Explanation) -> str:
     order = answer.priority_order
     if choice not in order:
         return "it takes this config"
-    place = order.index(choice)
-    if place == 0:
+    before = order[: order.index(choice)]
+    if not before:
         return "it comes first in the priority order and takes this config"
     refused = {side.backend for side in answer.backends if side.eligible is False}
-    before = [name for name in order[:place] if name in refused]
-    if len(before) < place:
+    if not refused.issuperset(before):
         return "PyTorch says so"
-    is_are = "is" if len(before) == 1 else "are"
-    comes = "comes" if len(before) == 1 else "come"
-    return f"{_and(before)}, which {comes} before it in the priority order, {is_are} refused"
-
-
-def _first_text(side: BackendAnswer) -> str:
-    if not side.reasons:
-        return "no reason given"
-    return side.reasons[0].message.rstrip(".")
+    come, are = ("comes", "is") if len(before) == 1 else ("come", "are")
+    return f"{_and(before)}, which {come} before it in the priority order, {are} refused"
 
 
 def _and(names: Sequence[str]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def _come(names: Sequence[str]) -> str:
-    return "comes" if len(names) == 1 else "come"
 
 
 def _table(backends: Sequence[BackendAnswer]) -> Table:
@@ -151,12 +139,12 @@ def _witnesses(answer: Explanation) -> list[Block]:
     """What rules, PyTorch and a stored run say, where at least two say something."""
     if answer.agree is None:
         return []
-    told = (
-        ("the rules predict", answer.predicted),
-        ("PyTorch says", answer.choice),
-        ("a stored run shows", answer.observed),
-    )
-    text = ", ".join(f"{what} {name}" for what, name in told if name)
+    witnesses = {
+        "the rules predict": answer.predicted,
+        "PyTorch says": answer.choice,
+        "a stored run shows": answer.observed,
+    }
+    text = ", ".join(f"{who} {name}" for who, name in witnesses.items() if name)
     if answer.agree:
         return [Note(text, "agree")]
     return [Note(f"mismatch: {text}", "agree", "warning")]
@@ -171,9 +159,10 @@ def _advice(backend: str, advice: Advice) -> list[Block]:
     if advice.choice:
         parts.append(f"auto then runs {advice.choice}")
     if advice.gain is not None:
-        much = advice.gain if advice.gain >= 1 else 1 / advice.gain
-        word = "faster" if advice.gain >= 1 else "slower"
-        parts.append(f"measured {much:.2f}x {word} (the call alone, not what prepares its inputs)")
+        factor, word = (advice.gain, "faster") if advice.gain >= 1 else (1 / advice.gain, "slower")
+        parts.append(
+            f"measured {factor:.2f}x {word} (the call alone, not what prepares its inputs)"
+        )
     note = Note("; ".join(parts), f"for {backend}")
     return [note, Code(advice.code)] if advice.code else [note]
 
@@ -194,8 +183,6 @@ MAX_EDGES = 40
 MAX_VALUES = 6
 MIN_REPEATS = 3
 FLIP = "►"
-
-_MAP_STATES = {True: "yes", None: "unknown"}
 
 
 def matrix_document(
@@ -245,9 +232,9 @@ def _state(answer: Explanation, name: str) -> str | None:
     side = next((each for each in answer.backends if each.backend == name), None)
     if side is None:
         return None
-    if side.eligible is False:
-        return f"no: {side.reasons[0].code}" if side.reasons else "no"
-    return _MAP_STATES[side.eligible]
+    if side.eligible is False and side.reasons:
+        return f"no: {side.reasons[0].code}"
+    return _STATES[side.eligible]
 
 
 def map_document(
@@ -283,21 +270,19 @@ def map_record(each: Map) -> dict[str, Any]:
             [each.cells.get((row, column)) for column in each.column_values]
             for row in each.row_values
         ],
-        "edges": [_edge_record(edge) for edge in each.edges],
+        "edges": [asdict(edge) for edge in each.edges],
     }
 
 
-def _edge_record(edge: Edge) -> dict[str, Any]:
-    names = ("along", "before", "after", "choice_before", "choice_after", "everywhere")
-    return {name: getattr(edge, name) for name in names} | {"at": list(edge.at)}
-
-
 def _map_blocks(each: Map, where: str) -> list[Block]:
-    columns = tuple(Column(f"c{i}", _word(v), right=True) for i, v in enumerate(each.column_values))
+    columns = tuple(
+        Column(f"c{index}", value_text(value), right=True)
+        for index, value in enumerate(each.column_values)
+    )
     head = f"{each.rows} \\ {each.columns}" if each.rows else each.columns
     rows = tuple(
         (
-            _word(row),
+            value_text(row),
             *(_letter(each.cells.get((row, column))) for column in each.column_values),
         )
         for row in each.row_values
@@ -309,29 +294,24 @@ def _map_blocks(each: Map, where: str) -> list[Block]:
         Table((Column("row", each.rows, right=True), *columns), rows),
         Note(legend, "legend"),
     ]
-    across = each.rows or "all"
-    notes = [Note(_edge_text(edge, each, across), "edge") for edge in each.edges]
+    notes = [Note(_edge_text(edge, each), "edge") for edge in each.edges]
     left = len(notes) - MAX_EDGES
     if left > 0:
         notes[MAX_EDGES:] = [Note(f"{left} more (--format json has them all)", "edge")]
     return [*blocks, *(notes or [Note("none: the choice is the same everywhere", "edge")])]
 
 
-def _edge_text(edge: Edge, each: Map, across: str) -> str:
-    values = f"{_word(edge.before)} → {_word(edge.after)}"
+def _edge_text(edge: Edge, each: Map) -> str:
+    values = f"{value_text(edge.before)} → {value_text(edge.after)}"
     text = f"{edge.along} {values}: {edge.choice_before} → {edge.choice_after}"
     if not each.rows:
         return text
-    other = each.columns if edge.along == each.rows else across
+    other = each.columns if edge.along == each.rows else each.rows
     if edge.everywhere:
         return f"{text} at every {other}"
-    shown = ", ".join(_word(value) for value in edge.at[:MAX_VALUES])
+    shown = ", ".join(value_text(value) for value in edge.at[:MAX_VALUES])
     more = len(edge.at) - MAX_VALUES
     return f"{text} at {other} {shown}" + (f" and {more} more" if more > 0 else "")
-
-
-def _word(value: object) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def _letter(choice: str | None) -> str | None:
@@ -342,7 +322,7 @@ def _meaning(choice: str) -> str:
     return {"none": "PyTorch raises", "unknown": "not known"}.get(choice, choice)
 
 
-def bisect_document(found: Sequence[Bisection], *, where: str) -> Document:
+def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
     """The stretches between flips of each bisection, and how many values were asked."""
     columns = (
         Column("first", "from", right=True),
@@ -352,40 +332,51 @@ def bisect_document(found: Sequence[Bisection], *, where: str) -> Document:
     )
     blocks: list[Block] = []
     records = []
-    for each in found:
-        blocks.append(Heading(f"{each.config}, {each.name} varies", where))
-        rows = [(one.first, one.last, one.choice) for one in each.stretches]
-        blocks.append(Table(columns, tuple(_folded(rows))))
-        blocks.append(Note(_asked_text(each)))
+    for bisection in bisections:
+        rows = [astuple(stretch) for stretch in bisection.stretches]
+        blocks += [
+            Heading(f"{bisection.config}, {bisection.name} varies", where),
+            Table(columns, tuple(_folded(rows))),
+            Note(_asked_text(bisection)),
+        ]
         records += [
-            dict(zip(BISECT_FIELDS, (each.config, each.name, *row), strict=True)) for row in rows
+            dict(zip(BISECT_FIELDS, (bisection.config, bisection.name, *row), strict=True))
+            for row in rows
         ]
     asked = [
-        {"config": each.config, "property": each.name, "asked": list(each.asked)}
-        | {"possible": each.possible}
-        for each in found
+        {
+            "config": bisection.config,
+            "property": bisection.name,
+            "asked": bisection.asked,
+            "possible": bisection.possible,
+        }
+        for bisection in bisections
     ]
-    title = "Where the choice flips"
     return Document(
-        BISECT_SCHEMA, title, tuple(blocks), BISECT_FIELDS, tuple(records), {"asked": asked}
+        schema=BISECT_SCHEMA,
+        title="Where the choice flips",
+        blocks=tuple(blocks),
+        fields=BISECT_FIELDS,
+        records=tuple(records),
+        extra={"asked": asked},
     )
 
 
 def _folded(rows: Sequence[tuple[int, int, str]]) -> list[tuple[str, str, str, str]]:
-    """Table rows; two stretches that come again and again at one distance are told once."""
-    found = []
+    """Table rows; two stretches that come again and again at one distance are one pair of rows."""
+    folded = []
     place = 0
     while place < len(rows):
         repeats = _repeats(rows, place)
-        told = rows[place : place + (2 if repeats >= MIN_REPEATS else 1)]
-        for offset, (first, last, choice) in enumerate(told):
+        width = 2 if repeats >= MIN_REPEATS else 1
+        for offset, (first, last, choice) in enumerate(rows[place : place + width]):
             again = ""
-            if len(told) == 2:
+            if width == 2:
                 step = rows[place + 2][0] - rows[place][0]
                 again = f"every {step:,} up to {rows[place + offset + 2 * (repeats - 1)][1]:,}"
-            found.append((f"{first:,}", f"{last:,}", choice, again))
-        place += 2 * repeats if len(told) == 2 else 1
-    return found
+            folded.append((f"{first:,}", f"{last:,}", choice, again))
+        place += 2 * repeats if width == 2 else 1
+    return folded
 
 
 def _repeats(rows: Sequence[tuple[int, int, str]], place: int) -> int:
@@ -405,14 +396,14 @@ def _repeats(rows: Sequence[tuple[int, int, str]], place: int) -> int:
     return count
 
 
-def _asked_text(each: Bisection) -> str:
+def _asked_text(bisection: Bisection) -> str:
     """How sure the stretches are."""
-    count = len(each.asked)
-    flips = len(each.flips)
-    told = f"{flips} flip{'s' if flips != 1 else ''}, exact: the values on both sides were asked"
-    if count == each.possible:
-        return f"{told}; all {count:,} values were asked"
+    count = len(bisection.asked)
+    flips = len(bisection.flips)
+    exact = f"{flips} flip{'s' if flips != 1 else ''}, exact: the values on both sides were asked"
+    if count == bisection.possible:
+        return f"{exact}; all {count:,} values were asked"
     return (
-        f"{told}; asked {count:,} of {each.possible:,} values; between two asked values with the "
+        f"{exact}; asked {count:,} of {bisection.possible:,} values; between two asked values with the "
         "same choice it is taken to stay the same (--format json lists what was asked)"
     )

@@ -66,7 +66,7 @@ def varying(configs: Sequence[Config]) -> list[str]:
 @dataclass(frozen=True)
 class Edge:
     """Neighbours on a map with different choices. along: the property that changes from `before`
-    to `after`; at: the values of the other axis where it does so; everywhere: at all of them.
+    to `after`; everywhere: at all values of the other axis; at: the values where it does so.
     """
 
     along: str
@@ -74,8 +74,8 @@ class Edge:
     after: Value
     choice_before: str
     choice_after: str
-    at: tuple[Value, ...]
     everywhere: bool
+    at: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Map:
     @property
     def title(self) -> str:
         """`causal=True, dtype=bf16`, or empty where there is only one map."""
-        return ", ".join(f"{name}={_word(value)}" for name, value in self.fixed)
+        return ", ".join(f"{name}={value_text(value)}" for name, value in self.fixed)
 
 
 def draw_maps(configs: Sequence[Config], choices: Sequence[str]) -> list[Map]:
@@ -163,7 +163,7 @@ def _edges(
             if pair[0] != pair[1]:
                 where.setdefault(pair, []).append(other)
         found += [
-            Edge(along, before, after, *pair, tuple(at), len(at) == len(asked))
+            Edge(along, before, after, *pair, len(at) == len(asked), tuple(at))
             for pair, at in where.items()
         ]
     return found
@@ -174,7 +174,8 @@ def _in_order(values: set[Value]) -> tuple[Value, ...]:
     return tuple(sorted(values, key=lambda v: (isinstance(v, str), v is not None, v or 0, str(v))))
 
 
-def _word(value: Value) -> str:
+def value_text(value: Value) -> str:
+    """A value as a map shows it: `yes` and `no` for flags."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
