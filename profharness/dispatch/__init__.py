@@ -17,7 +17,6 @@ from profharness.dispatch.machine import (
 from profharness.dispatch.predict import (
     Prediction,
     Verdict,
-    check,
     judge,
     predict,
     predict_cell,
@@ -30,7 +29,6 @@ __all__ = [
     "Mask",
     "Prediction",
     "Verdict",
-    "check",
     "from_config",
     "hazards",
     "judge",

@@ -15,7 +15,6 @@ Check = Callable[[AttentionParams, Machine], bool | None]
 
 LOW_PRECISION = ("fp16", "bf16")
 CPU_DTYPES = ("fp32", "fp64", "bf16", "fp16")
-GRID_LIMIT = 65_535
 
 
 # The newest architecture that each release accepts, for all three fused backends.
@@ -44,14 +43,9 @@ def sm90(machine: Machine) -> bool:
     return machine.capability == (9, 0)
 
 
-def sm10x(machine: Machine) -> bool:
-    """Compute capability 10.x."""
-    return machine.major == 10
-
-
 def sm90_or_10x(machine: Machine) -> bool:
     """Compute capability 9.0 or 10.x."""
-    return sm90(machine) or sm10x(machine)
+    return sm90(machine) or machine.major == 10
 
 
 def takes_d256(machine: Machine) -> bool:
@@ -65,7 +59,7 @@ NEVER = (99,)
 CUDNN_HEAD_DIM = (
     HeadDimLimit((2, 8), (2, 9), 256, 90501, sm90),
     HeadDimLimit((2, 9), (2, 14), 256, 91000, sm90),
-    HeadDimLimit((2, 11), (2, 14), 192, 91100, sm10x, (192, 128)),
+    HeadDimLimit((2, 11), (2, 14), 192, 91100, lambda m: m.major == 10, (192, 128)),
     HeadDimLimit((2, 14), NEVER, 256, 92201, takes_d256),
     HeadDimLimit((2, 14), NEVER, 192, 91100, sm90_or_10x, (192, 128)),
 )
@@ -98,6 +92,12 @@ def gemm_alignment(params: AttentionParams, machine: Machine) -> int:
     return max(wide, 4 if machine.major >= 8 else 1)
 
 
+def dims_unaligned(params: AttentionParams, machine: Machine) -> bool:
+    """head_dim or head_dim_v is no positive multiple of what the efficient kernels want."""
+    dims = (params.head_dim, params.value_dim)
+    return any(dim == 0 or dim % gemm_alignment(params, machine) for dim in dims)
+
+
 def alignment_bytes(params: AttentionParams, machine: Machine) -> int:
     """Bytes that storage offsets must be a multiple of for the efficient kernels (16 for 16-bit
     types and for fp32 on sm80 and newer).
@@ -105,27 +105,12 @@ def alignment_bytes(params: AttentionParams, machine: Machine) -> int:
     return gemm_alignment(params, machine) * params.itemsize
 
 
-def disabled(backend: str) -> Check:
-    """The backend's runtime flag is off."""
-    return lambda params, _: backend not in params.enabled
-
-
-def not_on_cuda(params: AttentionParams, _: Machine) -> bool:
-    """The inputs are not on a CUDA device."""
-    return params.device != "cuda"
-
-
-def not_4d(params: AttentionParams, machine: Machine) -> bool:
-    """Inputs without 4 dimensions; since 2.14 the front end gives 3-D inputs a batch dimension."""
-    return params.ndim != 4 and not (params.ndim == 3 and machine.torch >= (2, 14))
-
-
 def outside(oldest: tuple[int, int]) -> Check:
     """The GPU is older than `oldest` or newer than the release's newest."""
     return lambda _, machine: not oldest <= machine.capability <= newest_sm(machine)
 
 
-def low_precision(machine: Machine) -> tuple[str, ...]:
+def low_precision(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """The 16-bit types: bf16 from sm80 on."""
     return LOW_PRECISION if machine.major >= 8 else ("fp16",)
 
@@ -133,23 +118,12 @@ def low_precision(machine: Machine) -> tuple[str, ...]:
 def flash_dtypes(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """fp8 joins when FA3 is activated on sm90 and newer (2.11 and newer)."""
     fa3 = params.flash_impl == "FA3" and machine.major >= 9 and machine.torch >= (2, 11)
-    return ("fp8", *LOW_PRECISION) if fa3 else low_precision(machine)
+    return ("fp8", *LOW_PRECISION) if fa3 else low_precision(params, machine)
 
 
-def efficient_dtypes(machine: Machine) -> tuple[str, ...]:
+def efficient_dtypes(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """What the efficient kernels compute in: bf16 from sm80 on."""
     return ("fp16", "fp32", "bf16") if machine.major >= 8 else ("fp16", "fp32")
-
-
-def unequal_dims(params: AttentionParams, limit: int | None = None) -> bool:
-    """head_dim differs from head_dim_v, or is above the limit."""
-    return params.head_dim != params.value_dim or (limit is not None and params.head_dim > limit)
-
-
-def dims_not_multiple(params: AttentionParams, of: int) -> bool:
-    """head_dim or head_dim_v is no positive multiple of `of`."""
-    dims = (params.head_dim, params.value_dim)
-    return any(dim % of or dim == 0 for dim in dims)
 
 
 def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
@@ -162,11 +136,6 @@ def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
     )
     large = 192 < params.head_dim <= 224 or (params.head_dim > 224 and params.dropout > 0)
     return params.requires_grad and small and large
-
-
-def other_batch(params: AttentionParams, _: Machine) -> bool:
-    """query and key have different batch sizes."""
-    return params.key_batch != params.batch
 
 
 def one_kv_head(params: AttentionParams, machine: Machine) -> bool:
@@ -184,20 +153,10 @@ def heads_differ(gqa: bool) -> Check:
     return check
 
 
-def kv_heads_differ(params: AttentionParams, _: Machine) -> bool:
-    """enable_gqa, and key and value have different numbers of heads."""
-    return params.enable_gqa and params.kv_heads != params.value_heads
-
-
 def heads_not_divisible(params: AttentionParams, _: Machine) -> bool:
     """enable_gqa, and the heads of key or value do not divide those of query."""
     groups = (params.kv_heads, params.value_heads)
     return params.enable_gqa and any(params.heads % max(heads, 1) for heads in groups)
-
-
-def zero_length(params: AttentionParams, _: Machine) -> bool:
-    """No query or no key."""
-    return params.seq_q == 0 or params.seq_kv == 0
 
 
 def strided(singleton_ok: bool, mask_matters: bool = True) -> Check:
@@ -209,11 +168,6 @@ def strided(singleton_ok: bool, mask_matters: bool = True) -> Check:
         return inputs or (mask_matters and mask)
 
     return check
-
-
-def mask_grad(params: AttentionParams, _: Machine) -> bool:
-    """attn_mask requires a gradient."""
-    return params.mask is not None and params.mask.requires_grad
 
 
 def mask_rows(params: AttentionParams, _: Machine) -> bool:
@@ -233,11 +187,6 @@ def mask_shape(params: AttentionParams, machine: Machine) -> bool:
     return len(lead) != 2 or lead[0] not in (params.batch, 1) or lead[1] not in (params.heads, 1)
 
 
-def nested_broadcast_grad(params: AttentionParams, _: Machine) -> bool:
-    """Training with nested inputs whose batch or heads would have to be broadcast."""
-    return params.requires_grad and not (params.same_heads and params.key_batch == params.batch)
-
-
 def nested_not_broadcastable(params: AttentionParams, _: Machine) -> bool:
     """Nested inputs whose heads or batch sizes differ and are not 1."""
     heads = {params.heads, params.kv_heads, params.value_heads} - {1}
@@ -247,11 +196,6 @@ def nested_not_broadcastable(params: AttentionParams, _: Machine) -> bool:
 def misaligned(params: AttentionParams, machine: Machine) -> bool:
     """Storage offsets do not suit the efficient kernels (asked on sm80 and newer only)."""
     return machine.major >= 8 and params.storage_offset_bytes % alignment_bytes(params, machine) > 0
-
-
-def over_grid(params: AttentionParams, _: Machine) -> bool:
-    """Batch or heads exceed a CUDA grid's second and third dimension."""
-    return params.batch > GRID_LIMIT or params.heads > GRID_LIMIT
 
 
 def cudnn_backward_dims(params: AttentionParams, machine: Machine) -> bool:
@@ -280,11 +224,6 @@ def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
     if params.flash_impl != "FA4" or machine.capability in ((9, 0), (10, 0)):
         return False
     return None if machine.major in (9, 10) else True
-
-
-def fa4_head_dim(params: AttentionParams, _: Machine) -> bool | None:
-    """FA4's head dimensions were not read."""
-    return None if params.flash_impl == "FA4" else False
 
 
 class Hazard(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -161,15 +161,8 @@ PRIORITIES = (
 )  # fmt: skip
 
 
-def check(backend: str, params: AttentionParams, machine: Machine) -> tuple[Refusal, ...]:
-    """All reasons against a backend (`flash efficient cudnn math`), in the order in which PyTorch
-    asks; empty if it can take the call.
-    """
-    return judge(backend, params, machine).reasons
-
-
 def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
-    """Whether a backend can take the call, with all reasons against it."""
+    """Whether a backend (`flash efficient cudnn math`) can take the call, with all reasons."""
     if not machine.known:
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} were not read."
@@ -201,7 +194,7 @@ def predict(params: AttentionParams, machine: Machine) -> Prediction:
     orders = _orders(machine, params.device)
     choices = {choice for order in orders for choice in _choices(order, verdicts)}
     choice = choices.pop() if len(choices) == 1 else "unknown"
-    order = orders[0] if len(orders) == 1 else ()
+    order = priority_order(machine, params.device)
     return Prediction(choice, order, verdicts, hazards(choice, params, machine))
 
 
@@ -228,14 +221,14 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str]:
     """Every backend that might be the first eligible one."""
-    found: set[str] = set()
+    choices: set[str] = set()
     for backend in order:
         eligible = verdicts[backend].eligible
         if eligible is not False:
-            found.add(backend)
+            choices.add(backend)
         if eligible:
-            return found
-    return found | {"none"}
+            return choices
+    return choices | {"none"}
 
 
 def _orders(machine: Machine, device: str) -> tuple[tuple[str, ...], ...]:
@@ -249,7 +242,8 @@ def _orders(machine: Machine, device: str) -> tuple[tuple[str, ...], ...]:
     row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
     if machine.cudnn_preferred is False and machine.torch >= (2, 9):
         return (row.otherwise,)
-    return tuple({_order(row, world) for world in _worlds(machine)})
+    worlds = _worlds(machine, _missing(machine))
+    return tuple({row.preferred if row.prefers(world) else row.otherwise for world in worlds})
 
 
 def undecided(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
@@ -258,46 +252,37 @@ def undecided(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
     """
     if len(_orders(machine, device)) < 2:
         return ()
-    missing = [name for name in MISSING if getattr(machine, name) is None]
-    return tuple(name for name in missing if _decides(name, missing, machine, device))
+    missing = _missing(machine)
+    return tuple(
+        name
+        for name in missing
+        if any(  # some values of the other facts leave the order to this one
+            len(_orders(world, device)) > 1
+            for world in _worlds(machine, tuple(other for other in missing if other != name))
+        )
+    )
 
 
-def _decides(name: str, missing: Sequence[str], machine: Machine, device: str) -> bool:
-    """Whether some values of the other missing facts leave the order to this one."""
-    others = [machine]
-    for other in missing:
-        if other != name:
-            others = [world for each in others for world in _filled(each, other)]
-    return any(len(_orders(world, device)) > 1 for world in others)
+def _missing(machine: Machine) -> tuple[str, ...]:
+    return tuple(name for name in MISSING if getattr(machine, name) is None)
 
 
-def _order(row: Priority, machine: Machine) -> tuple[str, ...]:
-    return row.preferred if row.prefers(machine) else row.otherwise
-
-
-def _worlds(machine: Machine) -> list[Machine]:
-    """Machines with every value that a missing fact may have."""
+@lru_cache(maxsize=64)
+def _worlds(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
+    """Machines with every value that the missing facts may have."""
     worlds = [machine]
-    for name in MISSING:
-        if getattr(machine, name) is None:
-            worlds = [filled for world in worlds for filled in _filled(world, name)]
-    return worlds
-
-
-def _filled(machine: Machine, name: str) -> Sequence[Machine]:
-    if name == "cudnn":
-        return _every_cudnn(machine)
-    return [replace(machine, **{name: value}) for value in MISSING[name]]  # type: ignore[arg-type]
+    for name in missing:
+        worlds = [
+            replace(world, **{name: value})  # type: ignore[arg-type]
+            for world in worlds
+            for value in MISSING[name]
+        ]
+    return tuple(worlds)
 
 
 def _ask(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
     """A rule's answer; without a cuDNN version, the one that all versions share, else None."""
     if machine.cudnn is not None:
         return rule.refuses(params, machine)
-    answers = {rule.refuses(params, world) for world in _every_cudnn(machine)}
+    answers = {rule.refuses(params, world) for world in _worlds(machine, ("cudnn",))}
     return answers.pop() if len(answers) == 1 else None
-
-
-@lru_cache(maxsize=64)
-def _every_cudnn(machine: Machine) -> tuple[Machine, ...]:
-    return tuple(replace(machine, cudnn=version) for version in CUDNN_POINTS)

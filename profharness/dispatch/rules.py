@@ -14,6 +14,8 @@ from typing import NamedTuple
 from profharness.dispatch import checks as c
 from profharness.dispatch.machine import DTYPES, AttentionParams, Machine, Release
 
+GRID_LIMIT = 65_535  # of a CUDA grid's second and third dimension
+
 Message = str | Callable[[AttentionParams, Machine], str]
 
 
@@ -84,37 +86,31 @@ def _dtypes(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -> M
     return text
 
 
-def _low_precision(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    return c.low_precision(machine)
-
-
-def _efficient(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    return c.efficient_dtypes(machine)
-
-
 # Rows that more than one table has.
 ON_DEVICE = Rule(
-    "not_on_cuda", "on_device", c.not_on_cuda,
+    "not_on_cuda", "on_device", lambda p, _: p.device != "cuda",
     "All tensors need to be on cuda device. Got query on device: {p.device}, key on device: {p.device}, "
     "value on device: {p.device}",
 )  # fmt: skip
 FOUR_D = Rule(
-    "not_4d", "tensor_shapes", c.not_4d,
+    # since 2.14 the front end gives 3-D inputs a batch dimension
+    "not_4d", "tensor_shapes", lambda p, m: p.ndim not in ((3, 4) if m.torch >= (2, 14) else (4,)),
     "All fused kernels requires query, key and value to be 4 dimensional, but got Query dim: {p.ndim}, "
     "Key dim: {p.ndim}, Value dim: {p.ndim} instead.",
 )  # fmt: skip
 ZERO_LENGTH = Rule(
-    "seq_len_zero", "nonzero_lengths", c.zero_length,
+    "seq_len_zero", "nonzero_lengths", lambda p, _: 0 in (p.seq_q, p.seq_kv),
     "All fused kernels do not support zero seq_len_q or seq_len_kv.",
     scope="dense",
 )  # fmt: skip
 NESTED_ZERO_LENGTH = Rule(
-    "seq_len_zero", "seq_len_0_nested", c.zero_length,
+    "seq_len_zero", "seq_len_0_nested", ZERO_LENGTH.refuses,
     "Fused kernels do not support seq_len == 0, a nested input has a seq len of 0.",
     scope="nested",
 )  # fmt: skip
 NESTED_TRAINING = Rule(
-    "nested", "batch_size_nested", c.nested_broadcast_grad,
+    "nested", "batch_size_nested",
+    lambda p, _: p.requires_grad and not (p.same_heads and p.key_batch == p.batch),
     "Both fused kernels do not support training with broadcasted NT inputs.",
     scope="nested",
 )  # fmt: skip
@@ -126,27 +122,27 @@ NESTED_BROADCAST = Rule(
 )  # fmt: skip
 
 
-def _mask_rules(check: str) -> tuple[Rule, ...]:
-    """The three answers of check_attn_mask_shape; PyTorch gives no text for the first two."""
-    return (
-        Rule("mask_grad", check, c.mask_grad, "attn_mask requires a gradient."),
-        Rule("mask_shape", check, c.mask_rows,
-             "The last two dimensions of attn_mask do not fit. " + _MASK_SHAPES),
-        Rule("mask_shape", check, c.mask_shape, _MASK_SHAPES),
-    )  # fmt: skip
+# The three answers of check_attn_mask_shape; PyTorch gives no text for the first two.
+MASK_RULES = (
+    Rule("mask_grad", "mask_shape", lambda p, _: p.mask is not None and p.mask.requires_grad,
+         "attn_mask requires a gradient."),
+    Rule("mask_shape", "mask_shape", c.mask_rows,
+         "The last two dimensions of attn_mask do not fit. " + _MASK_SHAPES),
+    Rule("mask_shape", "mask_shape", c.mask_shape, _MASK_SHAPES),
+)  # fmt: skip
 
 
 def _stride(singleton_ok: bool, mask_matters: bool = True, scope: str = "dense") -> Rule:
     def text(params: AttentionParams, _: Machine) -> str:
         step = params.last_stride
-        told = (
+        inputs = (
             "All fused kernels require the last dimension of the input to have stride 1. "
             f"Got Query.stride(-1): {step}, Key.stride(-1): {step}, Value.stride(-1): {step}"
         )
         if params.mask is None:
-            return told
+            return inputs
         return (
-            f"{told}, Attn_mask.stride(-1): {params.mask.last_stride} (GPU backends require attn_mask's last "
+            f"{inputs}, Attn_mask.stride(-1): {params.mask.last_stride} (GPU backends require attn_mask's last "
             "dimension to have stride 1 while the CPU does not)."
         )
 
@@ -168,20 +164,24 @@ def _heads(
     )
     same = "Both fused kernels require key and value to have the same num_heads"
     start = max(since, gqa)
+
+    def other_kv(params: AttentionParams, _: Machine) -> bool:
+        return params.enable_gqa and params.kv_heads != params.value_heads
+
     grouped = (
         Rule("num_heads", "num_heads", c.heads_not_divisible, only_v2 + _GROUPS, start, (2, 8), scope),
         Rule("num_heads", "num_heads", c.heads_not_divisible, uneven + _GROUPS, max(start, (2, 8)), scope=scope),
     )  # fmt: skip
     unequal = (
-        Rule("num_heads", "num_heads", c.kv_heads_differ,
+        Rule("num_heads", "num_heads", other_kv,
              same + " and batch_size but got: Key sizes: {p.key_sizes}, Value sizes: {p.value_sizes}, "
              "Query sizes: {p.query_sizes} instead.", start, (2, 15), scope),
-        Rule("num_heads", "num_heads", c.kv_heads_differ,
+        Rule("num_heads", "num_heads", other_kv,
              same + ". Got Key num_heads: {p.kv_heads}, Value num_heads: {p.value_heads} instead.",
              max(start, (2, 15)), scope=scope),
     )  # fmt: skip
     return (
-        Rule("batch_size", "num_heads", c.other_batch,
+        Rule("batch_size", "num_heads", lambda p, _: p.key_batch != p.batch,
              "For dense inputs, both fused kernels require query, key and value to have the same batch_size. "
              + _SIZES + _EXPAND, since, scope=scope),
         Rule("num_heads", "num_heads", c.heads_differ(False), differ + _EXPAND, since, gqa, scope),
@@ -191,9 +191,18 @@ def _heads(
     )  # fmt: skip
 
 
+def _over_grid(params: AttentionParams, _: Machine) -> bool:
+    return max(params.batch, params.heads) > GRID_LIMIT
+
+
+def _disabled(backend: str, name: str, since: Release = (2, 5), until: Release = c.NEVER) -> Rule:
+    text = f"{name} attention has been runtime disabled."
+    code = "runtime_disabled"
+    return Rule(code, code, lambda p, _: backend not in p.enabled, text, since, until)
+
+
 FLASH = (
-    Rule("runtime_disabled", "runtime_disabled", c.disabled("flash"),
-         "Flash attention has been runtime disabled."),
+    _disabled("flash", "Flash"),
     ON_DEVICE,
     FOUR_D,
     Rule("mask", "for_attn_mask", lambda p, _: p.mask is not None,
@@ -202,9 +211,9 @@ FLASH = (
          "FA4 requires compute capability 9.0 or 10.0.", (2, 15)),
     Rule("dropout", "fa4_constraints", lambda p, _: p.flash_impl == "FA4" and p.dropout > 0,
          "FA4 does not support dropout.", (2, 15)),
-    Rule("head_dim", "fa4_constraints", c.fa4_head_dim,
+    Rule("head_dim", "fa4_constraints", lambda p, _: None if p.flash_impl == "FA4" else False,  # not read
          "FA4 does not support the provided head dimensions.", (2, 15)),
-    Rule("head_dim", "head_dim_size", lambda p, _: c.unequal_dims(p, 256),
+    Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim or p.head_dim > 256,
          "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. "
          + _DIMS),
     Rule("capability", "hardware", c.outside((8, 0)), _range("Flash attention", "sm80")),
@@ -225,7 +234,7 @@ FLASH = (
          "multiple of 8 and less than or equal to 256. " + _DIMS, scope="nested"),
     NESTED_ZERO_LENGTH,
     *_heads(gqa=(2, 5)),
-    Rule("grid_size", "grid_size", c.over_grid,
+    Rule("grid_size", "grid_size", _over_grid,
          "Flash attention does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
          "num_heads: {p.heads}", (2, 15), scope="dense"),
     ZERO_LENGTH,
@@ -234,12 +243,11 @@ FLASH = (
 
 
 EFFICIENT = (
-    Rule("runtime_disabled", "runtime_disabled", c.disabled("efficient"),
-         "Memory Efficient attention has been runtime disabled."),
+    _disabled("efficient", "Memory Efficient"),
     ON_DEVICE,
     Rule("capability", "hardware", c.outside((5, 0)), _range("Mem Efficient Attention", "sm50")),
     FOUR_D,
-    Rule("head_dim_multiple", "head_dim_size", lambda p, m: c.dims_not_multiple(p, c.gemm_alignment(p, m)),
+    Rule("head_dim_multiple", "head_dim_size", c.dims_unaligned,
          lambda p, m: "Mem efficient attention requires last dimension of inputs to be divisible by "
          f"{c.gemm_alignment(p, m)}. " + _DIMS.format(p=p)),
     Rule("alignment", "data_ptr_alignment", c.misaligned,
@@ -258,17 +266,15 @@ EFFICIENT = (
     NESTED_TRAINING,
     NESTED_BROADCAST,
     NESTED_ZERO_LENGTH,
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(m), _dtypes(_efficient)),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(p, m), _dtypes(c.efficient_dtypes)),
 )  # fmt: skip
 
 
 CUDNN = (
     Rule("dropout", "version_dropout", lambda p, m: p.dropout > 0 and 91100 < (m.cudnn or 0) < 91400,
          "{m.cudnn} cuDNN version does not support dropout in SDPA (9.11 - 9.13).", (2, 9)),
-    Rule("runtime_disabled", "runtime_disabled", c.disabled("cudnn"),
-         "CuDNN attention has been runtime disabled.", until=(2, 9)),
-    Rule("runtime_disabled", "runtime_disabled", c.disabled("cudnn"),
-         "cuDNN attention has been runtime disabled.", (2, 9)),
+    _disabled("cudnn", "CuDNN", until=(2, 9)),
+    _disabled("cudnn", "cuDNN", (2, 9)),
     Rule("nested", "nested", lambda *_: True,
          "CuDNN currently does not support nested inputs.", until=(2, 7), scope="nested"),
     Rule("nested", "nested", lambda _, m: not m.cudnn_nested,
@@ -281,8 +287,8 @@ CUDNN = (
     FOUR_D,
     Rule("deterministic", "deterministic", lambda p, _: p.deterministic == "error",
          "cuDNN SDPA is not deterministic."),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.low_precision(m), _dtypes(_low_precision)),
-    *_mask_rules("mask_shape"),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.low_precision(p, m), _dtypes(c.low_precision)),
+    *MASK_RULES,
     Rule("capability", "hardware", c.outside((8, 0)), _range("cuDNN MHA", "sm80")),
     Rule("dropout", "cudnn_dropout", lambda p, _: (p.dropout * 16) % 1 != 0,
          "cuDNN dropout probability resolution is limited to 1/16.Use a dropout probability that is a multiple of "
@@ -290,7 +296,7 @@ CUDNN = (
     ZERO_LENGTH,
     _stride(singleton_ok=True),
     *_heads(gqa=(2, 8), since=(2, 8), same_kv=False),
-    Rule("grid_size", "cudnn_shapes", c.over_grid,
+    Rule("grid_size", "cudnn_shapes", _over_grid,
          "cuDNN SDPA does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
          "num_heads: {p.heads}", (2, 13), scope="dense"),
     Rule("head_dim", "cudnn_shapes", lambda p, m: max(p.head_dim, p.value_dim) > c.cudnn_head_dim_limit(p, m),
@@ -319,13 +325,11 @@ CUDNN = (
 )  # fmt: skip
 
 
-MATH = (Rule("runtime_disabled", "runtime_disabled", c.disabled("math"),
-             "Math attention has been runtime disabled."),)  # fmt: skip
+MATH = (_disabled("math", "Math"),)  # fmt: skip
 
 
 CPU_FLASH = (
-    Rule("runtime_disabled", "runtime_disabled", c.disabled("flash"),
-         "Flash attention has been runtime disabled."),
+    _disabled("flash", "Flash"),
     Rule("nested", "nested", lambda p, _: p.nested,
          "Both fused kernels of cpp version currently do not support Nested Tensor inputs."),
     Rule("dropout", "dropout", lambda p, _: p.dropout > 0,
@@ -335,8 +339,8 @@ CPU_FLASH = (
     Rule("num_heads", "num_heads", lambda p, _: None if p.enable_gqa and not p.same_heads else False,
          "For dense inputs, both fused kernels require query, key and value to have the same num_heads. " + _SIZES,
          until=(2, 13)),
-    *_mask_rules("mask_shape"),
-    Rule("head_dim", "head_dim_size", lambda p, _: c.unequal_dims(p),
+    *MASK_RULES,
+    Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim,
          "Flash attention requires q,k,v to have the same last dimension. " + _DIMS),
     ZERO_LENGTH,
     _stride(singleton_ok=False, mask_matters=False, scope="any"),

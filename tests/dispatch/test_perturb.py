@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
-from profharness.dispatch import Verdict, check, from_config, judge, machine_for
+from profharness.dispatch import Verdict, from_config, judge, machine_for
 from profharness.dispatch.machine import RELEASES, Machine
 from profharness.dispatch.perturb import (
     PROPERTIES,
@@ -60,7 +60,7 @@ def test_the_first_is_the_one_that_pytorch_stops_at() -> None:
     config = parse_config("2,8,512,100,fp32,layout=strided_last,mask=bool")
     for backend in ("flash", "efficient", "cudnn"):
         told = blockers(config, backend, first_only(H200))[0].reason
-        assert told.message == check(backend, from_config(config), H200)[0].message
+        assert told.message == judge(backend, from_config(config), H200).reasons[0].message
 
 
 def test_properties_that_stand_in_the_way_only_together() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from profharness.config import SDPA_BACKENDS
 from profharness.devices import GPUS
-from profharness.dispatch import AttentionParams, Machine, Mask, check, judge, predict
+from profharness.dispatch import AttentionParams, Machine, Mask, judge, predict
 from profharness.dispatch.machine import RELEASES
 from profharness.dispatch.predict import PRIORITIES, code
 from profharness.dispatch.rules import TABLES
@@ -83,7 +83,7 @@ def test_reasons_eligibility_and_choice_agree(params: AttentionParams, machine: 
         assert [reason for reason in verdict.reasons if reason in verdict.certain] == [
             *verdict.certain
         ]
-        assert check(backend, params, machine) == verdict.reasons
+        assert judge(backend, params, machine) == verdict
         for reason in verdict.reasons:
             assert "{p." not in reason.message
             # what the capture path would read from PyTorch's text is the same word

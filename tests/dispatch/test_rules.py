@@ -12,7 +12,6 @@ from profharness.dispatch import (
     AttentionParams,
     Machine,
     Mask,
-    check,
     from_config,
     judge,
     machine_for,
@@ -30,7 +29,7 @@ FLASH_FIRST = ("flash", "efficient", "math", "cudnn")
 def codes(
     backend: str, machine: Machine, params: AttentionParams = PLAIN, **changes: Any
 ) -> set[str]:
-    return {reason.code for reason in check(backend, replace(params, **changes), machine)}
+    return {reason.code for reason in judge(backend, replace(params, **changes), machine).reasons}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,9 @@ def test_the_stride_text_has_no_tail_but_the_masks(backend: str) -> None:
 
     def said(mask: Mask | None) -> str:
         call = replace(PLAIN, last_stride=2, mask=mask)
-        (text,) = [r.message for r in check(backend, call, machine) if r.code == "last_dim_stride"]
+        (text,) = [
+            r.message for r in judge(backend, call, machine).reasons if r.code == "last_dim_stride"
+        ]
         return text
 
     assert said(None).endswith("Got Query.stride(-1): 2, Key.stride(-1): 2, Value.stride(-1): 2")
