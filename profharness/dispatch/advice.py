@@ -36,42 +36,28 @@ class Change:
         return self.text.format(b=before, a=after)
 
 
-def _scale(config: Config) -> float:
-    return config.head_dim**-0.5 if config.scale is None else config.scale
-
-
-def _to_dims(config: Config, head_dim: int, value_dim: int) -> Config:
-    """Padded; the scale stays that of the real head_dim."""
-    scale = config.scale if head_dim == config.head_dim else _scale(config)
+def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
+    """The scale stays that of the real head_dim."""
+    scale = config.scale
+    if head_dim != config.head_dim and scale is None:
+        scale = config.head_dim**-0.5
     return with_dims(replace(config, scale=scale), head_dim, value_dim)
-
-
-def _pad_multiple(config: Config) -> Config:
-    return _to_dims(config, rounded_up(config.head_dim), rounded_up(config.value_dim))
 
 
 def _pad_equal(config: Config) -> Config:
     largest = max(config.head_dim, config.value_dim)
-    return _to_dims(config, largest, largest)
+    return _padded(config, largest, largest)
 
 
 def _pad_largest(config: Config) -> Config | None:
     if max(config.head_dim, config.value_dim) > LARGEST_DIM:
         return None
-    return _to_dims(config, LARGEST_DIM, LARGEST_DIM)
+    return _padded(config, LARGEST_DIM, LARGEST_DIM)
 
 
 def _causal_instead(config: Config) -> Config | None:
     square = config.seq_len_q == config.seq_len_kv
     return replace(config, mask="none", causal=True) if square and not config.causal else None
-
-
-def _detach_mask(config: Config) -> Config | None:
-    return replace(config, mask="float") if config.mask == "float_grad" else None
-
-
-def _no_causal(config: Config) -> Config | None:
-    return replace(config, causal=False) if config.seq_len_q == 1 else None
 
 
 def _fewer_keys(config: Config) -> Config | None:
@@ -103,7 +89,8 @@ CHANGES = (
            "make the last dimension of q, k and v contiguous (a copy of each)"),
     Change("aligned copy", ("alignment",), lambda c: replace(c, layout="contiguous"),
            "copy q, k and v with clone(), so that their storage offset is 0"),
-    Change("pad head_dim", ("head_dim_multiple",), _pad_multiple,
+    Change("pad head_dim", ("head_dim_multiple",),
+           lambda c: _padded(c, rounded_up(c.head_dim), rounded_up(c.value_dim)),
            "pad head_dim from {b.head_dim} to {a.head_dim} (head_dim_v from {b.value_dim} to {a.value_dim}), "
            "keep the scale and slice the output"),
     Change("equal head_dim_v", ("head_dim",), _pad_equal,
@@ -115,12 +102,14 @@ CHANGES = (
     Change("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
            "repeat the {b.num_kv_heads} key and value heads to {a.num_kv_heads} instead of enable_gqa (more memory "
            "for k and v)"),
-    Change("detach mask", ("mask_grad",), _detach_mask,
+    Change("detach mask", ("mask_grad",),
+           lambda c: replace(c, mask="float") if c.mask == "float_grad" else None,
            "detach attn_mask, if its gradient is not needed"),
     Change("slice keys", ("causal_non_square",), _fewer_keys,
            "cut k and v to the first {a.seq_len_kv} keys: is_causal starts at the first key, so later ones never "
            "count (for a mask that ends at the last key see torch.nn.attention.bias.causal_lower_right)"),
-    Change("no causal", ("causal_non_square",), _no_causal,
+    Change("no causal", ("causal_non_square",),
+           lambda c: replace(c, causal=False) if c.seq_len_q == 1 else None,
            "leave is_causal out, if the one query may see all keys (is_causal lets it see the first alone)",
            exact=False),
     Change("pad queries", ("seq_len_one", "decode_disabled"), _pad_queries,
@@ -199,7 +188,13 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
     if before.num_kv_heads != after.num_kv_heads:
         group = after.num_kv_heads // before.num_kv_heads
         yield f"k, v = (each.repeat_interleave({group}, dim=1) for each in (k, v))"
-    yield from _dims(after.head_dim - before.head_dim, after.value_dim - before.value_dim)
+    query, value = after.head_dim - before.head_dim, after.value_dim - before.value_dim
+    if query > 0 and query == value:
+        yield f"q, k, v = (F.pad(each, (0, {query})) for each in (q, k, v))"
+    elif query > 0:
+        yield f"q, k = (F.pad(each, (0, {query})) for each in (q, k))"
+    if value > 0 and query != value:
+        yield f"v = F.pad(v, (0, {value}))"
     if before.dtype != after.dtype:
         dtype = TORCH_DTYPES[str(after.dtype)]
         yield f"q, k, v = (each.to({dtype}) for each in (q, k, v))"
@@ -219,16 +214,6 @@ def _lengths(before: Config, after: Config) -> Iterator[str]:
         yield f"k, v = (F.pad(each, (0, 0, 0, {keys})) for each in (k, v))"
         real = f"torch.arange({after.seq_len_kv}, device=q.device) < {before.seq_len_kv}"
         yield f"attn_mask = ({real}).repeat({after.seq_len_q}, 1)"
-
-
-def _dims(query: int, value: int) -> Iterator[str]:
-    if query > 0 and query == value:
-        yield f"q, k, v = (F.pad(each, (0, {query})) for each in (q, k, v))"
-        return
-    if query > 0:
-        yield f"q, k = (F.pad(each, (0, {query})) for each in (q, k))"
-    if value > 0:
-        yield f"v = F.pad(v, (0, {value}))"
 
 
 def _after_call(before: Config, after: Config) -> Iterator[str]:
@@ -279,7 +264,7 @@ class Advice:
 class _State:
     config: Config
     answer: Verdict
-    steps: tuple[Change, ...] = ()
+    steps: tuple[str, ...] = ()
     sentences: tuple[str, ...] = ()
 
     @property
@@ -300,9 +285,7 @@ def advise(config: Config, backend: str, oracle: Oracle, choose: Choose) -> tupl
     if answer.eligible:
         return () if choose(config) == backend else (_name_it(config, backend),)
     start = _State(config, answer)
-    ways = [
-        _told(start.config, state, backend, choose) for state in _search(start, backend, oracle)
-    ]
+    ways = [_way(config, state, backend, choose) for state in _search(start, backend, oracle)]
     return (*ways, *_outside(start, backend))[:MOST]
 
 
@@ -316,9 +299,9 @@ def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
         following = [
             state for before in level for state in _steps_from(before, backend, oracle, seen)
         ]
-        found = [state for state in following if state.answer.eligible]
-        if found:
-            return found
+        goals = [state for state in following if state.answer.eligible]
+        if goals:
+            return goals
         level = [state for state in following if state.answer.eligible is False]
     return []
 
@@ -333,20 +316,15 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
         if config is None or config in seen:
             continue
         seen.add(config)
-        sentence = change.sentence(before.config, config)
-        state = _State(
-            config,
-            oracle(config, backend),
-            (*before.steps, change),
-            (*before.sentences, sentence),
-        )
+        sentences = (*before.sentences, change.sentence(before.config, config))
+        state = _State(config, oracle(config, backend), (*before.steps, change.name), sentences)
         if change.group and (state.answer.eligible or state.code != before.code):
             served.add(change.group)
         states.append(state)
     return states
 
 
-def _told(config: Config, state: _State, backend: str, choose: Choose) -> Advice:
+def _way(config: Config, state: _State, backend: str, choose: Choose) -> Advice:
     """Where auto takes another backend even then, the code also names the wanted one."""
     choice = choose(state.config)
     named = None if choice == backend else backend
@@ -359,7 +337,7 @@ def _told(config: Config, state: _State, backend: str, choose: Choose) -> Advice
         config=state.config.label,
         verified=True,
         choice=choice,
-        steps=tuple(change.name for change in state.steps),
+        steps=state.steps,
     )
 
 
@@ -379,12 +357,9 @@ def _name_it(config: Config, backend: str) -> Advice:
 
 
 def _flex(config: Config, _: str) -> tuple[str, str]:
-    boolean = config.mask.startswith("bool")
-    score = (
-        'torch.where(bias[b, h, i, j], score, -float("inf"))'
-        if boolean
-        else "score + bias[b, h, i, j]"
-    )
+    score = "score + bias[b, h, i, j]"
+    if config.mask.startswith("bool"):
+        score = 'torch.where(bias[b, h, i, j], score, -float("inf"))'
     arguments = "" if config.scale is None else f", scale={config.scale!r}"
     arguments += ", enable_gqa=True" if config.num_kv_heads != config.num_heads else ""
     return (

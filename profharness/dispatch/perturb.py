@@ -31,9 +31,7 @@ Choose = Callable[[Config], str]
 
 @dataclass(frozen=True)
 class Property:
-    """One thing about a config. ease gives the config with that thing set to what every backend
-    takes, the others as they are.
-    """
+    """One thing about a config. ease sets it to what every backend takes and leaves the rest."""
 
     name: str
     ease: Callable[[Config], Config]
@@ -132,80 +130,17 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
     easy = oracle(only(config, ()), backend)
     if easy.eligible is not True:
         return (Blocker((), _first(easy if easy.eligible is False else asked)),)
-    search = _Search(config, backend, oracle)
-    found = list(_relevant(search, _alone(search)))
-    found += _left_over(search, [set(names) for names, _ in found])
-    return _in_order([Blocker(names, told) for names, told in found], _first(asked))
 
-
-@dataclass(frozen=True)
-class _Search:
-    config: Config
-    backend: str
-    oracle: Oracle
-
-    def refusal(self, config: Config) -> Refusal | None:
-        """Why the backend refuses; None where it does not, or where that is not known."""
-        answer = self.oracle(config, self.backend)
+    def refusal(changed: Config) -> Refusal | None:
+        answer = oracle(changed, backend)
         return _first(answer) if answer.eligible is False else None
 
-
-_Found = tuple[tuple[str, ...], Refusal]
-
-
-def _alone(search: _Search) -> list[tuple[str, ...]]:
-    """Minimal sets of properties that an easy config is refused with, none inside another."""
-    names = uneasy(search.config)
-    found: list[tuple[str, ...]] = [
-        (name,) for name in names if search.refusal(only(search.config, (name,)))
-    ]
-    rest = [name for name in names if (name,) not in found]
-    for size in range(2, LARGEST_SET + 1):
-        if not search.refusal(only(search.config, rest)):
-            break
-        for group in itertools.combinations(rest, size):
-            if any(set(smaller) <= set(group) for smaller in found):
-                continue
-            if search.refusal(only(search.config, group)):
-                found.append(group)
-    return found
-
-
-def _relevant(search: _Search, sets: list[tuple[str, ...]]) -> Iterator[_Found]:
-    """Those that the asked config is refused for too, once the other sets are out of the way: what
-    an fp16 config is refused for may be fine in fp32.
-    """
-    for names in sets:
-        others = {name for other in sets for name in other} - set(names)
-        told = search.refusal(eased(search.config, others))
-        if told is not None:
-            yield names, told
-
-
-def _left_over(search: _Search, sets: list[set[str]]) -> Iterator[_Found]:
-    """What still refuses when all sets found are out of the way: properties are eased one after
-    another as long as it does.
-    """
-    gone = set().union(*sets)
-    while (told := search.refusal(eased(search.config, gone))) is not None:
-        needed = [name for name in uneasy(search.config) if name not in gone]
-        without = set(gone)
-        for name in list(needed):
-            if search.refusal(eased(search.config, without | {name})):
-                without.add(name)
-                needed.remove(name)
-        if not needed:
-            return
-        yield tuple(needed), search.refusal(eased(search.config, without)) or told
-        gone |= set(needed)
-
-
-def _in_order(found: list[Blocker], first: Refusal) -> tuple[Blocker, ...]:
-    """The one that PyTorch stops at first, with the text that it then gives."""
+    found = list(_relevant(config, _alone(config, refusal), refusal))
+    found += _left_over(config, {name for item in found for name in item.properties}, refusal)
+    first = _first(asked)
     for index, blocker in enumerate(found):
         if blocker.reason.code == first.code:
-            rest = found[:index] + found[index + 1 :]
-            return (replace(blocker, reason=first), *rest)
+            return (replace(blocker, reason=first), *found[:index], *found[index + 1 :])
     return tuple(found)
 
 
@@ -213,6 +148,53 @@ def _first(answer: Verdict) -> Refusal:
     if answer.reasons:
         return answer.reasons[0]
     return Refusal("no_text", "PyTorch gave no reason.", "inferred")
+
+
+_Ask = Callable[[Config], Refusal | None]
+"""Why the backend refuses; None where it does not, or where that is not known."""
+
+
+def _alone(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
+    """Minimal sets of properties that an easy config is refused with, none inside another."""
+    names = uneasy(config)
+    sets: list[tuple[str, ...]] = [(name,) for name in names if refusal(only(config, (name,)))]
+    rest = [name for name in names if (name,) not in sets]
+    for size in range(2, LARGEST_SET + 1):
+        if not refusal(only(config, rest)):
+            break
+        for group in itertools.combinations(rest, size):
+            if any(set(smaller) <= set(group) for smaller in sets):
+                continue
+            if refusal(only(config, group)):
+                sets.append(group)
+    return sets
+
+
+def _relevant(config: Config, sets: list[tuple[str, ...]], refusal: _Ask) -> Iterator[Blocker]:
+    """Those that the asked config is refused for too, once the other sets are out of the way: what
+    an fp16 config is refused for may be fine in fp32.
+    """
+    for names in sets:
+        others = {name for other in sets for name in other} - set(names)
+        if (reason := refusal(eased(config, others))) is not None:
+            yield Blocker(names, reason)
+
+
+def _left_over(config: Config, gone: set[str], refusal: _Ask) -> Iterator[Blocker]:
+    """What still refuses when all sets found are out of the way: properties are eased one after
+    another as long as it does.
+    """
+    while (reason := refusal(eased(config, gone))) is not None:
+        needed = [name for name in uneasy(config) if name not in gone]
+        without = set(gone)
+        for name in list(needed):
+            if refusal(eased(config, without | {name})):
+                without.add(name)
+                needed.remove(name)
+        if not needed:
+            return
+        yield Blocker(tuple(needed), refusal(eased(config, without)) or reason)
+        gone = gone | set(needed)
 
 
 def rule_oracle(

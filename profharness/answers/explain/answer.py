@@ -5,7 +5,7 @@ PyTorch release and a cuDNN that the user names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -45,8 +45,8 @@ class Explanation:
     """
 
     config: str
-    environment: dict[str, Any]
     source: str
+    environment: dict[str, Any]
     priority_order: tuple[str, ...]
     predicted: str | None
     choice: str | None
@@ -57,20 +57,17 @@ class Explanation:
     error: str | None = None
 
 
-FIELDS = (
-    *("config", "source", "environment", "priority_order", "predicted", "choice", "observed"),
-    *("agree", "backends", "caveats", "error"),
-)
+FIELDS = tuple(field.name for field in fields(Explanation))
 
 
 def explanation_record(answer: Explanation) -> dict[str, Any]:
     """The JSON record of one answer, keys as in FIELDS."""
-    record = msgspec.json.decode(msgspec.json.encode(answer))
+    record: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
     for side in record["backends"]:
         del side["can_use"]
         for advice in side["advice"]:
             del advice["steps"]
-    return {name: record[name] for name in FIELDS}
+    return record
 
 
 def flat_record(answer: Explanation) -> dict[str, Any]:
