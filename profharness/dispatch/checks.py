@@ -39,12 +39,10 @@ class HeadDimLimit(NamedTuple):
 
 
 def sm90(machine: Machine) -> bool:
-    """Compute capability 9.0."""
     return machine.capability == (9, 0)
 
 
 def sm90_or_10x(machine: Machine) -> bool:
-    """Compute capability 9.0 or 10.x."""
     return sm90(machine) or machine.major == 10
 
 
@@ -66,7 +64,6 @@ CUDNN_HEAD_DIM = (
 
 
 def newest_sm(machine: Machine) -> tuple[int, int]:
-    """The newest architecture that the release accepts."""
     return next(sm for since, sm in reversed(NEWEST_SM) if machine.torch >= since)
 
 

@@ -1,8 +1,8 @@
 """What a prediction is for: a machine (PyTorch release, compute capability, cuDNN), and one call of
 SDPA with everything that its dispatcher looks at.
 
-What is a row of a table is a NamedTuple here and in the other modules of the rules: a dataclass takes
-longer to make than all of its rows, and `profharness kernels` pays for it.
+Rows of tables are NamedTuples here and in the other modules of the rules: a dataclass takes longer to
+make than all of its rows, and `profharness kernels` pays for it.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
 @dataclass(frozen=True)
 class Machine:
     """What dispatch asks of the machine. cudnn is the runtime version as an integer (9.19.0 is
-    91900), None where unknown; cudnn_compiled the one PyTorch was built with (or the oldest that it can have
-    been). cudnn_preferred: None
-    for the default, False where TORCH_CUDNN_SDPA_DEPRIORITIZED=1 (2.10 and newer) or
-    TORCH_CUDNN_SDPA_PREFERRED=0 (2.9) is set. cudnn_nested: TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED.
+    91900), None where unknown; cudnn_compiled the one that PyTorch was built with, or the oldest that
+    it can have been. cudnn_preferred: None for the default, False where
+    TORCH_CUDNN_SDPA_DEPRIORITIZED=1 (2.10 and newer) or TORCH_CUDNN_SDPA_PREFERRED=0 (2.9) is set.
+    cudnn_nested: TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED.
     """
 
     torch: Release
@@ -77,7 +77,6 @@ class Machine:
 
     @property
     def major(self) -> int:
-        """Major number of the compute capability."""
         return self.capability[0]
 
     @property
@@ -87,7 +86,6 @@ class Machine:
 
     @property
     def cuda_major(self) -> int | None:
-        """Major number of the CUDA version that PyTorch was built with."""
         return int(self.cuda.split(".")[0]) if self.cuda else None
 
 
@@ -154,32 +152,24 @@ def parse_releases(text: str) -> list[Release]:
     """`2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or a mix,
     oldest first. Raises UsageError for an empty range or an end that is not in the table.
     """
-    found: set[Release] = set()
+    releases: set[Release] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
         low, high = parse_release(first), parse_release(last if dots else first)
         if dots:
             low = low if first.count(".") > 1 else (*low[:2], 0)
             if low[:2] < min(RELEASES)[:2] or high not in RELEASES or low > high:
-                raise UsageError(f"release range {part.strip()!r} is not inside {_span()}")
-            found.update(release for release in RELEASES if low <= release <= high)
+                span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
+                raise UsageError(f"release range {part.strip()!r} is not inside {span}")
+            releases.update(release for release in RELEASES if low <= release <= high)
         else:
-            found.add(low)
-    return sorted(found)
+            releases.add(low)
+    return sorted(releases)
 
 
 def release_text(release: Release) -> str:
     """`(2, 9, 1)` as `2.9.1`."""
     return ".".join(map(str, release))
-
-
-def _span() -> str:
-    return f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
-
-
-DEVICES = ("cuda", "cpu")
-FLASH_IMPLS = ("FA2", "FA3", "FA4")
-DETERMINISTIC = ("off", "error", "warn_only")
 
 
 # name -> (text in PyTorch's messages, bytes per element)
@@ -189,6 +179,12 @@ DTYPES = {
     "fp32": ("float", 4),
     "fp64": ("double", 8),
     "fp8": ("Float8_e4m3fn", 1),
+}
+ALLOWED = {
+    "dtype": tuple(DTYPES),
+    "device": ("cuda", "cpu"),
+    "deterministic": ("off", "error", "warn_only"),
+    "flash_impl": ("FA2", "FA3", "FA4"),
 }
 
 
@@ -239,33 +235,24 @@ class AttentionParams:
     flash_impl: str = "FA2"
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("dtype", self.dtype, tuple(DTYPES)),
-            ("device", self.device, DEVICES),
-            ("deterministic", self.deterministic, DETERMINISTIC),
-            ("flash_impl", self.flash_impl, FLASH_IMPLS),
-        ):
-            if value not in allowed:
+        for name, allowed in ALLOWED.items():
+            if (value := getattr(self, name)) not in allowed:
                 raise UsageError(f"{name} {value!r} is unknown; allowed are {' '.join(allowed)}")
 
     @property
     def value_dim(self) -> int:
-        """The last dimension of value."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def value_heads(self) -> int:
-        """Heads of value."""
         return self.kv_heads if self.kv_heads_v is None else self.kv_heads_v
 
     @property
     def key_batch(self) -> int:
-        """Batch of key and value."""
         return self.batch if self.batch_kv is None else self.batch_kv
 
     @property
     def same_heads(self) -> bool:
-        """Whether query, key and value have the same number of heads."""
         return self.heads == self.kv_heads == self.value_heads
 
     @property
@@ -280,17 +267,14 @@ class AttentionParams:
 
     @property
     def query_sizes(self) -> list[int]:
-        """Shape of query."""
         return [self.batch, self.heads, self.seq_q, self.head_dim]
 
     @property
     def key_sizes(self) -> list[int]:
-        """Shape of key."""
         return [self.key_batch, self.kv_heads, self.seq_kv, self.head_dim]
 
     @property
     def value_sizes(self) -> list[int]:
-        """Shape of value."""
         return [self.key_batch, self.value_heads, self.seq_kv, self.value_dim]
 
 
@@ -330,9 +314,6 @@ def _mask_of(config: Config) -> Mask | None:
     return Mask(shape, kind, requires_grad=config.mask == "float_grad")
 
 
-UNKNOWN_RELEASE = (0, 0, 0)
-
-
 def machine_of(environment: Mapping[str, Any]) -> Machine:
     """The machine for the rules, from `environment.collect()`'s answer. A release or a capability
     that cannot be read is one that the rules do not know.
@@ -340,7 +321,7 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     try:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:
-        release = UNKNOWN_RELEASE
+        release = (0, 0, 0)
     cuda = environment.get("torch_cuda")
     build = build_of(release, cuda) if cuda else None
     variables = environment.get("env") or {}
@@ -367,7 +348,7 @@ def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], At
     """Sets what a config cannot say to what the run's process had: flags, and the flash implementation."""
     on = frozenset(name for name in SDPA_BACKENDS if environment.get(f"sdp_{name}") is not False)
     activated = str(environment.get("flash_attention_impl"))
-    impl = activated if activated in FLASH_IMPLS else "FA2"
+    impl = activated if activated in ALLOWED["flash_impl"] else "FA2"
     return lambda params: replace(params, enabled=on, flash_impl=impl)
 
 

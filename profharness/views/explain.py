@@ -12,7 +12,7 @@ from profharness.answers.explain.answer import (
     FIELDS,
     SCHEMA,
     Explanation,
-    Matrix,
+    MatrixRow,
     chosen,
     environment_text,
     explanation_record,
@@ -186,7 +186,7 @@ FLIP = "►"
 
 
 def matrix_document(
-    matrices: Sequence[Matrix], *, full: bool = False, backends: Sequence[str] = ()
+    matrices: Sequence[Sequence[MatrixRow]], *, full: bool = False, backends: Sequence[str] = ()
 ) -> Document:
     """Releases side by side, oldest first; ► marks a release whose choice differs from the one
     before. full adds every release's own answer; backends are those that have a column.
@@ -202,29 +202,24 @@ def matrix_document(
     blocks: list[Block] = []
     records = []
     for matrix in matrices:
-        blocks.append(Heading(matrix.config, matrix.gpu or "CPU"))
-        rows = []
-        for row in matrix.rows:
+        first = matrix[0].explanation
+        blocks.append(Heading(first.config, first.environment.get("gpu") or "CPU"))
+        rows, notes = [], []
+        for row in matrix:
             answer = row.explanation
+            release, changes = answer.environment["torch"], "; ".join(row.changes)
             states = [_state(answer, name) for name in shown]
             mark = FLIP if row.flips else ""
-            changes = "; ".join(row.changes)
-            rows.append((mark, row.release, answer.predicted, *states, changes))
+            rows.append((mark, release, answer.predicted, *states, changes))
+            notes += [Note(f"{release}: {changes}", FLIP)] if row.flips else []
             extra = {"flips": row.flips, "changes": list(row.changes)}
             records.append(explanation_record(answer) | extra)
         blocks.append(Table(columns, tuple(rows)))
-        blocks += _flip_notes(matrix)
+        blocks += notes or [Note(f"the choice is {first.predicted} in all of them")]
         if full:
-            blocks += [b for row in matrix.rows for b in answer_blocks(row.explanation, full=True)]
+            blocks += [b for row in matrix for b in answer_blocks(row.explanation, full=True)]
     fields = (*FIELDS, "flips", "changes")
     return Document(SCHEMA, "Choice by release", tuple(blocks), fields, tuple(records))
-
-
-def _flip_notes(matrix: Matrix) -> list[Note]:
-    flips = [row for row in matrix.rows if row.flips]
-    if not flips:
-        return [Note(f"the choice is {matrix.rows[0].explanation.predicted} in all of them")]
-    return [Note(f"{row.release}: {'; '.join(row.changes)}", FLIP) for row in flips]
 
 
 def _state(answer: Explanation, name: str) -> str | None:

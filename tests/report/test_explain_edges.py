@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.answers.explain.answer import choices_by_rule, find_places
+from profharness.answers.explain.answer import choices_by_rule, named_places
 from profharness.answers.explain.maps import (
     ALL_OF,
     NUMERIC,
@@ -29,7 +29,7 @@ from profharness.views.document import Table
 from profharness.views.explain import bisect_document
 
 BASE = parse_config("2,8,512,64,fp16")
-(H200,) = find_places("2.11", "H200")
+(H200,) = named_places("2.11", "H200")
 
 
 def by_value(name: str, answer: Callable[[int], str]) -> Callable[[Sequence[Config]], list[str]]:
@@ -93,7 +93,7 @@ def told_in_lines(found: Bisection) -> list[tuple[str, ...]]:
 
 def test_a_rule_modulo_128_is_found_up_to_the_end_and_told_in_few_lines() -> None:
     """cuDNN before 9.26 on SM90 in training with 2.15: lengths of 64 modulo 128 are refused."""
-    (place,) = find_places("2.15", "H200", cudnn="9.25")
+    (place,) = named_places("2.15", "H200", cudnn="9.25")
     config = parse_config("2,8,512,64,bf16,bwd")
     (found,) = bisect_all([config], "seq_kv", lambda many: choices_by_rule(many, place))
     odd = [each for each in found.stretches if each.choice == "flash" and each.first > 1]

@@ -4,6 +4,7 @@ PyTorch release and a cuDNN that the user names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
@@ -147,40 +148,29 @@ def named_places(
     cuda: str | None = None,
     cudnn_compiled: str | None = None,
 ) -> list[Place]:
-    """The places that a user names, none where PyTorch itself is meant. Raises UsageError for a
-    cuDNN or CUDA without a place to be in.
-    """
-    if torch is not None or gpu is not None:
-        return find_places(torch, gpu, cudnn, cuda, cudnn_compiled)
-    for name, value in (("cudnn", cudnn), ("cuda", cuda), ("cudnn-compiled", cudnn_compiled)):
-        if value is not None:
-            raise UsageError(
-                f"--{name} is for an answer by rule; add --torch or --gpu. "
-                "Live, PyTorch's own version counts"
-            )
-    return []
-
-
-def find_places(
-    torch: str | None,
-    gpu: str | None,
-    cudnn: str | None = None,
-    cuda: str | None = None,
-    cudnn_compiled: str | None = None,
-) -> list[Place]:
-    """One place per release meant, oldest first.
+    """The places that a user names, one per release, oldest first. None where neither torch nor gpu
+    is given, which means PyTorch itself.
 
     torch: `2.8`, `2.9.1`, `2.5..2.15`, `2.8,2.10`; None means the installed release. A single
     release need not be one that the rules know. gpu: a name, a capability such as sm90, or `cpu`;
     None means this machine's GPU, as NVML tells. cudnn is the version at run time, cudnn_compiled
-    the one that PyTorch was built with. Raises UsageError for what is no version, and for a GPU
-    that is not known.
+    the one that PyTorch was built with. Raises UsageError for what is no version, for a GPU that is
+    not known, and for a cuDNN or CUDA without torch or gpu.
     """
+    versions = {"cudnn": cudnn, "cuda": cuda, "cudnn-compiled": cudnn_compiled}
+    given = [option for option, version in versions.items() if version is not None]
+    if torch is None and gpu is None:
+        if given:
+            raise UsageError(
+                f"--{given[0]} is for an answer by rule; add --torch or --gpu. "
+                "Live, PyTorch's own version counts"
+            )
+        return []
     releases = parse_releases(torch) if torch is not None else [_installed()]
-    if cuda is not None and not _is_version(cuda):
+    if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
         raise UsageError(f"CUDA version {cuda!r} is not a version; write 12.8")
     if (gpu or "").lower() == "cpu":
-        if (cudnn, cuda, cudnn_compiled) != (None, None, None):
+        if given:
             raise UsageError(
                 "--cudnn, --cuda and --cudnn-compiled say nothing about a CPU; leave them out"
             )
@@ -215,11 +205,6 @@ def _installed() -> tuple[int, ...]:
         ) from None
 
 
-def _is_version(text: str) -> bool:
-    parts = text.split(".")
-    return len(parts) in (2, 3) and all(part.isdecimal() for part in parts)
-
-
 FUSED_BACKENDS = ("flash", "efficient", "cudnn")
 FACTS = {
     "cudnn": "cuDNN's version (--cudnn VERSION)",
@@ -230,23 +215,13 @@ FACTS = {
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """One release: its answer, whether the choice differs from the release before, and what else
+    """The answer for one release, whether the choice differs from the release before, and what else
     does, as sentences.
     """
 
-    release: str
     explanation: Explanation
-    flips: bool
-    changes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One config over releases, oldest first. gpu None: the CPU."""
-
-    config: str
-    gpu: str | None
-    rows: tuple[MatrixRow, ...]
+    flips: bool = False
+    changes: tuple[str, ...] = ()
 
 
 def explain_by_rule(
@@ -259,11 +234,9 @@ def explain_by_rule(
     prediction = predict(from_config(config, place.device), place.machine)
     oracle = rule_oracle(place.machine, place.device)
     choose = rule_choice(place.machine, place.device)
+    order = prediction.priority_order or (SDPA_BACKENDS if place.device == "cuda" else CPU_ORDER)
     sides = []
-    for side in sides_by_rule(
-        prediction,
-        prediction.priority_order or (SDPA_BACKENDS if place.device == "cuda" else CPU_ORDER),
-    ):
+    for side in sides_by_rule(prediction, order):
         asked = advice and (side.backend in backends if backends else side.backend != "math")
         ways = advise(config, side.backend, oracle, choose) if asked else ()
         sides.append(replace(side, advice=ways))
@@ -298,15 +271,16 @@ def choices_by_rule(configs: Sequence[Config], place: Place) -> list[str]:
     return [choose(config) for config in configs]
 
 
-def matrix(config: Config, places: Sequence[Place]) -> Matrix:
+def matrix(config: Config, places: Sequence[Place]) -> list[MatrixRow]:
     """One config over several releases."""
     answers = [explain_by_rule(config, place, advice=False) for place in places]
-    rows = [MatrixRow(release_text(places[0].machine.torch), answers[0], flips=False, changes=())]
-    for place, (before, after) in zip(places[1:], pairwise(answers), strict=True):
-        flips = before.predicted != after.predicted
-        release = release_text(place.machine.torch)
-        rows.append(MatrixRow(release, after, flips, _changes(before, after)))
-    return Matrix(answers[0].config, places[0].gpu, tuple(rows))
+    return [
+        MatrixRow(answers[0]),
+        *(
+            MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
+            for before, after in pairwise(answers)
+        ),
+    ]
 
 
 def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
