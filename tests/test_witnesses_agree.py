@@ -13,7 +13,7 @@ from report.view_rows import cell, kernel
 from profharness.answers.agreement import disagreements, witnesses
 from profharness.answers.prediction import with_predictions
 from profharness.config import parse_config
-from profharness.dispatch.machine import is_told
+from profharness.dispatch.machine import rules_know
 from profharness.rows import CellRow
 from profharness.run import Cell, Protocol, Run, read_run, write_run
 from profharness.store import Store, ingest_path, open_store
@@ -145,8 +145,8 @@ def test_a_release_whose_rules_are_not_known_has_no_prediction(tmp_path: Path) -
 )
 def test_an_environment_that_says_too_little_has_no_machine(missing: dict[str, str]) -> None:
     told = read_run(H200).environment
-    assert is_told(told)
-    assert not is_told(told | missing)
+    assert rules_know(told)
+    assert not rules_know(told | missing)
 
 
 def test_the_variable_that_puts_cudnn_back_counts(tmp_path: Path) -> None:

@@ -336,8 +336,8 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     )
 
 
-def is_told(environment: Mapping[str, Any]) -> bool:
-    """Whether an environment says enough, and of a release that the rules know."""
+def rules_know(environment: Mapping[str, Any]) -> bool:
+    """Whether an environment says enough for the rules, and its release is in their table."""
     machine = machine_of(environment)
     if machine.torch not in RELEASES or environment.get("device_type") not in ("cuda", "cpu"):
         return False

@@ -15,9 +15,9 @@ from profharness.dispatch.machine import (
     Machine,
     Release,
     from_config,
-    is_told,
     machine_of,
     release_text,
+    rules_know,
     with_flags,
 )
 from profharness.dispatch.rules import Rule, active_rules
@@ -203,7 +203,7 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
     takes, or `none` where it raises; for a forced backend `eligible` or `refused`. None where they
     cannot tell, and for backends that PyTorch's dispatcher does not know.
     """
-    if not is_told(environment):
+    if not rules_know(environment):
         return None
     machine = machine_of(environment)
     params = with_flags(environment)(from_config(config, environment["device_type"]))

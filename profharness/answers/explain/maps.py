@@ -1,11 +1,14 @@
-"""The properties of configs by the names of the grammar: reading, setting, and which of them vary."""
+"""What `auto` takes over many configs: maps of two properties, and the exact values where it flips.
+Properties have the names of the grammar.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from profharness.config import OPTIONS, Config
 from profharness.errors import UsageError
@@ -54,13 +57,14 @@ def varying(configs: Sequence[Config]) -> list[str]:
     """The properties that differ among configs, numbers first. seq stands for both lengths where
     they are always equal; kv_heads and head_dim_v count only where they do not just follow.
     """
-    square = all(each.seq_len_q == each.seq_len_kv for each in configs)
-    names = [n for n in FIELDS if n not in (("seq_q", "seq_kv") if square else ("seq",))]
-    if all(each.num_kv_heads == each.num_heads for each in configs):
-        names.remove("kv_heads")
-    if all(each.head_dim_v is None for each in configs):
-        names.remove("head_dim_v")
-    return [name for name in names if len({get(each, name) for each in configs}) > 1]
+    square = all(config.seq_len_q == config.seq_len_kv for config in configs)
+    left_out = {"seq_q", "seq_kv"} if square else {"seq"}
+    if all(config.num_kv_heads == config.num_heads for config in configs):
+        left_out.add("kv_heads")
+    if all(config.head_dim_v is None for config in configs):
+        left_out.add("head_dim_v")
+    names = [name for name in FIELDS if name not in left_out]
+    return [name for name in names if len({get(config, name) for config in configs}) > 1]
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def draw_maps(configs: Sequence[Config], choices: Sequence[str]) -> list[Map]:
 def _axes(configs: Sequence[Config], names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         return ("head_dim",)
-    count = {name: len({get(each, name) for each in configs}) for name in names}
+    count = {name: len({get(config, name) for config in configs}) for name in names}
     ranked = sorted(names, key=lambda name: (name not in NUMERIC, -count[name]))
     return tuple(sorted(ranked[:2], key=names.index))
 
@@ -154,19 +158,19 @@ def _edges(
     """Edges between neighbouring values; those that are the same at several values of the other
     axis are one.
     """
-    found = []
+    edges = []
     for before, after in pairwise(values):
         where: dict[tuple[str, str], list[Value]] = {}
-        asked = [o for o in others if (before, o) in cells and (after, o) in cells]
-        for other in asked:
-            pair = (cells[before, other], cells[after, other])
-            if pair[0] != pair[1]:
-                where.setdefault(pair, []).append(other)
-        found += [
-            Edge(along, before, after, *pair, len(at) == len(asked), tuple(at))
-            for pair, at in where.items()
+        asked = [value for value in others if (before, value) in cells and (after, value) in cells]
+        for value in asked:
+            choices = (cells[before, value], cells[after, value])
+            if choices[0] != choices[1]:
+                where.setdefault(choices, []).append(value)
+        edges += [
+            Edge(along, before, after, *choices, len(at) == len(asked), tuple(at))
+            for choices, at in where.items()
         ]
-    return found
+    return edges
 
 
 def _in_order(values: set[Value]) -> tuple[Value, ...]:
@@ -218,7 +222,7 @@ class Bisection:
     @property
     def flips(self) -> tuple[tuple[int, int], ...]:
         """The values before and after each flip."""
-        return tuple((one.last, other.first) for one, other in pairwise(self.stretches))
+        return tuple((left.last, right.first) for left, right in pairwise(self.stretches))
 
 
 def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bisection]:
@@ -235,15 +239,15 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
             message = f"--bisect seq: {config.label} has unlike lengths; bisect seq_q or seq_kv"
             raise UsageError(message)
         groups.setdefault(_put_aside(config, name, configs), []).append(config)
-    found = []
+    bisections = []
     for group in groups.values():
         values = sorted({number(config, name) for config in group})
         default = HEAD_DIM_ENDS if name.startswith("head_dim") else DEFAULT_ENDS
         ends = (values[0], values[-1]) if len(values) > 1 else default
         # One that does not just follow, as kv_heads follows heads, keeps what is fixed.
         base = max(group, key=lambda c: (c.num_kv_heads != c.num_heads, c.head_dim_v is not None))
-        found.append(bisect_one(base, name, ends, choose))
-    return found
+        bisections.append(bisect_one(base, name, ends, choose))
+    return bisections
 
 
 def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -> Bisection:
@@ -251,25 +255,25 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
     domain = _domain(base, name, ends)
     if not domain:
         raise UsageError(f"--bisect {name}: no value from {ends[0]} to {ends[1]} fits {base.label}")
-    known: dict[int, str] = {}
+    choices: dict[int, str] = {}  # by index into the domain
 
     def ask(indices: Sequence[int]) -> None:
-        new = sorted(set(indices) - known.keys())
-        asked = [_set(base, name, domain[index]) for index in new]
-        known.update(zip(new, choose(asked) if asked else (), strict=True))
+        new = sorted(set(indices) - choices.keys())
+        configs = [_set(base, name, domain[index]) for index in new]
+        choices.update(zip(new, choose(configs) if configs else (), strict=True))
 
     ask(sweep(domain))
-    if _restless(domain, known):
+    if _restless(domain, choices):
         ask(near_multiples(domain, 8))
-    while open_ones := [
-        (one, other)
-        for one, other in pairwise(sorted(known))
-        if other - one > 1 and known[one] != known[other]
+    while gaps := [
+        (left, right)
+        for left, right in pairwise(sorted(choices))
+        if right - left > 1 and choices[left] != choices[right]
     ]:
-        ask([cut for one, other in open_ones for cut in _cuts(one, other)])
-    order = sorted(known)
+        ask([cut for left, right in gaps for cut in _cuts(left, right)])
+    order = sorted(choices)
     asked = tuple(domain[index] for index in order)
-    stretches = _stretches(asked, [known[index] for index in order])
+    stretches = _stretches(asked, [choices[index] for index in order])
     return Bisection(_set(base, name, domain[0]).label, name, stretches, asked, len(domain))
 
 
@@ -292,35 +296,30 @@ def near_multiples(domain: Sequence[int], of: int) -> list[int]:
 
 def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
     low, high = domain[0], domain[-1]
-    wanted = {mark + step for mark in marks for step in (-1, 0, 1)}
-    inside = (value for value in wanted if low <= value <= high)
+    near = {mark + step for mark in marks for step in (-1, 0, 1)}
+    inside = (value for value in near if low <= value <= high)
     return sorted({min(bisect_left(domain, value), len(domain) - 1) for value in inside})
 
 
-def _restless(domain: Sequence[int], known: dict[int, str]) -> bool:
+def _restless(domain: Sequence[int], choices: dict[int, str]) -> bool:
     """Whether the choice still turns with the multiples of 8 where they stop being asked."""
     if domain[-1] <= NEAR_8:
         return False
-    last = [known[i] for i in sorted(known) if NEAR_8 - RESTLESS < domain[i] <= NEAR_8]
-    return sum(one != other for one, other in pairwise(last)) > 2
+    last = [choices[i] for i in sorted(choices) if NEAR_8 - RESTLESS < domain[i] <= NEAR_8]
+    return sum(left != right for left, right in pairwise(last)) > 2
 
 
-def _cuts(one: int, other: int) -> list[int]:
+def _cuts(left: int, right: int) -> list[int]:
     """Up to WAYS - 1 indices strictly between two."""
-    width = other - one
-    return sorted({one + width * part // WAYS for part in range(1, WAYS)} - {one, other}) or [
-        one + width // 2
-    ]
+    width = right - left
+    cuts = {left + width * part // WAYS for part in range(1, WAYS)} - {left, right}
+    return sorted(cuts) or [left + width // 2]
 
 
 def _stretches(asked: Sequence[int], choices: Sequence[str]) -> tuple[Stretch, ...]:
-    found: list[Stretch] = []
-    for value, choice in zip(asked, choices, strict=True):
-        if found and found[-1].choice == choice:
-            found[-1] = replace(found[-1], last=value)
-        else:
-            found.append(Stretch(value, value, choice))
-    return tuple(found)
+    pairs = zip(asked, choices, strict=True)
+    groups = [list(group) for _, group in groupby(pairs, key=itemgetter(1))]
+    return tuple(Stretch(group[0][0], group[-1][0], group[0][1]) for group in groups)
 
 
 def _domain(base: Config, name: str, ends: tuple[int, int]) -> Sequence[int]:
