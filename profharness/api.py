@@ -201,7 +201,8 @@ def explain(
     where it is not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The
     whole answers are in the frame's `attrs["answers"]`.
     """
-    from profharness.answers.explain.answer import explain_all, flat_record, named_places
+    from profharness.answers.explain.answer import explain_all
+    from profharness.answers.explain.rules import flat_record, named_places
 
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     answers = explain_all(

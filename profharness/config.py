@@ -80,6 +80,8 @@ KEYED = {
     for option in OPTIONS
     if option.kind in ("number", "real", "choice") and option.name not in POSITIONS
 }
+FIELDS = {option.name: option.field for option in OPTIONS}
+NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
 FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 
 

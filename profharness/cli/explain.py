@@ -9,19 +9,21 @@ from pathlib import Path
 import click
 
 from profharness.answers.explain.answer import (
-    Explanation,
-    Place,
-    choices_by_rule,
-    chosen,
-    environment_text,
     explain_all,
-    matrix,
-    named_places,
     require_answer,
     to_measure,
     with_store,
 )
 from profharness.answers.explain.maps import bisect_all, draw_maps, numeric
+from profharness.answers.explain.rules import (
+    Explanation,
+    Place,
+    choices_by_rule,
+    chosen,
+    environment_text,
+    matrix,
+    named_places,
+)
 from profharness.cli._options import (
     backend_option,
     capture_progress,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from profharness.config import OPTIONS, Config
 from profharness.dispatch.machine import AttentionParams, Machine, from_config
@@ -80,29 +80,29 @@ def _easy_heads(config: Config) -> Config:
     return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
 
 
-def _by_value(number: bool) -> Iterator[Property]:
-    """The options that one value makes easy."""
-    for option in OPTIONS:
-        if option.easy is not ... and (option.kind == "number") is number:
-            yield Property(option.name, partial(replace, **{option.field: option.easy}))
-
-
-# In the order in which a config is made easy: the remainder is read before the size is changed.
-PROPERTIES = (
-    *_by_value(number=False),
-    Property("kv_heads", lambda c: replace(c, num_kv_heads=c.num_heads)),
-    Property("heads", _easy_heads),
-    *_by_value(number=True),
-    Property("head_dim remainder", _easy_remainder),
-    Property("head_dim", _easy_size),
-    Property("lengths", lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH)),
-    Property("batch", lambda c: replace(c, batch=min(c.batch, 2))),
-)
+@cache
+def properties() -> tuple[Property, ...]:
+    """In the order in which a config is made easy: the remainder is read before the size is changed."""
+    by_value = [
+        (option.kind, Property(option.name, partial(replace, **{option.field: option.easy})))
+        for option in OPTIONS
+        if option.easy is not ...
+    ]
+    return (
+        *(item for kind, item in by_value if kind != "number"),
+        Property("kv_heads", lambda c: replace(c, num_kv_heads=c.num_heads)),
+        Property("heads", _easy_heads),
+        *(item for kind, item in by_value if kind == "number"),
+        Property("head_dim remainder", _easy_remainder),
+        Property("head_dim", _easy_size),
+        Property("lengths", lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH)),
+        Property("batch", lambda c: replace(c, batch=min(c.batch, 2))),
+    )
 
 
 def eased(config: Config, names: Collection[str]) -> Config:
     """The config with these properties made easy."""
-    for item in PROPERTIES:
+    for item in properties():
         if item.name in names:
             config = item.ease(config)
     return config
@@ -110,12 +110,12 @@ def eased(config: Config, names: Collection[str]) -> Config:
 
 def only(config: Config, names: Collection[str]) -> Config:
     """An easy config that has these properties from the asked one."""
-    return eased(config, [item.name for item in PROPERTIES if item.name not in names])
+    return eased(config, [item.name for item in properties() if item.name not in names])
 
 
 def uneasy(config: Config) -> tuple[str, ...]:
     """The properties in which a config differs from an easy one."""
-    return tuple(item.name for item in PROPERTIES if item.ease(config) != config)
+    return tuple(item.name for item in properties() if item.ease(config) != config)
 
 
 def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...]:

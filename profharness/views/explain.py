@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
-from profharness.answers.explain.answer import (
+from profharness.answers.explain.maps import Bisection, Edge, Map, value_text
+from profharness.answers.explain.rules import (
     FIELDS,
     SCHEMA,
     Explanation,
@@ -17,7 +18,6 @@ from profharness.answers.explain.answer import (
     environment_text,
     explanation_record,
 )
-from profharness.answers.explain.maps import Bisection, Edge, Map, value_text
 from profharness.dispatch.advice import Advice, BackendAnswer
 from profharness.views.document import Block, Code, Column, Document, Heading, Note, Table
 

@@ -13,11 +13,11 @@ from profharness.config import LAYOUTS, MASKS, Config, parse_config
 from profharness.dispatch import Verdict, from_config, judge, machine_for
 from profharness.dispatch.machine import RELEASES, Machine
 from profharness.dispatch.perturb import (
-    PROPERTIES,
     Blocker,
     blockers,
     eased,
     only,
+    properties,
     rule_oracle,
     uneasy,
 )
@@ -199,7 +199,7 @@ def test_two_pairs_that_share_a_property_are_both_found() -> None:
     }
 
 
-@pytest.mark.parametrize("name", [item.name for item in PROPERTIES])
+@pytest.mark.parametrize("name", [item.name for item in properties()])
 def test_no_property_is_a_blocker_that_cannot_be(name: str) -> None:
     """Each entry of the registry blocks when the oracle says so, alone and under its name."""
     text = (
@@ -209,7 +209,7 @@ def test_no_property_is_a_blocker_that_cannot_be(name: str) -> None:
     config = parse_config(text.replace("300", "299"))
 
     def oracle(asked: Config, _: str) -> Verdict:
-        return Verdict(next(p for p in PROPERTIES if p.name == name).ease(asked) == asked)
+        return Verdict(next(p for p in properties() if p.name == name).ease(asked) == asked)
 
     found_names = {b.properties for b in blockers(config, "flash", oracle)}
     assert (name,) in found_names

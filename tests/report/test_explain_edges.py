@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.answers.explain.answer import choices_by_rule, named_places
 from profharness.answers.explain.maps import (
     ALL_OF,
-    NUMERIC,
     Bisection,
     bisect_all,
     bisect_one,
@@ -23,7 +21,8 @@ from profharness.answers.explain.maps import (
     sweep,
     varying,
 )
-from profharness.config import Config, expand_configs, parse_config
+from profharness.answers.explain.rules import choices_by_rule, named_places
+from profharness.config import NUMERIC, Config, expand_configs, parse_config
 from profharness.errors import UsageError
 from profharness.views.document import Table
 from profharness.views.explain import bisect_document

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from profharness.answers.explain.answer import (
+from profharness.answers.explain.rules import (
     FIELDS,
     Explanation,
     chosen,

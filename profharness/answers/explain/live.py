@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from profharness.answers.explain.answer import (
+from profharness.answers.explain.rules import (
     ALLOW_SET,
     COMPILED,
     LEGACY,

@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
 
-from profharness.config import OPTIONS, Config
+from profharness.config import FIELDS, NUMERIC, Config
 from profharness.errors import UsageError
 
-FIELDS = {option.name: option.field for option in OPTIONS}
-NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
 Value = int | float | str | bool | None
 
 

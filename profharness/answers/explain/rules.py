@@ -1,0 +1,377 @@
+"""Why PyTorch takes a backend: what `explain` answers for a config, live or by rule for a GPU, a
+PyTorch release and a cuDNN that the user names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from importlib import metadata
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from profharness.config import SDPA_BACKENDS, Config
+from profharness.devices import GPUS, find_gpu
+from profharness.dispatch import Prediction, from_config, predict
+from profharness.dispatch.advice import BackendAnswer, advise
+from profharness.dispatch.machine import (
+    RELEASES,
+    Machine,
+    build_of,
+    machine_for,
+    parse_release,
+    parse_releases,
+    release_text,
+)
+from profharness.dispatch.perturb import rule_choice, rule_oracle
+from profharness.dispatch.predict import CPU_ORDER, undecided
+from profharness.environment import gpu_name
+from profharness.errors import UsageError
+
+SCHEMA = "profharness.explain/1"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One config's answer. source is `live` (PyTorch was asked) or `rules`.
+
+    predicted is what the rules say, choice what PyTorch says (None where it was not asked),
+    observed what a stored run's op or kernels show; each a backend, `none` (PyTorch raises) or
+    `unknown`. agree: whether those that are known are the same. priority_order is empty where it
+    is not known. caveats are sentences on what casts doubt.
+    """
+
+    config: str
+    source: str
+    environment: dict[str, Any]
+    priority_order: tuple[str, ...]
+    predicted: str | None
+    choice: str | None
+    observed: str | None
+    agree: bool | None
+    backends: tuple[BackendAnswer, ...]
+    caveats: tuple[str, ...] = ()
+    error: str | None = None
+
+
+FIELDS = tuple(field.name for field in fields(Explanation))
+
+
+def explanation_record(answer: Explanation) -> dict[str, Any]:
+    """The JSON record of one answer, keys as in FIELDS."""
+    record: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
+    for side in record["backends"]:
+        del side["can_use"]
+        for advice in side["advice"]:
+            del advice["steps"]
+    return record
+
+
+def flat_record(answer: Explanation) -> dict[str, Any]:
+    """One flat row for a data frame: no nested values, `<backend>_eligible` and `<backend>_reasons`
+    (codes, the first one first) for each backend.
+    """
+    environment = answer.environment
+    row: dict[str, Any] = {"config": answer.config, "source": answer.source}
+    row |= {
+        key: environment.get(key) for key in ("torch", "device_type", "gpu", "capability", "cudnn")
+    }
+    row["priority_order"] = " > ".join(answer.priority_order) or None
+    row |= {key: getattr(answer, key) for key in ("predicted", "choice", "observed", "agree")}
+    for side in answer.backends:
+        row[f"{side.backend}_eligible"] = side.eligible
+        row[f"{side.backend}_reasons"] = "; ".join(reason.code for reason in side.reasons)
+    return row | {"error": answer.error}
+
+
+def environment_text(answer: Explanation) -> str:
+    """`torch 2.8.0, RTX A6000, cuDNN 91002, by rule`."""
+    environment = answer.environment
+    parts = [f"torch {environment['torch']}"] if environment.get("torch") else []
+    device = environment.get("gpu") or {"cpu": "CPU"}.get(str(environment.get("device_type")))
+    parts += [str(device)] if device else []
+    parts += [f"cuDNN {environment['cudnn']}"] if environment.get("cudnn") else []
+    return ", ".join([*parts, "by rule" if answer.source == "rules" else "live"])
+
+
+def chosen(answer: Explanation) -> str:
+    """What `auto` takes: PyTorch's own answer, or the rules' where those were asked; `unknown` where
+    PyTorch was asked and gave none.
+    """
+    return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
+
+
+def settle(answer: Explanation) -> Explanation:
+    """The answer with `agree` filled: whether the witnesses that say something say the same; None
+    where fewer than two do.
+    """
+    witnesses = (answer.predicted, answer.choice, answer.observed)
+    names = [name for name in witnesses if name not in (None, "unknown")]
+    return replace(answer, agree=len(set(names)) == 1 if len(names) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A machine that the rules are asked about. gpu is its name, None for the CPU; pinned: cuDNN's
+    version is the one that the release's build for this CUDA brings, not one that was given.
+    """
+
+    machine: Machine
+    device: str
+    gpu: str | None
+    pinned: bool = True
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Flat keys, named as a run's environment names them; None where it is not known."""
+        machine = self.machine
+        environment: dict[str, Any] = {
+            "torch": release_text(machine.torch),
+            "torch_cuda": machine.cuda,
+            "device_type": self.device,
+        }
+        if self.device == "cuda":
+            environment |= {"gpu": self.gpu, "capability": machine.sm, "cudnn": machine.cudnn}
+        return environment
+
+    @property
+    def text(self) -> str:
+        """`torch 2.8.0, RTX A6000 (sm 8.6), cuDNN 91002, CUDA 12.8`."""
+        machine = self.machine
+        parts = [f"torch {release_text(machine.torch)}"]
+        if self.device == "cpu":
+            return f"{parts[0]}, CPU"
+        parts.append(f"{self.gpu} (sm {machine.sm})")
+        parts.append(f"cuDNN {machine.cudnn or 'unknown'}")
+        return ", ".join([*parts, f"CUDA {machine.cuda or 'unknown'}"])
+
+
+def named_places(
+    torch: str | None,
+    gpu: str | None,
+    cudnn: str | None = None,
+    cuda: str | None = None,
+    cudnn_compiled: str | None = None,
+) -> list[Place]:
+    """The places that a user names, one per release, oldest first. None where neither torch nor gpu
+    is given, which means PyTorch itself.
+
+    torch: `2.8`, `2.9.1`, `2.5..2.15`, `2.8,2.10`; None means the installed release. A single
+    release need not be one that the rules know. gpu: a name, a capability such as sm90, or `cpu`;
+    None means this machine's GPU, as NVML tells. cudnn is the version at run time, cudnn_compiled
+    the one that PyTorch was built with. Raises UsageError for what is no version, for a GPU that is
+    not known, and for a cuDNN or CUDA without torch or gpu.
+    """
+    versions = {"cudnn": cudnn, "cuda": cuda, "cudnn-compiled": cudnn_compiled}
+    given = [option for option, version in versions.items() if version is not None]
+    if torch is None and gpu is None:
+        if given:
+            raise UsageError(
+                f"--{given[0]} is for an answer by rule; add --torch or --gpu. "
+                "Live, PyTorch's own version counts"
+            )
+        return []
+    releases = parse_releases(torch) if torch is not None else [_installed()]
+    if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
+        raise UsageError(f"CUDA version {cuda!r} is not a version; write 12.8")
+    if (gpu or "").lower() == "cpu":
+        if given:
+            raise UsageError(
+                "--cudnn, --cuda and --cudnn-compiled say nothing about a CPU; leave them out"
+            )
+        return [Place(Machine(torch=release), "cpu", None) for release in releases]
+    name = gpu or gpu_name()
+    if name is None:
+        names = ", ".join(each.name for each in GPUS)
+        raise UsageError(
+            f"this machine has no NVIDIA GPU: add --gpu NAME; known are {names}; "
+            "a capability such as sm90 works too, and `cpu`"
+        )
+    known_name = find_gpu(name).name
+    return [
+        Place(
+            machine_for(name, release, cudnn, cuda, cudnn_compiled),
+            "cuda",
+            known_name,
+            pinned=cudnn is None and build_of(release, cuda) is not None,
+        )
+        for release in releases
+    ]
+
+
+def _installed() -> tuple[int, ...]:
+    """The installed torch's release, read from its package's metadata: torch is not imported."""
+    try:
+        return parse_release(metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        raise UsageError(
+            "--gpu without --torch means the installed torch, and none is installed; "
+            "add --torch, for example --torch 2.11"
+        ) from None
+
+
+FUSED_BACKENDS = ("flash", "efficient", "cudnn")
+FACTS = {
+    "cudnn": "cuDNN's version (--cudnn VERSION)",
+    "cuda": "the CUDA version that PyTorch was built for (--cuda VERSION)",
+    "cudnn_compiled": "the cuDNN version that PyTorch was compiled with (--cudnn-compiled VERSION)",
+}
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """The answer for one release, whether the choice differs from the release before, and what else
+    does, as sentences.
+    """
+
+    explanation: Explanation
+    flips: bool = False
+    changes: tuple[str, ...] = ()
+
+
+def explain_by_rule(
+    config: Config, place: Place, *, backends: Sequence[str] = (), advice: bool = True
+) -> Explanation:
+    """What the rules say of a config on a place: choice is None, as PyTorch was not asked. backends
+    limits the advice.
+    """
+    config = config.resolve(place.device)
+    machine, device = place.machine, place.device
+    prediction = predict(from_config(config, device), machine)
+    order = prediction.priority_order or (SDPA_BACKENDS if device == "cuda" else CPU_ORDER)
+    sides = []
+    for side in sides_by_rule(prediction, order):
+        if advice and (side.backend in backends if backends else side.backend != "math"):
+            oracle, choose = rule_oracle(machine, device), rule_choice(machine, device)
+            side = replace(side, advice=advise(config, side.backend, oracle, choose))
+        sides.append(side)
+    return Explanation(
+        config=config.label,
+        environment=place.environment,
+        source="rules",
+        priority_order=prediction.priority_order,
+        predicted=prediction.choice,
+        choice=None,
+        observed=None,
+        agree=None,
+        backends=tuple(sides),
+        caveats=(*prediction.hazards, *_caveats(place, prediction)),
+    )
+
+
+def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendAnswer]:
+    """The backends of a prediction, the reason that PyTorch stops at first."""
+    sides = []
+    for name in names:
+        verdict = prediction.backends[name]
+        first = verdict.certain[:1]
+        reasons = (*first, *(reason for reason in verdict.reasons if reason not in first))
+        sides.append(BackendAnswer(name, verdict.eligible, reasons))
+    return sides
+
+
+def choices_by_rule(configs: Sequence[Config], place: Place) -> list[str]:
+    """Only what `auto` takes, one answer a config."""
+    choose = rule_choice(place.machine, place.device)
+    return [choose(config) for config in configs]
+
+
+def matrix(config: Config, places: Sequence[Place]) -> list[MatrixRow]:
+    """One config over several releases."""
+    answers = [explain_by_rule(config, place, advice=False) for place in places]
+    return [
+        MatrixRow(answers[0]),
+        *(
+            MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
+            for before, after in pairwise(answers)
+        ),
+    ]
+
+
+def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
+    """What is different, the likely cause of another choice first."""
+    changes = []
+    if before.predicted != after.predicted:
+        changes.append(f"choice {before.predicted} → {after.predicted}")
+    if before.priority_order != after.priority_order:
+        changes.append(f"order {' > '.join(after.priority_order) or 'unknown'}")
+    earlier = {side.backend: side for side in before.backends}
+    later = {side.backend: side for side in after.backends}
+    for name in FUSED_BACKENDS:
+        old, new = earlier.get(name), later.get(name)
+        if old is None or new is None or old.eligible == new.eligible:
+            continue
+        cause = (old if new.eligible else new).reasons
+        state = {True: "takes it", False: "refuses it", None: "unknown"}[new.eligible]
+        lead = "no longer: " if new.eligible else ""
+        changes.append(f"{name} {state}" + (f" ({lead}{cause[0].code})" if cause else ""))
+    cudnn = [answer.environment.get("cudnn") for answer in (before, after)]
+    if changes and cudnn[0] != cudnn[1]:
+        changes.append(f"cuDNN {cudnn[0]} → {cudnn[1]}")
+    return tuple(changes)
+
+
+COMPILED = (
+    "Under torch.compile the choice is made when the graph is traced, and stays as it was then."
+)
+ALLOW_SET = (
+    "sdpa_kernel([...]) says which backends are allowed, not in which order, unless set_priority=True "
+    "(PyTorch 2.8 and newer)."
+)
+LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
+
+
+def _caveats(place: Place, prediction: Prediction) -> list[str]:
+    """What the rules rest on where that is not certain, and what holds wherever PyTorch chooses."""
+    on_gpu = place.device == "cuda"
+    sentences = [_build(place)] if on_gpu and place.machine.known else []
+    if not place.machine.known:
+        sentences.append(_unread(place.machine.torch))
+    elif prediction.choice == "unknown":
+        sentences.append(_undecided(place, prediction))
+    return [*filter(None, sentences), COMPILED, *((ALLOW_SET, LEGACY) if on_gpu else ())]
+
+
+def _unread(release: tuple[int, ...]) -> str:
+    near = [known for known in RELEASES if known[:2] == release[:2]]
+    names = [release_text(known) for known in near or RELEASES]
+    return (
+        f"The rules of PyTorch {release_text(release)} were not read; known "
+        f"{'is' if len(names) == 1 else 'are'} {', '.join(names)}."
+    )
+
+
+def _build(place: Place) -> str | None:
+    """Where cuDNN's version comes from, or that it is not known; None where it was given."""
+    machine = place.machine
+    if place.pinned:
+        pypi = RELEASES[machine.torch].cuda == machine.cuda
+        wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
+        return (
+            f"cuDNN {machine.cudnn} is what the {wheel} brings; another build or a cuDNN found "
+            "earlier on the library path may choose otherwise (--cudnn VERSION)."
+        )
+    if machine.cudnn is None:
+        return (
+            f"Which cuDNN PyTorch {release_text(machine.torch)} for CUDA {machine.cuda} brings is "
+            "not known here (--cudnn VERSION)."
+        )
+    return None
+
+
+def _undecided(place: Place, prediction: Prediction) -> str:
+    """What would have to be known to decide."""
+    gaps = []
+    if not prediction.priority_order:
+        facts = " and ".join(FACTS[name] for name in undecided(place.machine, place.device))
+        gaps.append(f"the order of the backends hangs on {facts}")
+    names = [name for name, verdict in prediction.backends.items() if verdict.eligible is None]
+    if names:
+        their = "their" if len(names) > 1 else "its"
+        gaps.append(
+            f"whether {' and '.join(names)} can take it is not known, as {their} reasons say"
+        )
+    return f"The rules cannot decide this call: {'; '.join(gaps)}."
