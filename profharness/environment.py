@@ -142,18 +142,27 @@ def _cuda(torch: Any) -> dict[str, Any]:
 
 def _flags(torch: Any) -> dict[str, Any]:
     cuda = torch.backends.cuda
-    order = getattr(torch._C, "_get_sdp_priority_order", None)
     return {
         "sdp_flash": cuda.flash_sdp_enabled(),
         "sdp_efficient": cuda.mem_efficient_sdp_enabled(),
         "sdp_math": cuda.math_sdp_enabled(),
         "sdp_cudnn": cuda.cudnn_sdp_enabled(),
-        "priority_order": [backend_name(number) for number in order()] if order else None,
+        "priority_order": priority_order(),
         "flash_attention_impl": _flash_impl(),
         "fp16_reduction_math": cuda.fp16_bf16_reduction_math_sdp_allowed(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "tf32": torch.get_float32_matmul_precision() != "highest",
     }
+
+
+def priority_order() -> list[str] | None:
+    """The backends in the order in which PyTorch tries them; None where it cannot tell. It is filled
+    at the first dispatch.
+    """
+    import torch
+
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    return [backend_name(number) for number in order()] if order else None
 
 
 def backend_name(number: int) -> str:

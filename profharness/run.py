@@ -1,13 +1,14 @@
 """The run folder's run.json: what a capture planned, what came of it, and which raw traces belong
 to it.
 
-The worker appends one `CellResult` a line to journal.jsonl as it goes; run.json is the sum of it,
+The worker appends one `JournalEntry` a line to journal.jsonl as it goes; run.json is the sum of it,
 rewritten whole. A folder whose run.json is older than its journal (a run that was killed) loads
 just as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -165,33 +166,23 @@ def read_run(folder: Path) -> Run:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if run.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
-    return merge_journal(run, folder)
-
-
-def journal_results(folder: Path) -> dict[str, Cell]:
-    """The first result of each cell in a journal, by id; a line cut short by a crash is passed over."""
-    results: dict[str, Cell] = {}
-    try:
-        lines = (folder / JOURNAL_FILE).read_bytes().splitlines()
-    except FileNotFoundError:
-        return results
-    for line in lines:
-        try:
-            entry = msgspec.json.decode(line, type=JournalEntry)
-        except msgspec.MsgspecError:
-            continue
-        if entry.result is not None:
-            results.setdefault(entry.result.cell, entry.result)
-    return results
-
-
-def merge_journal(run: Run, folder: Path) -> Run:
-    """The run with the results of its journal in place of cells still pending."""
-    results = journal_results(folder)
+    results = _journal_results(folder)
     cells = tuple(
         results.get(cell.cell, cell) if cell.status == "pending" else cell for cell in run.cells
     )
     return replace(run, cells=cells)
+
+
+def _journal_results(folder: Path) -> dict[str, Cell]:
+    """The first result of each cell in a journal, by id; a line cut short by a crash is passed over."""
+    results: dict[str, Cell] = {}
+    path = folder / JOURNAL_FILE
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(msgspec.MsgspecError):
+            result = msgspec.json.decode(line, type=JournalEntry).result
+            if result is not None:
+                results.setdefault(result.cell, result)
+    return results
 
 
 @dataclass(frozen=True)
@@ -247,7 +238,7 @@ class BenchPlan:
 def make_plan(
     measurements: Sequence[str], precision: float, max_time_s: float, iterations: int | None = None
 ) -> BenchPlan:
-    """A plan that can be meant. Raises UsageError for an unknown measurement."""
+    """A plan of known measurements, each once. Raises UsageError for an unknown one."""
     for name in measurements:
         if name not in GPU_MEASUREMENTS:
             raise UsageError(f"no measurement {name!r}; known are {', '.join(GPU_MEASUREMENTS)}")

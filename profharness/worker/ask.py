@@ -20,14 +20,15 @@ NO_ADVICE = "--no-advice"
 
 def body(program: Program) -> None:
     """Answer every cell, one line of JSON each."""
-    from profharness.worker.choices import Asker
+    from profharness.worker.choices import LiveDispatch
 
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     answers = os.open(program.folder / ANSWERS_FILE, flags, 0o644)
-    asker = Asker(program.device, program.environment, advice=NO_ADVICE not in sys.argv[2:])
+    advice = NO_ADVICE not in sys.argv[2:]
+    dispatch = LiveDispatch(program.device, program.environment, advice)
 
     def answer(cell: Cell, _: Stage) -> Cell:
-        os.write(answers, msgspec.json.encode(asker.answer(cell)) + b"\n")
+        os.write(answers, msgspec.json.encode(dispatch.answer(cell)) + b"\n")
         return replace(cell, config=cell.config.resolve(program.device), status="ok")
 
     run_each(program, answer)

@@ -11,17 +11,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from profharness import environment
 from profharness.config import SDPA_BACKENDS, Config
 from profharness.dispatch.advice import SDP_BACKENDS, Advice, BackendAnswer, LiveAnswer, advise
 from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.perturb import Oracle, blockers, rule_oracle
 from profharness.dispatch.predict import CPU_ORDER, Verdict, clean, code, is_header
+from profharness.environment import backend_name, priority_order
 from profharness.rows import Refusal
 from profharness.run import Cell
 from profharness.worker.failures import heard_warnings, is_oom, is_refusal, reasons_by_backend
@@ -34,8 +35,8 @@ _STDERR = re.compile(
 
 
 @dataclass
-class Asker:
-    """Asks PyTorch on one device; environment is `environment.collect()`'s answer."""
+class LiveDispatch:
+    """PyTorch's own answers on one device; environment is `environment.collect()`'s answer."""
 
     device: str
     environment: dict[str, Any]
@@ -65,14 +66,21 @@ class Asker:
 
     def backend(self, config: Config, name: str) -> BackendAnswer:
         """One backend: eligible or not, why not, and what would help."""
-        oracle = _remembering(self.ask)
+        oracle = cache(self.ask)  # blockers and advice share many questions
         eligible = oracle(config, name).eligible
-        ways: tuple[Advice, ...] = ()
+
+        def choose(changed: Config) -> str:
+            try:
+                return self.choose(changed)
+            except RuntimeError:
+                return "unknown"
+
+        advised: tuple[Advice, ...] = ()
         if self.advice and name != "math":
-            ways = advise(config, name, oracle, lambda asked: _choice_or_unknown(self, asked))
+            advised = advise(config, name, oracle, choose)
         can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
-        reasons = dict.fromkeys(each.reason for each in blockers(config, name, oracle))
-        return BackendAnswer(name, eligible, tuple(reasons), ways, can_use)
+        reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))
+        return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
 
     def choose(self, config: Config) -> str:
         """What `auto` takes, nothing launched; `none` where PyTorch raises. Raises what else goes
@@ -87,9 +95,7 @@ class Asker:
         """
         if self.device == "cpu":
             return CPU_ORDER
-        read = getattr(torch._C, "_get_sdp_priority_order", None)
-        names = [environment.backend_name(number) for number in read()] if read else []
-        return tuple(name for name in names if name in SDPA_BACKENDS)
+        return tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
 
     def ask(self, config: Config, backend: str) -> Verdict:
         """Whether PyTorch would take `backend` if it had no other; None where the inputs cannot be
@@ -126,13 +132,11 @@ class Asker:
         heard: list[str] = []
         try:
             with _deterministic(config), heard_warnings(heard), self.stderr.into(heard):
-                made = make_inputs(config, self.device, seed=None)
+                inputs = make_inputs(config, self.device, seed=None)
+                tensors = (inputs.query, inputs.key, inputs.value, inputs.mask)
                 grouped = config.num_kv_heads != config.num_heads
-                params = torch.backends.cuda.SDPAParams(
-                    made.query, made.key, made.value, made.mask,
-                    config.dropout, config.causal, grouped,
-                )  # fmt: skip
-                can = bool(ask(params, True))
+                options = (config.dropout, config.causal, grouped)
+                can = bool(ask(torch.backends.cuda.SDPAParams(*tensors, *options), True))
         except RuntimeError:
             return None, []
         return can, [] if can else [text for text in map(clean, heard) if not is_header(text)]
@@ -140,7 +144,7 @@ class Asker:
     def _fused_choice(self, config: Config) -> str | None:
         inputs = make_inputs(config, self.device, seed=None)
         try:
-            name = environment.backend_name(fused_choice(config, inputs))
+            name = backend_name(fused_choice(config, inputs))
         except RuntimeError as error:
             if is_refusal(error):
                 return None
@@ -151,8 +155,7 @@ class Asker:
         """PyTorch refused without a word: the rule's reason, if there is one."""
         by_rule = self.rules(config, backend)
         if by_rule.eligible is False:
-            first = by_rule.reasons[0]
-            return (replace(first, source="inferred"),)
+            return (replace(by_rule.reasons[0], source="inferred"),)
         return (Refusal("no_text", "PyTorch refuses it without a reason.", "inferred"),)
 
 
@@ -186,26 +189,6 @@ class StderrTap:
 def stderr_texts(written: str) -> list[str]:
     """The warnings in what C++ wrote to stderr."""
     return [match.strip() for match in _STDERR.findall(written)]
-
-
-def _remembering(oracle: Oracle) -> Oracle:
-    """The same question is asked once: blockers and advice share many."""
-    known: dict[tuple[Config, str], Verdict] = {}
-
-    def ask(config: Config, backend: str) -> Verdict:
-        key = (config, backend)
-        if key not in known:
-            known[key] = oracle(config, backend)
-        return known[key]
-
-    return ask
-
-
-def _choice_or_unknown(asker: Asker, config: Config) -> str:
-    try:
-        return asker.choose(config)
-    except RuntimeError:
-        return "unknown"
 
 
 @contextlib.contextmanager

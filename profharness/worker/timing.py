@@ -4,6 +4,7 @@ clock on the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ KEPT = 4096  # readings, more than three minutes
 FIRST_S = 5.0  # NVML's first answer can be this late
 
 
+T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
 
 
@@ -69,10 +71,13 @@ class ClockReader:
             return  # no NVML, no clocks: the cells go without
         while True:
             asked = time.perf_counter()
-            found = _ask(questions)
-            if found:
-                self._latest = found
-                self._kept.append((asked, time.perf_counter(), found))
+            reading = {}
+            for name, question in questions.items():
+                with contextlib.suppress(Exception):
+                    reading[name] = question()
+            if reading:
+                self._latest = reading
+                self._kept.append((asked, time.perf_counter(), reading))
             self._begun.set()
             time.sleep(PERIOD_S)
 
@@ -81,19 +86,19 @@ def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Many readings as one: the median of each value, with `_min` and `_max` beside it, and every
     throttle reason that was ever set; nothing of none.
     """
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     for name in dict.fromkeys(name for reading in readings for name in reading):
         values = [reading[name] for reading in readings if name in reading]
         if name == "throttle_reasons":
-            found[name] = reduce(or_, values)
+            summary[name] = reduce(or_, values)
         else:
-            found |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-    return found | {"readings": len(readings)} if found else {}
+            spread = {f"{name}_min": min(values), f"{name}_max": max(values)}
+            summary |= {name: median(values), **spread}
+    return summary | {"readings": len(readings)} if summary else {}
 
 
 def _questions() -> Questions:
     import pynvml as nvml
-    import torch
 
     nvml.nvmlInit()
     uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
@@ -105,16 +110,6 @@ def _questions() -> Questions:
         "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
     }
-
-
-def _ask(questions: Questions) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, question in questions.items():
-        try:
-            found[name] = question()
-        except Exception:
-            continue
-    return found
 
 
 def _by_uuid(nvml: Any, uuid: str) -> Any:
@@ -131,9 +126,8 @@ MIN_SAMPLES = 5
 GRAPH_CALLS = 100  # at most: a replay's own launch costs 11 us, many calls in a graph share it
 GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
 TRIAL_CALLS = 10
-GRAPH_WORTH_MAX_NS = (
-    5_000_000  # beyond this the launch path is no part of the time, and a graph tells nothing new
-)
+# Beyond this the launch path is no part of the time, and a graph tells nothing new.
+GRAPH_WORTH_MAX_NS = 5_000_000
 FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
 
 
@@ -187,7 +181,7 @@ def open_graph(call: Callable[[], Any], expected_ns: int) -> Callable[[int], lis
     calls = max(1, min(TRIAL_CALLS, GRAPH_NS // max(1, expected_ns)))
     graph = _captured(call, calls)
     graph.replay()
-    per_call = max(1, round(_replayed_ms(graph) * 1e6 / calls))
+    per_call = max(1, round(elapsed_ms(graph.replay) * 1e6 / calls))
     enough = min(GRAPH_CALLS, GRAPH_NS // per_call)
     if enough > calls:
         calls, graph = enough, _captured(call, enough)
@@ -195,24 +189,10 @@ def open_graph(call: Callable[[], Any], expected_ns: int) -> Callable[[int], lis
         torch.cuda.synchronize()
 
     def replay(samples: int) -> list[int]:
-        pairs = []
-        deadline = time.perf_counter() + BUDGET_S
-        for index in range(samples):
-            pairs.append(_replayed_ms(graph))
-            if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
-                break
-        return [round(milliseconds * 1e6 / calls) for milliseconds in pairs]
+        times = sampled(lambda: elapsed_ms(graph.replay), samples)
+        return [round(milliseconds * 1e6 / calls) for milliseconds in times]
 
     return replay
-
-
-def _replayed_ms(graph: Any) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop))
 
 
 def _captured(call: Callable[[], Any], calls: int) -> Any:
@@ -235,12 +215,32 @@ def _captured(call: Callable[[], Any], calls: int) -> Any:
 
 def time_wall(call: Callable[[], Any], samples: int) -> list[int]:
     """Each sample is one call on the CPU by the monotonic clock."""
-    durations = []
-    deadline = time.perf_counter() + BUDGET_S
-    for index in range(samples):
-        start = time.perf_counter_ns()
-        call()
-        durations.append(time.perf_counter_ns() - start)
-        if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
+    return sampled(lambda: wall_ns(call), samples)
+
+
+def sampled(sample: Callable[[], T], count: int, budget_s: float = BUDGET_S) -> list[T]:
+    """As many samples as fit into the budget, at least MIN_SAMPLES and at most count."""
+    samples: list[T] = []
+    deadline = time.perf_counter() + budget_s
+    while len(samples) < count:
+        samples.append(sample())
+        if len(samples) >= MIN_SAMPLES and time.perf_counter() > deadline:
             break
-    return durations
+    return samples
+
+
+def elapsed_ms(call: Callable[[], Any]) -> float:
+    """Milliseconds between two events around a call on the current stream."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+def wall_ns(call: Callable[[], Any]) -> int:
+    """Nanoseconds of a call by the monotonic clock."""
+    start = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - start

@@ -47,7 +47,7 @@ from pathlib import Path
 from profharness.worker import ask, choices
 from profharness.worker.program import run_program
 
-real = choices.Asker.answer
+real = choices.LiveDispatch.answer
 
 def answer(self, cell):
     if cell.config.batch == 3:
@@ -55,7 +55,7 @@ def answer(self, cell):
         {HANG}
     return real(self, cell)
 
-choices.Asker.answer = answer
+choices.LiveDispatch.answer = answer
 sys.argv.append(ask.NO_ADVICE)
 run_program(Path(sys.argv[1]), ask.body)
 """
@@ -77,16 +77,16 @@ import sys, torch
 from profharness.config import expand_configs
 from profharness.environment import collect
 from profharness.run import Cell
-from profharness.worker.choices import Asker
+from profharness.worker.choices import LiveDispatch
 
-asker = Asker("cpu", collect("cpu"), True)
+dispatch = LiveDispatch("cpu", collect("cpu"), True)
 HARMLESS = {"empty", "slice", "as_strided", "view", "expand", "transpose", "_fused_sdp_choice"}
 with torch.profiler.profile() as seen:
     for config in expand_configs(
         "2,4,16,20,{fp32,bf16},kv_heads=2,dropout={0,0.1},mask={none,bool,float_grad},"
         "layout={strided_last,offset1,broadcast_batch,bshd},bwd,deterministic"
     ):
-        assert asker.answer(Cell("c1", config, "auto")).error is None
+        assert dispatch.answer(Cell("c1", config, "auto")).error is None
 ops = {event.name.removeprefix("aten::") for event in seen.events() if "aten::" in event.name}
 assert "_fused_sdp_choice" in ops
 print(*(ops - HARMLESS))
