@@ -106,21 +106,6 @@ def test_the_store_prefers_what_was_measured_and_keeps_it_beyond_the_run(tmp_pat
     assert '"torch": "2.11"' in rows[0][1]
 
 
-def test_a_store_without_the_table_gets_it(tmp_path: Path) -> None:
-    path = tmp_path / "s.db"
-    ingest_path(path, run_folder(tmp_path, {"device_type": "cpu", "cpu": "a processor"}))
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        "DROP TABLE peaks; DELETE FROM _sqlite_migrations WHERE name = '005_peaks';"
-        "PRAGMA user_version = 3"
-    )
-    connection.close()
-    with open_store(path, write=True) as store:
-        assert store.peaks() is None
-        store.add_peaks(Peaks("a processor", "measured", 1e10), "now", {})
-        assert store.peaks() == Peaks("a processor", "measured", 1e10)
-
-
 def test_a_real_measurement_in_a_child_process() -> None:
     pytest.importorskip("torch")
     from profharness.runner.probe import measure_peaks

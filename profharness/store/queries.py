@@ -46,6 +46,8 @@ _CONFIG_FIELDS = tuple(field.name for field in fields(Config))
 _DEVICE_COLUMNS = ", ".join(
     "device_index" if field.name == "index" else f"d.{field.name}" for field in fields(Device)
 )
+_CELL_FIELDS = tuple(field.name for field in fields(CellRow))
+_KERNEL_FIELDS = tuple(field.name for field in fields(KernelRow))
 _GROUP_KEYS = ("trace_id", "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device")
 
 
@@ -349,7 +351,7 @@ class Store:
             "clocks": json.loads(row["clocks"]),
             "tuning": json.loads(row["tuning"]) if row["tuning"] else None,
         }
-        return CellRow(**(_known_fields(CellRow, row) | decoded))
+        return CellRow(**({name: row[name] for name in _CELL_FIELDS if name in row} | decoded))
 
     def environment(self, run: str | None = None) -> dict[str, Any]:
         """The environment that a run was made in: flat keys to JSON values."""
@@ -463,11 +465,6 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _known_fields(row_type: type, row: Record) -> Record:
-    """What a record holds of a dataclass's fields."""
-    return {field.name: row[field.name] for field in fields(row_type) if field.name in row}
-
-
 def _whole(row: Record) -> tuple[Any, ...]:
     """What a row's share is a part of: its cell's launches, or its range's where there is no
     cell.
@@ -490,7 +487,7 @@ def _kernel_row(
         row["run_id"], row["device"], block, row["registers_per_thread"], shared
     )
     return KernelRow(
-        **_known_fields(KernelRow, row),
+        **{name: row[name] for name in _KERNEL_FIELDS if name in row},
         grid=grid,
         block=block,
         share=row["total_ns"] / whole_ns if whole_ns > 0 else None,
@@ -501,7 +498,7 @@ def _kernel_row(
 
 
 def _triple(row: Record, name: str) -> Triple | None:
-    x, y, z = (row[f"{name}_{axis}"] for axis in "xyz")
+    x, y, z = row[f"{name}_x"], row[f"{name}_y"], row[f"{name}_z"]
     return None if x is None or y is None or z is None else (x, y, z)
 
 
@@ -527,17 +524,22 @@ def _group_metrics(
     """For each row of `kernel_groups` the median of every metric over its launches, with the unit;
     empty where there is none. A trace without metrics costs one lookup.
     """
-    names = (*_GROUP_KEYS, "op_path_id") if by_op else _GROUP_KEYS
-    groups = [tuple(row[name] for name in names) for row in rows]
-    metrics: dict[tuple[Any, ...], Metrics] = {}
-    for trace_id in dict.fromkeys(row["trace_id"] for row in rows):
-        span = connection.execute(
+    spans = [
+        span
+        for trace_id in {row["trace_id"] for row in rows}
+        for span in connection.execute(
             "SELECT first_launch_id, last_launch_id FROM traces WHERE id = ? AND EXISTS (SELECT 1 "
             "FROM metrics WHERE launch_id BETWEEN first_launch_id AND last_launch_id)",
             (trace_id,),
-        ).fetchone()
-        if span:
-            metrics |= _medians(connection, span, names, set(groups))
+        )
+    ]
+    if not spans:
+        return [{} for _ in rows]
+    names = (*_GROUP_KEYS, "op_path_id") if by_op else _GROUP_KEYS
+    groups = [tuple(row[name] for name in names) for row in rows]
+    metrics: dict[tuple[Any, ...], Metrics] = {}
+    for span in spans:
+        metrics |= _medians(connection, span, names, set(groups))
     return [metrics.get(group, {}) for group in groups]
 
 
