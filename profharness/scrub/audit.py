@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import re
+import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from profharness.errors import ProfharnessError, TraceFormatError
+from profharness.parse import GZIP, SUFFIX
 from profharness.parse.nsys_export import MAGIC
 from profharness.scrub.nsys import FILTERED, PRIVATE_COLUMNS, STRINGS, columns_of, row_allowed
 from profharness.scrub.reports import private_columns
@@ -70,41 +73,35 @@ def _file(path: Path, root: Path, cleaner: Cleaner) -> Iterator[Finding]:
     for match in cleaner.find(str(path.relative_to(root))):
         yield Finding(path, "its name", match.kind, match.text[:EXCERPT])
     try:
-        with path.open("rb") as file:
-            head = file.read(len(MAGIC))
-        packed = head.startswith(b"\x1f\x8b")
-        name = path.name.lower().removesuffix(".gz")
+        name = path.name.lower().removesuffix(SUFFIX)
         if name.endswith(RAW_SUFFIXES):
             yield Finding(path, "the file", "raw report", "holds the environment of its process")
-        elif head == MAGIC:
-            yield from _sqlite(path, path, cleaner)
-        elif packed:
-            yield from _gzip(path, cleaner)
-        else:
-            with path.open("rb") as file:
-                yield from _stream(path, file, cleaner)
-            if name.endswith(".csv"):
-                for column in private_columns(path):
-                    yield Finding(path, column, "private column", "names a host or a process")
+            return
+        with path.open("rb") as plain:
+            packed = plain.read(len(GZIP)) == GZIP  # whatever its name says
+        with gzip.open(path, "rb") if packed else path.open("rb") as opened:
+            file = cast("IO[bytes]", opened)
+            if file.read(len(MAGIC)) == MAGIC:
+                yield from _export(path, file, cleaner, packed=packed)
+                return
+            file.seek(0)
+            yield from _stream(path, file, cleaner)
+        if name.endswith(".csv") and not packed:
+            for column in private_columns(path):
+                yield Finding(path, column, "private column", "names a host or a process")
     except (OSError, EOFError, sqlite3.Error) as error:
         raise TraceFormatError(path, f"cannot be read: {error}") from None
 
 
-def _gzip(path: Path, cleaner: Cleaner) -> Iterator[Finding]:
-    import gzip
-
-    with gzip.open(path, "rb") as file:
-        stream = cast("IO[bytes]", file)
-        if stream.read(len(MAGIC)) != MAGIC:
-            stream.seek(0)
-            yield from _stream(path, stream, cleaner)
-            return
-        stream.seek(0)
-        with tempfile.NamedTemporaryFile(suffix=".sqlite") as unpacked:
-            while data := stream.read(WINDOW):
-                unpacked.write(data)
-            unpacked.flush()
-            yield from _sqlite(path, Path(unpacked.name), cleaner)
+def _export(path: Path, file: IO[bytes], cleaner: Cleaner, *, packed: bool) -> Iterator[Finding]:
+    if not packed:
+        yield from _sqlite(path, path, cleaner)
+        return
+    file.seek(0)
+    with tempfile.NamedTemporaryFile(suffix=".sqlite") as unpacked:
+        shutil.copyfileobj(file, unpacked, WINDOW)
+        unpacked.flush()
+        yield from _sqlite(path, Path(unpacked.name), cleaner)
 
 
 def _stream(path: Path, file: IO[bytes], cleaner: Cleaner) -> Iterator[Finding]:

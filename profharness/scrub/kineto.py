@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -57,11 +58,8 @@ def private_names_in(path: Path) -> frozenset[str]:
     """Host and user names that the trace tells of anywhere: before, in and behind its events.
     Raises TraceFormatError when it cannot be read.
     """
-    window = Window(path)
-    try:
+    with closing(Window(path)) as window:
         return names_in_stream(_blocks(window))
-    finally:
-        window.close()
 
 
 def _blocks(window: Window) -> Iterator[bytes]:
@@ -76,8 +74,7 @@ def scrub_kineto(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
     Kept are the known keys of the header, all events with their times, ids and shapes; texts are
     cleaned. Raises TraceFormatError when the file is no Kineto trace or is cut short.
     """
-    window = Window(path)
-    try:
+    with closing(Window(path)) as window:
         layout = probe(window)
         out.write(b"[" if layout.bare else _head(layout.header, cleaner))
         separator = b"\n"
@@ -90,8 +87,6 @@ def scrub_kineto(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
             separator = b",\n"
         out.write(b"\n]" if layout.bare else b"\n]" + _tail(window, cleaner) + b"}")
         out.write(b"\n")
-    finally:
-        window.close()
 
 
 def _head(header: dict[str, Any], cleaner: Cleaner) -> bytes:
@@ -143,7 +138,10 @@ def _events(window: Window, layout: Layout) -> Iterator[tuple[bytes, bool]]:
         if mark == b"]":
             window.seek(window.base + at)
             return
-        end = _end(window.buffer, at, layout) if mark == b"{" else None
+        end = None
+        if mark == b"{":
+            cut = window.buffer.find(layout.separator, at) if layout.certain else -1
+            end = cut + 1 if cut >= 0 else object_end(window.buffer, at)
         if end is not None:
             yield window.buffer[at:end], secrets
             at = end
@@ -156,12 +154,6 @@ def _events(window: Window, layout: Layout) -> Iterator[tuple[bytes, bool]]:
         if len(window.buffer) > MAX_PIECE or not window.fill(size):
             raise window.error("the file ends inside traceEvents", expected="a whole event")
         secrets = may_hold_bytes(window.buffer)
-
-
-def _end(data: bytes, at: int, layout: Layout) -> int | None:
-    """Index behind the event that begins at `at`, None if it goes on behind the data."""
-    found = data.find(layout.separator, at) if layout.certain else -1
-    return found + 1 if found >= 0 else object_end(data, at)
 
 
 def _plain(event: bytes, gates: list[re.Pattern[bytes]]) -> bool:
@@ -186,12 +178,13 @@ def _event(data: bytes, clean: Any, cleaner: Cleaner) -> bytes:
 
 
 def _cleaned(values: _RawEvent, clean: Any) -> dict[str, Any]:
-    kept = ((k, v) for k, v in values.items() if k not in PRIVATE_KEYS)
-    return {clean(k): HIDDEN if _hidden(k, v) else clean(v) for k, v in kept}
-
-
-def _hidden(key: str, value: msgspec.Raw) -> bool:
-    return names_a_secret(key) and is_secret(key, msgspec.json.decode(value))
+    return {
+        clean(key): HIDDEN
+        if names_a_secret(key) and is_secret(key, msgspec.json.decode(value))
+        else clean(value)
+        for key, value in values.items()
+        if key not in PRIVATE_KEYS
+    }
 
 
 def _metadata(name: msgspec.Raw | None, args: Any, cleaner: Cleaner) -> Any:

@@ -253,19 +253,16 @@ PUBLIC_ROOTS = re.compile(
 
 def _path(match: re.Match[str]) -> str:
     """What follows a root that many machines have (a package of Python's) is kept, without it."""
-    path = match[0]
-    quote = path[0] if path[0] in "\"'" else ""
-    inner = path.strip(quote) if quote else path
-    roots = list(PUBLIC_ROOTS.finditer(inner))
-    kept = inner[roots[-1].end() :].lstrip("/") if roots else "<path>"
-    return f"{quote}{kept}{quote}" if quote else kept
+    quote = match[0][0] if match[0][0] in "\"'" else ""
+    path = match[0].strip(quote) if quote else match[0]
+    roots = list(PUBLIC_ROOTS.finditer(path))
+    kept = path[roots[-1].end() :].lstrip("/") if roots else "<path>"
+    return f"{quote}{kept}{quote}"
 
 
 def _url(match: re.Match[str]) -> str | None:
-    host = match["host"].lower()
-    public = any(host == name or host.endswith(f".{name}") for name in PUBLIC_HOSTS)
-    public = public and not match["login"]
-    return None if public else "<url>"
+    public = f".{match['host'].lower()}".endswith(tuple(f".{name}" for name in PUBLIC_HOSTS))
+    return None if public and not match["login"] else "<url>"
 
 
 def _variable(match: re.Match[str]) -> str | None:
@@ -274,8 +271,7 @@ def _variable(match: re.Match[str]) -> str | None:
 
 def _ipv4(match: re.Match[str]) -> str | None:
     octets = [int(part) for part in match[0].split(".")]
-    harmless = max(octets) > 255 or octets[0] in (0, 127)
-    return None if harmless else "<address>"
+    return None if max(octets) > 255 or octets[0] in (0, 127) else "<address>"
 
 
 def _ipv6(match: re.Match[str]) -> str | None:
@@ -395,12 +391,11 @@ SECRETS = tuple(rule for rule in RULES if rule.kind == SECRET)
 
 @dataclass(frozen=True)
 class Match:
-    """One private thing in a text: its kind, its place and its words (of a secret, what stands in
-    its place in a copy).
+    """One private thing in a text: its kind and its words (of a secret, what stands in its place in
+    a copy).
     """
 
     kind: str
-    start: int
     text: str
 
 
@@ -442,15 +437,14 @@ class Cleaner:
             spans = covered.setdefault(rule.kind, [])
             for match in rule.pattern.finditer(text):
                 start, end = match.span()
-                if rule.replace(match) is None or any(a <= start and end <= b for a, b in spans):
+                instead = rule.replace(match)
+                if instead is None or any(a <= start and end <= b for a, b in spans):
                     continue
                 spans.append((start, end))
-                shown = rule.replace(match) if rule.kind == SECRET else match[0]
-                yield Match(rule.kind, start, shown or "")
+                yield Match(rule.kind, instead if rule.kind == SECRET else match[0])
 
     def clean(self, text: str) -> str:
-        """The text with a placeholder for everything that `find` finds; what resists is removed
-        whole."""
+        """The text with a placeholder for each thing that `find` finds; what resists is removed."""
         return _clean(self, text)
 
     def clean_json(self, value: Any) -> Any:
@@ -458,10 +452,10 @@ class Cleaner:
         if isinstance(value, str):
             return self.clean(value)
         if isinstance(value, dict):
-            kept = ((key, each) for key, each in value.items() if key not in PRIVATE_KEYS)
             return {
                 self.clean(str(key)): HIDDEN if is_secret(str(key), each) else self.clean_json(each)
-                for key, each in kept
+                for key, each in value.items()
+                if key not in PRIVATE_KEYS
             }
         if isinstance(value, list | tuple):
             return [self.clean_json(each) for each in value]
