@@ -20,7 +20,7 @@ from profharness.answers.analyze.model import (
     Machine,
     machine_of,
 )
-from profharness.answers.analyze.rules_rates import score_traffic
+from profharness.answers.analyze.rules import score_traffic
 from profharness.config import parse_config
 from profharness.devices import Device, Peaks, data_sheet
 from profharness.rows import CellRow, KernelRow

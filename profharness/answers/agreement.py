@@ -47,10 +47,9 @@ _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The backends that one witness names, and the clause that says so.
-
-    name is `rules`, `choice`, `op`, `kernels` or `status`. Only kernels name more than one backend;
-    `none` means that nothing ran.
+    """The backends that one witness names, and the clause that says so. name is `rules`, `choice`,
+    `op`, `kernels` or `status`. Only kernels name more than one backend; `none` means that nothing
+    ran.
     """
 
     name: str
@@ -149,9 +148,8 @@ def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> Witness | None:
 
 
 def _status(cell: CellRow) -> Witness | None:
-    """A cell that did not run, of a backend that PyTorch's dispatcher knows.
-
-    Running out of memory says nothing about the choice.
+    """A cell that did not run, of a backend that PyTorch's dispatcher knows. Running out of memory
+    says nothing about the choice.
     """
     if cell.backend not in (*OWN_CHOICE, *SDPA_BACKENDS):
         return None
@@ -207,9 +205,8 @@ def signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
 
 
 def accepts(expected: Sequence[str], sign: Sign) -> bool:
-    """Whether an expected name covers the sign.
-
-    A backend covers its op and its families, a family covers itself and its op.
+    """Whether an expected name covers the sign. A backend covers its op and its families, a family
+    covers itself and its op.
     """
     return any(
         name in (sign.backend, sign.family)
@@ -229,10 +226,9 @@ def check_expected_names(expected: Sequence[str]) -> None:
 def unmet_expectations(
     expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
 ) -> list[str]:
-    """One line for each cell, or range of a foreign trace, where something else ran.
-
-    A cell that was refused or failed ran nothing and does not count. A gate that judged nothing at
-    all is not met.
+    """One line for each cell, or range of a foreign trace, where something else ran. A cell that
+    was refused or failed ran nothing and does not count. A gate that judged nothing at all is not
+    met.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
@@ -266,9 +262,8 @@ SHOWN = 3  # configs named in one sentence about replacements
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One cell whose form torch.compile replaced by SDPA.
-
-    took is the SDPA backend that ran, None where only Inductor's count says that there was one.
+    """One cell whose form torch.compile replaced by SDPA. took is the SDPA backend that ran, None
+    where only Inductor's count says that there was one.
     """
 
     backend: str
@@ -277,10 +272,8 @@ class Replacement:
 
 
 def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | None:
-    """What happened to a cell, None where nothing says that it was replaced.
-
-    The witnesses are the op in its trace, the families of its kernels (its rows), and Inductor's
-    count in its `tuning`.
+    """What happened to a cell, None where nothing says that it was replaced. The witnesses are the
+    op in its trace, the families of its kernels (its rows), and Inductor's count in its `tuning`.
     """
     if cell.backend != NAIVE_COMPILED or cell.status != "ok":
         return None
@@ -358,9 +351,8 @@ class JoinedKernel:
 
 
 def join(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
-    """Kernels of all cells, joined on canonical name, grid and block, in the order of their first row.
-
-    Rows may come from several runs, newest first: of each profiler the newest run that has a
+    """Kernels of all cells, joined on canonical name, grid and block, in the order of their first
+    row. Rows may come from several runs, newest first: of each profiler the newest run that has a
     config on a backend counts. Where a profiler has several rows of one name, grid and block
     (another dynamic shared memory), they pair in the order of their first launch.
     """

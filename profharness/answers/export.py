@@ -1,8 +1,6 @@
 """A stored run as a Chrome trace in Kineto's layout, for Perfetto, chrome://tracing and
-HolisticTraceAnalysis.
-
-Format: "Trace Event Format" (Google, 2016); categories and argument names are those of PyTorch's
-own traces.
+HolisticTraceAnalysis. Format: "Trace Event Format" (Google, 2016); categories and argument names
+are those of PyTorch's own traces.
 """
 
 from __future__ import annotations
@@ -79,10 +77,8 @@ _DEVICE_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one profiler saw, on one clock: launches in stored order, and ranges.
-
-    With a name, the section gets processes of its own that bear it, so that two sections never
-    share a track.
+    """What one profiler saw, on one clock: launches in stored order, and ranges. With a name, the
+    section gets processes of its own that bear it, so that two sections never share a track.
     """
 
     launches: Iterable[LaunchRow]
@@ -113,7 +109,6 @@ class _Tracks:
 
     def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
         """Whether a range lies within the innermost one open on its thread; if so, it is open now.
-
         Ranges come by start, the longer first.
         """
         ends = self.open_ends.setdefault((pid, tid), [])
@@ -132,11 +127,10 @@ def write_chrome_trace(
     devices: Iterable[Device] = (),
     properties: Mapping[str, Any] | None = None,
 ) -> int:
-    """Write the trace and return the number of launches in it.
-
-    Every section starts at time zero, because the clocks of two profilers have nothing in common.
-    Times are µs with three decimals. Memory does not grow with the number of launches: rows are
-    read once, in the order of their start. Small disorder, as between streams, is put right.
+    """Write the trace and return the number of launches in it. Every section starts at time zero,
+    because the clocks of two profilers have nothing in common. Times are µs with three decimals.
+    Memory does not grow with the number of launches: rows are read once, in the order of their
+    start. Small disorder, as between streams, is put right.
     """
     encode = msgspec.json.Encoder().encode
     devices = tuple(devices)
@@ -327,11 +321,10 @@ ALL = "all"
 
 
 def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tuple[str, ...]:
-    """The profilers that an export of the run is made of, out of those that left launches.
-
-    None: the first of TRACE_PROFILERS (ncu replays kernels, so its clock says least of the run's
-    course); `all`: every one. Empty where the run has none. Raises NotFoundError for a profiler
-    that the run has no launches of.
+    """The profilers that an export of the run is made of, out of those that left launches. None:
+    the first of TRACE_PROFILERS (ncu replays kernels, so its clock says least of the run's course);
+    `all`: every one. Empty where the run has none. Raises NotFoundError for a profiler that the run
+    has no launches of.
     """
     row = next(row for row in store.runs() if row.run == run)
     held = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
@@ -348,7 +341,6 @@ def write_run_file(
     store: Store, run: str, output: Path, *, force: bool = False, profiler: str | None = None
 ) -> int:
     """Write the run to a file, compressed if the name ends in .gz; the number of launches in it.
-
     profiler as for `choose_profilers`. Raises UsageError if the file exists and force is not given.
     """
     chosen = choose_profilers(store, run, profiler)
@@ -364,7 +356,6 @@ def write_run_file(
 
 def write_run(store: Store, run: str, out: IO[bytes], profilers: tuple[str, ...]) -> int:
     """Write what these profilers saw of the run as plain JSON; the number of launches in it.
-
     Profilers have clocks of their own: each part starts at 0, and of several each has processes of
     its own that bear the profiler's name.
     """

@@ -210,10 +210,8 @@ def _scaled(value: float | None, unit: float) -> str | None:
 
 
 def _doubtful(answer: Benched) -> dict[tuple[str, str], list[str]]:
-    """Doubts by (config, backend) over all measurements, each once.
-
-    Those of another measurement than the ranking one bear its name. A wide interval has a mark and
-    a column of its own.
+    """Doubts by (config, backend) over all measurements, each once. Those of another measurement
+    than the ranking one bear its name. A wide interval has a mark and a column of its own.
     """
     doubts: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
@@ -315,10 +313,8 @@ def rate_blocks(
     tf32: bool = False,
     wrong: Set[tuple[str, str]] = frozenset(),
 ) -> list[Block]:
-    """Charts of FLOP/s for medians: config label, backend, ns.
-
-    wrong (config label, backend) is left out: a wrong answer has no rate. tf32: fp32 products may
-    use the tensor cores.
+    """Charts of FLOP/s for medians: config label, backend, ns. wrong (config label, backend) is
+    left out: a wrong answer has no rate. tf32: fp32 products may use the tensor cores.
     """
     rows: list[dict[str, Any]] = [
         {

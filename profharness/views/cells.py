@@ -137,7 +137,6 @@ def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str,
 
 def latency_charts(medians: Sequence[tuple[str, str, float]], measurement: str) -> list[Chart]:
     """Lines over sequence length for each sweep of it, and one chart of dots for other configs.
-
     medians are config label, backend, ns.
     """
     rows: list[dict[str, Any]] = [
@@ -157,9 +156,8 @@ def latency_charts(medians: Sequence[tuple[str, str, float]], measurement: str) 
 def sweep_charts(
     rows: Sequence[dict[str, Any]], what: str, unit: str, measurement: str
 ) -> list[Chart]:
-    """Lines over sequence length, one chart for each sweep of it.
-
-    rows have the keys `config` (a Config), `backend`, and the unit, which holds the value.
+    """Lines over sequence length, one chart for each sweep of it. rows have the keys `config` (a
+    Config), `backend`, and the unit, which holds the value.
     """
     charts = []
     for name, members in sweeps([row["config"] for row in rows]).items():
@@ -178,10 +176,9 @@ def roofline_chart(
     roofs: Iterable[tuple[str, Peaks, float]],
     **texts: str,
 ) -> list[Chart]:
-    """Rates below the roofs of their devices; empty where no roof is known.
-
-    rows have the keys `intensity`, `flops_per_s`, `backend`; roofs are label, peaks, FLOP/s. Roofs
-    of the same height (fp16 and bf16) are one, so that no label covers another.
+    """Rates below the roofs of their devices; empty where no roof is known. rows have the keys
+    `intensity`, `flops_per_s`, `backend`; roofs are label, peaks, FLOP/s. Roofs of the same height
+    (fp16 and bf16) are one, so that no label covers another.
     """
     labels: dict[tuple[float, float], dict[str, None]] = {}
     for label, peaks, rate in roofs:

@@ -70,7 +70,6 @@ def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
 
 def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
     """The chart as one `<svg>` element that takes its ink from `color` and has a `<title>` a mark.
-
     number keeps the ids of several charts on a page apart. alone: a file of its own, whose colours
     follow the reader's theme. Raises MissingExtraError without the extra `report`.
     """

@@ -40,10 +40,8 @@ COLUMNS = (
 
 
 def diff_document(diff: Diff, *, full: bool = False) -> Document:
-    """The answer of `profharness diff`. Lines marked - are the baseline's, + the candidate's; µs
-    is one launch of a kernel.
-
-    full shows whole kernel names.
+    """The answer of `profharness diff`. Lines marked - are the baseline's, + the candidate's; µs is
+    one launch of a kernel. full shows whole kernel names.
     """
     blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", _summary(diff))]
     blocks += _environment_blocks(diff.environment)

@@ -30,11 +30,10 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """kind is a key of KINDS; x, y and series name keys that each of rows has.
-
-    Values are in the unit that x_title and y_title name. caption describes the picture for those
-    who cannot see it. roofs belong to the kind `roofline`. A text format leaves a chart out: its
-    figures stand in a table of the same Document.
+    """kind is a key of KINDS; x, y and series name keys that each of rows has. Values are in the
+    unit that x_title and y_title name. caption describes the picture for those who cannot see it.
+    roofs belong to the kind `roofline`. A text format leaves a chart out: its figures stand in a
+    table of the same Document.
     """
 
     kind: str
@@ -57,9 +56,8 @@ class Chart:
                 raise ValueError(f"a row of chart {self.title!r} has no {', '.join(missing)}")
 
     def plain_rows(self) -> list[dict[str, Any]]:
-        """The rows under the keys x, y and series.
-
-        No drawing library reads these field names as a path or an expression.
+        """The rows under the keys x, y and series. No drawing library reads these field names as a
+        path or an expression.
         """
         return [
             {"x": row[self.x], "y": row[self.y], "series": str(row[self.series])}
@@ -72,10 +70,9 @@ MISSING = "-"  # shown for a value that a profiler cannot know
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: key names it for machines, title for people; format is a key of FORMATS.
-
-    right aligns numbers. A narrow terminal may cut a column with shrink short with an ellipsis;
-    it shows every other column whole. repeat=False omits a value that equals the one above it.
+    """One column: key names it for machines, title for people; format is a key of FORMATS. right
+    aligns numbers. A narrow terminal may cut a column with shrink short with an ellipsis; it shows
+    every other column whole. repeat=False omits a value that equals the one above it.
     """
 
     key: str
@@ -149,7 +146,6 @@ Block = Heading | Table | Note | Code | Chart
 @dataclass(frozen=True, slots=True)
 class Document:
     """blocks are for people; records (with extra, further top-level JSON keys) are for machines.
-
     schema names the record layout, `profharness.<what>/<version>`. fields are the record keys in
     order, so that a CSV without a row still has its header.
     """
@@ -199,10 +195,9 @@ def format_value(column: Column, value: Any) -> str:
 
 
 def formatted_rows(table: Table) -> list[list[str]]:
-    """All rows as text, with values left out where a column does not repeat them.
-
-    A value is left out only while everything left of it is the same too. Otherwise a row would
-    read as part of another group.
+    """All rows as text, with values left out where a column does not repeat them. A value is left
+    out only while everything left of it is the same too. Otherwise a row would read as part of
+    another group.
     """
     result: list[list[str]] = []
     previous: list[str] = []

@@ -30,44 +30,19 @@ FILTER_FROM = 8  # a table with fewer rows is read faster than it is filtered
 DEEPEST = 3  # level of the headings in the table of contents
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="referrer" content="no-referrer">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<a class="skip" href="#content">To the content</a>
-<header><h1>{title}</h1><button type="button" id="theme" aria-pressed="false">Dark</button></header>
-{contents}
-<main id="content">
-{body}
-</main>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
 def render_html(document: Document) -> str:
     """A whole page that opens from disk and asks nothing of the network: its policy forbids it.
-
     Raises MissingExtraError where the document holds charts and the extra `report` is missing.
     """
     style, script = _asset("page.css"), _asset("page.js")
     page = _Page()
     body = "\n".join(page.block(block) for block in document.blocks)
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    return _PAGE.format(
+    return _asset("page.html").format(
         policy=policy,
         title=_text(document.title),
         style=style,
@@ -79,10 +54,6 @@ def render_html(document: Document) -> str:
 
 def _asset(name: str) -> str:
     return files("profharness.views").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return f"sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def _text(value: str) -> str:
@@ -188,9 +159,8 @@ def _table(table: Table, ident: str, named: str) -> str:
 
 
 def _cells(columns: Sequence[Column], row: Sequence[Any]) -> Iterator[str]:
-    """Every value is shown, repeated ones too: sorting may take the row elsewhere.
-
-    data-v holds the number to sort by.
+    """Every value is shown, repeated ones too: sorting may take the row elsewhere. data-v holds the
+    number to sort by.
     """
     for column, value in zip(columns, row, strict=True):
         text = _text(format_value(column, value))

@@ -103,10 +103,9 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
 def kernels_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """The answer of `profharness kernels`.
-
-    rows and cells may come in any order. Configs keep the order of their first mention, kernels
-    that of their first launch. full shows whole kernel names instead of short ones.
+    """The answer of `profharness kernels`. rows and cells may come in any order. Configs keep the
+    order of their first mention, kernels that of their first launch. full shows whole kernel names
+    instead of short ones.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)

@@ -100,9 +100,8 @@ def escape_markdown(text: str) -> str:
 
 
 def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
-    """GitHub-flavoured Markdown: headings, pipe tables, notes as list items.
-
-    images are the addresses of the charts' pictures in order; charts without one are left out.
+    """GitHub-flavoured Markdown: headings, pipe tables, notes as list items. images are the
+    addresses of the charts' pictures in order; charts without one are left out.
     """
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]

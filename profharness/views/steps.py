@@ -227,9 +227,8 @@ def _kernel_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:
 
 
 def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
-    """What the steps of math take in a call: rows are those of one profiler, op by op.
-
-    Cells without a matrix product and a softmax of their own (fused kernels) are left out.
+    """What the steps of math take in a call: rows are those of one profiler, op by op. Cells
+    without a matrix product and a softmax of their own (fused kernels) are left out.
     """
     cells: dict[tuple[str, str], list[KernelRow]] = {}
     for row in rows:

@@ -30,7 +30,6 @@ NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 def render_table(document: Document, *, width: int = 100, color: bool = False) -> str:
     """Headings, aligned tables and wrapped notes; lines grow past width rather than cut a number.
-
     Tables with the same columns share their widths, so that figures stand under figures from
     heading to heading.
     """

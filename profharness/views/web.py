@@ -105,9 +105,8 @@ def queries() -> dict[str, dict[str, str]]:
 
 class BenchLosses:
     """The SQL function `bench_losses(run)`: what `auto` cost in a run, by `bench`'s own rules, as a
-    JSON array. run may be empty (the newest run that has an answer) or `all` (the newest runs).
-
-    A run is computed once for each state of the store's file: the intervals of a bench take time.
+    JSON array. run may be empty (the newest run that has an answer) or `all` (the newest runs). A
+    run is computed once for each state of the store's file: the intervals of a bench take time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,10 +156,9 @@ def _bench_losses(store: Store, run: str) -> list[dict[str, Any]]:
 def serve(
     path: Path, *, host: str = "127.0.0.1", port: int = 8001, told: Callable[[str], None]
 ) -> None:
-    """Serve the store until interrupted; told gets the address as soon as it answers.
-
-    port 0 takes a free one. Raises NotFoundError without a store, MissingExtraError without the
-    extra `web`, UsageError for an address that cannot be had.
+    """Serve the store until interrupted; told gets the address as soon as it answers. port 0 takes
+    a free one. Raises NotFoundError without a store, MissingExtraError without the extra `web`,
+    UsageError for an address that cannot be had.
     """
     app = application(path, host)
     import uvicorn

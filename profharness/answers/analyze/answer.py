@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 
-from profharness.answers.analyze import rules_launch, rules_rates
 from profharness.answers.analyze.figures import (
     Facts,
     cell_figures,
@@ -26,6 +25,7 @@ from profharness.answers.analyze.model import (
     machine_of,
 )
 from profharness.answers.analyze.remedies import bottleneck, remedies
+from profharness.answers.analyze.rules import RULES, kv_places
 from profharness.config import OWN_CHOICE, Config, parse_config
 from profharness.devices import DATA_SHEET
 from profharness.devices import MEASURED as MEASURED_PEAKS
@@ -33,8 +33,6 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.rows import CellRow, KernelRow
 from profharness.store import Selection, open_store
-
-RULES = (*rules_rates.RULES, *rules_launch.RULES, *rules_rates.PART_RULES)
 
 FASTER = 1.1  # a ratio of medians below this is not worth a word
 COMPARED_BY = ("graph", "event", "wall")  # as `diff` does
@@ -44,9 +42,8 @@ SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 def analyze(
     cell: CellRow, rows: Sequence[KernelRow], machine: Machine, others: Sequence[CellRow] = ()
 ) -> CellAnalysis:
-    """One cell. rows are its kernel rows of any profilers.
-
-    others are the cells of the same config in the same run whose results may be ranked.
+    """One cell. rows are its kernel rows of any profilers. others are the cells of the same config
+    in the same run whose results may be ranked.
     """
     config = parse_config(cell.config).resolve("cuda" if machine.device else "cpu")
     empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason)
@@ -74,7 +71,7 @@ def analyze(
         bottleneck=word[0] if word else None,
         machine=machine,
         main=main,
-        kv_places=rules_launch.kv_places(facts),
+        kv_places=kv_places(facts),
     )
 
 
@@ -85,10 +82,9 @@ def analyze_all(
     wrong: Collection[tuple[str, str]] = (),
     rivals: Sequence[CellRow] | None = None,
 ) -> list[CellAnalysis]:
-    """All cells of one run, in order.
-
-    wrong are the (config label, backend) with wrong results: they are never named as the faster
-    choice. rivals are all cells of the run, where cells are only some of them.
+    """All cells of one run, in order. wrong are the (config label, backend) with wrong results:
+    they are never named as the faster choice. rivals are all cells of the run, where cells are only
+    some of them.
     """
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
@@ -113,7 +109,6 @@ def analyze_all(
 
 def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
     """Cells of one backend whose configs differ in one number, under its name and in its order.
-
     `seq_len_kv` stands for both lengths where they are equal.
     """
     found: list[tuple[str, list[CellAnalysis]]] = []

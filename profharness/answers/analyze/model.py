@@ -78,11 +78,9 @@ def machine_of(
 
 @dataclass(frozen=True, slots=True)
 class KernelFigures:
-    """One kernel of a cell, times in ns per call.
-
-    waves are blocks over the blocks that fit on the device at once. achieved_occupancy,
-    dram_read_bytes, dram_write_bytes, ncu_ns, l1_bytes and l2_bytes (what moved through those
-    caches, on request alone) are ncu's, per launch.
+    """One kernel of a cell, times in ns per call. waves are blocks over the blocks that fit on the
+    device at once. achieved_occupancy, dram_read_bytes, dram_write_bytes, ncu_ns, l1_bytes and
+    l2_bytes (what moved through those caches, on request alone) are ncu's, per launch.
     """
 
     role: str
@@ -122,12 +120,10 @@ class PhaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a cell.
-
-    basis names the time that rates are taken from: `kernel` (sum of the kernels, profiled),
-    `graph`, `event` or `wall`; duration_ns is its median. flops_share and bandwidth_share are of
-    the peak, 0 to 1; more is possible and flagged. dram_bytes are the measured bytes of one call,
-    dram_bytes_per_s is over ncu's own time.
+    """The figures of a cell. basis names the time that rates are taken from: `kernel` (sum of the
+    kernels, profiled), `graph`, `event` or `wall`; duration_ns is its median. flops_share and
+    bandwidth_share are of the peak, 0 to 1; more is possible and flagged. dram_bytes are the
+    measured bytes of one call, dram_bytes_per_s is over ncu's own time.
     """
 
     basis: str | None
@@ -156,12 +152,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class CellAnalysis:
-    """Everything about one cell.
-
-    bottleneck is one word (`memory`, `compute`, `launch`, `score traffic`, `few blocks`, `combine`,
-    `K and V traffic`, `latency`), None where nothing decides; the finding `bottleneck` holds its
-    evidence. kv_places are the memories (`shared`, `L1`, `L2`) that hold K and V of one head, None
-    where their sizes are not known.
+    """Everything about one cell. bottleneck is one word (`memory`, `compute`, `launch`, `score
+    traffic`, `few blocks`, `combine`, `K and V traffic`, `latency`), None where nothing decides;
+    the finding `bottleneck` holds its evidence. kv_places are the memories (`shared`, `L1`, `L2`)
+    that hold K and V of one head, None where their sizes are not known.
     """
 
     run: str

@@ -8,7 +8,7 @@ from functools import partial
 
 from profharness.answers.analyze.figures import Facts, percent
 from profharness.answers.analyze.model import DERIVED, MEASURED, Finding, Remedy
-from profharness.answers.analyze.rules_rates import GEMMS
+from profharness.answers.analyze.rules import GEMMS
 from profharness.config import Config
 from profharness.dispatch.advice import SDP_BACKENDS
 
@@ -177,9 +177,8 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
 
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
-    """Remedies for findings that are more than a note, the largest possible gain first.
-
-    Those without a known gain follow, major findings before minor ones.
+    """Remedies for findings that are more than a note, the largest possible gain first. Those
+    without a known gain follow, major findings before minor ones.
     """
     helpful = []
     for codes, text in REMEDIES:

@@ -45,10 +45,9 @@ def bench_configs(
     baseline: Config | None = None,
     device_type: str | None = None,
 ) -> list[Config]:
-    """The configs in each of the dtypes, the baseline first where it is not among them.
-
-    A config that names its dtype keeps it. device_type, `cuda` or `cpu`: a dtype left out and the
-    device's default are one config. Raises UsageError for an unknown dtype or no config at all.
+    """The configs in each of the dtypes, the baseline first where it is not among them. A config
+    that names its dtype keeps it. device_type, `cuda` or `cpu`: a dtype left out and the device's
+    default are one config. Raises UsageError for an unknown dtype or no config at all.
     """
     _check_dtypes(dtypes)
     if not configs:
@@ -65,10 +64,9 @@ def bench_configs(
 def stored_configs(
     store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
 ) -> list[Config] | None:
-    """The configs that a question about a stored run means, None for all.
-
-    They are the configs in each of the dtypes; without configs, the run's own in these dtypes.
-    Raises UsageError for an unknown dtype, NotFoundError if the run has no config in one of them.
+    """The configs that a question about a stored run means, None for all. They are the configs in
+    each of the dtypes; without configs, the run's own in these dtypes. Raises UsageError for an
+    unknown dtype, NotFoundError if the run has no config in one of them.
     """
     if configs:
         return bench_configs(configs, dtypes)
@@ -86,9 +84,8 @@ def stored_configs(
 
 
 def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] | None:
-    """The backends that a question about a stored run means, None for all.
-
-    `all` and `kernels` stand for those of theirs that the run has.
+    """The backends that a question about a stored run means, None for all. `all` and `kernels`
+    stand for those of theirs that the run has.
     """
     if not names:
         return None
@@ -113,10 +110,9 @@ SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The correct backend with the lowest median on a config; code selects it.
-
-    ties are within `stats.THRESHOLD` of it. open are slower by their medians but not by their
-    samples: while there are any, it is not known which is fastest, and why_open says why.
+    """The correct backend with the lowest median on a config; code selects it. ties are within
+    `stats.THRESHOLD` of it. open are slower by their medians but not by their samples: while there
+    are any, it is not known which is fastest, and why_open says why.
     """
 
     config: str
@@ -130,11 +126,9 @@ class Winner:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What `auto` cost on a config.
-
-    choice is the backend that it took, where known; regret is its median over the best one's, less
-    1. real: the samples show that `auto` is slower, and the two are not one backend. verdict is
-    `auto` against the best, `unknown` for why_open.
+    """What `auto` cost on a config. choice is the backend that it took, where known; regret is its
+    median over the best one's, less 1. real: the samples show that `auto` is slower, and the two
+    are not one backend. verdict is `auto` against the best, `unknown` for why_open.
     """
 
     config: str
@@ -201,7 +195,6 @@ def benched(
     rank_by: Sequence[str] | None = None,
 ) -> Benched:
     """The answer of a stored run (None: the latest); the first of rank_by that it has ranks.
-
     precision and rank_by: None for those of the run's folder. configs and backends: of these alone,
     and the baseline; see `bench_rows` for the others. Raises NotFoundError if the run does not have
     a config or backend asked for, UsageError for an unknown convention.
@@ -265,9 +258,8 @@ def _compared(
 
 
 def _plan_of(store: Store, run: str) -> BenchPlan | None:
-    """The plan in the run's folder, whose path may be relative to the store's.
-
-    None if the run is no bench, or the folder is not there any more.
+    """The plan in the run's folder, whose path may be relative to the store's. None if the run is
+    no bench, or the folder is not there any more.
     """
     path = next(each.path for each in store.runs() if each.run == run)
     for folder in (Path(path), store.path.parent / path):
@@ -355,9 +347,8 @@ WITHIN = f"{stats.THRESHOLD:.0%}"
 
 
 def why_open(one: BenchRow, other: BenchRow) -> str:
-    """Why the verdict on two measured rows is `unknown`.
-
-    From `stats.MIN_SAMPLES` a side the rank test can only fail where the samples overlap.
+    """Why the verdict on two measured rows is `unknown`. From `stats.MIN_SAMPLES` a side the rank
+    test can only fail where the samples overlap.
     """
     few = min(one.samples, other.samples) < stats.MIN_SAMPLES
     return "too few samples" if few else "the samples overlap"
@@ -372,7 +363,6 @@ def conclude(
     against_config: bool = False,
 ) -> list[str]:
     """Sentences that follow from the rows of the ranking measurement, from figures in the table.
-
     losses come the largest first. against_config: speed-ups are against a config.
     """
     ranked = [row for row in figures if row.ranked]
