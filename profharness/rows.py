@@ -13,6 +13,11 @@ COUNTERS = ("ncu",)
 """Those of them that read hardware counters; they run each kernel alone, with cold caches."""
 MEASUREMENTS = ("event", "graph", "kernel", "wall")
 """What a latency sample can be, in the order in which one ranks backends; wall is the CPU's."""
+CALL_MEASUREMENTS = ("graph", "event", "wall")
+"""What tells the call's own time best comes first; profiled kernels are not among them."""
+DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
+ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+"""Hardware counters by ncu's names."""
 
 
 @dataclass(frozen=True)

@@ -295,16 +295,18 @@ def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
     """A backend from outside PyTorch: the longest kernel that no ATen op launched is attention."""
     if set(roles) & {"attention", "attention_bwd", "qk", "qk+pv"}:
         return
-    own = [n for n, row in enumerate(rows) if row.kernel_kind == "kernel" and not _aten(row)]
-    own = [n for n in own if roles[n] == "helper"]
-    for wanted, backward in (("attention", False), ("attention_bwd", True)):
+    own = [
+        n
+        for n, row in enumerate(rows)
+        if row.kernel_kind == "kernel"
+        and roles[n] == "helper"
+        and "at::native::" not in row.kernel
+        and not any(part.startswith("aten::") for part in _path(row))
+    ]
+    for name, backward in (("attention", False), ("attention_bwd", True)):
         side = [n for n in own if _backward_name(rows[n]) is backward]
         if side:
-            roles[max(side, key=lambda n: rows[n].total_ns or 0)] = wanted
-
-
-def _aten(row: KernelRow) -> bool:
-    return any(part.startswith("aten::") for part in _path(row)) or "at::native::" in row.kernel
+            roles[max(side, key=lambda n: rows[n].total_ns or 0)] = name
 
 
 def _index(roles: Sequence[str], name: str) -> int | None:

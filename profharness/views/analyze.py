@@ -30,20 +30,34 @@ from profharness.views.document import (
 
 EVIDENCE_SHOWN = 4
 MB = 1e6
-COLUMNS = (
-    Column("backend", "backend"),
-    Column("bottleneck", "bottleneck"),
-    Column("duration_ns", "µs", "us", right=True),
-    Column("basis", "of"),
-    Column("tflops", "TFLOP/s", "count", right=True),
-    Column("flops_share", "rate%", "percent", right=True),
-    Column("gb_per_s", "GB/s", "count", right=True),
-    Column("bandwidth_share", "bw%", "percent", right=True),
-    Column("dram_mb", "DRAM MB", "count", right=True),
-    Column("blocks", "blocks", "count", right=True),
-    Column("waves", "waves", "count", right=True),
-    Column("occupancy", "occ%", "percent", right=True),
+_COLUMNS: dict[str, Column] = {
+    column.key: column
+    for column in (
+        Column("backend", "backend"),
+        Column("bottleneck", "bottleneck"),
+        Column("duration_ns", "µs", "us", right=True),
+        Column("basis", "of"),
+        Column("tflops", "TFLOP/s", "count", right=True),
+        Column("flops_share", "rate%", "percent", right=True),
+        Column("gb_per_s", "GB/s", "count", right=True),
+        Column("bandwidth_share", "bw%", "percent", right=True),
+        Column("dram_mb", "DRAM MB", "count", right=True),
+        Column("intensity", "FLOP/B", "count", right=True),
+        Column("kv_head", "K+V KiB/head", "kib", right=True),
+        Column("places", "K+V of a head fit in"),
+        Column("blocks", "blocks", "count", right=True),
+        Column("waves", "waves", "count", right=True),
+        Column("occupancy", "occ%", "percent", right=True),
+    )
+}
+_RATES = ("tflops", "flops_share", "gb_per_s", "bandwidth_share")
+_OF_A_CELL = (
+    *("backend", "bottleneck", "duration_ns", "basis", *_RATES),
+    *("dram_mb", "blocks", "waves", "occupancy"),
 )
+_OF_A_SWEEP = (*("duration_ns", *_RATES, "intensity", "kv_head", "places", "waves", "bottleneck"),)
+COLUMNS = tuple(_COLUMNS[name] for name in _OF_A_CELL)
+SWEEP_COLUMNS = tuple(_COLUMNS[name] for name in _OF_A_SWEEP)
 PHASE_COLUMNS = (
     Column("execution", "execution", repeat=False),
     Column("phase", "phase"),
@@ -51,18 +65,6 @@ PHASE_COLUMNS = (
     Column("mb", "MB", "count", right=True),
     Column("intensity", "FLOP/B", "count", right=True),
     Column("bound", "bound by"),
-)
-SWEEP_COLUMNS = (
-    Column("duration_ns", "µs", "us", right=True),
-    Column("tflops", "TFLOP/s", "count", right=True),
-    Column("flops_share", "rate%", "percent", right=True),
-    Column("gb_per_s", "GB/s", "count", right=True),
-    Column("bandwidth_share", "bw%", "percent", right=True),
-    Column("intensity", "FLOP/B", "count", right=True),
-    Column("kv_head", "K+V KiB/head", "kib", right=True),
-    Column("places", "K+V of a head fit in"),
-    Column("waves", "waves", "count", right=True),
-    Column("bottleneck", "bottleneck"),
 )
 
 

@@ -79,17 +79,21 @@ def bench_document(
     """The answer of `profharness bench`. explain: the refusal reasons of each failed cell; raw: the
     samples in the records, under `samples_ns`; charts: with them.
     """
+    environment, replaced = answer.environment, replacements(answer.cells)
+    device = environment.get("gpu") or environment.get("cpu") or "unknown device"
     blocks: list[Block] = [
-        Heading(f"run {answer.run}", _where(answer)),
+        Heading(f"run {answer.run}", f"{device}, torch {environment.get('torch')}"),
         _main_table(answer),
         *(_charts(answer) if charts else ()),
         Note(_header(answer), "figures"),
         *_marks(answer),
-        *_replaced(answer),
+        # cells whose figures are SDPA's and not those of the form that was asked for
+        *(Note(text, where, "warning") for where, text in replacement_notes(replaced)),
         *_failed(answer, explain),
         *_doubts(answer),
         *_regret(answer),
-        *_conclusion(answer),
+        *([Heading("Conclusion")] if answer.conclusions else ()),
+        *(Note(text) for text in answer.conclusions),
     ]
     return Document(
         SCHEMA,
@@ -105,9 +109,9 @@ def bench_document(
             "winners": [record(winner) for winner in answer.winners],
             "losses": [record(loss) for loss in answer.losses],
             "conclusions": list(answer.conclusions),
-            "replaced": [record(each) for each in replacements(answer.cells)],
+            "replaced": [record(each) for each in replaced],
             "cells": [record(cell, CELL_FIELDS) for cell in answer.cells],
-            "environment": answer.environment,
+            "environment": environment,
         },
     )
 
@@ -134,12 +138,6 @@ def _records(answer: Benched, raw: bool) -> Iterator[dict[str, Any]]:
             samples = answer.samples.get(cells[row.config, row.backend], {})
             plain[RAW] = list(samples.get(str(row.measurement), ()))
         yield plain
-
-
-def _where(answer: Benched) -> str:
-    environment = answer.environment
-    device = environment.get("gpu") or environment.get("cpu") or "unknown device"
-    return f"{device}, torch {environment.get('torch')}"
 
 
 def _header(answer: Benched) -> str:
@@ -241,12 +239,6 @@ def _marks(answer: Benched) -> Iterator[Note]:
         yield Note(f"against {'; '.join(baselines)}", "speed-up")
 
 
-def _replaced(answer: Benched) -> Iterator[Note]:
-    """Cells whose figures are SDPA's and not those of the form that was asked for."""
-    for where, text in replacement_notes(replacements(answer.cells)):
-        yield Note(text, where, "warning")
-
-
 def _failed(answer: Benched, explain: bool) -> Iterator[Note]:
     """Why cells have no figure, once a reason; with explain every reason that PyTorch gave."""
     configs: dict[tuple[str, str, str], list[str]] = {}
@@ -297,12 +289,6 @@ def _remark(loss: Loss) -> str:
     if loss.verdict == "unknown":
         return f"not told apart: {loss.why_open}"
     return "auto is faster" if loss.verdict == "faster" else f"as fast, within {THRESHOLD:.0%}"
-
-
-def _conclusion(answer: Benched) -> Iterator[Block]:
-    if answer.conclusions:
-        yield Heading("Conclusion")
-        yield from (Note(text) for text in answer.conclusions)
 
 
 def rate_blocks(

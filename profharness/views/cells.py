@@ -11,11 +11,10 @@ from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements
 from profharness.config import Config, parse_config
 from profharness.devices import Peaks
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import CALL_MEASUREMENTS, CellRow, KernelRow
 from profharness.run import Problem
 from profharness.views.document import Block, Chart, Column, Heading, Note, Roof, Table
 
-MEASUREMENTS = ("graph", "event", "wall")  # what tells the call's own time best comes first
 CELL_COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend"),
@@ -40,7 +39,7 @@ LATENCY_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The figures of one cell's raw samples, in ns; measurement is one of MEASUREMENTS."""
+    """The figures of one cell's raw samples, in ns; measurement is one of CALL_MEASUREMENTS."""
 
     config: str
     backend: str
@@ -56,7 +55,7 @@ def latencies(cells: Iterable[CellRow]) -> list[Latency]:
     """One for each cell and measurement that it has samples of."""
     rows = []
     for cell in cells:
-        for name in MEASUREMENTS:
+        for name in CALL_MEASUREMENTS:
             if values := cell.samples.get(name):
                 x = stats.summarize(values)
                 figures = (x.n, x.median, x.p10, x.p90, x.min)
@@ -130,7 +129,7 @@ def latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
 def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
     """The measurement that most cells have, and config, backend, median ns of each that has it."""
     rows = latencies(cells)
-    name = max(MEASUREMENTS, key=lambda name: sum(row.measurement == name for row in rows))
+    name = max(CALL_MEASUREMENTS, key=lambda name: sum(row.measurement == name for row in rows))
     own = [row for row in rows if row.measurement == name]
     return name, [(row.config, row.backend, row.median_ns) for row in own]
 

@@ -194,6 +194,13 @@ def _rows_axis(alt: Any, chart: Chart) -> Any:
     return alt.Y("y:N", title=chart.y_title or None, sort=_labels(chart))
 
 
+def _points(alt: Any, chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
+    """Marks of the series' colours and shapes."""
+    return base.mark_point(filled=True, size=size, opacity=1).encode(
+        color=_color(alt, chart), shape=_shape(alt, chart), description="text:N", **encoding
+    )
+
+
 def _lines(alt: Any, chart: Chart) -> Any:
     places = sorted({row["x"] for row in chart.plain_rows()})
     shown = places if len(places) <= 12 else ()
@@ -202,25 +209,14 @@ def _lines(alt: Any, chart: Chart) -> Any:
         y=_log(alt, "Y", "y", chart.y_title),
         color=_color(alt, chart),
     )
-    points = base.mark_point(filled=True, size=60, opacity=1).encode(
-        shape=_shape(alt, chart), description="text:N"
-    )
-    return (base.mark_line(aria=False) + points).properties(width=WIDTH, height=340)
+    layers = base.mark_line(aria=False) + _points(alt, chart, base, 60)
+    return layers.properties(width=WIDTH, height=340)
 
 
 def _dots(alt: Any, chart: Chart) -> Any:
-    return (
-        alt.Chart(_data(alt, chart))
-        .mark_point(filled=True, size=70, opacity=1)
-        .encode(
-            x=_log(alt, "X", "x", chart.x_title),
-            y=_rows_axis(alt, chart),
-            color=_color(alt, chart),
-            shape=_shape(alt, chart),
-            description="text:N",
-        )
-        .properties(width=WIDTH, height=_height(chart))
-    )
+    axes = {"x": _log(alt, "X", "x", chart.x_title), "y": _rows_axis(alt, chart)}
+    points = _points(alt, chart, alt.Chart(_data(alt, chart)), 70, **axes)
+    return points.properties(width=WIDTH, height=_height(chart))
 
 
 def _height(chart: Chart) -> int:
@@ -244,8 +240,7 @@ def _stack(alt: Any, chart: Chart) -> Any:
 
 
 def _map(alt: Any, chart: Chart) -> Any:
-    rows = chart.plain_rows()
-    places = sorted({row["x"] for row in rows})
+    places = sorted({row["x"] for row in chart.plain_rows()})
     base = alt.Chart(_data(alt, chart)).encode(
         x=alt.X("x:O", title=chart.x_title, sort=places, axis=alt.Axis(labelAngle=0, orient="top")),
         y=_rows_axis(alt, chart),
@@ -280,11 +275,7 @@ def _roofline(alt: Any, chart: Chart) -> Any:
         .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
         .encode(**axes, text="roof:N")
     )
-    points = (
-        alt.Chart(_data(alt, chart))
-        .mark_point(filled=True, size=70, opacity=1)
-        .encode(**axes, color=_color(alt, chart), shape=_shape(alt, chart), description="text:N")
-    )
+    points = _points(alt, chart, alt.Chart(_data(alt, chart)), 70, **axes)
     return alt.layer(lines, words, points).properties(width=WIDTH, height=360)
 
 
@@ -293,10 +284,8 @@ def _dumbbell(alt: Any, chart: Chart) -> Any:
         x=_log(alt, "X", "x", chart.x_title), y=_rows_axis(alt, chart)
     )
     bars = base.mark_line(color=INK, strokeWidth=2, opacity=0.5, aria=False).encode(detail="y:N")
-    points = base.mark_point(filled=True, size=80, opacity=1).encode(
-        color=_color(alt, chart), shape=_shape(alt, chart), description="text:N"
-    )
-    return (bars + points).properties(width=WIDTH, height=_height(chart))
+    layers = bars + _points(alt, chart, base, 80)
+    return layers.properties(width=WIDTH, height=_height(chart))
 
 
 DRAWERS: dict[str, Callable[[Any, Chart], Any]] = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from profharness.views.document import Block, Column, Document, Heading, Note, Table
+from profharness.views.kernels import COLUMNS as KERNEL_COLUMNS
 
 if TYPE_CHECKING:
-    from profharness.answers.diff.model import Diff, DiffRow, EnvChange
+    from profharness.answers.diff.model import Diff, DiffRow
     from profharness.rows import KernelRow
 
 
@@ -25,15 +27,13 @@ ENVIRONMENT_COLUMNS = (
     Column("candidate", "candidate", shrink=True),
     Column("explains", "what it can explain", shrink=True),
 )
+OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
 COLUMNS = (
     Column("role", "role", repeat=False),
     Column("side", ""),
     Column("kernel", "kernel", shrink=True),
-    Column("grid", "grid", "triple", right=True),
-    Column("shared_bytes", "KiB", "kib", right=True),
-    Column("registers_per_thread", "regs", "count", right=True),
-    Column("launches_per_call", "n/call", "count", right=True),
-    Column("duration_ns", "µs", "us", right=True),
+    *(KERNEL_COLUMNS[name] for name in OF_A_KERNEL),
+    KERNEL_COLUMNS["duration_ns"],
     Column("ratio", "ratio", "ratio", right=True),
     Column("verdict", "verdict"),
 )
@@ -43,9 +43,14 @@ def diff_document(diff: Diff, *, full: bool = False) -> Document:
     """The answer of `profharness diff`. Lines marked - are the baseline's, + the candidate's; µs is
     one launch of a kernel. full shows whole kernel names.
     """
-    blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", _summary(diff))]
-    blocks += _environment_blocks(diff.environment)
-    for _, rows in groupby(diff.rows, _group):
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
+    blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
+    if diff.environment:
+        blocks.append(Table.of(ENVIRONMENT_COLUMNS, diff.environment))
+    else:
+        blocks.append(Note("the environments are the same"))
+    pair = attrgetter("config", "backend_baseline", "backend_candidate")
+    for _, rows in groupby(diff.rows, pair):
         blocks += _config_blocks(list(rows), full)
     plain = diff.to_json()
     return Document(
@@ -58,20 +63,6 @@ def diff_document(diff: Diff, *, full: bool = False) -> Document:
     )
 
 
-def _summary(diff: Diff) -> str:
-    return ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
-
-
-def _group(row: DiffRow) -> tuple[str, str | None, str | None]:
-    return row.config, row.backend_baseline, row.backend_candidate
-
-
-def _environment_blocks(changes: tuple[EnvChange, ...]) -> list[Block]:
-    if not changes:
-        return [Note("the environments are the same")]
-    return [Table.of(ENVIRONMENT_COLUMNS, changes)]
-
-
 def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
     first = rows[0]
     names = [name for name in (first.backend_baseline, first.backend_candidate) if name]
@@ -81,16 +72,12 @@ def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
     if full:
         columns = (*COLUMNS[:2], *COLUMNS[3:], Column("kernel", "kernel"))
         lines = tuple((*line[:2], *line[3:], line[2]) for line in lines)
-    notes = [
-        Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, _level(row))
-        for row in rows
-        if row.reasons and row.verdict != "same"
-    ]
+    notes = []
+    for row in rows:
+        if row.reasons and row.verdict != "same":
+            level = "warning" if row.verdict in ("slower", "unknown") else "note"
+            notes.append(Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, level))
     return [Heading(first.config, detail), Table(columns, lines), *notes]
-
-
-def _level(row: DiffRow) -> str:
-    return "warning" if row.verdict in ("slower", "unknown") else "note"
 
 
 def _lines(row: DiffRow, full: bool) -> Iterator[tuple[Any, ...]]:
@@ -108,12 +95,7 @@ def _lines(row: DiffRow, full: bool) -> Iterator[tuple[Any, ...]]:
     for place, (mark, kernel, time_ns) in enumerate(sides):
         what: tuple[Any, ...] = (row.basis or "", "", "", "", "")
         if kernel is not None:
-            what = (
-                kernel.kernel if full else kernel.kernel_short,
-                kernel.grid,
-                kernel.shared_bytes,
-                kernel.registers_per_thread,
-                kernel.launches_per_call,
-            )
+            name = kernel.kernel if full else kernel.kernel_short
+            what = (name, *(getattr(kernel, column) for column in OF_A_KERNEL))
         end = (row.ratio, row.verdict) if place == 0 else ("", "")
         yield (row.role, mark, *what, time_ns, *end)

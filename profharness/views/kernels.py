@@ -15,7 +15,14 @@ from profharness.answers.agreement import (
     replacement,
     replacement_text,
 )
-from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import (
+    ACTIVE_WARPS,
+    DRAM_READ,
+    DRAM_WRITE,
+    TRACE_PROFILERS,
+    CellRow,
+    KernelRow,
+)
 from profharness.views.document import (
     Block,
     Column,
@@ -41,9 +48,7 @@ CELL_FIELDS = (
 )
 MINOR_SHARE = 0.005
 MAX_NOTES = 12
-ACHIEVED_OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
-DRAM_BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-OWN_COLUMNS = (ACHIEVED_OCCUPANCY, *DRAM_BYTES, "gpu__time_duration.sum")
+OWN_COLUMNS = (ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, "gpu__time_duration.sum")
 COMPARED = (
     *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
     *("shared_bytes", "launches", "launches_per_call"),
@@ -110,14 +115,16 @@ def kernels_document(
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
     blocks: list[Block] = []
-    for scope in _scopes(rows, cells):
+    for scope in dict.fromkeys([*((c.run, c.config, None) for c in cells), *map(_scope, rows)]):
         run, config, range_name = scope
+        title = config or (f"range {range_name}" if range_name else "outside of any range")
         own = [row for row in rows if _scope(row) == scope]
         beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
-        blocks.append(Heading(_title(config, range_name), f"run {run}" if several_runs else ""))
+        blocks.append(Heading(title, f"run {run}" if several_runs else ""))
         if own:
-            order = _backend_order(beside, own)
-            own.sort(key=lambda row: (order[row.backend], row.profiler, row.device, row.first_ns))
+            backends = dict.fromkeys([*(c.backend for c in beside), *(r.backend for r in own)])
+            place = {backend: number for number, backend in enumerate(backends)}
+            own.sort(key=lambda row: (place[row.backend], row.profiler, row.device, row.first_ns))
             shown = own if full else [row for row in own if not is_minor(row)]
             blocks.append(Table.of(columns, shown))
             blocks += _left_out(own) if not full else []
@@ -166,23 +173,6 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
 
 def _scope(row: KernelRow) -> _Scope:
     return (row.run, row.config, None if row.config is not None else row.range or "")
-
-
-def _scopes(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> list[_Scope]:
-    """Every scope once: cells in their order, then what only kernels mention."""
-    named = [(cell.run, cell.config, None) for cell in cells]
-    return list(dict.fromkeys([*named, *map(_scope, rows)]))
-
-
-def _title(config: str | None, range_name: str | None) -> str:
-    if config is not None:
-        return config
-    return f"range {range_name}" if range_name else "outside of any range"
-
-
-def _backend_order(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> dict[str | None, int]:
-    names = dict.fromkeys([*(cell.backend for cell in cells), *(row.backend for row in rows)])
-    return {name: place for place, name in enumerate(names)}
 
 
 def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
@@ -266,8 +256,8 @@ def _table(joined: Sequence[JoinedKernel]) -> Table:
 
 
 def _values(each: JoinedKernel) -> dict[str, Any]:
-    achieved = each.metric(ACHIEVED_OCCUPANCY)
-    moved = [value for name in DRAM_BYTES if (value := each.metric(name)) is not None]
+    achieved = each.metric(ACTIVE_WARPS)
+    moved = [value for name in (DRAM_READ, DRAM_WRITE) if (value := each.metric(name)) is not None]
     own = ("backend", "kernel_short", "grid", "block")
     common = ("shared_bytes", "registers_per_thread", "launches_per_call")
     return {

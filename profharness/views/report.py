@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +45,6 @@ FIELDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """All that a report asks the store about one run; steps are the kernels op by op."""
-
-    run: str
-    environment: Mapping[str, Any]
-    cells: tuple[CellRow, ...]
-    kernels: tuple[KernelRow, ...]
-    steps: tuple[KernelRow, ...]
-
-
 def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = None) -> Document:
     """The report on the runs that refs name (ids, prefixes, `latest`), each once. bench: with the
     figures of `bench` (intervals, rates, doubts), which take a second to compute; None: for a run
@@ -64,21 +53,23 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     Raises NotFoundError.
     """
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
-    read = [_read(store, run) for run in runs]
     blocks: list[Block] = []
+    records: list[dict[str, Any]] = []
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": []}
     if len(runs) == 2:
         diff = diff_cells(*(find_side(store, run, ()) for run in runs))
         blocks += diff_blocks(diff)
         extra["diff"] = diff.to_json()
-    for data in read:
-        own = _run_blocks(store, data, extra, bench)
+    for run in runs:
+        cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
+        own = _run_blocks(store, run, cells, kernels, extra, bench)
         if len(runs) > 1:
-            own = [Heading(f"Run {data.run}"), *_deeper(own)]
+            own = [Heading(f"Run {run}"), *_deeper(own)]
         blocks += own
-        extra["runs"].append({"run": data.run, "environment": dict(data.environment)})
-        extra["kernels"] += [kernel_record(row) for row in data.kernels]
-        extra["cells"] += [cell_record(cell) for cell in data.cells]
+        records += _records(cells)
+        extra["runs"].append({"run": run, "environment": store.environment(run)})
+        extra["kernels"] += [kernel_record(row) for row in kernels]
+        extra["cells"] += [cell_record(cell) for cell in cells]
     blocks += meaning_blocks()
     title = f"Run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"
     return Document(
@@ -86,56 +77,45 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         title=f"{title}: attention kernels",
         blocks=tuple(blocks),
         fields=FIELDS,
-        records=tuple(record for data in read for record in _records(data.cells)),
+        records=tuple(records),
         extra=extra,
     )
 
 
-def _read(store: Store, run: str) -> RunData:
-    kernels = store.kernels(run)
-    names = {row.profiler for row in kernels}
-    best = next((name for name in TRACE_PROFILERS if name in names), None)
-    steps = store.kernels(run, profilers=[best], by_op=True) if best else []
-    return RunData(
-        run,
-        store.environment(run),
-        tuple(with_predictions(store, store.cells(run))),
-        tuple(kernels),
-        tuple(steps),
-    )
-
-
-def _is_bench(store: Store, run: str) -> bool:
-    path = next(row.path for row in store.runs() if row.run == run)
-    return (Path(path) / BENCH_FILE).is_file()
-
-
 def _run_blocks(
-    store: Store, data: RunData, extra: dict[str, Any], bench: bool | None
+    store: Store,
+    run: str,
+    cells: Sequence[CellRow],
+    kernels: Sequence[KernelRow],
+    extra: dict[str, Any],
+    bench: bool | None,
 ) -> list[Block]:
     """The sections of one run in reading order: what came of it first, where it ran last."""
-    several = len({row.profiler for row in data.kernels}) > 1
-    view = witness_document if several else kernels_document
-    blocks: list[Block] = [*problem_blocks(store.problems(data.run))]
-    blocks += cell_blocks(data.cells)
-    blocks += selection_blocks(data.cells)
-    blocks += latency_blocks(data.cells)
-    name, medians = charted_medians(data.cells)
-    tf32, wrong = bool(data.environment.get("tf32")), store.wrong(data.run)
-    blocks += rate_blocks(medians, name, store.peaks(data.run), tf32=tf32, wrong=wrong)
-    if _is_bench(store, data.run) if bench is None else bench:
-        document = bench_document(benched(store, data.run), charts=False)
+    environment, wrong = store.environment(run), store.wrong(run)
+    blocks: list[Block] = [*problem_blocks(store.problems(run)), *cell_blocks(cells)]
+    blocks += [*selection_blocks(cells), *latency_blocks(cells)]
+    name, medians = charted_medians(cells)
+    tf32 = bool(environment.get("tf32"))
+    blocks += rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong)
+    if bench is None:
+        path = next(row.path for row in store.runs() if row.run == run)
+        bench = (Path(path) / BENCH_FILE).is_file()
+    if bench:
+        document = bench_document(benched(store, run), charts=False)
         blocks += [Heading("Bench"), *_deeper(document.blocks)]
         extra.setdefault("bench", []).extend(document.records)
-    if checks := store.verifications(data.run):
+    if checks := store.verifications(run):
         document = verify_document(checks)
         blocks += [Heading("Verification"), *_deeper(document.blocks)]
         extra.setdefault("verifications", []).extend(document.records)
-    if data.kernels:
-        blocks += [Heading("Kernels"), *_deeper(view(data.kernels, data.cells).blocks)]
-    blocks += math_blocks(data.steps)
-    blocks += disagreement_blocks(data.cells, data.kernels)
-    blocks += environment_blocks(data.environment)
+    profilers = {row.profiler for row in kernels}
+    if kernels:
+        view = witness_document if len(profilers) > 1 else kernels_document
+        blocks += [Heading("Kernels"), *_deeper(view(kernels, cells).blocks)]
+    best = next((name for name in TRACE_PROFILERS if name in profilers), None)
+    blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
+    blocks += disagreement_blocks(cells, kernels)
+    blocks += environment_blocks(environment)
     return blocks
 
 

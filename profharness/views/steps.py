@@ -195,19 +195,18 @@ def _backends(
         names = {step.step for step in steps[cell.cell]}
         unfused = bool(names & set(SCORE_STEPS)) and "attention" not in names
         peak, time = cell.peak_memory_bytes, basis[cell.cell]
-        rows.append(
-            (
-                cell.backend,
-                kernel_ns[cell.cell],
-                _median(cell, "graph"),
-                _median(cell, "event", "wall"),
-                slowest / time if slowest and time else None,
-                peak / (1 << 20) if peak is not None else None,
-                peak / tensors.output if peak is not None else None,
-                peak / tensors.scores if peak is not None and unfused else None,
-                ("S^2" if unfused else "S") if names else None,
-            )
-        )
+        peak_of = {"peak_mib": 1 << 20, "over_output": tensors.output}
+        peak_of |= {"matrices": tensors.scores} if unfused else {}
+        row = {
+            "backend": cell.backend,
+            "kernel_ns": kernel_ns[cell.cell],
+            "graph_ns": _median(cell, "graph"),
+            "event_ns": _median(cell, "event", "wall"),
+            "speedup": slowest / time if slowest and time else None,
+            "matrices": None,
+            "growth": ("S^2" if unfused else "S") if names else None,
+        }
+        rows.append(row | {key: peak and peak / size for key, size in peak_of.items()})
     text = (
         f"output {tensors.output / (1 << 20):.2f} MiB, one score matrix in fp32 "
         f"{tensors.scores / (1 << 20):.2f} MiB: backends with a softmax of their own hold score "
@@ -215,7 +214,7 @@ def _backends(
         "speed-up is of kernel times, against the slowest; launch gaps are the event time less the "
         "kernels, refilling the flushed L2 included"
     )
-    return [Table(BACKEND_COLUMNS, tuple(rows)), Note(text)]
+    return [Table.of(BACKEND_COLUMNS, rows), Note(text)]
 
 
 def _kernel_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:

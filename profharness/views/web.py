@@ -8,7 +8,7 @@ import json
 import socket
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from profharness.answers.bench.answer import benched
 from profharness.answers.bench.rows import CHOSEN
 from profharness.errors import MissingExtraError, NotFoundError, UsageError
 from profharness.store import open_store
-from profharness.views.document import Chart
+from profharness.views.document import Chart, Note
 from profharness.views.html import render_html
 from profharness.views.report import report_document
 
@@ -95,14 +95,6 @@ QUERIES: dict[str, tuple[str, str, str]] = {
 }
 
 
-def queries() -> dict[str, dict[str, str]]:
-    """The ready queries as Datasette wants them."""
-    return {
-        name: {"title": title, "description": text, "sql": sql}
-        for name, (title, text, sql) in QUERIES.items()
-    }
-
-
 class BenchLosses:
     """The SQL function `bench_losses(run)`: what `auto` cost in a run, by `bench`'s own rules, as a
     JSON array. run may be empty (the newest run that has an answer) or `all` (the newest runs). A
@@ -111,16 +103,16 @@ class BenchLosses:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[str, tuple[object, list[dict[str, Any]]]] = {}
+        self._losses: dict[str, tuple[object, list[dict[str, Any]]]] = {}
 
     def __call__(self, run: str | None) -> str:
         with open_store(self.path) as store:
-            found: list[dict[str, Any]] = []
+            losses: list[dict[str, Any]] = []
             for name in self._runs(store, run):
-                found += self._losses(store, name)
-                if found and not run:
+                losses += self._losses_of(store, name)
+                if losses and not run:
                     break
-        return json.dumps(found)
+        return json.dumps(losses)
 
     def _runs(self, store: Store, run: str | None) -> list[str]:
         if not run or run == "all":
@@ -130,27 +122,20 @@ class BenchLosses:
         except (NotFoundError, UsageError):
             return []  # as any query that asks for what is not there
 
-    def _losses(self, store: Store, run: str) -> list[dict[str, Any]]:
-        state = self._state()
-        known = self._known.get(run)
-        if known is None or known[0] != state:
-            known = self._known[run] = state, _bench_losses(store, run)
-        return known[1]
-
-    def _state(self) -> tuple[tuple[int, int], ...]:
-        """Changes whenever a run or a check is added or deleted."""
+    def _losses_of(self, store: Store, run: str) -> list[dict[str, Any]]:
+        """Computed again whenever a run or a check was added or deleted."""
         files = (self.path, self.path.with_name(self.path.name + "-wal"))
         stats = [file.stat() for file in files if file.exists()]
         # readers make an empty log and delete it again
-        return tuple((each.st_mtime_ns, each.st_size) for each in stats if each.st_size)
-
-
-def _bench_losses(store: Store, run: str) -> list[dict[str, Any]]:
-    if not any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
-        return []
-    answer = benched(store, run)
-    same = {"run": run, "measurement": answer.ranking}
-    return [same | asdict(loss) for loss in answer.losses]
+        state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
+        if run not in self._losses or self._losses[run][0] != state:
+            losses = []
+            if any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
+                answer = benched(store, run)
+                same = {"run": run, "measurement": answer.ranking}
+                losses = [same | asdict(loss) for loss in answer.losses]
+            self._losses[run] = state, losses
+        return self._losses[run][1]
 
 
 def serve(
@@ -210,7 +195,10 @@ def application(path: Path, host: str) -> App:
     # With rich at hand Datasette prints pages of traceback to stdout for every mistyped query; the
     # browser is told the reason anyway.
     handle_exception.rich = None
-    ready = queries()
+    ready = {
+        name: {"title": title, "description": text, "sql": sql}
+        for name, (title, text, sql) in QUERIES.items()
+    }
     datasette = Datasette(
         [],
         metadata={
@@ -255,11 +243,11 @@ def _front(path: Path) -> str:
         f"{escape(row.created)} {escape(row.device or '')}</li>"
         for row in runs[:MAX_RUNS]
     )
-    asked = "".join(
+    questions = "".join(
         f'<li><a href="/{DATABASE}/{name}">{escape(title)}</a>: {escape(text)}</li>'
         for name, (title, text, _) in QUERIES.items()
     )
-    return f"<h2>Questions</h2><ul>{asked}</ul><h2>Reports</h2><ul>{reports}</ul>"
+    return f"<h2>Questions</h2><ul>{questions}</ul><h2>Reports</h2><ul>{reports}</ul>"
 
 
 def _add_routes(path: Path) -> None:
@@ -286,12 +274,7 @@ def _add_routes(path: Path) -> None:
 
 
 def _report(path: Path, run: str) -> str:
-    """The page of one run, without charts where their extra is missing: the tables are what counts
-    here, and the page says so."""
-    from dataclasses import replace
-
-    from profharness.views.document import Note
-
+    """The page of one run; without charts, and with a note, where their extra is missing."""
     with open_store(path) as store:
         document = report_document(store, [run])
     try:

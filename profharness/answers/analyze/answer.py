@@ -31,11 +31,10 @@ from profharness.devices import DATA_SHEET
 from profharness.devices import MEASURED as MEASURED_PEAKS
 from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import CALL_MEASUREMENTS, CellRow, KernelRow
 from profharness.store import Selection, open_store
 
 FASTER = 1.1  # a ratio of medians below this is not worth a word
-COMPARED_BY = ("graph", "event", "wall")  # as `diff` does
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 
 
@@ -143,7 +142,9 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     """The fastest other backend by the same measurement, if it is clearly faster."""
     rivals = [other for other in others if other.backend != cell.backend]
     everyone = (cell, *rivals)
-    common = (name for name in COMPARED_BY if all(each.samples.get(name) for each in everyone))
+    common = (
+        name for name in CALL_MEASUREMENTS if all(each.samples.get(name) for each in everyone)
+    )
     name = next(common, None)
     if name is None or not rivals:
         return []

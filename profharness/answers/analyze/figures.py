@@ -19,7 +19,7 @@ from profharness.answers.roles import assign_roles, call_ns, launches_per_call
 from profharness.config import Config
 from profharness.costs import compulsory_bytes, flops, phases, working_set_bytes
 from profharness.devices import flop_peak, occupancy, ridge
-from profharness.rows import COUNTERS, TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import ACTIVE_WARPS, COUNTERS, DRAM_READ, DRAM_WRITE, TRACE_PROFILERS, CellRow, KernelRow
 
 KIB, MIB = 1024, 1 << 20
 FLUSHED = "event samples, L2 flushed"
@@ -104,10 +104,8 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 # what ncu's hierarchical rooflines are made of; not among the default metrics of a capture
 L1_BYTES, L2_BYTES = "l1tex__t_bytes.sum", "lts__t_bytes.sum"
-ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 WAVES = "launch__waves_per_multiprocessor"
 FUSED_ROLES = ("attention", "attention_bwd")
 SCORE_ROLES = ("softmax", "qk", "pv", "qk+pv")

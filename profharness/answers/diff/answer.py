@@ -12,7 +12,7 @@ from profharness.answers.diff.model import Change, Diff, DiffRow, Side, Verdict,
 from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.errors import NotFoundError
 from profharness.kernel_names import parse_kernel_name
-from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 from profharness.store import Selection
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ FIELDS = (
     *("shared_bytes", "static_shared_bytes", "dynamic_shared_bytes", "launches_per_call"),
 )
 NO_CONFIG = "(no config)"
-MEASUREMENTS = ("graph", "event", "wall")  # a replayed graph has the least noise of the CPU in it
 MAX_CLOCK_RATIO = 1.05
 LAUNCHES = "profiler launches"
 
@@ -245,7 +244,7 @@ def call_row(
     doubts: Sequence[str],
     threshold: float,
 ) -> DiffRow:
-    """Latency of the whole call by the first of MEASUREMENTS that both sides have."""
+    """Latency of the whole call by the first of CALL_MEASUREMENTS that both sides have."""
     differing = [
         Change(name, *values)
         for name in ("sdpa_op", "choice", "peak_memory_bytes")
@@ -254,7 +253,9 @@ def call_row(
     ]
     row = DiffRow(**pair, role="call", changes=tuple(differing))
     samples = baseline.samples, candidate.samples
-    basis = next((name for name in MEASUREMENTS if all(side.get(name) for side in samples)), None)
+    basis = next(
+        (name for name in CALL_MEASUREMENTS if all(side.get(name) for side in samples)), None
+    )
     if basis is None:
         reason = "no unprofiled measurement that both sides have"
         return replace(row, reasons=(*doubts, reason))
