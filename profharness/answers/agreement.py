@@ -25,14 +25,9 @@ from profharness.rows import (
 
 # Kernel families that compute attention, and the backend each belongs to.
 FAMILY_BACKENDS = {
-    "flash": "flash",
-    "flash_splitkv": "flash",
-    "flash_combine": "flash",
-    "flash_bwd": "flash",
-    "efficient": "efficient",
-    "efficient_bwd": "efficient",
-    "cudnn": "cudnn",
-    "cudnn_bwd": "cudnn",
+    **dict.fromkeys(("flash", "flash_splitkv", "flash_combine", "flash_bwd"), "flash"),
+    **dict.fromkeys(("efficient", "efficient_bwd"), "efficient"),
+    **dict.fromkeys(("cudnn", "cudnn_bwd"), "cudnn"),
     "flex": "flex",
     "triton": "triton",
 }
@@ -83,15 +78,12 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
 
 def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     """One line for each point on which a cell's witnesses disagree, naming both sides."""
-    groups = groupby(witnesses(cell, rows), lambda witness: witness.backends)
-    clauses = [_joined([witness.text for witness in group]) for _, group in groups]
+    clauses = []
+    for _, group in groupby(witnesses(cell, rows), lambda witness: witness.backends):
+        *most, last = [witness.text for witness in group]
+        clauses.append(f"{', '.join(most)} and {last}" if most else last)
     lines = [f"mismatch: {left}, but {right}" for left, right in pairwise(clauses)]
     return lines + _other_kernels(cell, rows)
-
-
-def _joined(texts: Sequence[str]) -> str:
-    *most, last = texts
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _witness(name: str, backend: str, text: str) -> Witness:

@@ -136,7 +136,14 @@ def write_chrome_trace(
     devices = tuple(devices)
     header: dict[str, Any] = {
         "schemaVersion": 1,
-        "deviceProperties": [_device(device) for device in devices],
+        "deviceProperties": [
+            {
+                key: value
+                for key, name in _DEVICE_KEYS.items()
+                if (value := getattr(device, name)) is not None
+            }
+            for device in devices
+        ],
         **(properties or {}),
         "displayTimeUnit": "ns",
     }
@@ -149,11 +156,6 @@ def write_chrome_trace(
         separator = b",\n"
     out.write(b"\n]}\n")
     return launches
-
-
-def _device(device: Device) -> dict[str, Any]:
-    values = {key: getattr(device, attribute) for key, attribute in _DEVICE_KEYS.items()}
-    return {key: value for key, value in values.items() if value is not None}
 
 
 def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:

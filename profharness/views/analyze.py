@@ -12,7 +12,6 @@ from profharness.answers.analyze.model import (
     SCHEMA,
     CellAnalysis,
     Evidence,
-    Finding,
     analyze_record,
 )
 from profharness.devices import Peaks
@@ -86,14 +85,9 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         blocks += _sweep(name, group)
     blocks += _sweep_charts(sweeps)
     blocks += _roofline(analyses)
-    return Document(
-        schema=SCHEMA,
-        title="Analysis",
-        blocks=tuple(blocks),
-        fields=FIELDS,
-        records=tuple(analyze_record(each) for each in analyses),
-        extra={"peaks": [asdict(peaks) for peaks in _peaks(analyses)]},
-    )
+    extra = {"peaks": [asdict(peaks) for peaks in _peaks(analyses)]}
+    records = tuple(map(analyze_record, analyses))
+    return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra)
 
 
 def evidence_text(evidence: Sequence[Evidence], shown: int | None = None) -> str:
@@ -183,19 +177,17 @@ def _notes(each: CellAnalysis, *, full: bool) -> list[Note]:
         or finding is named
         or (finding.severity != "note" and (named is None or finding.evidence != named.evidence))
     ]
-    notes = [_finding_note(each, finding, full=full) for finding in shown]
+    notes = []
+    for finding in shown:
+        evidence = evidence_text(finding.evidence, None if full else EVIDENCE_SHOWN)
+        level = "warning" if finding.severity == "major" else "note"
+        notes.append(Note(f"{finding.sentence} [{finding.grade}: {evidence}]", each.backend, level))
     for rank, remedy in enumerate(each.remedies, start=1):
         most = "Measured:" if remedy.findings == ("faster_backend",) else "At most"
         gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
         because = ", ".join(remedy.findings)
         notes.append(Note(f"{remedy.text}{gain} [{because}]", f"{each.backend}, remedy {rank}"))
     return notes
-
-
-def _finding_note(each: CellAnalysis, finding: Finding, *, full: bool) -> Note:
-    evidence = evidence_text(finding.evidence, None if full else EVIDENCE_SHOWN)
-    level = "warning" if finding.severity == "major" else "note"
-    return Note(f"{finding.sentence} [{finding.grade}: {evidence}]", each.backend, level)
 
 
 def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:

@@ -131,11 +131,10 @@ def _charts(answer: Benched) -> Iterator[Block]:
 
 
 def _records(answer: Benched, raw: bool) -> Iterator[dict[str, Any]]:
-    cells = {(cell.config, cell.backend): cell.cell for cell in answer.cells}
     for row in answer.rows:
         plain = record(row)
         if raw:
-            samples = answer.samples.get(cells[row.config, row.backend], {})
+            samples = answer.samples.get((row.config, row.backend), {})
             plain[RAW] = list(samples.get(str(row.measurement), ()))
         yield plain
 

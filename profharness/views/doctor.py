@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from profharness.views.document import Column, Document, Note, Table, record
+from profharness.views.document import Block, Column, Document, Note, Table, record
 
 if TYPE_CHECKING:
     from profharness.doctor import Check
@@ -27,13 +27,9 @@ def doctor_document(checks: Sequence[Check]) -> Document:
         for check in checks
         if check.remedy
     )
-    return Document(
-        schema="profharness.doctor/1",
-        title="Doctor",
-        blocks=(Table.of(columns, checks), *notes),
-        fields=("name", "state", "detail", "remedy"),
-        records=tuple(record(check) for check in checks),
-    )
+    blocks: tuple[Block, ...] = (Table.of(columns, checks), *notes)
+    fields = ("name", "state", "detail", "remedy")
+    return Document("profharness.doctor/1", "Doctor", blocks, fields, tuple(map(record, checks)))
 
 
 def backends_document(states: Sequence[BackendState]) -> Document:
@@ -52,10 +48,8 @@ def backends_document(states: Sequence[BackendState]) -> Document:
         for each in states
         if not each.runs
     )
+    blocks: tuple[Block, ...] = (Table(columns, rows), *notes)
+    fields = ("backend", "runs", "reason", "device", "summary", "status", "code")
     return Document(
-        schema="profharness.backends/1",
-        title="Backends",
-        blocks=(Table(columns, rows), *notes),
-        fields=("backend", "runs", "reason", "device", "summary", "status", "code"),
-        records=tuple(record(each) for each in states),
+        "profharness.backends/1", "Backends", blocks, fields, tuple(map(record, states))
     )

@@ -130,13 +130,9 @@ def kernels_document(
             blocks += _left_out(own) if not full else []
         for cell in beside:
             blocks += cell_notes(cell, [row for row in own if row.cell == cell.cell])
+    extra = {"cells": [cell_record(cell) for cell in cells]}
     return Document(
-        schema=SCHEMA,
-        title="Kernels",
-        blocks=tuple(blocks),
-        fields=FIELDS,
-        records=tuple(kernel_record(row) for row in rows),
-        extra={"cells": [cell_record(cell) for cell in cells]},
+        SCHEMA, "Kernels", tuple(blocks), FIELDS, tuple(map(kernel_record, rows)), extra
     )
 
 
@@ -223,17 +219,12 @@ def witness_document(
         if full:
             blocks += _counters(own)
     blocks += _closing(rows, joined)
-    return Document(
-        schema=SCHEMA,
-        title="Kernels under every profiler",
-        blocks=tuple(blocks),
-        fields=FIELDS,
-        records=tuple(kernel_record(row) for row in rows),
-        extra={
-            "cells": [cell_record(cell) for cell in cells],
-            "witnesses": [witness_record(each) for each in joined],
-        },
-    )
+    extra = {
+        "cells": [cell_record(cell) for cell in cells],
+        "witnesses": [witness_record(each) for each in joined],
+    }
+    title, records = "Kernels under every profiler", tuple(map(kernel_record, rows))
+    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra)
 
 
 def witness_record(each: JoinedKernel) -> dict[str, Any]:

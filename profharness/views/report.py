@@ -71,15 +71,8 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
     blocks += meaning_blocks()
-    title = f"Run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"
-    return Document(
-        schema=SCHEMA,
-        title=f"{title}: attention kernels",
-        blocks=tuple(blocks),
-        fields=FIELDS,
-        records=tuple(records),
-        extra=extra,
-    )
+    title = f"{f'Run {runs[0]}' if len(runs) == 1 else f'{len(runs)} runs'}: attention kernels"
+    return Document(SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra)
 
 
 def _run_blocks(

@@ -26,10 +26,6 @@ COLUMNS = (
 
 def runs_document(rows: Sequence[RunRow]) -> Document:
     """The answer of `profharness runs`, in the given order."""
-    return Document(
-        schema=SCHEMA,
-        title="Runs",
-        blocks=(Table.of(COLUMNS, rows),) if rows else (),
-        fields=FIELDS,
-        records=tuple(record(row, FIELDS) for row in rows),
-    )
+    blocks = (Table.of(COLUMNS, rows),) if rows else ()
+    records = tuple(record(row, FIELDS) for row in rows)
+    return Document(SCHEMA, "Runs", blocks, FIELDS, records)

@@ -49,13 +49,7 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
     blocks: list[Block] = []
     for asked, group in groupby(rows, key=lambda row: row.asked):
         blocks += _config_blocks(asked, list(group), full)
-    return Document(
-        schema=SCHEMA,
-        title="Verification",
-        blocks=tuple(blocks),
-        fields=FIELDS,
-        records=tuple(map(record, rows)),
-    )
+    return Document(SCHEMA, "Verification", tuple(blocks), FIELDS, tuple(map(record, rows)))
 
 
 def _config_blocks(asked: str, rows: list[VerificationRow], full: bool) -> Iterator[Block]:
@@ -67,7 +61,11 @@ def _config_blocks(asked: str, rows: list[VerificationRow], full: bool) -> Itera
         tuple(_summary(name, [row for row in rows if row.backend == name]) for name in backends),
     )
     if full:
-        yield Table(CHECKS, tuple(_line(row) for row in rows))
+        numbers = ("error", "allowance", "relative_error", "relative_allowance")
+        lines = [
+            record(row) | {name: _number(getattr(row, name)) for name in numbers} for row in rows
+        ]
+        yield Table.of(CHECKS, [line | {"passed": VERDICTS[line["passed"]]} for line in lines])
     for name in backends:
         yield from _faults(name, [row for row in failures(rows) if row.backend == name], full)
     yield from _remarks(rows)
@@ -99,11 +97,6 @@ def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
     ]
     worst, case = max(ratios, default=(None, ""), key=lambda pair: pair[0])
     return (backend, verdict, *counts, _number(worst), case)
-
-
-def _line(row: VerificationRow) -> tuple[object, ...]:
-    numbers = (row.error, row.allowance, row.relative_error, row.relative_allowance)
-    return (row.case, row.backend, row.what, *map(_number, numbers), VERDICTS[row.passed])
 
 
 def _number(value: float | None) -> str | None:

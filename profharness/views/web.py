@@ -103,7 +103,7 @@ class BenchLosses:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._losses: dict[str, tuple[object, list[dict[str, Any]]]] = {}
+        self._known: dict[str, tuple[object, list[dict[str, Any]]]] = {}
 
     def __call__(self, run: str | None) -> str:
         with open_store(self.path) as store:
@@ -128,14 +128,14 @@ class BenchLosses:
         stats = [file.stat() for file in files if file.exists()]
         # readers make an empty log and delete it again
         state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
-        if run not in self._losses or self._losses[run][0] != state:
+        if run not in self._known or self._known[run][0] != state:
             losses = []
             if any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
                 answer = benched(store, run)
                 same = {"run": run, "measurement": answer.ranking}
                 losses = [same | asdict(loss) for loss in answer.losses]
-            self._losses[run] = state, losses
-        return self._losses[run][1]
+            self._known[run] = state, losses
+        return self._known[run][1]
 
 
 def serve(

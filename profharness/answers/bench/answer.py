@@ -16,6 +16,7 @@ from profharness.answers.bench.rows import (
     CHOSEN,
     REFERENCES,
     BenchRow,
+    Samples,
     all_samples,
     bench_rows,
     run_cells,
@@ -104,7 +105,6 @@ def _check_dtypes(names: Sequence[str]) -> None:
             raise UsageError(f"no dtype {name!r}; known are {', '.join(DTYPES)}")
 
 
-Samples = Mapping[str, Mapping[str, tuple[int, ...]]]
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 
 
@@ -217,14 +217,16 @@ def benched(
         baseline=baseline,
         verifications=verifications,
     )
-    ranking = _ranking(rows, rank_by)
-    by_cell = {(cell.config, cell.backend): cell for cell in cells}
+    held = {row.measurement for row in rows}
+    ranked = (name for name in (*rank_by, *MEASUREMENTS) if name in held)
+    ranking = next(ranked, MEASUREMENTS[0])
 
     def samples_of(row: BenchRow) -> tuple[int, ...]:
-        return samples[by_cell[row.config, row.backend].cell][ranking]
+        return samples[row.config, row.backend][ranking]
 
     figures = [row for row in rows if row.measurement == ranking]
-    winners, losses = _compared(figures, by_cell, samples_of)
+    choices = {cell.config: cell.choice for cell in cells if cell.backend == CHOSEN}
+    winners, losses = _compared(figures, choices, samples_of)
     against_config = baseline is not None
     conclusions = conclude(figures, winners, losses, samples_of, against_config=against_config)
     return Benched(
@@ -244,16 +246,14 @@ def benched(
 
 
 def _compared(
-    figures: Sequence[BenchRow],
-    by_cell: Mapping[tuple[str, str], CellRow],
-    samples_of: SamplesOf,
+    figures: Sequence[BenchRow], choices: Mapping[str, str | None], samples_of: SamplesOf
 ) -> tuple[tuple[Winner, ...], tuple[Loss, ...]]:
     """The winner of each config, and what `auto` lost, the largest loss first."""
     winners, losses = [], []
     for label in dict.fromkeys(row.config for row in figures):
         alike = [row for row in figures if row.config == label and row.ranked]
         winners += [_winner(alike, samples_of)] if alike else []
-        losses += _losses(alike, by_cell, samples_of)
+        losses += _losses(alike, choices.get(label), samples_of)
     return tuple(winners), tuple(sorted(losses, key=lambda each: -each.regret))
 
 
@@ -270,12 +270,6 @@ def _plan_of(store: Store, run: str) -> BenchPlan | None:
         if plan is not None:
             return plan
     return None
-
-
-def _ranking(rows: Sequence[BenchRow], rank_by: Sequence[str]) -> str:
-    """The first measurement in that order that any row has."""
-    seen = {row.measurement for row in rows}
-    return next((one for one in (*rank_by, *MEASUREMENTS) if one in seen), MEASUREMENTS[0])
 
 
 def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
@@ -297,9 +291,7 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
     )
 
 
-def _losses(
-    alike: Sequence[BenchRow], by_cell: Mapping[tuple[str, str], CellRow], samples_of: SamplesOf
-) -> list[Loss]:
+def _losses(alike: Sequence[BenchRow], choice: str | None, samples_of: SamplesOf) -> list[Loss]:
     """The loss of `auto` on one config; none where it was not timed, or timed alone."""
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
     others = [row for row in alike if row.backend not in OWN_CHOICE]
@@ -307,7 +299,6 @@ def _losses(
         return []
     best = _best(others)
     chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
-    choice = by_cell[chosen.config, CHOSEN].choice
     verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
     return [
         Loss(

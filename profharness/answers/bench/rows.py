@@ -136,6 +136,8 @@ def _is_wide(interval: tuple[float, float], median: float, precision: float) -> 
 
 
 CHOSEN = "auto"
+# (config, backend) to measurement to ns a call
+Samples = dict[tuple[str, str], dict[str, tuple[int, ...]]]
 REFERENCES = ("naive", "math")  # speed-ups are against the first of these without a baseline
 
 
@@ -188,7 +190,7 @@ def bench_rows(
     store: Store,
     run: str,
     cells: Sequence[CellRow],
-    samples: Mapping[str, Mapping[str, tuple[int, ...]]],
+    samples: Samples,
     *,
     convention: str,
     precision: float,
@@ -207,7 +209,9 @@ def bench_rows(
         precision,
         verdicts(store, run, verifications),
     )
-    rows = [row for cell in cells for row in _cell_rows(cell, samples[cell.cell], facts)]
+    rows = [
+        row for cell in cells for row in _cell_rows(cell, samples[cell.config, cell.backend], facts)
+    ]
     return with_regret(with_speedup(rows, baseline))
 
 
@@ -265,10 +269,8 @@ class _Facts(NamedTuple):
     verdicts: Mapping[tuple[str, str], bool]
 
 
-def all_samples(
-    store: Store, run: str, cells: Sequence[CellRow]
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Cell to measurement to ns a call. `kernel` is the sum over the kernels of each profiled call
+def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
+    """The cells' samples. `kernel` is the sum over the kernels of each profiled call
     in the torch trace.
     """
     ok = {cell.cell for cell in cells if cell.status == "ok"}
@@ -279,11 +281,12 @@ def all_samples(
             calls = sums.setdefault(str(launch.cell), {})
             call = int(launch.iteration or 0)
             calls[call] = calls.get(call, 0) + launch.duration_ns
-    samples = {}
+    samples: Samples = {}
     for cell in cells:
         kernel = {"kernel": tuple(sums[cell.cell].values())} if cell.cell in sums else {}
         merged = cell.samples | kernel
-        samples[cell.cell] = {name: merged[name] for name in MEASUREMENTS if merged.get(name)}
+        ranked = {name: merged[name] for name in MEASUREMENTS if merged.get(name)}
+        samples[cell.config, cell.backend] = ranked
     return samples
 
 

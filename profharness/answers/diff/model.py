@@ -146,17 +146,20 @@ def environment_changes(
     First the keys that can explain other kernels or times, then unknown ones, then the others.
     """
     base, cand = flatten(base_env), flatten(cand_env)
-    found = [
-        EnvChange(key, base.get(key), cand.get(key), explanation(key))
-        for key in base.keys() | cand.keys()
-        if base.get(key) != cand.get(key)
-    ]
-    return sorted(found, key=lambda change: (_weight(change.key), change.key))
+    weighed = []
+    for key in base.keys() | cand.keys():
+        if base.get(key) != cand.get(key):
+            weight, explains = _weight(key)
+            weighed.append((weight, EnvChange(key, base.get(key), cand.get(key), explains)))
+    return [change for _, change in sorted(weighed, key=lambda pair: (pair[0], pair[1].key))]
 
 
-def explanation(key: str) -> str | None:
-    """What a change of this key can do; None where nothing is known."""
-    return next((sentence for pattern, sentence in EXPLAINS if pattern.fullmatch(key)), None)
+def _weight(key: str) -> tuple[int, str | None]:
+    """The place of a key in the order of weight, and what a change of it can do, where known."""
+    for weight, (pattern, sentence) in enumerate(EXPLAINS):
+        if pattern.fullmatch(key):
+            return weight, sentence
+    return len(EXPLAINS) + bool(UNIMPORTANT.match(key)), None
 
 
 def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -169,10 +172,3 @@ def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = list(value) if isinstance(value, tuple) else value
     return flat
-
-
-def _weight(key: str) -> int:
-    for weight, (pattern, _) in enumerate(EXPLAINS):
-        if pattern.fullmatch(key):
-            return weight
-    return len(EXPLAINS) + (1 if UNIMPORTANT.match(key) else 0)
