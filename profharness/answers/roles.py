@@ -279,9 +279,9 @@ def _name_phase(
 def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
     """The calls of the launches, for a trace that does not say: softmax runs once a call."""
     for name in ("softmax", "softmax_bwd"):
-        found = _index(roles, name)
-        if found is not None and not rows[found].launches_per_call:
-            return rows[found].launches
+        place = _index(roles, name)
+        if place is not None and not rows[place].launches_per_call:
+            return rows[place].launches
     return None
 
 

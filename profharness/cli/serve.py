@@ -45,6 +45,6 @@ def command(port: int, host: str, store: Path) -> None:
         store,
         host=host,
         port=port,
-        told=lambda url: hint(f"serving {store} on {url} (Ctrl-C ends)"),
+        announce=lambda url: hint(f"serving {store} on {url} (Ctrl-C ends)"),
     )
     hint("stopped")

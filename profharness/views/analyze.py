@@ -206,7 +206,7 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Char
     """TFLOP/s over each number that was swept, a line a backend (and config, if there are several)."""
     charts = []
     for name in dict.fromkeys(name for name, _ in sweeps):
-        groups = [group for other, group in sweeps if other == name]
+        groups = [group for swept, group in sweeps if swept == name]
         several = len({group[0].config for group in groups}) > 1
         rows = tuple(
             {

@@ -117,11 +117,11 @@ def steps_of(cell: CellRow, rows: Sequence[KernelRow]) -> list[Step]:
         grouped.setdefault(STEP_OF.get(role, OTHER), []).append(row)
     busy = sum(call_ns(row, cell.iterations) or 0 for row in rows)
     whole = max(busy, _median(cell, "event", "wall") or 0)
-    found = [_step(cell, name, mine, whole) for name, mine in grouped.items()]
+    steps = [_step(cell, name, mine, whole) for name, mine in grouped.items()]
     if rows and rows[0].kernel_kind != "op" and whole > busy:
         gap = whole - busy
-        found.append(Step(cell.backend, GAPS, None, None, gap, gap / whole, None, (), None))
-    return sorted(found, key=lambda step: ORDER[step.step])
+        steps.append(Step(cell.backend, GAPS, None, None, gap, gap / whole, None, (), None))
+    return sorted(steps, key=lambda step: ORDER[step.step])
 
 
 def steps_document(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> Document:

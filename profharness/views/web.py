@@ -139,9 +139,9 @@ class BenchLosses:
 
 
 def serve(
-    path: Path, *, host: str = "127.0.0.1", port: int = 8001, told: Callable[[str], None]
+    path: Path, *, host: str = "127.0.0.1", port: int = 8001, announce: Callable[[str], None]
 ) -> None:
-    """Serve the store until interrupted; told gets the address as soon as it answers. port 0 takes
+    """Serve the store until interrupted; announce gets the address as soon as it answers. port 0 takes
     a free one. Raises NotFoundError without a store, MissingExtraError without the extra `web`,
     UsageError for an address that cannot be had.
     """
@@ -154,7 +154,7 @@ def serve(
         config = uvicorn.Config(app, log_level="warning", lifespan="on", access_log=False)
         server = uvicorn.Server(config)
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_run(server, listener, lambda: told(address)))
+            asyncio.run(_run(server, listener, lambda: announce(address)))
 
 
 async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
@@ -290,8 +290,8 @@ def _only_hosts(app: App, names: tuple[str, ...]) -> App:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            asked = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            name = asked.rsplit(":", 1)[0].strip("[]") if not asked.endswith("]") else asked[1:-1]
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            name = host.rsplit(":", 1)[0].strip("[]") if not host.endswith("]") else host[1:-1]
             if name not in names:
                 start = {"type": "http.response.start", "status": 421}
                 await send(start | {"headers": [(b"content-type", b"text/plain")]})

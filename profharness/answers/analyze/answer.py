@@ -110,7 +110,7 @@ def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis
     """Cells of one backend whose configs differ in one number, under its name and in its order.
     `seq_len_kv` stands for both lengths where they are equal.
     """
-    found: list[tuple[str, list[CellAnalysis]]] = []
+    sweeps: list[tuple[str, list[CellAnalysis]]] = []
     done = [each for each in analyses if each.figures is not None]
     for name in SWEPT:
         groups: dict[tuple[object, ...], list[CellAnalysis]] = {}
@@ -120,8 +120,8 @@ def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis
             values = {getattr(each.config, name) for each in group}
             if len(group) > 1 and len(values) == len(group):
                 group.sort(key=lambda each: getattr(each.config, name))
-                found.append((name, group))
-    return found
+                sweeps.append((name, group))
+    return sweeps
 
 
 def _but(each: CellAnalysis, name: str) -> tuple[object, ...]:
@@ -140,7 +140,7 @@ def _but(each: CellAnalysis, name: str) -> tuple[object, ...]:
 
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     """The fastest other backend by the same measurement, if it is clearly faster."""
-    rivals = [other for other in others if other.backend != cell.backend]
+    rivals = [rival for rival in others if rival.backend != cell.backend]
     everyone = (cell, *rivals)
     common = (
         name for name in CALL_MEASUREMENTS if all(each.samples.get(name) for each in everyone)
@@ -149,7 +149,7 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     if name is None or not rivals:
         return []
     mine = median(cell.samples[name])
-    times = {other.backend: median(other.samples[name]) for other in rivals}
+    times = {rival.backend: median(rival.samples[name]) for rival in rivals}
     best = min(times, key=lambda backend: times[backend])
     if times[best] * FASTER >= mine or times[best] <= 0:
         return []
@@ -200,7 +200,7 @@ def analyze_rows(
 ) -> list[CellAnalysis]:
     """The analyses of cells of any runs with their kernels; peaks as for `analyze_stored`."""
     source = DATA_SHEET if peaks == TABLE else None
-    found: list[CellAnalysis] = []
+    analyses: list[CellAnalysis] = []
     with open_store(path) as store:
         for run in dict.fromkeys(cell.run for cell in cells):
             own = [cell for cell in cells if cell.run == run]
@@ -208,8 +208,8 @@ def analyze_rows(
             machine = machine_of(
                 store.environment(run), store.devices(run), store.peaks(run, source)
             )
-            found += analyze_all(own, mine, machine, store.wrong(run), store.cells(run))
-    return found
+            analyses += analyze_all(own, mine, machine, store.wrong(run), store.cells(run))
+    return analyses
 
 
 def analyze_here(

@@ -19,7 +19,15 @@ from profharness.answers.roles import assign_roles, call_ns, launches_per_call
 from profharness.config import Config
 from profharness.costs import compulsory_bytes, flops, phases, working_set_bytes
 from profharness.devices import flop_peak, occupancy, ridge
-from profharness.rows import ACTIVE_WARPS, COUNTERS, DRAM_READ, DRAM_WRITE, TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import (
+    ACTIVE_WARPS,
+    COUNTERS,
+    DRAM_READ,
+    DRAM_WRITE,
+    TRACE_PROFILERS,
+    CellRow,
+    KernelRow,
+)
 
 KIB, MIB = 1024, 1 << 20
 FLUSHED = "event samples, L2 flushed"
@@ -177,15 +185,15 @@ def phase_figures(
 ) -> tuple[PhaseFigures, ...]:
     """The phases as the cell executed them, unfused where its kernels are math's."""
     execution = "unfused" if is_unfused(kernels) else "fused"
-    found = []
+    result = []
     for phase in phases(config, execution):
         bound = None
         if ridge_point is not None and phase.intensity is not None and phase.matmul:
             bound = "compute" if phase.intensity >= ridge_point else "memory"
         elif phase.bytes and not phase.matmul:
             bound = "memory"
-        found.append(PhaseFigures(phase.name, phase.flops, phase.bytes, phase.intensity, bound))
-    return tuple(found)
+        result.append(PhaseFigures(phase.name, phase.flops, phase.bytes, phase.intensity, bound))
+    return tuple(result)
 
 
 def is_unfused(kernels: Sequence[KernelFigures]) -> bool:
@@ -214,10 +222,10 @@ def _kernel(
     blocks = math.prod(row.grid) if row.grid else None
     fits = None
     if machine.device and threads and None not in (row.registers_per_thread, row.shared_bytes):
-        found = occupancy(
+        fit = occupancy(
             threads, row.registers_per_thread or 0, row.shared_bytes or 0, machine.device
         )
-        fits = found.blocks_per_sm if found else None
+        fits = fit.blocks_per_sm if fit else None
     sms = machine.device.num_sms if machine.device else None
     waves = _counter(counters, WAVES)
     if waves is None and blocks and fits and sms:
@@ -249,8 +257,7 @@ def _kernel(
 
 
 def _counter(counters: dict[str, tuple[float, str]], name: str) -> float | None:
-    found = counters.get(name)
-    return None if found is None else found[0]
+    return counters[name][0] if name in counters else None
 
 
 def _dram(kernels: Sequence[KernelFigures]) -> tuple[float | None, float | None]:

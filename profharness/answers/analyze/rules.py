@@ -109,7 +109,7 @@ def achieved(facts: Facts) -> list[Finding]:
 
 def above_ceiling(facts: Facts) -> list[Finding]:
     """A figure above its ceiling, with what explains it."""
-    figures, found = facts.figures, []
+    figures, findings = facts.figures, []
     if (figures.bandwidth_share or 0) > 1:
         working, l2 = figures.working_set_bytes, facts.l2_bytes
         if l2 and working < l2 and figures.basis != "event":
@@ -128,15 +128,15 @@ def above_ceiling(facts: Facts) -> list[Finding]:
             Evidence("working set", working, "B", "shapes and dtype"),
             Evidence("L2", l2 or "unknown", "B", "device"),
         )
-        found.append(Finding("bandwidth_above_peak", text, "minor", MEASURED, evidence))
+        findings.append(Finding("bandwidth_above_peak", text, "minor", MEASURED, evidence))
     if (figures.flops_share or 0) > 1:
         text = (
             f"{percent(figures.flops_share or 0)} of the peak {figures.rate} rate cannot be: the "
             f"peak ({figures.against}) is too low for this device, or the call skips scores that "
             "the formula counts (a mask with blocks of nothing)."
         )
-        found.append(Finding("rate_above_peak", text, "minor", MEASURED, (facts.duration(),)))
-    return found
+        findings.append(Finding("rate_above_peak", text, "minor", MEASURED, (facts.duration(),)))
+    return findings
 
 
 def dram_traffic(facts: Facts) -> list[Finding]:
@@ -269,13 +269,13 @@ def full_precision(facts: Facts) -> list[Finding]:
 
 def split_overhead(facts: Facts) -> list[Finding]:
     """The combine kernel's part of a forward pass that splits over the keys."""
-    found = [kernel for kernel in facts.kernels if kernel.role == "combine"]
+    combines = [kernel for kernel in facts.kernels if kernel.role == "combine"]
     part = facts.share_of("combine")
-    if not found or part < SPLIT_MINOR:
+    if not combines or part < SPLIT_MINOR:
         return []
-    time_ns = sum(kernel.call_ns or 0 for kernel in found)
+    time_ns = sum(kernel.call_ns or 0 for kernel in combines)
     text = (
-        f"Splitting over the keys costs a second kernel: {found[0].kernel} takes {percent(part)} "
+        f"Splitting over the keys costs a second kernel: {combines[0].kernel} takes {percent(part)} "
         f"of the kernel time ({time_ns / 1e3:.1f} µs) to put the parts together."
     )
     evidence = (
@@ -353,7 +353,7 @@ def blocks_and_waves(facts: Facts) -> list[Finding]:
 
 def occupancy(facts: Facts) -> list[Finding]:
     """Theoretical occupancy with its limiter, and how far the measured one stays below it."""
-    main, found = facts.main, []
+    main, findings = facts.main, []
     if main is None or main.occupancy is None:
         return []
     evidence = [
@@ -369,7 +369,7 @@ def occupancy(facts: Facts) -> list[Finding]:
             f"limited by {limiter}; tensor-core kernels are built that way and hide latency inside "
             "a block, so this alone is no fault."
         )
-        found.append(Finding("low_occupancy", text, "note", DERIVED, tuple(evidence)))
+        findings.append(Finding("low_occupancy", text, "note", DERIVED, tuple(evidence)))
     achieved = main.achieved_occupancy
     if achieved is not None and achieved < FAR_BELOW * main.occupancy:
         text = (
@@ -377,8 +377,8 @@ def occupancy(facts: Facts) -> list[Finding]:
             f"{percent(main.occupancy)} could be resident: blocks were missing or uneven."
         )
         counter = share("active warps", achieved, "ncu sm__warps_active.avg.pct_of_peak")
-        found.append(Finding("idle_warps", text, "minor", MEASURED, (counter, *evidence)))
-    return found
+        findings.append(Finding("idle_warps", text, "minor", MEASURED, (counter, *evidence)))
+    return findings
 
 
 def readers(facts: Facts, kernel: KernelFigures) -> float | None:
@@ -398,13 +398,13 @@ def readers(facts: Facts, kernel: KernelFigures) -> float | None:
     elif any(each.role == "combine" for each in facts.kernels):
         return None
     most = config.seq_len_q * config.num_heads // config.num_kv_heads
-    found = kernel.blocks / heads / splits
+    times = kernel.blocks / heads / splits
     counted = [each for each in (kernel.l1_bytes, kernel.l2_bytes) if each is not None]
-    if not 1 <= found <= most or (
-        counted and max(counted) < DISPROVED * _read_bytes(config, found)
+    if not 1 <= times <= most or (
+        counted and max(counted) < DISPROVED * _read_bytes(config, times)
     ):
         return None
-    return found
+    return times
 
 
 def _read_bytes(config: Config, times: float) -> float:
@@ -415,7 +415,7 @@ def _read_bytes(config: Config, times: float) -> float:
 
 def kv_traffic(facts: Facts) -> list[Finding]:
     """How often K and V are read, from the grid: every block reads all of its head's K and V."""
-    found = []
+    findings = []
     config, l2 = facts.config, facts.l2_bytes
     for kernel in facts.fused:
         times = readers(facts, kernel)
@@ -447,8 +447,8 @@ def kv_traffic(facts: Facts) -> list[Finding]:
             rate = moved / kernel.call_ns
             evidence += (Evidence("its rate", round(rate, 1), "GB/s", "K and V traffic / time"),)
         severity = "major" if alone or not fits else "note"
-        found.append(Finding("kv_reread", f"{text}.", severity, DERIVED, evidence))
-    return found
+        findings.append(Finding("kv_reread", f"{text}.", severity, DERIVED, evidence))
+    return findings
 
 
 def cache_traffic(facts: Facts) -> list[Finding]:

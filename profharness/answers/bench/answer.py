@@ -53,13 +53,13 @@ def bench_configs(
     _check_dtypes(dtypes)
     if not configs:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
-    asked = [baseline] if baseline is not None and baseline not in configs else []
-    found: dict[Config, Config] = {}
-    for config in [*asked, *configs]:
+    ahead = [baseline] if baseline is not None and baseline not in configs else []
+    unique: dict[Config, Config] = {}
+    for config in [*ahead, *configs]:
         for dtype in dtypes or (None,):
             full = config if config.dtype else replace(config, dtype=dtype)
-            found.setdefault(full.resolve(device_type) if device_type else full, full)
-    return list(found.values())
+            unique.setdefault(full.resolve(device_type) if device_type else full, full)
+    return list(unique.values())
 
 
 def stored_configs(
@@ -337,11 +337,11 @@ SHOWN_WINNERS = 3
 WITHIN = f"{stats.THRESHOLD:.0%}"
 
 
-def why_open(one: BenchRow, other: BenchRow) -> str:
+def why_open(left: BenchRow, right: BenchRow) -> str:
     """Why the verdict on two measured rows is `unknown`. From `stats.MIN_SAMPLES` a side the rank
     test can only fail where the samples overlap.
     """
-    few = min(one.samples, other.samples) < stats.MIN_SAMPLES
+    few = min(left.samples, right.samples) < stats.MIN_SAMPLES
     return "too few samples" if few else "the samples overlap"
 
 
@@ -357,41 +357,41 @@ def conclude(
     losses come the largest first. against_config: speed-ups are against a config.
     """
     ranked = [row for row in figures if row.ranked]
-    found = []
+    sentences = []
     if len({row.config for row in ranked}) > 1:
-        found += _across_configs(ranked)
+        sentences += _across_configs(ranked)
     if len(winners) <= SHOWN_WINNERS:
         timed = [row.config for row in ranked]
-        found += [_fastest(each) for each in winners if timed.count(each.config) > 1]
-    found += _against_plain(ranked, samples_of)
-    found += _regret_sentences(losses)
+        sentences += [_fastest(each) for each in winners if timed.count(each.config) > 1]
+    sentences += _against_plain(ranked, samples_of)
+    sentences += _regret_sentences(losses)
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
     if wrong:
-        found.append(f"not ranked, for its output is wrong: {', '.join(wrong)}")
+        sentences.append(f"not ranked, for its output is wrong: {', '.join(wrong)}")
     if against_config:
-        found.append(
+        sentences.append(
             "speed-ups against another config are ratios of latencies; where the work differs, "
             "FLOP/s say which is used better"
         )
     doubtful = sum(bool(row.doubts) for row in figures)
     if doubtful:
-        found.append(f"{doubtful} of {len(figures)} figures are doubtful; the notes say why")
-    return found
+        sentences.append(f"{doubtful} of {len(figures)} figures are doubtful; the notes say why")
+    return sentences
 
 
 def _across_configs(ranked: Sequence[BenchRow]) -> list[str]:
     quick = min(ranked, key=lambda row: row.median_ns or float("inf"))
-    found = [
+    sentences = [
         f"lowest latency: {quick.config} on {quick.backend}, {(quick.median_ns or 0) / 1e3:,.2f} µs"
     ]
     sound = [row for row in ranked if row.flops_per_s and not (row.efficiency or 0) > 1]
     if sound:
         best = max(sound, key=lambda row: row.flops_per_s or 0)
-        found.append(
+        sentences.append(
             f"most work a second: {best.config} on {best.backend}, "
             f"{(best.flops_per_s or 0) / 1e12:,.4g} TFLOP/s"
         )
-    return found
+    return sentences
 
 
 def _fastest(winner: Winner) -> str:
@@ -407,43 +407,45 @@ def _fastest(winner: Winner) -> str:
 def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[str]:
     """Where the plain reference is faster than `auto`, or seems so."""
     by_cell = {(row.config, row.backend): row for row in ranked}
-    found = []
+    sentences = []
     for row in ranked:
         if row.backend != CHOSEN or row.baseline not in REFERENCES or not row.speedup:
             continue
         plain = by_cell[row.config, str(row.baseline)]
         verdict = stats.compare(samples_of(plain), samples_of(row)).verdict
         if verdict == "slower":
-            found.append(f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}")
+            sentences.append(
+                f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}"
+            )
         elif verdict == "unknown" and row.speedup < 1:
-            found.append(
+            sentences.append(
                 f"{row.config}: the median of auto is {1 / row.speedup:.2f}x that of "
                 f"{row.baseline}, but they are not told apart: {why_open(plain, row)}"
             )
-    return found
+    return sentences
 
 
 def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
     if not losses:
         return []
-    count, found = len(losses), []
+    count, sentences = len(losses), []
     real = [each for each in losses if each.real]
     unproven = [each for each in losses if each.open]
     if real:
-        found.append(
+        sentences.append(
             f"auto is slower than another correct backend on {len(real)} of {count} config(s); "
             f"most on {_cost(real[0])}"
         )
     if unproven:
         reasons = " or ".join(dict.fromkeys(each.why_open for each in unproven))
         most = f"; most on {_cost(unproven[0])}, by the medians" if unproven[0].regret else ""
-        found.append(
+        sentences.append(
             f"auto is not told apart from the fastest other backend on {len(unproven)} of {count} "
             f"config(s): {reasons}{most}"
         )
     if not real and not unproven:
-        found.append(f"auto is as fast as the fastest backend on all {count} config(s)")
-    return found
+        sentences.append(f"auto is as fast as the fastest backend on all {count} config(s)")
+    return sentences
 
 
 def _cost(loss: Loss) -> str:

@@ -69,12 +69,12 @@ def doubts(
 
 def above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
     """Rates that the device cannot have, with what explains them."""
-    peaks, found = rates.peaks, []
+    peaks, texts = rates.peaks, []
     if peaks is None:
         return ()
     width = peaks.bandwidth_bytes_per_s
     if width and rates.bytes_per_s and rates.bytes_per_s > width:
-        found.append(
+        texts.append(
             f"{rates.bytes_per_s / width:.0%} of the memory's {width / 1e9:,.4g} GB/s "
             f"({peaks.source}): {_why_bytes(measurement, rates, width)}"
         )
@@ -84,8 +84,8 @@ def above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
         if name == "fp32":
             reason = "tensor cores may have been used (TF32 or a split of fp32)"
         share = rates.flops_per_s / peak
-        found.append(f"{share:.0%} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}")
-    return tuple(found)
+        texts.append(f"{share:.0%} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}")
+    return tuple(texts)
 
 
 def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
@@ -105,15 +105,15 @@ def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
 
 def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
     """What the clocks and throttle reasons of a cell say against it."""
-    found = []
+    texts = []
     low, high = clocks.get("sm_mhz_min"), clocks.get("sm_mhz_max")
     if low and high and (high - low) / high > CLOCK_MOVED:
-        found.append(f"the SM clock moved between {low:g} and {high:g} MHz")
+        texts.append(f"the SM clock moved between {low:g} and {high:g} MHz")
     bits = int(clocks.get("throttle_reasons") or 0)
     reasons = [text for bit, text in THROTTLES.items() if bits & bit]
     if reasons:
-        found.append(f"the clock was held back by {' and '.join(reasons)}")
-    return tuple(found)
+        texts.append(f"the clock was held back by {' and '.join(reasons)}")
+    return tuple(texts)
 
 
 def _spread(
@@ -121,14 +121,14 @@ def _spread(
 ) -> list[str]:
     if len(samples) < FEW_SAMPLES or interval is None:
         return [f"only {len(samples)} samples"]
-    found = []
+    texts = []
     if stats.is_bimodal(samples):
-        found.append("the samples have two modes, so the median may jump between them")
+        texts.append("the samples have two modes, so the median may jump between them")
     median = stats.summarize(samples).median
     if _is_wide(interval, median, precision):
         half = (interval[1] - interval[0]) / 2 / median
-        found.append(f"the median is known to ±{half:.1%} only (asked for: ±{precision:.1%})")
-    return found
+        texts.append(f"the median is known to ±{half:.1%} only (asked for: ±{precision:.1%})")
+    return texts
 
 
 def _is_wide(interval: tuple[float, float], median: float, precision: float) -> bool:
@@ -241,11 +241,11 @@ def run_cells(
     for name in backends or ():
         if name not in names:
             raise NotFoundError(f"run {run} has no cell of backend {name}; it has {_few(names)}")
-    asked = [*(configs or ()), *([baseline] if baseline is not None else [])]
+    named = [*(configs or ()), *([baseline] if baseline is not None else [])]
     kept = [
         cell
         for (label, backend), cell in cells.items()
-        if (configs is None or any(each.matches(held[label]) for each in asked))
+        if (configs is None or any(each.matches(held[label]) for each in named))
         and (backends is None or backend in backends)
     ]
     if not kept and (configs or backends):
@@ -296,13 +296,13 @@ def verdicts(
     """(config, backend) to whether it is right. It is wrong where any check that applies to the run
     says so, right where the verification runs named found nothing.
     """
-    found = {
+    right = {
         (check.asked, check.backend): True
         for each in (run, *verifications)
         for check in store.verifications(each)
         if check.passed
     }
-    return found | dict.fromkeys(store.wrong(run), False)
+    return right | dict.fromkeys(store.wrong(run), False)
 
 
 def _cell_rows(
@@ -377,7 +377,7 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Config | None = None) -> li
     medians = {
         (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked
     }
-    found = []
+    result = []
     for row in rows:
         names = _baselines(row, baseline) if row.ranked else []
         base = next((each for each in names if (*each, row.measurement) in medians), None)
@@ -385,8 +385,8 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Config | None = None) -> li
         if base is not None and base_ns and row.median_ns:
             text = base[1] if baseline is None else " ".join(base)
             row = replace(row, speedup=base_ns / row.median_ns, baseline=text)
-        found.append(row)
-    return found
+        result.append(row)
+    return result
 
 
 def _baselines(row: BenchRow, baseline: Config | None) -> list[tuple[str, str]]:
