@@ -4,8 +4,8 @@ python scripts/house.py [--root FOLDER]                figures: files, lines, fl
 python scripts/house.py --walk "kernels --config 2,8,512,64" [--root FOLDER]   the files of one command
 
 A walk counts the files of the package in which a function runs, in the process of the command
-itself; class bodies and module bodies do not count. `stays` counts the changes of file when the
-functions are read in the order of their first call.
+itself. Class bodies, and what runs while a module is imported, do not count. `stays` counts the
+changes of file when the functions are read in the order of their first call.
 """
 
 from __future__ import annotations
@@ -31,8 +31,18 @@ order = {}
 
 def note(frame, event, _):
     code = frame.f_code
-    if event == "call" and code.co_flags & 2 and code.co_filename.startswith(package):
-        order.setdefault((code.co_filename, code.co_qualname))  # 2: a function, no class or module body
+    key = (code.co_filename, code.co_qualname)
+    # 2: a function, no class or module body
+    if event == "call" and code.co_flags & 2 and key[0].startswith(package) and key not in order:
+        if not imported(frame.f_back):
+            order[key] = None
+
+def imported(frame):
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(package):
+            return True
+        frame = frame.f_back
+    return False
 
 def write():
     sys.setprofile(None)
