@@ -93,8 +93,8 @@ class TraceFile:
 class Problem:
     """What a profiler of a run failed to do, and what helps.
 
-    code is one of those in docs/nsight.md; raw is the tool's own text; cells are those without its rows
-    (empty: all of them).
+    code is one of those in docs/nsight.md; raw is the tool's own text; cells are those without its
+    rows (empty: all of them).
     """
 
     profiler: str

@@ -156,7 +156,8 @@ def _make_run(
         raise CaptureError(
             f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
         ) from None
-    write_sources(folder, find_backends([cell.backend for cell in cells]).values())
+    names = dict.fromkeys(cell.backend for cell in cells)
+    write_sources(folder, find_backends(list(names)).values())
     return folder, run
 
 
@@ -198,7 +199,7 @@ def _program(folder: Path, run: Run) -> str:
 
 
 def _code(folder: Path, run: Run) -> dict[str, str]:
-    """What tells one version of the backends' code from another; a backend that is not there says nothing."""
+    """What tells one version of the backends' code from another; no entry for one that is not there."""
     sources = read_sources(folder)
     backends = []
     for name in dict.fromkeys(cell.backend for cell in run.cells):
