@@ -138,6 +138,16 @@ def test_libraries_stay_where_the_page_puts_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_children_start_and_process_groups_end_in_one_module() -> None:
+    starts = re.compile(r"subprocess\.(?:Popen|run|call|check_\w+)\(|os\.(?:killpg|fork|system)\b")
+    places = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if starts.search(path.read_text(encoding="utf-8"))
+    }
+    assert places == {"processes.py"}
+
+
 def test_torch_is_imported_inside_functions_outside_of_the_worker() -> None:
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
