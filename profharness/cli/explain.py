@@ -126,7 +126,8 @@ def command(
     PyTorch on this machine is asked, and nothing is launched. With --torch or --gpu the rules of
     that release answer instead, without torch and without a GPU; where they do not know, the answer
     is `unknown`. Exits 1 if PyTorch was asked and answered no config at all. Several configs give a map; several
-    releases a table that marks where the choice changes. --backend limits the advice.
+    releases a table that marks where the choice changes. --backend limits the advice, and the
+    columns of that table.
 
     \b
     Examples:

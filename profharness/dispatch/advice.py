@@ -67,8 +67,8 @@ def _fewer_keys(config: Config) -> Config | None:
 
 
 def _pad_queries(config: Config) -> Config | None:
-    one = config.seq_len_q == 1 and config.mask == "none"
-    return replace(config, seq_len_q=PADDED_LENGTH) if one else None
+    one_query = config.seq_len_q == 1 and config.mask == "none"
+    return replace(config, seq_len_q=PADDED_LENGTH) if one_query else None
 
 
 def _pad_keys(config: Config) -> Config | None:
@@ -286,7 +286,7 @@ def advise(config: Config, backend: str, oracle: Oracle, choose: Choose) -> tupl
         return () if choose(config) == backend else (_name_it(config, backend),)
     start = _State(config, answer)
     ways = [_way(config, state, backend, choose) for state in _search(start, backend, oracle)]
-    return (*ways, *_outside(start, backend))[:MOST]
+    return (*ways, *_outside(config, start.code, backend))[:MOST]
 
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
@@ -388,11 +388,11 @@ OUTSIDE: dict[str, Callable[[Config, str], tuple[str, str]]] = {
 }
 
 
-def _outside(state: _State, backend: str) -> tuple[Advice, ...]:
-    make = OUTSIDE.get(state.code)
-    if make is None or (make is _flex and (state.config.causal or state.config.dropout)):
+def _outside(config: Config, reason: str, backend: str) -> tuple[Advice, ...]:
+    make = OUTSIDE.get(reason)
+    if make is None or (make is _flex and (config.causal or config.dropout)):
         return ()
-    sentence, code = make(state.config, backend)
+    sentence, code = make(config, backend)
     return (Advice(sentence, code, steps=(make.__name__.strip("_"),)),)
 
 

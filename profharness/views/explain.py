@@ -239,8 +239,8 @@ def map_document(
     config's own answer.
     """
     blocks: list[Block] = []
-    for each in maps:
-        blocks += _map_blocks(each, where)
+    for drawn in maps:
+        blocks += _map_blocks(drawn, where)
     if full:
         blocks += [block for answer in answers for block in answer_blocks(answer, full=True)]
     return Document(
@@ -249,7 +249,7 @@ def map_document(
         blocks=tuple(blocks),
         fields=FIELDS,
         records=tuple(explanation_record(answer) for answer in answers),
-        extra={"maps": [map_record(each) for each in maps]},
+        extra={"maps": [map_record(drawn) for drawn in maps]},
     )
 
 

@@ -22,11 +22,6 @@ def get(config: Config, name: str) -> Value:
     return value
 
 
-def number(config: Config, name: str) -> int:
-    """A numeric property's value."""
-    return int(str(get(config, name)))
-
-
 def put(config: Config, name: str, value: int) -> Config | None:
     """The config with a numeric property set: kv_heads follows heads and head_dim_v head_dim where
     they were the same. None where no such config exists (kv_heads that does not divide heads).
@@ -239,7 +234,7 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
         groups.setdefault(_put_aside(config, name, configs), []).append(config)
     bisections = []
     for group in groups.values():
-        values = sorted({number(config, name) for config in group})
+        values = sorted({value for c in group if isinstance(value := get(c, name), int)})
         default = HEAD_DIM_ENDS if name.startswith("head_dim") else DEFAULT_ENDS
         ends = (values[0], values[-1]) if len(values) > 1 else default
         # One that does not just follow, as kv_heads follows heads, keeps what is fixed.
