@@ -18,7 +18,7 @@ from profharness.answers.explain import live
 from profharness.answers.explain.live import explain_live
 from profharness.answers.explain.rules import Explanation
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
-from profharness.dispatch import check, from_config
+from profharness.dispatch import from_config, judge
 from profharness.dispatch.advice import BackendAnswer
 from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.perturb import blockers, rule_oracle
@@ -138,7 +138,7 @@ def test_the_stride_text_by_rule_is_pytorchs_own(
     text = f"1,4,16,32{mask},layout=strided_last"
     (live,) = side(answers[text], "flash").reasons
     machine = machine_of(answers[text].environment)
-    (rule,) = check("flash", from_config(parse_config(text), "cpu"), machine)
+    (rule,) = judge("flash", from_config(parse_config(text), "cpu"), machine).reasons
     assert live.source == "live"
     assert rule.message == live.message
 
