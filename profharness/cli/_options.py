@@ -21,10 +21,11 @@ from profharness.files import (
     atomic_file,
     check_output,
 )
+from profharness.views.document import Chart, Document
+from profharness.views.renderers import RENDERERS, render_markdown
 
 if TYPE_CHECKING:
     from profharness.runner.supervise import Progress, Step
-    from profharness.views.document import Chart, Document
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -167,8 +168,6 @@ def emit(
 ) -> None:
     """Render the document to the file, else to stdout. Without a format, the file's suffix
     decides, else `table`. images: what the charts beside a Markdown file are, `svg` or `png`."""
-    from profharness.views.renderers import RENDERERS
-
     format_ = chosen_format(format_, output)
     if format_ == "md" and output is not None:
         _write_markdown(document, output, images, force=force)
@@ -189,9 +188,6 @@ def emit(
 
 def _write_markdown(document: Document, output: Path, images: str, *, force: bool) -> None:
     """The page and, beside it, a picture for each of its charts."""
-    from profharness.views.document import Chart
-    from profharness.views.renderers import render_markdown
-
     charts = [block for block in document.blocks if isinstance(block, Chart)]
     paths = [
         output.with_name(f"{output.stem}-{number}.{images}") for number in range(1, len(charts) + 1)
@@ -247,24 +243,16 @@ def capture_progress() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield _line
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import (
-        Progress as Bar,
-    )
+    from rich import console, progress
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
     )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    screen = console.Console(stderr=True)
+    with progress.Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task("starting the worker", total=None)
 
         def show(step: Step) -> None:

@@ -8,6 +8,7 @@ import click
 
 from profharness.cli._options import emit, output_options
 from profharness.files import check_output
+from profharness.views.doctor import backends_document
 
 
 @click.command()
@@ -24,7 +25,6 @@ def command(format_: str | None, output: Path | None, force: bool) -> None:
       profharness backends --format json
     """
     from profharness.runner.probe import probe_backends
-    from profharness.views.doctor import backends_document
 
     check_output(output, force=force)
     emit(backends_document(probe_backends()), format_, output, force=force)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from profharness import stats
+from profharness.answers.diff.answer import diff_cells, find_side
+from profharness.answers.diff.model import VERDICTS
 from profharness.cli._options import (
     config_options,
     emit,
@@ -16,10 +17,10 @@ from profharness.cli._options import (
     store_option,
 )
 from profharness.config import split_names
+from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.files import check_output
-
-if TYPE_CHECKING:
-    from profharness.answers.diff.model import Diff
+from profharness.store import open_store
+from profharness.views.diff import diff_document
 
 
 @click.command()
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--threshold",
     type=click.FloatRange(0, min_open=True),
+    default=stats.THRESHOLD,
     help="The smallest relative change of a time that counts.  [default: 0.03]",
 )
 @click.option("--full", is_flag=True, help="Whole kernel names.")
@@ -46,7 +48,7 @@ def command(
     config: tuple[str, ...],
     configs_file: Path | None,
     fail_on: tuple[str, ...],
-    threshold: float | None,
+    threshold: float,
     full: bool,
     format_: str | None,
     output: Path | None,
@@ -64,40 +66,21 @@ def command(
     Example:
       profharness diff flash math --config 2,8,512,64 --fail-on slower
     """
-    from profharness import stats
-    from profharness.answers.diff.answer import diff_cells, find_side
-    from profharness.errors import NotFoundError
-    from profharness.store import open_store
-    from profharness.views.diff import diff_document
-
-    verdicts = _check_verdicts(split_names(fail_on))
+    verdicts = frozenset(split_names(fail_on))
+    for name in split_names(fail_on):
+        if name not in VERDICTS:
+            raise UsageError(f"--fail-on {name!r}: not one of {', '.join(VERDICTS)}")
     check_output(output, force=force)
     configs = read_configs(config, configs_file)
     with open_store(store) as opened:
         sides = [find_side(opened, text, configs) for text in (baseline, candidate)]
-    diff = diff_cells(*sides, threshold=stats.THRESHOLD if threshold is None else threshold)
+    diff = diff_cells(*sides, threshold=threshold)
     if not diff.rows:
         raise NotFoundError(
             f"{sides[0].label} and {sides[1].label} have nothing to compare; "
             "`profharness runs` lists what is stored"
         )
     emit(diff_document(diff, full=full), format_, output, force=force)
-    _gate(diff, verdicts)
-
-
-def _check_verdicts(names: Sequence[str]) -> frozenset[str]:
-    from profharness.answers.diff.model import VERDICTS
-    from profharness.errors import UsageError
-
-    for name in names:
-        if name not in VERDICTS:
-            raise UsageError(f"--fail-on {name!r}: not one of {', '.join(VERDICTS)}")
-    return frozenset(names)
-
-
-def _gate(diff: Diff, verdicts: frozenset[str]) -> None:
-    from profharness.errors import GateError
-
     failed = diff.fails(verdicts) if verdicts else []
     if failed:
         lines = [

@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import emit, output_options, store_option
+from profharness.doctor import run_checks
 from profharness.files import check_output
+from profharness.views.doctor import doctor_document
 
 
 @click.command()
@@ -26,9 +28,7 @@ def command(
     Example:
       profharness doctor
     """
-    from profharness.doctor import run_checks
     from profharness.runner.probe import probe_environment
-    from profharness.views.doctor import doctor_document
 
     check_output(output, force=force)
     checks = run_checks(store, probe_environment)

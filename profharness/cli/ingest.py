@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from profharness.cli._options import hint, quiet_stdout, store_option
+from profharness.errors import ProfharnessError
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -43,8 +44,7 @@ def command(sources: tuple[Path, ...], store: Path) -> None:
       profharness ingest trace.json.gz traces/runs
       profharness ingest profile.nsys-rep counters.ncu-rep
     """
-    from profharness.errors import ProfharnessError
-    from profharness.store.ingest import find_sources
+    from profharness.store.ingest import find_sources, ingest_path
 
     done = failed = 0
     for given in sources:
@@ -56,31 +56,28 @@ def command(sources: tuple[Path, ...], store: Path) -> None:
             continue
         for source in found:
             try:
-                _take_in(store, source)
-                done += 1
+                with _progress(source) as progress:
+                    results = ingest_path(store, source, progress=progress)
             except ProfharnessError as error:
                 failed += 1
                 hint(f"error: {error}")
+            else:
+                done += 1
+                _report(source, results)
     if failed:
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
 
 
-def _take_in(store: Path, source: Path) -> None:
-    from profharness.store import ingest_path
-
-    with _progress(source) as progress:
-        results = ingest_path(store, source, progress=progress)
-    for result in results:
-        for warning in result.warnings:
-            hint(f"warning: {source}: {warning}")
+def _report(source: Path, results: Sequence[IngestResult]) -> None:
+    """A line on each run: its name, whether it is new, and what of it is stored."""
+    for warning in [text for result in results for text in result.warnings]:
+        hint(f"warning: {source}: {warning}")
     with quiet_stdout() as stream:
-        stream.write("".join(f"{_summary(source, each)}\n" for each in results).encode())
-
-
-def _summary(source: Path, result: IngestResult) -> str:
-    """One line on one run: what it is called, whether it is new, and what of it is stored."""
-    counts = f"{result.launches:,} launches" + (f", {result.cells} cells" if result.cells else "")
-    return f"{source}: {result.status}, run {result.run}: {counts}"
+        for result in results:
+            counts = f"{result.launches:,} launches"
+            counts += f", {result.cells} cells" if result.cells else ""
+            line = f"{source}: {result.status}, run {result.run}: {counts}\n"
+            stream.write(line.encode())
 
 
 @contextlib.contextmanager

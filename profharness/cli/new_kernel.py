@@ -6,6 +6,11 @@ from pathlib import Path
 
 import click
 
+from profharness.backends import ALL, BACKENDS
+from profharness.backends.sources import FOLDER, implementation_names
+from profharness.backends.templates import check_text, kernel_text
+from profharness.errors import CaptureError, UsageError
+
 
 @click.command()
 @click.argument("name")
@@ -31,11 +36,6 @@ def command(name: str, kind: str | None, out: Path) -> None:
       profharness new-kernel mine
       profharness new-kernel mine --triton
     """
-    from profharness.backends import ALL, BACKENDS
-    from profharness.backends.sources import FOLDER, implementation_names
-    from profharness.backends.templates import check_text, kernel_text
-    from profharness.errors import CaptureError, UsageError
-
     if not name.isidentifier() or name.startswith("_"):
         raise UsageError(
             f"{name!r} cannot be the name of a Python file; take letters, digits and _"

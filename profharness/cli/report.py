@@ -8,7 +8,10 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import FORMATS, SUFFIX_FORMATS, emit, file_options, store_option
+from profharness.errors import UsageError
 from profharness.files import check_output
+from profharness.store import open_store
+from profharness.views.document import Chart
 
 
 @click.command()
@@ -54,9 +57,6 @@ def command(
     Example:
       profharness report latest -o report.html
     """
-    from profharness.errors import UsageError
-    from profharness.store import open_store
-    from profharness.views.document import Chart
     from profharness.views.report import report_document
 
     check_output(output, force=force)

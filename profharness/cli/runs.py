@@ -8,6 +8,8 @@ import click
 
 from profharness.cli._options import emit, hint, output_options, store_option
 from profharness.files import check_output
+from profharness.store import open_store
+from profharness.views.runs import runs_document
 
 
 @click.command()
@@ -30,11 +32,12 @@ def command(
     Example:
       profharness runs --format json
     """
-    from profharness.store import open_store
-    from profharness.views.runs import runs_document
-
     if deleted:
-        _delete(store, deleted)
+        with open_store(store, write=True) as opened:
+            # All are looked up before the first one goes, so that `latest~1` means one run.
+            for run in dict.fromkeys([opened.resolve(ref) for ref in deleted]):
+                opened.delete_run(run)
+                hint(f"deleted {run}")
         return
     check_output(output, force=force)
     with open_store(store) as opened:
@@ -42,15 +45,3 @@ def command(
     if not rows:
         hint(f"{store} holds no runs; `profharness capture` or `profharness ingest FILE` makes one")
     emit(runs_document(rows), format_, output, force=force)
-
-
-def _delete(path: Path, refs: tuple[str, ...]) -> None:
-    """Delete all of them; every name is looked up before the first one goes, so that `latest~1`
-    means one run."""
-    from profharness.store import open_store
-
-    with open_store(path, write=True) as store:
-        runs = dict.fromkeys(store.resolve(ref) for ref in refs)
-        for run in runs:
-            store.delete_run(run)
-            hint(f"deleted {run}")

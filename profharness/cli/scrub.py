@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import hint, quiet_stdout
+from profharness.errors import GateError, TraceFormatError, UsageError
 
 
 @click.command()
@@ -36,34 +37,26 @@ def command(source: Path, output: Path | None, force: bool, check: bool) -> None
       profharness scrub traces/runs/20261121-152530-4142
       profharness scrub --check traces/runs
     """
-    from profharness.errors import UsageError
+    from profharness.scrub import audit, scrub
 
     if check:
         if output is not None or force:
             raise UsageError("--check only reads; it goes without -o and --force")
-        _check(source)
+        if not source.exists():
+            raise TraceFormatError(source, "no such file or folder")
+        findings = audit(source)
+        with quiet_stdout() as stream:
+            stream.write("".join(f"{finding}\n" for finding in findings).encode())
+        if findings:
+            raise GateError(
+                f"{source}: {len(findings)} private thing(s); "
+                "`profharness scrub` makes a copy without"
+            )
+        hint(f"{source}: nothing private found")
         return
-    from profharness.scrub import scrub
-
     done = scrub(source, output, force=force)
     for name, instead in done.replaced:
         hint(f"replaced {name} by {instead}")
     for name in done.left_out:
         hint(f"left out {name}")
     hint(f"wrote {done.output}: {len(done.files)} file(s); the audit found nothing private")
-
-
-def _check(source: Path) -> None:
-    from profharness.errors import GateError, TraceFormatError
-    from profharness.scrub import audit
-
-    if not source.exists():
-        raise TraceFormatError(source, "no such file or folder")
-    findings = audit(source)
-    with quiet_stdout() as stream:
-        stream.write("".join(f"{finding}\n" for finding in findings).encode())
-    if findings:
-        raise GateError(
-            f"{source}: {len(findings)} private thing(s); `profharness scrub` makes a copy without"
-        )
-    hint(f"{source}: nothing private found")
