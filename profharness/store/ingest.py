@@ -7,9 +7,10 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
@@ -23,13 +24,11 @@ from profharness.store.insert import (
     CellTrace,
     Inserted,
     config_ids,
-    insert_row,
-    insert_rows,
     insert_trace,
     row_id,
     to_json,
 )
-from profharness.store.schema import connect, forget_run, transaction, waiting
+from profharness.store.schema import connect, forget_run, insert_row, transaction, waiting
 from profharness.trace import LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
@@ -43,9 +42,7 @@ EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tel
 
 @dataclass(frozen=True, slots=True)
 class IngestResult:
-    """What became of one source: status is `new`, `unchanged` or `replaced`; launches and cells are
-    those now stored.
-    """
+    """What became of a source: `new`, `unchanged` or `replaced`; launches and cells now stored."""
 
     run: str
     status: str
@@ -57,9 +54,7 @@ class IngestResult:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """One raw trace file of a source; cells are those that run.json says it covers. problem: why it
-    cannot be read.
-    """
+    """One raw trace of a source, its cells as run.json says; problem: why it cannot be read."""
 
     profiler: str | None
     name: str
@@ -91,9 +86,7 @@ class _RawError(Exception):
 
 
 def find_sources(path: Path) -> list[Path]:
-    """The run folders and trace files that a path stands for. Raises TraceFormatError if there is
-    none.
-    """
+    """The run folders and trace files of a path. Raises TraceFormatError if there is none."""
     try:
         if path.is_file() or (path / RUN_FILE).is_file():
             return [path]
@@ -159,30 +152,6 @@ def _raw(folder: Path, trace: TraceFile) -> Raw:
     return Raw(trace.profiler, trace.path, path, content_hash, trace.cells, problem)
 
 
-class _Writer:
-    """The store, opened when it exists or is needed: a source that cannot be read makes none."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._connection: sqlite3.Connection | None = None
-
-    def existing(self) -> sqlite3.Connection | None:
-        """The connection, None while there is no file. Raises StoreError."""
-        return self.open() if self._connection or self._path.exists() else None
-
-    def open(self) -> sqlite3.Connection:
-        """The connection, on a store that is made if need be. Raises StoreError."""
-        if self._connection is None:
-            # Checking six references a launch costs as much again as writing it; all ids stem
-            # from here.
-            self._connection = connect(self._path, write=True, foreign_keys=False)
-        return self._connection
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-
-
 def ingest_path(
     store: Path, source: Path, *, progress: Progress | None = None
 ) -> list[IngestResult]:
@@ -193,20 +162,22 @@ def ingest_path(
     TraceFormatError for any other source that cannot be read (the store then keeps what it had
     before that source, and none is made), StoreError for a store that cannot be used.
     """
-    writer = _Writer(store)
     results = []
-    try:
+    with ExitStack() as opened:
+        # A source that cannot be read makes no store, so it is opened late. Checking six references
+        # a launch costs as much again as writing it; all ids stem from here.
+        writer = cache(
+            lambda: opened.enter_context(closing(connect(store, write=True, foreign_keys=False)))
+        )
         for path in find_sources(source):
             read = _read_source(path)
             try:
-                results.append(_ingest(writer, read, progress))
+                results.append(_ingest(store, writer, read, progress))
             except StoreError as error:
                 raise StoreError(f"{error}{_remedy(read)}") from None
             except sqlite3.Error as error:
                 message = f"{store}: cannot be written: {error}; name another --store"
                 raise StoreError(f"{message}{_remedy(read)}") from None
-    finally:
-        writer.close()
     return results
 
 
@@ -220,21 +191,23 @@ def _remedy(source: Source) -> str:
     )
 
 
-def _ingest(writer: _Writer, source: Source, progress: Progress | None) -> IngestResult:
-    """The source into the store; a run's trace that turns out unreadable is left out, at the price
-    of a new start.
-    """
+def _ingest(
+    store: Path,
+    writer: Callable[[], sqlite3.Connection],
+    source: Source,
+    progress: Progress | None,
+) -> IngestResult:
+    """A trace of a run that turns out unreadable is left out, at the price of a new start."""
     if source.run is not None:
         _check_record(source.path / RUN_FILE, source.run)
-    existing = writer.existing()
-    unchanged = waiting(lambda: _unchanged(existing, source)) if existing else None
+    unchanged = waiting(lambda: _unchanged(writer(), source)) if store.exists() else None
     if unchanged:
         return unchanged
     while True:
         with ExitStack() as opened:
             try:
                 parsed = [_open(raw, opened) for raw in source.raws if raw.problem is None]
-                connection = writer.open()
+                connection = writer()
                 with transaction(connection):
                     return _unchanged(connection, source) or _write(
                         connection, source, parsed, progress
@@ -249,9 +222,7 @@ def _ingest(writer: _Writer, source: Source, progress: Progress | None) -> Inges
 
 
 def _check_record(path: Path, run: Run) -> None:
-    """Raise TraceFormatError for a record that parses and that the tables cannot hold: told here,
-    before there is a store, and not by SQLite.
-    """
+    """Raise TraceFormatError, before there is a store, for a record that no table can hold."""
     (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
     if count > 1:
         raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
@@ -360,9 +331,7 @@ def _insert_run(
 
 
 def _created(path: Path, parsed: _Parsed) -> str:
-    """When a foreign trace was made: by its own clock if that tells the date, else the file's
-    time.
-    """
+    """When a foreign trace was made: by its own clock if it tells the date, else the file's."""
     starts = [item.start_ns for item in parsed.trace.ranges[:1]]
     seconds = path.stat().st_mtime
     if starts and EPOCH_NS[0] < starts[0] < EPOCH_NS[1]:
@@ -409,10 +378,8 @@ def _insert_cells(
     ids = {
         cell.cell: _insert_cell(connection, run_id, cell, configs[cell.config]) for cell in cells
     }
-    insert_rows(
-        connection,
-        "samples",
-        ("cell_id", "measurement", "ordinal", "duration_ns"),
+    connection.executemany(
+        "INSERT INTO samples (cell_id, measurement, ordinal, duration_ns) VALUES (?, ?, ?, ?)",
         (
             (ids[cell.cell], name, ordinal, value)
             for cell in cells
@@ -481,9 +448,7 @@ def _insert_raw(
 
 
 def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
-    """A warning for each metric asked for that ncu left out: it passes over names that it does not
-    know, without a word.
-    """
+    """A warning for each metric asked for that ncu passed over: it says nothing of its own."""
     if trace.profiler != "ncu" or not trace.num_launches:
         return []
     measured = trace.metrics.names if trace.metrics else []

@@ -17,6 +17,7 @@ from profharness.config import Config
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import axes
 from profharness.store.groups import Grouped, Grouping, Groups
+from profharness.store.schema import insert_row
 from profharness.trace import (
     CELL_RANGE_PREFIX,
     NONE,
@@ -60,35 +61,13 @@ def to_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
-def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
-    """Insert a row given by its columns' names; its id."""
-    marks = ", ".join("?" * len(row))
-    cursor = connection.execute(
-        f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", tuple(row.values())
-    )
-    return int(cursor.lastrowid or 0)
-
-
-def insert_rows(
-    connection: sqlite3.Connection,
-    table: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-) -> None:
-    """Insert rows whose values are in the order of the columns."""
-    marks = ", ".join("?" * len(columns))
-    connection.executemany(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", rows)
-
-
 def row_id(
     connection: sqlite3.Connection,
     table: str,
     key: Mapping[str, object],
     more: Callable[[], Mapping[str, object]] = dict,
 ) -> int:
-    """The id of the row with this key, NULLs included. If there is none it is inserted, and more
-    gives its other columns.
-    """
+    """The id of the row with this key, NULLs included; inserted, with more, if there is none."""
     where = " AND ".join(f"{column} IS ?" for column in key)
     row = connection.execute(f"SELECT id FROM {table} WHERE {where}", tuple(key.values()))
     found = row.fetchone()
@@ -104,9 +83,7 @@ def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dic
 
 
 def sdpa_op(path: str) -> str | None:
-    """The innermost SDPA implementation op of a folded op path; the composite op that dispatches to
-    it does not count.
-    """
+    """The innermost SDPA implementation op of a folded path; the composite op does not count."""
     return next((op for op in reversed(path.split(";")) if SDPA_OP.fullmatch(op)), None)
 
 
@@ -132,9 +109,7 @@ def _name_ids(connection: sqlite3.Connection, table: str, names: Sequence[str]) 
 
 @dataclass(frozen=True, slots=True)
 class CellTrace:
-    """What one trace says about one cell: its profiled calls, the launches of each, and the SDPA op
-    seen.
-    """
+    """What one trace says about one cell: the launches of each profiled call, and the SDPA op."""
 
     cell: str
     launches_per_call: tuple[int, ...]
@@ -162,9 +137,7 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """The profiled calls of one cell: the ordinal of the call that each of its ranges belongs
-    to.
-    """
+    """The profiled calls of one cell: each of its ranges belongs to the call of that ordinal."""
 
     ordinal_of_range: dict[int, int]
     count: int
@@ -173,9 +146,7 @@ class _Calls:
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """From a trace's indices to row ids; the last element of each stands for NONE, so that index -1
-    finds it.
-    """
+    """From a trace's indices to row ids. The last element is NONE, so that index -1 finds it."""
 
     kernel: Column
     launch_config: Column
@@ -259,9 +230,7 @@ def _count_calls(per_call: dict[int, Column], cell: Column, iteration: Column) -
 
 
 def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Calls]:
-    """Calls by cell. Ranges of one cell that overlap (push/pop and start/end of one call) are the
-    same call.
-    """
+    """Calls by cell. Ranges of a cell that overlap (push/pop and start/end) are one call."""
     by_cell: dict[str, list[int]] = {}
     for index, item in enumerate(ranges):
         if item.name.startswith(CELL_RANGE_PREFIX):
@@ -386,11 +355,9 @@ def _insert_columns(
 def _insert_groups(
     connection: sqlite3.Connection, trace_id: int, grouped: Grouped, *, foreign: bool
 ) -> None:
-    """Insert groups twice: with op paths taken together (each showing its busiest one) and
-    apart. A foreign trace's first_ns counts from its first launch.
-    """
+    """Insert groups twice: op paths taken together (each shows its busiest one), and apart."""
     op_paths = grouped.keys[:, -1]
-    origin = int(grouped.fine.first.min()) if foreign else 0
+    origin = int(grouped.fine.first.min()) if foreign else 0  # a foreign trace has no calls
     for by_op, groups, paths in (
         (0, grouped.coarse, op_paths[grouped.busiest()]),
         (1, grouped.fine, op_paths),

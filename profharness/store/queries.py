@@ -93,9 +93,7 @@ class Selection:
 
 
 class LaunchRow(NamedTuple):
-    """One launch, as `Store.launches` streams them; None where a profiler cannot know. Times in ns,
-    on the trace's clock.
-    """
+    """One launch; None where a profiler cannot know. Times in ns, on the trace's clock."""
 
     run: str
     config: str | None
@@ -135,9 +133,7 @@ class LaunchRow(NamedTuple):
 
 
 class RangeRow(NamedTuple):
-    """One user range; parent is the id of the enclosing one, iteration the ordinal of the call of
-    its cell.
-    """
+    """One user range; parent is the enclosing one's id, iteration the ordinal of its call."""
 
     id: int
     profiler: str
@@ -287,9 +283,7 @@ class Store:
     def latest_run_with(
         self, configs: Sequence[Config], backends: Sequence[str] | None = None
     ) -> str | None:
-        """The newest run that has cells for all the configs (on all the backends, if any are
-        given).
-        """
+        """The newest run with cells for all the configs, on all the backends if any are given."""
         ids = [_config_ids(self.connection, [config]) or [] for config in configs]
         if not ids or not all(ids):
             return None
@@ -313,9 +307,7 @@ class Store:
         configs: Sequence[Config] | None = None,
         backends: Sequence[str] | None = None,
     ) -> list[CellRow]:
-        """The cells of a run (None: the latest, `all`: of every run) with raw samples and refusals,
-        in the run's order.
-        """
+        """Cells in the run's order; run None is the latest, `all` the whole store."""
         where, values = _where(
             {
                 "run": self._selected(run),
@@ -408,9 +400,7 @@ class Store:
     def launches(
         self, run: str | None = None, *, profiler: str | None = None, cell: str | None = None
     ) -> Iterator[LaunchRow]:
-        """Stream the launches of a run, trace by trace in the order of their files; nothing is held
-        in memory.
-        """
+        """Stream the launches of a run, trace by trace in the order of their files."""
         where, values = _where(
             {
                 "run": [self.resolve(run or LATEST)],
@@ -466,9 +456,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _whole(row: Record) -> tuple[Any, ...]:
-    """What a row's share is a part of: its cell's launches, or its range's where there is no
-    cell.
-    """
+    """What a row's share is a part of: its cell's launches, or its range's without a cell."""
     inner = row["range_name_id"] if row["cell_id"] is None else None
     return row["trace_id"], row["cell_id"], inner
 

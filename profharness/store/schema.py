@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -244,6 +244,15 @@ def _initial(db: Any) -> None:
         db.execute(statement)
     for name, select in VIEWS.items():
         db.create_view(name, select)
+
+
+def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
+    """Insert a row given by its columns' names; its id."""
+    marks = ", ".join("?" * len(row))
+    cursor = connection.execute(
+        f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", tuple(row.values())
+    )
+    return int(cursor.lastrowid or 0)
 
 
 def forget_run(connection: sqlite3.Connection, run: str) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from profharness.cases import VerificationRow
 from profharness.config import Config, parse_config
 from profharness.devices import MEASURED, Peaks, data_sheet
+from profharness.store.schema import insert_row
 
 _ROWS = """SELECT r.run, v.asked, cf.label AS config, v.case_name AS "case", c.backend, v.what,
     v.error, v.allowance, v.relative_error, v.relative_allowance, v.passed, v.message, c.status
@@ -98,20 +99,10 @@ def insert_peaks(
     connection: sqlite3.Connection, peaks: Peaks, created: str, environment: Mapping[str, Any]
 ) -> None:
     """Keep one measurement with the environment that it was made in."""
-    connection.execute(
-        "INSERT INTO peaks (device, created, bandwidth_bytes_per_s, flops_per_s, l2_bytes, "
-        "num_sms, origin, environment) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            peaks.device,
-            created,
-            peaks.bandwidth_bytes_per_s,
-            json.dumps(peaks.flops_per_s),
-            peaks.l2_bytes,
-            peaks.num_sms,
-            peaks.origin,
-            json.dumps(environment, sort_keys=True),
-        ),
-    )
+    row = asdict(peaks) | {"created": created, "flops_per_s": json.dumps(peaks.flops_per_s)}
+    row["environment"] = json.dumps(environment, sort_keys=True)
+    del row["source"]  # only measured ones are kept
+    insert_row(connection, "peaks", row)
 
 
 def find_peaks(
