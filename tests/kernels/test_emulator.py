@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from emulator import COMPILER, EmulatorError, emulate
+from waiting import PATIENCE_S
 
 SOURCE = Path(__file__).parent / "emulator" / "checks.cu"
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -46,7 +47,7 @@ def run(
     cluster: int = 1,
     cooperative: bool = False,
     seed: int = 0,
-    timeout_s: float = 60,
+    timeout_s: float = PATIENCE_S,
 ) -> None:
     emulate(
         SOURCE,

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from waiting import PATIENCE_S
 
 HERE = Path(__file__).resolve().parent
 COMPILER = shutil.which("g++")
@@ -64,7 +65,7 @@ def emulate(
     cooperative: bool = False,
     seed: int = 0,
     together: Sequence[str] = (),
-    timeout_s: float = 300,
+    timeout_s: float = PATIENCE_S,
 ) -> None:
     """Launches `kernel`, a C++ expression such as `attention<fp16, 64>`, and waits for it.
 
