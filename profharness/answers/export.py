@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import msgspec
 from isal import igzip
@@ -19,10 +19,7 @@ from profharness.devices import Device
 from profharness.errors import NotFoundError
 from profharness.files import atomic_file
 from profharness.rows import TRACE_PROFILERS
-
-if TYPE_CHECKING:
-    from profharness.store import LaunchRow, RangeRow, Store
-
+from profharness.store import LaunchRow, RangeRow, Store
 
 Event = dict[str, Any]
 # A sort key and the event; the number breaks ties, because dicts do not compare.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from profharness.answers.agreement import replacement_notes, replacements
+from profharness.answers.bench.answer import Benched, Loss
 from profharness.answers.bench.rows import BenchRow
 from profharness.config import parse_config
 from profharness.costs import compulsory_bytes, flops
@@ -23,10 +24,6 @@ from profharness.views.document import (
     field_names,
     record,
 )
-
-if TYPE_CHECKING:
-    from profharness.answers.bench.answer import Benched, Loss
-
 
 SCHEMA = "profharness.bench/1"
 FIELDS = field_names(BenchRow)

@@ -6,15 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from profharness.answers.diff.model import Diff, DiffRow
+from profharness.rows import KernelRow
 from profharness.views.document import Block, Column, Document, Heading, Note, Table
 from profharness.views.kernels import COLUMNS as KERNEL_COLUMNS
-
-if TYPE_CHECKING:
-    from profharness.answers.diff.model import Diff, DiffRow
-    from profharness.rows import KernelRow
-
 
 FIELDS = (
     *("config", "backend_baseline", "backend_candidate", "role", "verdict", "changed", "ratio"),

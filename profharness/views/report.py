@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from profharness.answers.bench.answer import benched
 from profharness.answers.diff.answer import diff_cells, find_side
+from profharness.answers.diff.model import Diff
 from profharness.answers.prediction import with_predictions
-from profharness.rows import TRACE_PROFILERS
+from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import BENCH_FILE
+from profharness.store import Store
 from profharness.views.bench import bench_document, rate_blocks
 from profharness.views.cells import (
     cell_blocks,
@@ -29,12 +31,6 @@ from profharness.views.document import Block, Chart, Document, Heading
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
 from profharness.views.steps import math_blocks
 from profharness.views.verify import verify_document
-
-if TYPE_CHECKING:
-    from profharness.answers.diff.model import Diff
-    from profharness.rows import CellRow, KernelRow
-    from profharness.store import Store
-
 
 SCHEMA = "profharness.report/1"
 

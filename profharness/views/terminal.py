@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -127,8 +128,6 @@ def _print_table(console: Console, table: Table, widths: list[int]) -> None:
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:
-    import textwrap
-
     from rich.text import Text
 
     indent = label_width + GAP if note.label else 0

@@ -12,19 +12,15 @@ from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from profharness.answers.bench.answer import benched
 from profharness.answers.bench.rows import CHOSEN
 from profharness.errors import MissingExtraError, NotFoundError, UsageError
-from profharness.store import open_store
+from profharness.store import Store, open_store
 from profharness.views.document import Chart, Note
 from profharness.views.html import render_html
 from profharness.views.report import report_document
-
-if TYPE_CHECKING:
-    from profharness.store import Store
-
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DATABASE = "profharness"  # what the store is called in addresses, whatever its file is called

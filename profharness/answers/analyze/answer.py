@@ -33,6 +33,7 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.rows import CALL_MEASUREMENTS, CellRow, KernelRow
 from profharness.store import Selection, open_store
+from profharness.store.verifications import device_name
 
 FASTER = 1.1  # a ratio of medians below this is not worth a word
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
@@ -254,7 +255,6 @@ def measure_here(path: Path, cells: Sequence[CellRow]) -> None:
     not run on such a device.
     """
     from profharness.runner.probe import measure_peaks
-    from profharness.store.verifications import device_name
 
     with open_store(path) as store:
         devices = {device_name(store.environment(cell.run)) for cell in cells}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -24,15 +24,12 @@ from profharness.answers.bench.rows import (
 from profharness.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends
 from profharness.config import DTYPES, OWN_CHOICE, Config, parse_config
 from profharness.costs import CONVENTIONS
+from profharness.devices import Peaks
 from profharness.dispatch.advice import SDP_BACKENDS, call_code
 from profharness.errors import NotFoundError, UsageError
-from profharness.rows import MEASUREMENTS
+from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import PRECISION, BenchPlan, read_plan
-
-if TYPE_CHECKING:
-    from profharness.devices import Peaks
-    from profharness.rows import CellRow
-    from profharness.store import Store
+from profharness.store import Store
 
 
 def read_baseline(text: str | None) -> Config | None:

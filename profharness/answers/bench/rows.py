@@ -6,18 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from profharness import costs, stats
 from profharness.config import Config, parse_config
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.errors import NotFoundError
-from profharness.rows import MEASUREMENTS
-
-if TYPE_CHECKING:
-    from profharness.rows import CellRow
-    from profharness.store import Store
-
+from profharness.rows import MEASUREMENTS, CellRow
+from profharness.store import Store
 
 CLOCK_MOVED = 0.05
 FEW_SAMPLES = 5

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from profharness import stats
 from profharness.answers.diff.model import Change, Diff, DiffRow, Side, Verdict, environment_changes
 from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
+from profharness.config import Config
 from profharness.errors import NotFoundError
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
-from profharness.store import Selection
-
-if TYPE_CHECKING:
-    from profharness.config import Config
-    from profharness.store import Store
-
+from profharness.store import Selection, Store
 
 Groups = dict[str, tuple[KernelRow, ...]]
 
