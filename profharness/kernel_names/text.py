@@ -83,7 +83,6 @@ DTYPES = {
     "c10::Float8_e5m2": "fp8_e5m2",
 }
 
-
 _CAST = re.compile(r"\((?:unsigned |signed )?(?:int|long long|long|short|char|size_t)\)(?=-?\d)")
 _BOOL = re.compile(r"\(bool\)([01])")
 _RETURN_TYPE = re.compile(

@@ -70,6 +70,18 @@ class NeedExactTimes(Exception):
     """
 
 
+class Ids(dict[Any, int]):
+    """Numbers of values in order of first use: looking a new one up gives it the next number."""
+
+    def __missing__(self, value: Any) -> int:
+        number = self[value] = len(self)
+        return number
+
+    def column(self, values: list[Any]) -> Ints:
+        """The number of each value."""
+        return np.fromiter(map(self.__getitem__, values), np.int64, len(values))
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """One stretch of rows in a spool file: rows of `columns` int64, column after column.
@@ -120,11 +132,11 @@ class RangeColumns:
 class Tables:
     """What one process read: interned strings, row blocks, ranges, counts."""
 
-    threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
-    kernels: dict[tuple[str, str], int] = field(default_factory=dict)
-    configs: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    apis: dict[str, int] = field(default_factory=dict)
-    names: dict[str, int] = field(default_factory=dict)
+    threads: Ids = field(default_factory=Ids)
+    kernels: Ids = field(default_factory=Ids)
+    configs: Ids = field(default_factory=Ids)
+    apis: Ids = field(default_factory=Ids)
+    names: Ids = field(default_factory=Ids)
     gpu: list[Block] = field(default_factory=list)
     launches: list[Block] = field(default_factory=list)
     ops: list[Block] = field(default_factory=list)
@@ -229,8 +241,8 @@ class Collector:
         rows = GpuRows(
             start=start,
             duration=duration,
-            kernel=_interned(kernels, ((kinds[type(e)], e.name) for e in events)),
-            config=_interned(configs, ((a.grid, a.block, a.registers, a.shared) for a in args)),
+            kernel=kernels.column([(kinds[type(e)], e.name) for e in events]),
+            config=configs.column([(a.grid, a.block, a.registers, a.shared) for a in args]),
             device=_checked([a.device for a in args], keep),
             stream=_checked([a.stream for a in args], keep),
             correlation=_checked([a.correlation for a in args], keep),
@@ -247,7 +259,7 @@ class Collector:
         keep = np.ones(len(events), np.bool_)
         rows = LaunchRows(
             correlation=_checked([e.args.correlation for e in events], keep),
-            api=_interned(self.tables.apis, (e.name for e in events)),
+            api=self.tables.apis.column([e.name for e in events]),
             thread=self._threads(events),
             start=self._nanoseconds([e.ts for e in events], keep),
         )
@@ -255,7 +267,7 @@ class Collector:
 
     def _write_ops(self, events: list[Any], order: tuple[int, int]) -> None:
         start, duration, keep = self._times(events)
-        names = _interned(self.tables.names, (e.name for e in events))
+        names = self.tables.names.column([e.name for e in events])
         rows = OpRows(start, start + duration, self._threads(events), names)
         self._write(self.tables.ops, rows, keep, order, start, rows.end)
 
@@ -289,7 +301,7 @@ class Collector:
         return np.array(result, np.int64)
 
     def _threads(self, events: list[Any]) -> Ints:
-        return _interned(self.tables.threads, ((e.pid, e.tid) for e in events))
+        return self.tables.threads.column([(e.pid, e.tid) for e in events])
 
     def _write(
         self,
@@ -320,11 +332,6 @@ def _to_ns(micro: NDArray[np.float64]) -> Ints:
     whole = np.floor(micro)
     fraction = np.rint((micro - whole) * 1000)
     return whole.astype(np.int64) * 1000 + fraction.astype(np.int64)
-
-
-def _interned(ids: dict[Any, int], values: Iterable[Any]) -> Ints:
-    """The id of each value; a new one gets the next."""
-    return np.array([ids.setdefault(value, len(ids)) for value in values], np.int64)
 
 
 def _checked(values: list[int], keep: Flags) -> Ints:

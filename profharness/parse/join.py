@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from profharness.parse.columns import (
     Block,
     GpuRows,
+    Ids,
     Ints,
     LaunchRows,
     OpRows,
@@ -239,8 +240,7 @@ def merge(tables: list[Tables], spools: list[Spool]) -> Source:
     for owner, other in enumerate(tables[1:], start=1):
         mine: dict[str, Ints] = {}
         for name in ID_TABLES.values():
-            into, values = getattr(merged, name), getattr(other, name)
-            mine[name] = np.array([into.setdefault(value, len(into)) for value in values], np.int64)
+            mine[name] = getattr(merged, name).column(list(getattr(other, name)))
         maps.append(mine)
         merged.ranges.extend(other.ranges, mine["threads"])
         for name in ("gpu", "launches", "ops"):
@@ -319,7 +319,7 @@ class Stacks:
 
     def __init__(self, source: Source, *, rows: int = SLICE_ROWS) -> None:
         self._source = source
-        self.paths: dict[tuple[int, int], int] = {}  # (id of the stack above, name) to id
+        self.paths = Ids()  # (id of the stack above, name) to id
         self.borders = _borders(source.tables.ops, rows)
         self._cache: dict[int, OpSlice] = {}
 
@@ -347,7 +347,7 @@ class Stacks:
         for row in has[~nested]:
             path = -1
             for index in ops.intervals.chain(int(at[row]), int(t[row])):
-                path = self.paths.setdefault((path, int(ops.names[index])), len(self.paths))
+                path = self.paths[path, int(ops.names[index])]
             result[row] = path
         return result
 
@@ -368,8 +368,7 @@ class Stacks:
         new, ids = {-1: -1}, self.paths
         for row, parent, name in zip(rows.tolist(), *columns, strict=True):
             above = new.get(parent)
-            key = (int(paths[parent]) if above is None else above, name)
-            new[row] = ids.setdefault(key, len(ids))
+            new[row] = ids[int(paths[parent]) if above is None else above, name]
         paths[rows] = [new[row] for row in rows.tolist()]
 
     def slice(self, number: int) -> OpSlice:

@@ -6,15 +6,14 @@ order from 0, and ranges around them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from profharness.devices import Device
 from profharness.kernel_names import canonical
+from profharness.parse.columns import Ids, make_device
 from profharness.parse.ncu_csv import (
     CONSTANTS,
     DEFAULT_DOMAIN,
@@ -30,26 +29,14 @@ from profharness.parse.ncu_readers import read_report
 from profharness.profilers.ncu import check_file
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Metrics, Range, Trace, range_cell
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
-T = TypeVar("T")
-
-
-PROFILER = "ncu"
 OWN_DOMAIN = "profharness"
 UNKNOWN_STEP_NS = 1  # what a kernel without a time takes in the order of launches
-
-
 # Units of time as ncu writes them: <= 2024 the long words, from 2025 the short ones.
 NANOSECONDS = {
     "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6,
     "s": 1e9, "second": 1e9,
 }  # fmt: skip
 EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
-
-
 _DEVICE_FIELDS = {
     "compute_major": "compute_capability_major",
     "compute_minor": "compute_capability_minor",
@@ -62,6 +49,7 @@ _DEVICE_FIELDS = {
     "shared_bytes_per_block": "max_shared_memory_per_block",
     "shared_bytes_per_block_optin": "max_shared_memory_per_block_optin",
     "shared_bytes_per_sm": "max_shared_memory_per_multiprocessor",
+    "warp_size": "warp_size",
 }
 
 
@@ -96,63 +84,43 @@ def nanoseconds(value: float, unit: str) -> int:
 def _trace(report: NcuReport, environment: dict[str, object]) -> Trace:
     launches, units = report.launches, report.units
     durations = [_duration(launch, units) for launch in launches]
-    configs = _Interned[LaunchConfig]()
-    kernels = _Interned[str]()
-    steps = [UNKNOWN_STEP_NS if one == NONE else one for one in durations]
-    ends = np.cumsum(np.array(steps, np.int64), dtype=np.int64)
-    starts = ends - np.array(steps, np.int64)
+    configs = Ids()
+    kernels = Ids()
+    steps = np.array([UNKNOWN_STEP_NS if ns == NONE else ns for ns in durations], np.int64)
+    ends = np.cumsum(steps, dtype=np.int64)
+    starts = ends - steps
     ranges, inner, cells = _ranges(launches, starts.tolist(), ends.tolist())
-    unknown = np.full(len(launches), NONE, np.int64)
-    columns = dict.fromkeys((item.name for item in fields(LaunchBatch)), unknown) | {
-        "kernel": _column(kernels.add(canonical(one.name)) for one in launches),
-        "launch_config": _column(configs.add(_launch_config(one, units)) for one in launches),
-        "range": _column(inner),
-        "cell_range": _column(cells),
-        "device": _column(one.device for one in launches),
-        "stream": _column(NONE if one.stream is None else one.stream for one in launches),
+    columns = {
+        "kernel": kernels.column([canonical(launch.name) for launch in launches]),
+        "launch_config": configs.column([_launch_config(launch, units) for launch in launches]),
+        "range": inner,
+        "cell_range": cells,
+        "device": [launch.device for launch in launches],
+        "stream": [NONE if launch.stream is None else launch.stream for launch in launches],
         "start_ns": starts,
-        "duration_ns": _column(durations),
+        "duration_ns": durations,
     }
-
-    def batches() -> Iterator[LaunchBatch]:
-        if launches:
-            yield LaunchBatch(**columns)
-
+    unknown = [NONE] * len(launches)
+    batch = LaunchBatch(
+        *(np.array(columns.get(item.name, unknown), np.int64) for item in fields(LaunchBatch))
+    )
     return Trace(
-        profiler=PROFILER,
+        profiler="ncu",
         devices=_devices(launches),
         environment=environment,
-        kernels=kernels.items,
-        kernel_kinds=["kernel"] * len(kernels.items),
-        launch_configs=configs.items,
+        kernels=list(kernels),
+        kernel_kinds=["kernel"] * len(kernels),
+        launch_configs=list(configs),
         op_paths=[],
         apis=[],
         ranges=ranges,
         num_launches=len(launches),
         skipped=report.skipped,
-        batches=batches,
+        batches=lambda: iter([batch] if launches else []),
         close=lambda: None,
         warnings=_warnings(report, durations),
         metrics=_metrics(report),
     )
-
-
-class _Interned(Generic[T]):
-    """A list without repeats, and the place of each item."""
-
-    def __init__(self) -> None:
-        self.items: list[T] = []
-        self._places: dict[T, int] = {}
-
-    def add(self, item: T) -> int:
-        place = self._places.setdefault(item, len(self.items))
-        if place == len(self.items):
-            self.items.append(item)
-        return place
-
-
-def _column(values: Iterator[int] | list[int]) -> NDArray[np.int64]:
-    return np.fromiter(values, np.int64)
 
 
 def _duration(launch: NcuLaunch, units: dict[str, str]) -> int:
@@ -207,28 +175,28 @@ def _ranges(
     launches: list[NcuLaunch], starts: list[int], ends: list[int]
 ) -> tuple[list[Range], list[int], list[int]]:
     """All ranges, and for each launch the index of its innermost range and of its cell's."""
-    found: list[tuple[str, int, int | None]] = []  # name, start, parent
+    opened: list[tuple[str, int, int | None]] = []  # name, start, parent
     stops: list[int] = []
     stack: list[int] = []
     inner, cells = [], []
     for launch, start, end in zip(launches, starts, ends, strict=True):
         names = _open_ranges(launch)
         kept = 0
-        while kept < min(len(stack), len(names)) and found[stack[kept]][0] == names[kept]:
+        while kept < min(len(stack), len(names)) and opened[stack[kept]][0] == names[kept]:
             kept += 1
         del stack[kept:]
         for name in names[kept:]:
-            found.append((name, start, stack[-1] if stack else None))
+            opened.append((name, start, stack[-1] if stack else None))
             stops.append(end)
-            stack.append(len(found) - 1)
+            stack.append(len(opened) - 1)
         for index in stack:
             stops[index] = end
         inner.append(stack[-1] if stack else NONE)
-        owners = [index for index in stack if range_cell(found[index][0]) is not None]
+        owners = [index for index in stack if range_cell(opened[index][0]) is not None]
         cells.append(owners[-1] if owners else NONE)
     ranges = [
         Range(name, start, stop - start, NONE, NONE, parent)
-        for (name, start, parent), stop in zip(found, stops, strict=True)
+        for (name, start, parent), stop in zip(opened, stops, strict=True)
     ]
     return ranges, inner, cells
 
@@ -237,21 +205,14 @@ def _devices(launches: list[NcuLaunch]) -> tuple[Device, ...]:
     """The devices that a report describes; one without a name or a core figure is left out."""
     devices: dict[int, Device] = {}
     for launch in launches:
-        if launch.device in devices:
-            continue
-        name = launch.texts.get(f"{DEVICE_PREFIX}display_name")
-        told = {
-            field: _whole(launch.values.get(DEVICE_PREFIX + attribute))
-            for field, attribute in _DEVICE_FIELDS.items()
-        }
-        major, minor, sms = (
-            told.pop("compute_major"), told.pop("compute_minor"), told.pop("num_sms")
-        )  # fmt: skip
-        if name and major is not None and minor is not None and sms is not None:
-            warp = _whole(launch.values.get(f"{DEVICE_PREFIX}warp_size")) or 32
-            devices[launch.device] = Device(
-                launch.device, name, major, minor, sms, **told, warp_size=warp
-            )
+        if launch.device not in devices:
+            limits = {
+                field: _whole(launch.values.get(DEVICE_PREFIX + attribute))
+                for field, attribute in _DEVICE_FIELDS.items()
+            }
+            name = launch.texts.get(f"{DEVICE_PREFIX}display_name") or None
+            if device := make_device(launch.device, name, limits):
+                devices[launch.device] = device
     return tuple(devices[index] for index in sorted(devices))
 
 
@@ -264,8 +225,9 @@ def _metrics(report: NcuReport) -> Metrics | None:
     place = {name: index for index, name in enumerate(names)}
     values = np.full((len(report.launches), len(names)), np.nan)
     for row, launch in zip(values, report.launches, strict=True):
-        pairs = [(place[name], one) for name, one in launch.values.items() if name in place]
-        row[[index for index, _ in pairs]] = [one for _, one in pairs]
+        for name, value in launch.values.items():
+            if name in place:
+                row[place[name]] = value
     return Metrics(names, [report.units.get(name, "") for name in names], values)
 
 

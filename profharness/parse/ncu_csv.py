@@ -22,6 +22,25 @@ DURATION = "gpu__time_duration.sum"
 DEVICE_PREFIX = "device__attribute_"
 CONSTANTS = (DEVICE_PREFIX, "nvlink__")  # facts of the machine, the same for every kernel
 
+PUSH_POP = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+START_END = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+OWN_COLUMNS = (
+    "ID", "Process ID", "Process Name", "Host Name", PUSH_POP, START_END, "Kernel Name",
+    "Kernel Time", "Context", "Stream", "Block Size", "Grid Size", "Device", "CC",
+)  # fmt: skip
+LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
+EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
+AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
+
+WITNESSES = 1000  # numbers that have to tell their decimal mark
+_MARKS = " \u00a0\u202f'\u2019\ufffd"  # what locales put between thousands besides , and .
+_NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
+_NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
+_TRIPLE = re.compile(r"\(\s*(\d+),\s*(\d+),\s*(\d+)\s*\)")
+_ITEM_TAIL = r":[^:]*:[^:]*:[^:]*:[^:]*:[^:]*"  # payload type and value, colour type and value, …
+_ITEM = re.compile(rf"(?P<domain>.*?):(?P<name>.+){_ITEM_TAIL}:(?P=name)", re.DOTALL)
+_ITEM_PLAIN = re.compile(rf"(?P<domain>.*?):(?P<name>.+?){_ITEM_TAIL}:[^:]*", re.DOTALL)
 
 Triple = tuple[int, int, int]
 
@@ -66,38 +85,6 @@ class NcuReport:
     skipped: int = 0
 
 
-PUSH_POP = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
-START_END = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
-OWN_COLUMNS = (
-    "ID", "Process ID", "Process Name", "Host Name", PUSH_POP, START_END, "Kernel Name",
-    "Kernel Time", "Context", "Stream", "Block Size", "Grid Size", "Device", "CC",
-)  # fmt: skip
-LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
-EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
-AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
-
-
-WITNESSES = 1000  # numbers that have to tell their decimal mark
-
-
-_MARKS = " \u00a0\u202f'\u2019\ufffd"  # what locales put between thousands besides , and .
-_NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
-_PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
-_TRIPLE = re.compile(r"\(\s*(\d+),\s*(\d+),\s*(\d+)\s*\)")
-_ITEM_TAIL = r":[^:]*:[^:]*:[^:]*:[^:]*:[^:]*"  # payload type and value, colour type and value, …
-_ITEM = re.compile(rf"(?P<domain>.*?):(?P<name>.+){_ITEM_TAIL}:(?P=name)", re.DOTALL)
-_ITEM_PLAIN = re.compile(rf"(?P<domain>.*?):(?P<name>.+?){_ITEM_TAIL}:[^:]*", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """The cells of a raw table by kernel, without the lines around it."""
-
-    columns: list[str]
-    units: list[str]
-    rows: list[list[str]]
-
-
 def read_csv_file(path: Path) -> NcuReport:
     """The kernels of a CSV file. Raises TraceFormatError as `read_table` does."""
     return read_csv_text(read_text(path), path)
@@ -119,8 +106,8 @@ def read_csv_text(text: str, path: Path) -> NcuReport:
     """
     columns, records = read_table(text, path)
     if _is_long(columns):
-        return _report(_widen(columns, records, path))
-    return _report(_Table(columns, records[0], [row for row in records if row[0]]))
+        return _report(*_widen(columns, records, path))
+    return _report(columns, records[0], [row for row in records if row[0]])
 
 
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
@@ -153,7 +140,7 @@ def decimal_mark(cells: Iterable[str]) -> str:
     `1.234,5` and `0,25` tell; `84,480` alone could be either.
     """
     seen = {".": 0, ",": 0}
-    for mark in islice(filter(None, map(_told, cells)), WITNESSES):
+    for mark in islice(filter(None, map(_mark, cells)), WITNESSES):
         seen[mark] += 1
     return "," if seen[","] > seen["."] else "."
 
@@ -186,11 +173,8 @@ def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
     if not body:
         return ()
     items = body[1:-1].split('"  "') if body.startswith('"') else [body]
-    found = (_item(item, numbered) for item in items)
-    return tuple(item for item in found if item is not None)
-
-
-_NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
+    ranges = (_item(item, numbered) for item in items)
+    return tuple(item for item in ranges if item is not None)
 
 
 def _cells(line: str) -> list[str]:
@@ -246,8 +230,12 @@ def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
     )
 
 
-def _widen(columns: list[str], records: list[list[str]], path: Path) -> _Table:
-    """The long form as a table. Rows without a metric are advice and are left out."""
+def _widen(
+    columns: list[str], records: list[list[str]], path: Path
+) -> tuple[list[str], list[str], list[list[str]]]:
+    """The long form as a raw table: columns, units, rows by kernel. Rows without a metric are advice
+    and are left out.
+    """
     place = {name: index for index, name in enumerate(columns)}
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
     own = [name for name in columns if name in OWN_COLUMNS]
@@ -255,7 +243,7 @@ def _widen(columns: list[str], records: list[list[str]], path: Path) -> _Table:
     kernels: dict[str, tuple[list[str], dict[str, str]]] = {}
     for row in records:
         name = row[name_at]
-        head = kernels.setdefault(row[0], ([row[place[one]] for one in own], {}))
+        _, metrics = kernels.setdefault(row[0], ([row[place[column]] for column in own], {}))
         if "__" not in name:
             if name:
                 raise TraceFormatError(
@@ -267,25 +255,25 @@ def _widen(columns: list[str], records: list[list[str]], path: Path) -> _Table:
         if units.setdefault(name, row[unit_at]) != row[unit_at]:
             message = f"{name} in {units[name]} and in {row[unit_at]}; export with --page raw"
             raise TraceFormatError(path, message, expected=EXPECTED)
-        head[1][name] = row[value_at]
+        metrics[name] = row[value_at]
     rows = [[*head, *(cells.get(name, "") for name in units)] for head, cells in kernels.values()]
-    return _Table([*own, *units], ["" for _ in own] + list(units.values()), rows)
+    return [*own, *units], ["" for _ in own] + list(units.values()), rows
 
 
-def _report(table: _Table) -> NcuReport:
-    place = {name: index for index, name in enumerate(table.columns)}
+def _report(columns: list[str], units: list[str], rows: list[list[str]]) -> NcuReport:
+    place = {name: index for index, name in enumerate(columns)}
     metrics = [(name, index) for name, index in place.items() if name not in OWN_COLUMNS]
     fixed = [pair for pair in metrics if pair[0].startswith(CONSTANTS)]
     moving = [pair for pair in metrics if not pair[0].startswith(CONSTANTS)]
-    mark = decimal_mark(row[index] for row in table.rows for _, index in metrics)
+    mark = decimal_mark(row[index] for row in rows for _, index in metrics)
     devices: set[int] = set()
     launches = []
-    for row in table.rows:
-        device = _whole(row, place, "Device") or 0
-        wanted = moving if device in devices else [*fixed, *moving]
+    for row in rows:
+        device = (_whole(row[place["Device"]]) if "Device" in place else None) or 0
+        named = moving if device in devices else [*fixed, *moving]
         devices.add(device)
-        launches.append(_launch(row, place, wanted, mark, device))
-    return NcuReport(launches, {name: table.units[index] for name, index in metrics})
+        launches.append(_launch(row, place, named, mark, device))
+    return NcuReport(launches, {name: units[index] for name, index in metrics})
 
 
 def _launch(
@@ -300,25 +288,21 @@ def _launch(
             values[name] = value
         elif cell:
             texts[name] = cell
-
-    def own(column: str) -> str:
-        return row[place[column]] if column in place else ""
-
+    own = {column: row[place[column]] for column in OWN_COLUMNS if column in place}
     return NcuLaunch(
-        name=own("Kernel Name"),
+        name=own["Kernel Name"],
         values=values,
         texts=texts,
         device=device,
-        stream=_whole(row, place, "Stream"),
-        start_end=nvtx_ranges(own(START_END), numbered=True),
-        push_pop=nvtx_ranges(own(PUSH_POP)),
-        grid=_triple(own("Grid Size")),
-        block=_triple(own("Block Size")),
+        stream=_whole(own.get("Stream", "")),
+        start_end=nvtx_ranges(own.get(START_END, ""), numbered=True),
+        push_pop=nvtx_ranges(own.get(PUSH_POP, "")),
+        grid=_triple(own.get("Grid Size", "")),
+        block=_triple(own.get("Block Size", "")),
     )
 
 
-def _whole(row: list[str], place: dict[str, int], column: str) -> int | None:
-    text = row[place[column]] if column in place else ""
+def _whole(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
@@ -333,7 +317,7 @@ def _item(text: str, numbered: bool) -> NvtxRange | None:
     return NvtxRange(match["domain"] or DEFAULT_DOMAIN, match["name"]) if match else None
 
 
-def _told(text: str) -> str | None:
+def _mark(text: str) -> str | None:
     """The decimal mark that one number gives away."""
     bare = text.strip().translate(_NO_MARKS)
     if ("." not in bare and "," not in bare) or not _NUMBER.fullmatch(bare):

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ MODULE = "ncu_report"
 EXTRAS = Path("extras", "python", f"{MODULE}.py")
 KERNEL = 0  # IAction.workload_type(); 1 and up are ranges, command lists and graphs
 STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # IMetric.kind()
+IMPORT_TIMEOUT_S = 600.0
+UNKNOWN_ID = "0"
+COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
 
 
 def import_package() -> Any | None:
@@ -68,22 +71,12 @@ def read_with(module: Any, path: Path) -> NcuReport | None:
     if not context.num_ranges():
         return None
     units: dict[str, str] = {}
-    launches: list[NcuLaunch] = []
     devices: set[int] = set()
-    skipped = 0
-    for action in _actions(context):
-        if action.workload_type() == KERNEL:
-            launches.append(_launch(action, units, devices))
-        else:
-            skipped += 1
-    return NcuReport(launches, units, skipped)
-
-
-def _actions(context: Any) -> Iterator[Any]:
-    for place in range(context.num_ranges()):
-        part = context.range_by_idx(place)
-        for index in range(part.num_actions()):
-            yield part.action_by_idx(index)
+    parts = [context.range_by_idx(place) for place in range(context.num_ranges())]
+    actions = [part.action_by_idx(index) for part in parts for index in range(part.num_actions())]
+    kernels = [action for action in actions if action.workload_type() == KERNEL]
+    launches = [_launch(action, units, devices) for action in kernels]
+    return NcuReport(launches, units, skipped=len(actions) - len(kernels))
 
 
 def _launch(action: Any, units: dict[str, str], devices: set[int]) -> NcuLaunch:
@@ -128,16 +121,11 @@ def _nvtx(action: Any) -> tuple[tuple[NvtxRange, ...], tuple[NvtxRange, ...]]:
     state = action.nvtx_state()
     if state is None:
         return (), ()
-    domains = [state.domain_by_id(one) for one in sorted(state.domains())]
-    named = [(domain.name(), domain) for domain in domains]
+    domains = [state.domain_by_id(number) for number in sorted(state.domains())]
     return (
-        tuple(NvtxRange(name, text) for name, one in named for text in one.start_end_ranges()),
-        tuple(NvtxRange(name, text) for name, one in named for text in one.push_pop_ranges()),
+        tuple(NvtxRange(one.name(), text) for one in domains for text in one.start_end_ranges()),
+        tuple(NvtxRange(one.name(), text) for one in domains for text in one.push_pop_ranges()),
     )
-
-
-UNKNOWN_ID = "0"
-COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
 
 
 def report_to_csv(report: Path, output: Path) -> None:
@@ -149,13 +137,12 @@ def report_to_csv(report: Path, output: Path) -> None:
     ranges are 0, process and host names empty. Raises TraceFormatError for what is no report and
     MissingReaderError where nothing can read it.
     """
-
     write_csv(read_report(report), output)
 
 
 def write_csv(report: NcuReport, output: Path) -> None:
     """Write kernels as `report_to_csv` does."""
-    names = sorted({name for one in report.launches for name in (*one.values, *one.texts)})
+    names = sorted({name for row in report.launches for name in (*row.values, *row.texts)})
     constants: dict[int, NcuLaunch] = {}
     with output.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n")
@@ -206,14 +193,10 @@ def _dims(launch: NcuLaunch, what: str, known: Triple | None) -> str:
 
 def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
     """An NVTX cell: domain, name, four unknown fields, the message's type, and the name again."""
-    items = (
-        f'"{f"{place}:" if numbered else ""}{one.domain}:{one.name}:none:none:none:none:ASCII:{one.name}"'
-        for place, one in enumerate(ranges)
+    return "  ".join(
+        f'"{f"{place}:" if numbered else ""}{item.domain}:{item.name}:none:none:none:none:ASCII:{item.name}"'
+        for place, item in enumerate(ranges)
     )
-    return "  ".join(items)
-
-
-IMPORT_TIMEOUT_S = 600.0
 
 
 class MissingReaderError(MissingExtraError):
@@ -231,10 +214,6 @@ class MissingReaderError(MissingExtraError):
         )
 
 
-class _Unavailable(Exception):
-    """This way is not there on this machine."""
-
-
 def read_report(path: Path, *, known: NcuFile | None = None) -> NcuReport:
     """The kernels of a report by the first way that can read it. known: what `check_file` said.
 
@@ -245,11 +224,7 @@ def read_report(path: Path, *, known: NcuFile | None = None) -> NcuReport:
     if not known.results:
         return NcuReport([], {})
     tried = []
-    for name, read in READERS.items():
-        try:
-            report = read(path)
-        except _Unavailable:
-            continue
+    for name, report in _attempts(path):
         if report is not None:
             return report
         tried.append(name)
@@ -263,37 +238,19 @@ def read_report(path: Path, *, known: NcuFile | None = None) -> NcuReport:
     )
 
 
-def _by_package(path: Path) -> NcuReport | None:
+def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | None]]:
+    """(name, report) of each way that this machine has; None where the way cannot read the file."""
     module = import_package()
-    if module is None:
-        raise _Unavailable
-    return read_with(module, path)
-
-
-def _by_extras(path: Path) -> NcuReport | None:
-    module = import_from_tool(_find_ncu())
-    if module is None:
-        raise _Unavailable
-    return read_with(module, path)
-
-
-def _by_ncu(path: Path) -> NcuReport | None:
-    output = import_csv(_find_ncu(), path)
-    return None if output is None else read_csv_text(output, path)
-
-
-READERS: dict[str, Callable[[Path], NcuReport | None]] = {
-    "ncu_report": _by_package,
-    "Nsight Compute's ncu_report": _by_extras,
-    "ncu --import": _by_ncu,
-}
-
-
-def _find_ncu() -> Path:
+    if module is not None:
+        yield "ncu_report", read_with(module, path)
     tool = find_tool("ncu")
     if tool is None:
-        raise _Unavailable
-    return tool.path
+        return
+    module = import_from_tool(tool.path)
+    if module is not None:
+        yield "Nsight Compute's ncu_report", read_with(module, path)
+    output = import_csv(tool.path, path)
+    yield "ncu --import", None if output is None else read_csv_text(output, path)
 
 
 def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) -> str | None:

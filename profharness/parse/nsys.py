@@ -26,6 +26,7 @@ from profharness.parse.columns import (
     Block,
     Flags,
     GpuRows,
+    Ids,
     Ints,
     LaunchRows,
     Spool,
@@ -83,7 +84,6 @@ MAX_DIAGNOSTICS = 5
 WARNING = 2  # DIAGNOSTIC_EVENT.severity; 3 is an error
 PRODUCT = {"EXPORT_PRODUCT_VERSION": "nsys_version", "EXPORT_SCHEMA_VERSION": "nsys_schema_version"}
 SYSTEM = {"CudaDriverVersion": "cuda_driver_version", "NvDriverVersion": "driver_version"}
-
 
 _VERSION = re.compile(r"\d[\w.\-+]{0,63}")
 _PRIVATE = re.compile(r"[/\\@=~]|\w\.\w+\.\w")  # a path, an address, an assignment, a host
@@ -190,8 +190,7 @@ class _Kernels:
     """
 
     def __init__(self, export: Export, variants: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
-        names: dict[tuple[str, str], int] = {}
-        configs: dict[LaunchConfig, int] = {}
+        names, configs = Ids(), Ids()
         texts = _kernel_texts(export, variants)
         canonical, left = canonical_names(list(dict.fromkeys(texts.values())))
         kernel_of, config_of = [], []
@@ -205,8 +204,8 @@ class _Kernels:
                 key = ("memcpy", memcpy_name(*kinds))
             else:
                 key = ("memset", memset_name(*kinds))
-            kernel_of.append(names.setdefault(key, len(names)))
-            config_of.append(configs.setdefault(config, len(configs)))
+            kernel_of.append(names[key])
+            config_of.append(configs[config])
         self.names = [name for _, name in names]
         self.kinds = [kind for kind, _ in names]
         self.configs = list(configs)
@@ -251,10 +250,10 @@ class Reader:
 
     def __init__(self, export: Export, spool: Spool) -> None:
         self.tables = Tables()
-        self.variants: dict[tuple[str, tuple[Any, ...]], int] = {}
+        self.variants = Ids()
         self._export = export
         self._spool = spool
-        self._processes: dict[int, int] = {}
+        self._processes = Ids()
         self._needed: list[NDArray[np.uint8]] | None = []
         self._strings: dict[int, str | None] = {}
 
@@ -331,10 +330,7 @@ class Reader:
         for batch in self._export.batches(table, columns, filled=width):
             rows, batch = self._numbers(batch, width)
             start, end, device, stream, correlation, process, node, size = rows
-            variant = np.array(
-                [variants.setdefault((table, row[width:]), len(variants)) for row in batch],
-                np.int64,
-            )
+            variant = variants.column([(table, row[width:]) for row in batch])
             keep = (np.abs(start) < MAX_NS) & (np.abs(end) < MAX_NS) & (end >= start)
             self.tables.skipped += int((~keep).sum())
             key = self._keys(correlation, process)
@@ -410,17 +406,15 @@ class Reader:
             if len(calls) != 1:
                 return -1
             number = calls[0]
-        found = self._processes.setdefault(number, len(self._processes))
+        found = self._processes[number]
         return found if found < MAX_PROCESSES else -1
 
     def _thread(self, number: int) -> int:
-        threads = self.tables.threads
-        key = ((number >> 24) & 0xFFFFFF, number & 0xFFFFFF)
-        return threads.setdefault(key, len(threads))
+        return self.tables.threads[(number >> 24) & 0xFFFFFF, number & 0xFFFFFF]
 
     def _api(self, string: int) -> int:
         name = _API_VERSION.sub("", self._string(string) or "unknown")
-        return self.tables.apis.setdefault(name, len(self.tables.apis))
+        return self.tables.apis[name]
 
     def _string(self, number: Any) -> str | None:
         if number not in self._strings:

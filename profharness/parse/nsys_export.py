@@ -27,7 +27,6 @@ MAX_CHILDREN = 4
 
 CHILD = "from profharness.parse.nsys_export import main; main()"
 
-
 # nsys's own numbers, as its ENUM tables have them, in Kineto's words
 COPY_KINDS = {
     1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD",
@@ -37,7 +36,6 @@ MEMORY_KINDS = {
     0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static",
     6: "Managed Static", 7: "Unknown",
 }  # fmt: skip
-
 
 _REFERENCE = re.compile(r"S[0-9A-Z]*_|T[0-9]*_")
 
@@ -129,7 +127,6 @@ STORE_TABLES = {"kernel_launches", "kernel_summary", "cell_summary"}
 MAX_TEXT = 65536  # characters of one string that are ever read
 MAX_IDS = 1000
 FETCH_ROWS = 8192
-
 
 _MARK = re.compile(r"(?:META_DATA_EXPORT|EXPORT_META_DATA|CUPTI_ACTIVITY_.*|NVTX_EVENTS.*)")
 _VERSIONED = re.compile(r"(?P<base>.+?)_V(?P<number>\d{1,4})")
