@@ -125,7 +125,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
         DEVICES,
         load=lambda: _implementation(source).attention,
         supports=lambda config: _supports(source, config),
-        tuning=lambda: _tuning(source),
+        tuning=lambda: _implementation(source).tuning(),
         refuses=(NotImplementedError,),
         source=source,
         file=Path(path) if path.endswith(".py") else _file_of(path),
@@ -177,7 +177,7 @@ class _Implementation:
 
     attention: Attention
     supports: Callable[[Config], Any] | None
-    tuning: Callable[[], Any] | None
+    tuning: Callable[[], Any]
 
 
 def _of_file(path: Path, function: str, text: str) -> Backend:
@@ -245,11 +245,6 @@ def _supports(source: str, config: Config) -> str | None:
     return answer
 
 
-def _tuning(source: str) -> Any:
-    tuning = _implementation(source).tuning
-    return tuning() if tuning is not None else None
-
-
 def _implementation(source: str) -> _Implementation:
     loaded = _load(source)
     if isinstance(loaded, ImplementationError):
@@ -281,7 +276,7 @@ def _load(source: str) -> _Implementation | ImplementationError:
     return _Implementation(
         attention,
         supports if callable(supports := getattr(module, "supports", None)) else None,
-        next(filter(callable, tunings), None),
+        next(filter(callable, tunings), lambda: None),
     )
 
 

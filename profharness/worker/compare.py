@@ -1,5 +1,5 @@
-"""Holds what a backend returned against the reference, and finds words for a difference: where,
-how much, and which mistake would give just that.
+"""Compares what a backend returned with the reference, and describes a difference: where it is,
+how large, and which mistake would give just that.
 """
 
 from __future__ import annotations
@@ -168,32 +168,25 @@ def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expec
     wanted, allowance = expected.reference.tensors[name], expected.allowance[name]
     if first is None or second is None:
         return Check(name, False, "no gradient came back (None)")
-    broken = _broken(first, wanted, inputs)
-    if broken:
-        return Check(name, False, broken)
-    errors = [_errors(each, wanted) for each in (first, second)]
-    worst = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
-    norm = float(torch.nan_to_num(wanted).norm())
-    check = Check(
+    if first.shape != wanted.shape:
+        shapes = f"has shape {list(first.shape)}; it must be {list(wanted.shape)}"
+        return Check(name, False, shapes)
+    if first.dtype != inputs.query.dtype:
+        return Check(name, False, f"is {first.dtype}; the inputs are {inputs.query.dtype}")
+    errors = [_errors(result, wanted) for result in (first, second)]
+    # NaN, which is larger than nothing, is the worst
+    largest, norm = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
+    size = float(torch.nan_to_num(wanted).norm())
+    fault = _fault(config, inputs, name, got, expected, errors)
+    return Check(
         name,
-        None,
-        None,
-        _finite(worst[0]),
-        allowance[0],
-        _finite(worst[1] / norm) if norm else None,
-        allowance[1] / norm if norm else None,
+        passed=fault is None,
+        message=fault or _nondeterminism(first, second),
+        error=_finite(largest),
+        allowance=allowance[0],
+        relative_error=_finite(norm / size) if size else None,
+        relative_allowance=allowance[1] / size if size else None,
     )
-    message = _fault(config, inputs, name, got, expected, errors)
-    note = None if message else _nondeterminism(first, second)
-    return Check(**{**check.__dict__, "passed": message is None, "message": message or note})
-
-
-def _broken(got: Any, wanted: Any, inputs: Inputs) -> str | None:
-    if got.shape != wanted.shape:
-        return f"has shape {list(got.shape)}; it must be {list(wanted.shape)}"
-    if got.dtype != inputs.query.dtype:
-        return f"is {got.dtype}; the inputs are {inputs.query.dtype}"
-    return None
 
 
 def _errors(got: Any, wanted: Any) -> tuple[float, float]:
@@ -226,8 +219,8 @@ def _fault(
     unwritten = _unwritten(first, second, wanted)
     if unwritten:
         return unwritten
-    bad = [each for each, off in zip((first, second), errors, strict=True)
-           if not _within(off, allowance)]  # fmt: skip
+    results = zip((first, second), errors, strict=True)
+    bad = [result for result, error in results if not _within(error, allowance)]
     if not bad:
         if name in got.reused:
             return "a later call changed what an earlier one returned: its buffer is shared"
@@ -244,7 +237,7 @@ def _fault(
 
 
 def _same_again(got: Any) -> str:
-    """Words for a result that the call before returned too, for other inputs."""
+    """Describes a result that the call before returned too, for other inputs."""
     value = got.flatten()[0]
     if got.numel() > 1 and bool((got == value).all()):
         return (
@@ -344,7 +337,7 @@ def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
 
 
 def _nondeterminism(first: Any, second: Any) -> str | None:
-    """Said of a result that is right: two calls need not give the same bits."""
+    """A note on a result that is right: two calls need not give the same bits."""
     if _identical(first, second):
         return None
     largest = float((first.double() - second.double()).abs().nan_to_num().max())
@@ -356,7 +349,7 @@ def _identical(one: Any, other: Any) -> bool:
 
 
 def _index(flat: Any, shape: Any) -> str:
-    return str([int(each) for each in torch.unravel_index(torch.as_tensor(int(flat)), shape)])
+    return str([int(place) for place in torch.unravel_index(torch.as_tensor(int(flat)), shape)])
 
 
 def _finite(value: float) -> float | None:

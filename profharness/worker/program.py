@@ -1,5 +1,5 @@
-"""The frame of the programs beside the parent: reads plan.json, tells the environment, writes the
-journal, ends with the parent, and leaves in order.
+"""The frame of the worker's programs: reads plan.json, writes the environment and the journal, ends
+with the parent, and leaves in order.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PARENT_POLL_S = 0.5
 def end_with(parent: int) -> None:
     """End this process when its parent has ended, however that went."""
     try:
-        waiting = os.pidfd_open(parent)
+        descriptor = os.pidfd_open(parent)
     except (AttributeError, OSError):
         while _alive(parent):
             time.sleep(PARENT_POLL_S)
     else:
-        select.select([waiting], [], [])
+        select.select([descriptor], [], [])
     os._exit(EXIT_PARENT_GONE)
 
 
@@ -48,10 +48,10 @@ def _alive(pid: int) -> bool:
 
 
 def leave(code: int, *, wrapped: bool) -> NoReturn:
-    """Everything is on disk: tearing torch and the CUDA context down would only take time. A
-    program around this one needs it: what it injected writes its last records at exit.
+    """End the process. All is on disk, and tearing torch and the CUDA context down would only take
+    time.
     """
-    if wrapped:
+    if wrapped:  # what a profiler injected writes its last records at exit
         sys.exit(code)
     os._exit(code)
 
@@ -63,8 +63,8 @@ RunOne = Callable[[Cell, Stage], Cell]
 
 @dataclass(frozen=True)
 class Program:
-    """What a program works with: its plan, the device that it settled on, what it told of the
-    environment, and the journal.
+    """What a program works with. device is `cuda` or `cpu`, never `auto`; write appends to the
+    journal.
     """
 
     folder: Path
@@ -93,12 +93,13 @@ def run_program(folder: Path, body: Callable[[Program], None]) -> NoReturn:
     from profharness import environment
     from profharness.worker.failures import DeadContextError
 
-    wanted = plan.protocol.device
-    device = environment.default_device(torch) if wanted == "auto" else wanted
-    told = environment.collect(device)
-    write(JournalEntry("environment", environment=told))
+    device = plan.protocol.device
+    if device == "auto":
+        device = environment.default_device(torch)
+    keys = environment.collect(device)
+    write(JournalEntry("environment", environment=keys))
     try:
-        body(Program(folder, plan, device, told, write))
+        body(Program(folder, plan, device, keys, write))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         leave(EXIT_DEAD_CONTEXT, wrapped=plan.wrapped)

@@ -81,8 +81,10 @@ def attend(
     with torch.no_grad():
         for place in _places(config, variant):
             _block(config, inputs, dtype, variant, place, tensors, terms)
-    found = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    return Attended(found, {name: _size(tensor) for name, tensor in terms.items()})
+    return Attended(
+        {name: tensor.to(dtype) for name, tensor in tensors.items()},
+        {name: _size(tensor) for name, tensor in terms.items()},
+    )
 
 
 def batched_out(config: Config, inputs: Inputs, dtype: Any) -> Any:
@@ -91,16 +93,16 @@ def batched_out(config: Config, inputs: Inputs, dtype: Any) -> Any:
     2.4 times the error). None where the scores of one head are too many to hold.
     """
     group = config.num_heads // config.num_kv_heads
-    step = max(1, MAX_SCORES // (config.seq_len_q * config.seq_len_kv))
+    step = MAX_SCORES // (config.seq_len_q * config.seq_len_kv)
     rows = slice(0, config.seq_len_q)
-    if config.seq_len_q * config.seq_len_kv > MAX_SCORES:
+    if step == 0:
         return None
     made = _results(config, inputs, dtype)["out"]
     with torch.no_grad():
         for batch in range(config.batch):
             key, value = (
-                each[batch].to(dtype).repeat_interleave(group, dim=0)
-                for each in (inputs.key, inputs.value)
+                tensor[batch].to(dtype).repeat_interleave(group, dim=0)
+                for tensor in (inputs.key, inputs.value)
             )
             for first in range(0, config.num_heads, step):
                 heads = slice(first, min(first + step, config.num_heads))

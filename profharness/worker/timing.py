@@ -26,9 +26,9 @@ Questions = dict[str, Callable[[], Any]]
 
 
 class ClockReader:
-    """The GPU that torch's device 0 is, read by a thread of its own every PERIOD_S: NVML can take
-    milliseconds an answer. Every value is left out where NVML will not say. open_questions gives
-    what is asked, by name; it runs in the thread.
+    """Reads the clocks of torch's device 0 every PERIOD_S, in a thread of its own: NVML can take
+    milliseconds an answer. A value that NVML does not give is left out. open_questions gives the
+    questions by name; it runs in the thread.
     """
 
     def __init__(self, open_questions: Callable[[], Questions] | None = None) -> None:
