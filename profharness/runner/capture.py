@@ -63,7 +63,7 @@ def capture(
     tools = require_tools(profilers)
     names = tuple(profiler.name for profiler in profilers)
     cells = plan_cells(configs, backends)
-    folder, run = _make_run(options.out, options.protocol, cells, names, options.note)
+    folder, run = _make_run(options.out, options.protocol, cells, backends, names, options.note)
     if options.bench is not None:
         write_plan(folder, options.bench)
     return _carry_out(folder, run, tools, progress)
@@ -83,7 +83,7 @@ def verify(
     options = options or VerifyOptions()
     cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
     protocol = replace(options.protocol, iterations=0, warmup=0, samples=0)
-    folder, run = _make_run(options.out, protocol, cells)
+    folder, run = _make_run(options.out, protocol, cells, backends)
     return _carry_out(folder, run, {}, progress)
 
 
@@ -135,6 +135,7 @@ def _make_run(
     out: Path,
     protocol: Protocol,
     cells: tuple[Cell, ...],
+    backends: Sequence[str],
     profilers: tuple[str, ...] = (),
     note: str | None = None,
 ) -> tuple[Path, Run]:
@@ -156,8 +157,8 @@ def _make_run(
         raise CaptureError(
             f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
         ) from None
-    names = dict.fromkeys(cell.backend for cell in cells)
-    write_sources(folder, find_backends(list(names)).values())
+    # by the texts as given: the name of a file elsewhere does not say where it lies
+    write_sources(folder, find_backends(backends).values())
     return folder, run
 
 
