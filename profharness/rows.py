@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 Triple = tuple[int, int, int]
 
@@ -138,3 +138,58 @@ class KernelRow:
     occupancy_limiter: str | None
     device: int
     metrics: dict[str, tuple[float, str]] = field(default_factory=dict, hash=False)
+
+
+class LaunchRow(NamedTuple):
+    """One launch; None where a profiler cannot know. Times in ns, on the trace's clock."""
+
+    run: str
+    config: str | None
+    backend: str | None
+    profiler: str
+    range: str | None
+    kernel: str
+    kernel_short: str
+    family: str
+    grid_x: int | None
+    grid_y: int | None
+    grid_z: int | None
+    block_x: int | None
+    block_y: int | None
+    block_z: int | None
+    registers_per_thread: int | None
+    static_shared_bytes: int | None
+    dynamic_shared_bytes: int | None
+    shared_bytes: int | None
+    stream: int | None
+    device: int
+    start_ns: int
+    duration_ns: int
+    kernel_kind: str
+    cell: str | None
+    iteration: int | None
+    op_path: str | None
+    sdpa_op: str | None
+    api: str | None
+    correlation: int | None
+    graph_node: int | None
+    pid: int | None
+    tid: int | None
+    launch_ns: int | None
+    bytes: int | None
+    launch_id: int
+
+
+class RangeRow(NamedTuple):
+    """One user range; parent is the enclosing one's id, iteration the ordinal of its call."""
+
+    id: int
+    profiler: str
+    name: str
+    start_ns: int
+    duration_ns: int
+    pid: int
+    tid: int
+    parent: int | None
+    cell: str | None
+    iteration: int | None

@@ -7,15 +7,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from profharness.store.queries import (
-    LaunchRow,
-    RangeRow,
-    Selection,
-    Store,
-    open_store,
-    query,
-    to_frame,
-)
+from profharness.rows import LaunchRow, RangeRow
+from profharness.store.queries import Selection, Store, open_store, query, to_frame
 
 if TYPE_CHECKING:
     from profharness.store.ingest import IngestResult, ingest_path

@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import chain, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from profharness.config import FLAGS, Config
 from profharness.devices import Device, Occupancy, occupancy
 from profharness.errors import NotFoundError
-from profharness.rows import CellRow, KernelRow, Refusal, RunRow, Triple, axes
+from profharness.rows import CellRow, KernelRow, LaunchRow, RangeRow, Refusal, RunRow, Triple, axes
 from profharness.store.schema import connect, forget_run, transaction
 from profharness.store.verifications import (
     find_peaks,
@@ -90,61 +90,6 @@ class Selection:
     configs: Sequence[Config] = ()
     backends: Sequence[str] = ()
     profilers: Sequence[str] = ()
-
-
-class LaunchRow(NamedTuple):
-    """One launch; None where a profiler cannot know. Times in ns, on the trace's clock."""
-
-    run: str
-    config: str | None
-    backend: str | None
-    profiler: str
-    range: str | None
-    kernel: str
-    kernel_short: str
-    family: str
-    grid_x: int | None
-    grid_y: int | None
-    grid_z: int | None
-    block_x: int | None
-    block_y: int | None
-    block_z: int | None
-    registers_per_thread: int | None
-    static_shared_bytes: int | None
-    dynamic_shared_bytes: int | None
-    shared_bytes: int | None
-    stream: int | None
-    device: int
-    start_ns: int
-    duration_ns: int
-    kernel_kind: str
-    cell: str | None
-    iteration: int | None
-    op_path: str | None
-    sdpa_op: str | None
-    api: str | None
-    correlation: int | None
-    graph_node: int | None
-    pid: int | None
-    tid: int | None
-    launch_ns: int | None
-    bytes: int | None
-    launch_id: int
-
-
-class RangeRow(NamedTuple):
-    """One user range; parent is the enclosing one's id, iteration the ordinal of its call."""
-
-    id: int
-    profiler: str
-    name: str
-    start_ns: int
-    duration_ns: int
-    pid: int
-    tid: int
-    parent: int | None
-    cell: str | None
-    iteration: int | None
 
 
 class Store:
