@@ -179,7 +179,7 @@ def diff(
     with open_store(store_path(store)) as opened:
         sides = [find_side(opened, text, config_list(configs)) for text in (baseline, candidate)]
     record = diff_cells(*sides, threshold=threshold).to_json()
-    return _frame(record["rows"], environment=record["environment"])
+    return _frame(record["rows"], environment=list(record["environment"]))
 
 
 def explain(
