@@ -134,7 +134,7 @@ _VERSIONED = re.compile(r"(?P<base>.+?)_V(?P<number>\d{1,4})")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table of an export: its name in the file, and its columns."""
+    """One table of an export: its name in the file, quoted for SQL, and its columns."""
 
     name: str
     columns: frozenset[str]
@@ -176,7 +176,7 @@ class Export:
         numbers = [f"ifnull({column}, -1)" for column in known[:filled]]
         wanted = ", ".join(numbers + known[filled:])
         clause = f" WHERE {where}" if where else ""
-        cursor = self._connection.execute(f'SELECT {wanted} FROM "{_quoted(table.name)}"{clause}')
+        cursor = self._connection.execute(f"SELECT {wanted} FROM {table.name}{clause}")
         cursor.arraysize = FETCH_ROWS
         while batch := cursor.fetchmany():
             yield batch
@@ -192,7 +192,7 @@ class Export:
             return None
         table = self._tables["StringIds"]
         row = self._connection.execute(
-            f'SELECT substr(value, 1, {MAX_TEXT}) FROM "{table.name}" WHERE id = ?', (string,)
+            f"SELECT substr(value, 1, {MAX_TEXT}) FROM {table.name} WHERE id = ?", (string,)
         ).fetchone()
         return row[0] if row and isinstance(row[0], str) else None
 
@@ -201,7 +201,7 @@ class Export:
         if not self.has("StringIds", "id", "value"):
             return []
         sql = (
-            f"SELECT id FROM \"{self._tables['StringIds'].name}\" WHERE typeof(id) = 'integer' "
+            f"SELECT id FROM {self._tables['StringIds'].name} WHERE typeof(id) = 'integer' "
             f"AND length(value) < 200 AND ({' OR '.join(['value LIKE ?'] * len(patterns))})"
         )
         found = self._connection.execute(sql, patterns).fetchmany(MAX_IDS + 1)
@@ -213,7 +213,7 @@ class Export:
             table = self._tables.get(name)
             found = []
             if table is not None and "globalTid" in table.columns:
-                sql = f'SELECT DISTINCT globalTid >> 24 FROM "{_quoted(table.name)}" LIMIT 2'
+                sql = f"SELECT DISTINCT globalTid >> 24 FROM {table.name} LIMIT 2"
                 found = [process for (process,) in self._connection.execute(sql)]
             self._processes[name] = [process for process in found if isinstance(process, int)]
         return self._processes[name]
@@ -223,7 +223,7 @@ class Export:
         table = self.table(name)
         if table is None or column not in table.columns:
             return None
-        sql = f'SELECT max("{column}") FROM "{_quoted(table.name)}"'
+        sql = f'SELECT max("{column}") FROM {table.name}'
         (found,) = self._connection.execute(sql).fetchone()
         return found if isinstance(found, int) else None
 
@@ -280,18 +280,14 @@ def _check_tables(export: Export) -> None:
     names = export.names
     if any(_MARK.fullmatch(name) for name in names):
         return
-    if STORE_TABLES & _views(export) or STORE_TABLES & names:
+    views = export._connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'")
+    if STORE_TABLES & {*names, *(str(name) for (name,) in views)}:
         message = "a store of profharness, not a trace; read it with --store"
     elif not names:
         message = f"an SQLite file without tables; {AGAIN}"
     else:
         message = "an SQLite file, but not by nsys: no table of CUDA activities or NVTX ranges"
     raise TraceFormatError(export.path, message, expected=EXPECTED)
-
-
-def _views(export: Export) -> set[str]:
-    sql = "SELECT name FROM sqlite_master WHERE type = 'view'"
-    return {str(name) for (name,) in export._connection.execute(sql)}
 
 
 def _tables(connection: sqlite3.Connection) -> dict[str, Table]:
@@ -308,19 +304,14 @@ def _tables(connection: sqlite3.Connection) -> dict[str, Table]:
 
 
 def _best(connection: sqlite3.Connection, names: list[tuple[int, str]]) -> Table:
-    ordered = [name for _, name in sorted(names, key=lambda pair: (pair[0] > 0, -pair[0]))]
-    filled = [name for name in ordered if len(names) == 1 or _filled(connection, name)]
-    name = (filled or ordered)[0]
-    columns = connection.execute(f'PRAGMA table_info("{_quoted(name)}")').fetchall()
-    return Table(name, frozenset(str(column[1]) for column in columns))
-
-
-def _filled(connection: sqlite3.Connection, name: str) -> bool:
-    return connection.execute(f'SELECT 1 FROM "{_quoted(name)}" LIMIT 1').fetchone() is not None
-
-
-def _quoted(name: str) -> str:
-    return name.replace('"', '""')
+    ordered = sorted(names, key=lambda pair: (pair[0] > 0, -pair[0]))
+    quoted = ['"' + name.replace('"', '""') + '"' for _, name in ordered]
+    best = quoted[0]
+    if len(quoted) > 1:
+        filled = (q for q in quoted if connection.execute(f"SELECT 1 FROM {q} LIMIT 1").fetchone())
+        best = next(filled, best)
+    columns = connection.execute(f"PRAGMA table_info({best})").fetchall()
+    return Table(best, frozenset(str(column[1]) for column in columns))
 
 
 def _text(data: bytes) -> str:
