@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
-
-_API = (
-    *("analyze", "bench", "capture", "cells", "diff", "explain", "export", "ingest", "kernels"),
-    *("launches", "query", "runs", "verify"),
-)
+_API = "analyze bench capture cells diff explain export ingest kernels launches query runs verify".split()
 __all__ = [*_API, "__version__"]
 
 
@@ -20,9 +17,7 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from profharness import api
-
-    return getattr(api, name)
+    return getattr(import_module("profharness.api"), name)
 
 
 def __dir__() -> list[str]:
