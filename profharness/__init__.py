@@ -7,7 +7,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_API = "analyze bench capture cells diff explain export ingest kernels launches query runs verify".split()
+_API = (
+    *("analyze", "bench", "capture", "cells", "diff", "explain", "export", "ingest", "kernels"),
+    *("launches", "query", "runs", "verify"),
+)
 __all__ = [*_API, "__version__"]
 
 
