@@ -31,6 +31,7 @@ from profharness.run import (
     turn_order,
     write_run,
 )
+from profharness.runner.supervise import Step
 from profharness.worker.turns import (
     COPIES_MAX,
     MAX_SAMPLES,
@@ -84,9 +85,9 @@ class Listener:
     def __init__(self) -> None:
         self.turns: list[str] = []
 
-    def __call__(self, _done: int, _total: int, cell: Cell, stage: str) -> None:
-        if stage == "turn":
-            self.turns.append(cell.backend)
+    def __call__(self, step: Step) -> None:
+        if step.stage == "turn":
+            self.turns.append(step.cell.backend)
 
 
 def run_bench(
