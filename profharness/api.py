@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import profharness.store as stores
 from profharness import stats
+from profharness.answers.agreement import with_predictions
 from profharness.answers.diff.answer import diff_cells, find_side
 from profharness.answers.export import write_run_file
-from profharness.answers.prediction import with_predictions
 from profharness.config import Config, expand_configs, split_names
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE

@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profharness.answers.agreement import disagreements, witnesses
-from profharness.answers.prediction import with_predictions
+from profharness.answers.agreement import disagreements, with_predictions, witnesses
 from profharness.config import Config
 from profharness.jobs import capture_into_store
 from profharness.rows import CellRow, KernelRow

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from report.view_rows import cell, kernel
 
-from profharness.answers.agreement import disagreements, witnesses
-from profharness.answers.prediction import with_predictions
+from profharness.answers.agreement import disagreements, with_predictions, witnesses
 from profharness.config import parse_config
 from profharness.dispatch.machine import rules_know
 from profharness.rows import CellRow

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
-from profharness.config import OWN_CHOICE, SDPA_BACKENDS
-from profharness.errors import UsageError
+from profharness.config import OWN_CHOICE, SDPA_BACKENDS, parse_config
+from profharness.errors import NotFoundError, UsageError
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import (
     NAIVE_COMPILED,
@@ -22,6 +24,7 @@ from profharness.rows import (
     KernelRow,
     Triple,
 )
+from profharness.store import Selection, Store, open_store
 
 # Kernel families that compute attention, and the backend each belongs to.
 FAMILY_BACKENDS = {
@@ -38,6 +41,45 @@ _IMPLIED = {"flash_splitkv": ("flash_combine",)}
 _SDPA_OP = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)?_?attention(_math)?")
 _BUILT_IN = "pytorch_flash"  # the namespace of the flash kernels that PyTorch brings
 _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
+
+
+def predicted_rows(
+    path: Path, selection: Selection, *, by_op: bool = False
+) -> tuple[list[KernelRow], list[CellRow]]:
+    """The selected kernels and cells of a store, with `predicted` filled in. Raises NotFoundError
+    where there are none.
+    """
+    with open_store(path) as store:
+        rows, cells = store.rows(selection, by_op=by_op)
+        if rows or cells:
+            return rows, with_predictions(store, cells)
+    names = [f"config {config}" for config in selection.configs]
+    names += [f"backend {name}" for name in selection.backends]
+    names += [f"profiler {name}" for name in selection.profilers]
+    run = selection.run
+    where = {None: "the latest run", "all": "the store"}.get(run, f"run {run}")
+    raise NotFoundError(
+        f"{where} has nothing of: {', '.join(names) or 'kernels'}; "
+        "`profharness runs` lists what is stored"
+    )
+
+
+def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
+    """The cells of a store with `predicted` filled in; equal cells of one run are judged once."""
+    environment = lru_cache(maxsize=256)(store.environment)
+
+    @lru_cache(maxsize=4096)
+    def predicted(label: str, backend: str, run: str) -> str | None:
+        from profharness.dispatch import predict_cell  # only for cells that the rules know
+
+        return predict_cell(parse_config(label), backend, environment(run))
+
+    return [
+        replace(cell, predicted=predicted(cell.config, cell.backend, cell.run))
+        if cell.backend in (*SDPA_BACKENDS, *OWN_CHOICE)
+        else cell
+        for cell in cells
+    ]
 
 
 @dataclass(frozen=True, slots=True)

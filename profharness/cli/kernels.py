@@ -7,8 +7,11 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.agreement import check_expected_names, unmet_expectations
-from profharness.answers.prediction import predicted_rows
+from profharness.answers.agreement import (
+    check_expected_names,
+    predicted_rows,
+    unmet_expectations,
+)
 from profharness.cli._options import (
     backend_option,
     capture_progress,

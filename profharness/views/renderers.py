@@ -21,7 +21,6 @@ from profharness.views.document import (
     formatted_rows,
     one_line,
 )
-from profharness.views.terminal import render_table
 
 TRIPLES = ("grid", "block")  # split into _x, _y, _z in a CSV, as the store's views do
 
@@ -135,15 +134,21 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _render_table(document: Document, **options: Any) -> str:
+    from profharness.views.terminal import render_table  # loads rich, for this format alone
+
+    return render_table(document, **options)
+
+
 def _render_html(document: Document) -> str:
     from profharness.views.html import render_html  # templates and hashes, for this format alone
 
     return render_html(document)
 
 
-# Each takes a Document and returns the whole text; `table` has options of its own.
+# Each takes a Document and returns the whole text; `table` takes render_table's options too.
 RENDERERS: dict[str, Callable[..., str]] = {
-    "table": render_table,
+    "table": _render_table,
     "json": render_json,
     "jsonl": render_jsonl,
     "csv": render_csv,

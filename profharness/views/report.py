@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from profharness.answers.agreement import with_predictions
 from profharness.answers.bench.answer import benched
 from profharness.answers.diff.answer import diff_cells, find_side
 from profharness.answers.diff.model import Diff
-from profharness.answers.prediction import with_predictions
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import BENCH_FILE
 from profharness.store import Store

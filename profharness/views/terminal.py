@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from profharness.views.document import (
     Block,
@@ -20,10 +24,6 @@ from profharness.views.document import (
     one_line,
 )
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
 GAP = 2
 MIN_SHRUNK = 12
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
@@ -34,8 +34,6 @@ def render_table(document: Document, *, width: int = 100, color: bool = False) -
     Tables with the same columns share their widths, so that figures stand under figures from
     heading to heading.
     """
-    from rich.console import Console
-
     widths = _shared_widths([block for block in document.blocks if isinstance(block, Table)], width)
     needed = [sum(each) + GAP * (len(each) - 1) for each in widths.values()]
     console = Console(
@@ -73,8 +71,6 @@ def render_table(document: Document, *, width: int = 100, color: bool = False) -
 def _shared_widths(tables: Iterable[Table], width: int) -> dict[tuple[Column, ...], list[int]]:
     """Column widths by column set: as wide as the widest text, shrinkable columns cut to fit
     width."""
-    from rich.cells import cell_len
-
     natural: dict[tuple[Column, ...], list[int]] = {}
     for table in tables:
         sizes = natural.setdefault(table.columns, [cell_len(c.title) for c in table.columns])
@@ -99,8 +95,6 @@ def fit_widths(columns: tuple[Column, ...], sizes: list[int], width: int) -> lis
 
 
 def _print_heading(console: Console, heading: Heading) -> None:
-    from rich.text import Text
-
     line = Text(one_line(heading.text), style="bold")
     if heading.detail:
         line.append(f"  {one_line(heading.detail)}", style="not bold dim")
@@ -108,9 +102,6 @@ def _print_heading(console: Console, heading: Heading) -> None:
 
 
 def _print_table(console: Console, table: Table, widths: list[int]) -> None:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
     grid = RichTable(
         box=None, padding=(0, GAP, 0, 0), pad_edge=False, collapse_padding=True, header_style="dim"
     )
@@ -128,8 +119,6 @@ def _print_table(console: Console, table: Table, widths: list[int]) -> None:
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:
-    from rich.text import Text
-
     indent = label_width + GAP if note.label else 0
     lead = f"{one_line(note.label):<{indent}}"
     body = textwrap.fill(

@@ -1,4 +1,6 @@
-"""The store in a browser: Datasette, read-only, with ready queries and a report of each run."""
+"""The store in a browser: Datasette, read-only, with ready queries and a report of each run.
+Importing this module raises MissingExtraError without the extra `web`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,16 @@ from profharness.store import Store, open_store
 from profharness.views.document import Chart, Note
 from profharness.views.html import render_html
 from profharness.views.report import report_document
+
+try:
+    import uvicorn
+    from datasette import hookimpl
+    from datasette.app import Datasette
+    from datasette.database import Database
+    from datasette.plugins import pm
+    from datasette.utils.asgi import Response
+except ImportError:
+    raise MissingExtraError("`profharness serve`", "web") from None
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DATABASE = "profharness"  # what the store is called in addresses, whatever its file is called
@@ -138,12 +150,9 @@ def serve(
     path: Path, *, host: str = "127.0.0.1", port: int = 8001, announce: Callable[[str], None]
 ) -> None:
     """Serve the store until interrupted; announce gets the address as soon as it answers. port 0 takes
-    a free one. Raises NotFoundError without a store, MissingExtraError without the extra `web`,
-    UsageError for an address that cannot be had.
+    a free one. Raises NotFoundError without a store, UsageError for an address that cannot be had.
     """
     app = application(path, host)
-    import uvicorn
-
     with _listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/"
@@ -180,17 +189,10 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def application(path: Path, host: str) -> App:
-    """The web application on a store. Raises NotFoundError, StoreError or MissingExtraError."""
-    try:
-        from datasette.app import Datasette
-    except ImportError:
-        raise MissingExtraError("`profharness serve`", "web") from None
-
-    from datasette import handle_exception
-
+    """The web application on a store. Raises NotFoundError or StoreError."""
     # With rich at hand Datasette prints pages of traceback to stdout for every mistyped query; the
     # browser is told the reason anyway.
-    handle_exception.rich = None
+    pm.get_plugin("datasette.handle_exception").rich = None
     ready = {
         name: {"title": title, "description": text, "sql": sql}
         for name, (title, text, sql) in QUERIES.items()
@@ -212,8 +214,6 @@ def application(path: Path, host: str) -> App:
 
 def _add_store(datasette: Any, path: Path) -> None:
     """The store under a fixed name, read-only; its path may hold any sign."""
-    from datasette.database import Database
-
     losses = BenchLosses(path)
 
     class StoreFile(Database):  # type: ignore[misc]
@@ -248,9 +248,6 @@ def _front(path: Path) -> str:
 
 def _add_routes(path: Path) -> None:
     """Teach Datasette `/-/report/RUN`."""
-    from datasette import hookimpl
-    from datasette.plugins import pm
-    from datasette.utils.asgi import Response
 
     async def report(request: Any) -> Any:
         run = request.url_vars["run"]
