@@ -27,8 +27,7 @@ class Option(NamedTuple):
 
     kind: `number` (a set or a range), `real`, `choice` (one of allowed), `word` (a choice that is
     written without its name) or `flag`. short: what stands before the number in a label; without
-    one the label has the text of the grammar. easy: the value that every backend of SDPA takes,
-    `...` where no value stands in a backend's way by itself. example: a value for the help.
+    one the label has the text of the grammar. example: a value for the help.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Option(NamedTuple):
     kind: str
     short: str = ""
     allowed: tuple[str, ...] = ()
-    easy: Any = ...
     example: str = ""
 
     @property
@@ -64,15 +62,15 @@ OPTIONS = (
     Option("seq_q", "seq_len_q", "number", "sq"),
     Option("seq_kv", "seq_len_kv", "number", "skv"),
     Option("head_dim", "head_dim", "number", "d"),
-    Option("head_dim_v", "head_dim_v", "number", "dv", easy=None),
-    Option("dtype", "dtype", "word", allowed=DTYPES, easy="fp16"),
-    Option("causal", "causal", "flag", easy=False),
-    Option("mask", "mask", "choice", allowed=MASKS, easy="none"),
-    Option("dropout", "dropout", "real", easy=0.0, example="0.1"),
+    Option("head_dim_v", "head_dim_v", "number", "dv"),
+    Option("dtype", "dtype", "word", allowed=DTYPES),
+    Option("causal", "causal", "flag"),
+    Option("mask", "mask", "choice", allowed=MASKS),
+    Option("dropout", "dropout", "real", example="0.1"),
     Option("scale", "scale", "real", example="0.125"),
-    Option("layout", "layout", "choice", allowed=LAYOUTS, easy="contiguous"),
-    Option("bwd", "bwd", "flag", easy=False),
-    Option("deterministic", "deterministic", "flag", easy=False),
+    Option("layout", "layout", "choice", allowed=LAYOUTS),
+    Option("bwd", "bwd", "flag"),
+    Option("deterministic", "deterministic", "flag"),
 )
 POSITIONS = ("batch", "heads", "seq", "head_dim")  # the four numbers that every config has
 KEYED = {

@@ -7,9 +7,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
 
-from profharness.config import OPTIONS, Config
+from profharness.config import Config
 from profharness.dispatch.machine import AttentionParams, Machine, from_config
 from profharness.dispatch.predict import Verdict, judge, predict
 from profharness.rows import Refusal
@@ -27,14 +26,6 @@ Oracle = Callable[[Config, str], Verdict]
 
 Choose = Callable[[Config], str]
 """The backend that `auto` takes for a config, `none` or `unknown`."""
-
-
-@dataclass(frozen=True)
-class Property:
-    """One thing about a config. ease sets it to what every backend takes and leaves the rest."""
-
-    name: str
-    ease: Callable[[Config], Config]
 
 
 @dataclass(frozen=True)
@@ -80,42 +71,43 @@ def _easy_heads(config: Config) -> Config:
     return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
 
 
-@cache
-def properties() -> tuple[Property, ...]:
-    """In the order in which a config is made easy: the remainder is read before the size is changed."""
-    by_value = [
-        (option.kind, Property(option.name, partial(replace, **{option.field: option.easy})))
-        for option in OPTIONS
-        if option.easy is not ...
-    ]
-    return (
-        *(item for kind, item in by_value if kind != "number"),
-        Property("kv_heads", lambda c: replace(c, num_kv_heads=c.num_heads)),
-        Property("heads", _easy_heads),
-        *(item for kind, item in by_value if kind == "number"),
-        Property("head_dim remainder", _easy_remainder),
-        Property("head_dim", _easy_size),
-        Property("lengths", lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH)),
-        Property("batch", lambda c: replace(c, batch=min(c.batch, 2))),
-    )
+# In the order in which a config is made easy: the remainder is read before the size is changed.
+# The order also decides which of several reasons is named first.
+PROPERTIES: dict[str, Callable[[Config], Config]] = {
+    "dtype": lambda c: replace(c, dtype="fp16"),
+    "mask": lambda c: replace(c, mask="none"),
+    "dropout": lambda c: replace(c, dropout=0.0),
+    "causal": lambda c: replace(c, causal=False),
+    "deterministic": lambda c: replace(c, deterministic=False),
+    "bwd": lambda c: replace(c, bwd=False),
+    "layout": lambda c: replace(c, layout="contiguous"),
+    "kv_heads": lambda c: replace(c, num_kv_heads=c.num_heads),
+    "heads": _easy_heads,
+    "head_dim_v": lambda c: replace(c, head_dim_v=None),
+    "head_dim remainder": _easy_remainder,
+    "head_dim": _easy_size,
+    "lengths": lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH),
+    "batch": lambda c: replace(c, batch=min(c.batch, 2)),
+}
+"""What sets each property to a value that every backend takes, and leaves the rest."""
 
 
 def eased(config: Config, names: Collection[str]) -> Config:
     """The config with these properties made easy."""
-    for item in properties():
-        if item.name in names:
-            config = item.ease(config)
+    for name, ease in PROPERTIES.items():
+        if name in names:
+            config = ease(config)
     return config
 
 
 def only(config: Config, names: Collection[str]) -> Config:
     """An easy config that has these properties from the asked one."""
-    return eased(config, [item.name for item in properties() if item.name not in names])
+    return eased(config, PROPERTIES.keys() - set(names))
 
 
 def uneasy(config: Config) -> tuple[str, ...]:
     """The properties in which a config differs from an easy one."""
-    return tuple(item.name for item in properties() if item.ease(config) != config)
+    return tuple(name for name, ease in PROPERTIES.items() if ease(config) != config)
 
 
 def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...]:
@@ -135,7 +127,15 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
         answer = oracle(changed, backend)
         return _first(answer) if answer.eligible is False else None
 
-    found = list(_relevant(config, _alone(config, refusal), refusal))
+    # A set counts only if the asked config is refused for it too, once the other sets are out of the
+    # way: what an fp16 config is refused for may be fine in fp32.
+    sets = _alone(config, refusal)
+    involved = {name for names in sets for name in names}
+    found = [
+        Blocker(names, reason)
+        for names in sets
+        if (reason := refusal(eased(config, involved - set(names)))) is not None
+    ]
     found += _left_over(config, {name for item in found for name in item.properties}, refusal)
     first = _first(asked)
     for index, blocker in enumerate(found):
@@ -170,16 +170,6 @@ def _alone(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
     return sets
 
 
-def _relevant(config: Config, sets: list[tuple[str, ...]], refusal: _Ask) -> Iterator[Blocker]:
-    """Those that the asked config is refused for too, once the other sets are out of the way: what
-    an fp16 config is refused for may be fine in fp32.
-    """
-    for names in sets:
-        others = {name for other in sets for name in other} - set(names)
-        if (reason := refusal(eased(config, others))) is not None:
-            yield Blocker(names, reason)
-
-
 def _left_over(config: Config, gone: set[str], refusal: _Ask) -> Iterator[Blocker]:
     """What still refuses when all sets found are out of the way: properties are eased one after
     another as long as it does.
@@ -211,10 +201,6 @@ def rule_oracle(
     return ask
 
 
-def rule_choice(
-    machine: Machine,
-    device: str = "cuda",
-    adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
-) -> Choose:
+def rule_choice(machine: Machine, device: str = "cuda") -> Choose:
     """What `auto` takes by the rules."""
-    return lambda config: predict(adjust(from_config(config, device)), machine).choice
+    return lambda config: predict(from_config(config, device), machine).choice
