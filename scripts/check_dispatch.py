@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from profharness.config import Config
-from profharness.dispatch import AttentionParams, Machine, from_config, machine_for, predict
+from profharness.dispatch.machine import AttentionParams, Machine, from_config, machine_for
+from profharness.dispatch.predict import predict
 from profharness.errors import ProfharnessError, UsageError
 
 BAR = 0.995

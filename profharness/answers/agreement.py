@@ -70,7 +70,7 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
     @lru_cache(maxsize=4096)
     def predicted(label: str, backend: str, run: str) -> str | None:
-        from profharness.dispatch import predict_cell  # only for cells that the rules know
+        from profharness.dispatch.predict import predict_cell  # only for cells that the rules know
 
         return predict_cell(parse_config(label), backend, environment(run))
 

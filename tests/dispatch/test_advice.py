@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from test_perturb import H200, configs, first_only, machines
 
 from profharness.config import Config, parse_config
-from profharness.dispatch import Machine, from_config, judge, machine_for, predict
 from profharness.dispatch.advice import CHANGES, DEEPEST, MOST, OUTSIDE, Advice, advise, call_code
+from profharness.dispatch.machine import Machine, from_config, machine_for
 from profharness.dispatch.perturb import rule_choice, rule_oracle
-from profharness.dispatch.predict import Verdict
+from profharness.dispatch.predict import Verdict, judge, predict
 from profharness.rows import Refusal
 
 # Runs the code of several advices on CPU tensors beside the original call, and compares.

@@ -9,7 +9,9 @@ from typing import Any
 
 from profharness.answers.agreement import backend_of_op
 from profharness.config import parse_config
-from profharness.dispatch import from_config, hazards, machine_for, predict
+from profharness.dispatch.checks import hazards
+from profharness.dispatch.machine import from_config, machine_for
+from profharness.dispatch.predict import predict
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "witnesses_h200.jsonl.gz"
 H200 = machine_for("H200", "2.11.0", "91900")

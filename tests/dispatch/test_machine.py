@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 
 from profharness.devices import GPUS, find_gpu
-from profharness.dispatch import Machine, machine_for, parse_cudnn, parse_release, parse_releases
-from profharness.dispatch.machine import OTHER_BUILDS, RELEASES, build_of, machine_of
+from profharness.dispatch.machine import (
+    OTHER_BUILDS,
+    RELEASES,
+    Machine,
+    build_of,
+    machine_for,
+    machine_of,
+    parse_cudnn,
+    parse_release,
+    parse_releases,
+)
 from profharness.errors import UsageError
 
 

@@ -16,7 +16,8 @@ import pytest
 from waiting import PATIENCE_S
 
 from profharness.config import SDPA_BACKENDS
-from profharness.dispatch import AttentionParams, Machine, Mask, parse_release, predict
+from profharness.dispatch.machine import AttentionParams, Machine, Mask, parse_release
+from profharness.dispatch.predict import predict
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "dispatch_h200.jsonl.gz"

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
-from profharness.dispatch import Verdict, from_config, judge, machine_for
-from profharness.dispatch.machine import RELEASES, Machine
+from profharness.dispatch.machine import RELEASES, Machine, from_config, machine_for
 from profharness.dispatch.perturb import (
     PROPERTIES,
     Blocker,
@@ -21,6 +20,7 @@ from profharness.dispatch.perturb import (
     rule_oracle,
     uneasy,
 )
+from profharness.dispatch.predict import Verdict, judge
 
 H200 = machine_for("H200", "2.11")
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from profharness.config import SDPA_BACKENDS
 from profharness.devices import GPUS
-from profharness.dispatch import AttentionParams, Machine, Mask, judge, predict
-from profharness.dispatch.machine import RELEASES
-from profharness.dispatch.predict import PRIORITIES, code
+from profharness.dispatch.machine import RELEASES, AttentionParams, Machine, Mask
+from profharness.dispatch.predict import PRIORITIES, code, judge, predict
 from profharness.dispatch.rules import TABLES
 
 

@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 
 from profharness.config import LAYOUTS, MASKS, SDPA_BACKENDS, parse_config
-from profharness.dispatch import (
-    AttentionParams,
-    Machine,
-    Mask,
-    from_config,
-    judge,
-    machine_for,
-    predict,
-    priority_order,
-)
-from profharness.dispatch.predict import undecided
+from profharness.dispatch.machine import AttentionParams, Machine, Mask, from_config, machine_for
+from profharness.dispatch.predict import judge, predict, priority_order, undecided
 from profharness.errors import UsageError
 
 PLAIN = AttentionParams(2, 8, 8, 512, 512, 64)

@@ -18,10 +18,10 @@ from profharness.answers.explain import live
 from profharness.answers.explain.live import explain_live
 from profharness.answers.explain.rules import Explanation
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
-from profharness.dispatch import from_config, judge
 from profharness.dispatch.advice import BackendAnswer
-from profharness.dispatch.machine import machine_of, with_flags
+from profharness.dispatch.machine import from_config, machine_of, with_flags
 from profharness.dispatch.perturb import blockers, rule_oracle
+from profharness.dispatch.predict import judge
 from profharness.run import PLAN_FILE, Plan, Protocol
 from profharness.runner import probe
 from profharness.runner.probe import ask_argv

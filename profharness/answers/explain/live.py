@@ -15,9 +15,10 @@ from profharness.answers.explain.rules import (
     sides_by_rule,
 )
 from profharness.config import SDPA_BACKENDS, Config
-from profharness.dispatch import from_config, hazards, predict
 from profharness.dispatch.advice import BackendAnswer, LiveAnswer
-from profharness.dispatch.machine import machine_of, with_flags
+from profharness.dispatch.checks import hazards
+from profharness.dispatch.machine import from_config, machine_of, with_flags
+from profharness.dispatch.predict import predict
 from profharness.runner.probe import Asked, AskProgress, ask
 
 DECIDING = (

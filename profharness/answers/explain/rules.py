@@ -15,19 +15,19 @@ import msgspec
 
 from profharness.config import SDPA_BACKENDS, Config
 from profharness.devices import GPUS, find_gpu
-from profharness.dispatch import Prediction, from_config, predict
 from profharness.dispatch.advice import BackendAnswer, advise
 from profharness.dispatch.machine import (
     RELEASES,
     Machine,
     build_of,
+    from_config,
     machine_for,
     parse_release,
     parse_releases,
     release_text,
 )
 from profharness.dispatch.perturb import rule_choice, rule_oracle
-from profharness.dispatch.predict import CPU_ORDER, undecided
+from profharness.dispatch.predict import CPU_ORDER, Prediction, predict, undecided
 from profharness.environment import gpu_name
 from profharness.errors import UsageError
 
