@@ -169,7 +169,7 @@ def diff(
     candidate: str,
     *,
     configs: Configs = None,
-    threshold: float = stats.THRESHOLD,
+    threshold: float | None = None,
     store: PathLike | None = None,
 ) -> pd.DataFrame:
     """Paired rows of two sides (RUN, RUN:BACKEND, or a backend of the latest run) with verdicts.
@@ -178,7 +178,9 @@ def diff(
     """
     with open_store(store_path(store)) as opened:
         sides = [find_side(opened, text, config_list(configs)) for text in (baseline, candidate)]
-    record = diff_cells(*sides, threshold=threshold).to_json()
+    record = diff_cells(
+        *sides, threshold=stats.THRESHOLD if threshold is None else threshold
+    ).to_json()
     return _frame(record["rows"], environment=list(record["environment"]))
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from profharness.config import OWN_CHOICE, SDPA_BACKENDS, parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.kernel_names import parse_kernel_name
 from profharness.rows import (
     NAIVE_COMPILED,
     REPLACEMENTS,
@@ -199,13 +198,19 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     """FlashAttention-3 or -4 under PyTorch's flash op: the right backend, but not its own kernels."""
     if backend_of_op(cell.sdpa_op) != "flash" or cell.backend not in (*OWN_CHOICE, "flash"):
         return []
-    others = dict.fromkeys(
-        parse_kernel_name(row.kernel).backend
+    names = dict.fromkeys(
+        row.kernel
         for row in rows
         if row.family.startswith("flash")
         and row.kernel_kind == "kernel"
         and _BUILT_IN not in row.kernel
     )
+    if not names:
+        return []
+    # the patterns of kernel_names cost 20 ms, which most answers from stored rows can do without
+    from profharness.kernel_names import parse_kernel_name
+
+    others = dict.fromkeys(parse_kernel_name(name).backend for name in names)
     return [
         f"mismatch: the op that ran is {cell.sdpa_op} (flash), but the kernels are "
         f"{_OTHER_FLASH[name]}'s, not PyTorch's own; activate_flash_attention_impl does that"
