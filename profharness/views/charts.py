@@ -1,4 +1,6 @@
-"""Charts to SVG and PNG through Vega-Altair and vl-convert, without a browser or a network."""
+"""Charts to SVG and PNG through Vega-Altair and vl-convert, without a browser or a network.
+Importing this module raises MissingExtraError without the extra `report`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,25 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from profharness.errors import MissingExtraError
 from profharness.views.document import Chart, one_line
 
-if TYPE_CHECKING:
+# Altair brings in jsonschema, which would compile a grammar of IRIs for 2 seconds where that
+# optional package happens to be installed; no format is checked here.
+_SLOW = "rfc3987_syntax"
+_HIDDEN = _SLOW not in sys.modules
+if _HIDDEN:
+    sys.modules[_SLOW] = None  # type: ignore[assignment]
+try:
     import altair as alt
-
+    import vl_convert
+except ImportError:
+    raise MissingExtraError("drawing a chart", "report") from None
+finally:
+    if _HIDDEN:
+        del sys.modules[_SLOW]
 
 # Each has a contrast of at least 3 to 1 on the light and on the dark background (a test holds it);
 # hues after Okabe and Ito, which stay apart for the colour-blind.
@@ -34,7 +47,6 @@ SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross"
 WIDTH = 620
 STEP = 22  # pixels a row of a chart with labels
 MAX_LABEL = 320
-_SLOW = "rfc3987_syntax"
 # of the same widths, so that text takes the room that it was given when it is shown
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 _THEME_STYLE = (
@@ -46,10 +58,9 @@ _CLIP = re.compile(r'(id="|url\(#)(clip|gradient)')
 
 
 def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
-    """The chart as Altair knows it. Raises MissingExtraError without the extra `report`."""
-    alt = _altair()
+    """The chart as Altair knows it."""
     chart = _printable(chart)
-    drawn = DRAWERS[chart.kind](alt, chart)
+    drawn = DRAWERS[chart.kind](chart)
     return drawn.properties(title=chart.title).configure(
         background="transparent",
         padding={"left": 24, "right": 16, "top": 5, "bottom": 5},
@@ -71,25 +82,23 @@ def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
 def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
     """The chart as one `<svg>` element that takes its ink from `color` and has a `<title>` a mark.
     number keeps the ids of several charts on a page apart. alone: a file of its own, whose colours
-    follow the reader's theme. Raises MissingExtraError without the extra `report`.
+    follow the reader's theme.
     """
-    converter = _converter()
-    svg = str(converter.vegalite_to_svg(altair_chart(chart).to_dict(), allowed_base_urls=[]))
+    svg = str(vl_convert.vegalite_to_svg(altair_chart(chart).to_dict(), allowed_base_urls=[]))
     svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
     svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)
     if alone:
         return svg.replace(">", ">" + _THEME_STYLE, 1)
-    said = ". ".join(part for part in (chart.title, chart.caption) if part)
-    label = html.escape(one_line(said))
+    description = ". ".join(part for part in (chart.title, chart.caption) if part)
+    label = html.escape(one_line(description))
     return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
 def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
-    """The chart as a PNG on the light background. Raises MissingExtraError as draw_svg."""
-    converter = _converter()
+    """The chart as a PNG on the light background."""
     spec = altair_chart(chart).to_dict()
     spec["config"]["background"] = LIGHT[0]
-    return bytes(converter.vegalite_to_png(spec, scale=scale, allowed_base_urls=[]))
+    return bytes(vl_convert.vegalite_to_png(spec, scale=scale, allowed_base_urls=[]))
 
 
 def series_colors(names: Sequence[str]) -> list[str]:
@@ -98,30 +107,6 @@ def series_colors(names: Sequence[str]) -> list[str]:
     rest = [name for name in names if name not in BACKEND_COLORS]
     given = {name: (free or PALETTE)[n % len(free or PALETTE)] for n, name in enumerate(rest)}
     return [BACKEND_COLORS.get(name) or given[name] for name in names]
-
-
-def _altair() -> Any:
-    # Altair brings in jsonschema, which would compile a grammar of IRIs for 2 seconds where that
-    # optional package happens to be installed; no format is checked here.
-    hidden = _SLOW not in sys.modules
-    if hidden:
-        sys.modules[_SLOW] = None  # type: ignore[assignment]
-    try:
-        import altair
-    except ImportError:
-        raise MissingExtraError("drawing a chart", "report") from None
-    finally:
-        if hidden:
-            del sys.modules[_SLOW]
-    return altair
-
-
-def _converter() -> Any:
-    try:
-        import vl_convert
-    except ImportError:
-        raise MissingExtraError("drawing a chart", "report") from None
-    return vl_convert
 
 
 def _printable(chart: Chart) -> Chart:
@@ -137,7 +122,7 @@ def _printable(chart: Chart) -> Chart:
     return replace(chart, rows=rows, roofs=roofs, **texts)
 
 
-def _data(alt: Any, chart: Chart) -> Any:
+def _data(chart: Chart) -> Any:
     rows = chart.plain_rows()
     for row in rows:
         row["text"] = f"{row['series']}: {_figure(row['y'])}, {_figure(row['x'])}"
@@ -156,13 +141,13 @@ def _labels(chart: Chart) -> list[Any]:
     return list(dict.fromkeys(row["y"] for row in chart.plain_rows()))
 
 
-def _color(alt: Any, chart: Chart) -> Any:
+def _color(chart: Chart) -> Any:
     names = _names(chart)
     scale = alt.Scale(domain=names, range=series_colors(names))
     return alt.Color("series:N", title=None, scale=scale)
 
 
-def _shape(alt: Any, chart: Chart) -> Any:
+def _shape(chart: Chart) -> Any:
     """A shape a series too, so that colour is not the only thing that tells them apart."""
     names = _names(chart)
     shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
@@ -170,7 +155,6 @@ def _shape(alt: Any, chart: Chart) -> Any:
 
 
 def _log(
-    alt: Any,
     channel: str,
     name: str,
     title: str,
@@ -190,32 +174,32 @@ def _log(
     )
 
 
-def _rows_axis(alt: Any, chart: Chart) -> Any:
+def _rows_axis(chart: Chart) -> Any:
     return alt.Y("y:N", title=chart.y_title or None, sort=_labels(chart))
 
 
-def _points(alt: Any, chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
+def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
     """Marks of the series' colours and shapes."""
     return base.mark_point(filled=True, size=size, opacity=1).encode(
-        color=_color(alt, chart), shape=_shape(alt, chart), description="text:N", **encoding
+        color=_color(chart), shape=_shape(chart), description="text:N", **encoding
     )
 
 
-def _lines(alt: Any, chart: Chart) -> Any:
+def _lines(chart: Chart) -> Any:
     places = sorted({row["x"] for row in chart.plain_rows()})
     shown = places if len(places) <= 12 else ()
-    base = alt.Chart(_data(alt, chart)).encode(
-        x=_log(alt, "X", "x", chart.x_title, values=shown),
-        y=_log(alt, "Y", "y", chart.y_title),
-        color=_color(alt, chart),
+    base = alt.Chart(_data(chart)).encode(
+        x=_log("X", "x", chart.x_title, values=shown),
+        y=_log("Y", "y", chart.y_title),
+        color=_color(chart),
     )
-    layers = base.mark_line(aria=False) + _points(alt, chart, base, 60)
+    layers = base.mark_line(aria=False) + _points(chart, base, 60)
     return layers.properties(width=WIDTH, height=340)
 
 
-def _dots(alt: Any, chart: Chart) -> Any:
-    axes = {"x": _log(alt, "X", "x", chart.x_title), "y": _rows_axis(alt, chart)}
-    points = _points(alt, chart, alt.Chart(_data(alt, chart)), 70, **axes)
+def _dots(chart: Chart) -> Any:
+    axes = {"x": _log("X", "x", chart.x_title), "y": _rows_axis(chart)}
+    points = _points(chart, alt.Chart(_data(chart)), 70, **axes)
     return points.properties(width=WIDTH, height=_height(chart))
 
 
@@ -223,14 +207,14 @@ def _height(chart: Chart) -> int:
     return STEP * max(len(_labels(chart)), 2)
 
 
-def _stack(alt: Any, chart: Chart) -> Any:
+def _stack(chart: Chart) -> Any:
     return (
-        alt.Chart(_data(alt, chart))
+        alt.Chart(_data(chart))
         .mark_bar()
         .encode(
             x=alt.X("x:Q", title=chart.x_title, stack="zero"),
-            y=_rows_axis(alt, chart),
-            color=_color(alt, chart),
+            y=_rows_axis(chart),
+            color=_color(chart),
             order=alt.Order("place:Q"),
             description="text:N",
         )
@@ -239,21 +223,21 @@ def _stack(alt: Any, chart: Chart) -> Any:
     )
 
 
-def _map(alt: Any, chart: Chart) -> Any:
+def _map(chart: Chart) -> Any:
     places = sorted({row["x"] for row in chart.plain_rows()})
-    base = alt.Chart(_data(alt, chart)).encode(
+    base = alt.Chart(_data(chart)).encode(
         x=alt.X("x:O", title=chart.x_title, sort=places, axis=alt.Axis(labelAngle=0, orient="top")),
-        y=_rows_axis(alt, chart),
+        y=_rows_axis(chart),
     )
     tiles = base.mark_rect(stroke="#808080", strokeWidth=0.5).encode(
-        color=_color(alt, chart), description="text:N"
+        color=_color(chart), description="text:N"
     )
     words = base.mark_text(fontSize=11, color="#ffffff", aria=False).encode(text="series:N")
     width = max(min(WIDTH, 76 * len(places)), 76)
     return (tiles + words).properties(width=width, height=_height(chart))
 
 
-def _roofline(alt: Any, chart: Chart) -> Any:
+def _roofline(chart: Chart) -> Any:
     rows = chart.plain_rows()
     xs = [row["x"] for row in rows] + [roof.flops_per_s / roof.bytes_per_s for roof in chart.roofs]
     ends = (min(xs) / 4, max(xs) * 4) if xs else (0.1, 1000.0)
@@ -265,8 +249,8 @@ def _roofline(alt: Any, chart: Chart) -> Any:
     ys = [row["y"] for row in (*rows, *roofs)]
     tall = (min(ys) / 2, max(ys) * 2) if ys else (1e9, 1e15)
     axes = {
-        "x": _log(alt, "X", "x", chart.x_title or "FLOP per byte", ends=ends),
-        "y": _log(alt, "Y", "y", chart.y_title or "FLOP/s", ends=tall),
+        "x": _log("X", "x", chart.x_title or "FLOP per byte", ends=ends),
+        "y": _log("Y", "y", chart.y_title or "FLOP/s", ends=tall),
     }
     roof_base = alt.Chart(alt.Data(values=roofs)).encode(**axes)
     lines = roof_base.mark_line(color=INK, strokeDash=[5, 3], aria=False).encode(detail="roof:N")
@@ -275,20 +259,18 @@ def _roofline(alt: Any, chart: Chart) -> Any:
         .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
         .encode(**axes, text="roof:N")
     )
-    points = _points(alt, chart, alt.Chart(_data(alt, chart)), 70, **axes)
+    points = _points(chart, alt.Chart(_data(chart)), 70, **axes)
     return alt.layer(lines, words, points).properties(width=WIDTH, height=360)
 
 
-def _dumbbell(alt: Any, chart: Chart) -> Any:
-    base = alt.Chart(_data(alt, chart)).encode(
-        x=_log(alt, "X", "x", chart.x_title), y=_rows_axis(alt, chart)
-    )
+def _dumbbell(chart: Chart) -> Any:
+    base = alt.Chart(_data(chart)).encode(x=_log("X", "x", chart.x_title), y=_rows_axis(chart))
     bars = base.mark_line(color=INK, strokeWidth=2, opacity=0.5, aria=False).encode(detail="y:N")
-    layers = bars + _points(alt, chart, base, 80)
+    layers = bars + _points(chart, base, 80)
     return layers.properties(width=WIDTH, height=_height(chart))
 
 
-DRAWERS: dict[str, Callable[[Any, Chart], Any]] = {
+DRAWERS: dict[str, Callable[[Chart], Any]] = {
     "lines": _lines,
     "dots": _dots,
     "stack": _stack,
