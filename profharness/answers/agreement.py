@@ -113,8 +113,16 @@ def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
 
 def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
     """The witnesses of a cell that say anything, from the prediction to the kernels (its rows)."""
-    all_five = (_rules(cell), _choice(cell), _op(cell, rows), _kernels(cell, rows), _status(cell))
-    return [witness for witness in all_five if witness is not None]
+    clauses = {
+        "rules": _rules(cell),
+        "choice": _choice(cell),
+        "op": _op(cell, rows),
+        "kernels": _kernels(cell, rows),
+        "status": _status(cell),
+    }
+    return [
+        Witness(name, frozenset(clause[0]), clause[1]) for name, clause in clauses.items() if clause
+    ]
 
 
 def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
@@ -127,70 +135,65 @@ def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     return lines + _other_kernels(cell, rows)
 
 
-def _witness(name: str, backend: str, text: str) -> Witness:
-    return Witness(name, frozenset({backend}), text)
+_Clause = tuple[set[str], str]  # the backends that a witness names, and the text that says so
 
 
-def _rules(cell: CellRow) -> Witness | None:
+def _rules(cell: CellRow) -> _Clause | None:
     """The prediction. A forced backend without one is held against its own name."""
     if cell.backend in OWN_CHOICE:
         if cell.predicted is None:
             return None
         text = "that PyTorch raises" if cell.predicted == "none" else cell.predicted
-        return _witness("rules", cell.predicted, f"the rules predict {text}")
+        return {cell.predicted}, f"the rules predict {text}"
     if cell.backend not in SDPA_BACKENDS:
         return None
     if cell.predicted == "refused":
-        return _witness("rules", "none", f"the rules refuse {cell.backend}")
+        return {"none"}, f"the rules refuse {cell.backend}"
     if cell.predicted is None and cell.status != "ok":
         return None
     what = "the rules take it" if cell.predicted else "it is the one permitted"
-    return _witness("rules", cell.backend, f"{cell.backend} is asked for, {what}")
+    return {cell.backend}, f"{cell.backend} is asked for, {what}"
 
 
-def _choice(cell: CellRow) -> Witness | None:
-    if cell.choice is None:
-        return None
+def _choice(cell: CellRow) -> _Clause | None:
     if cell.choice in ("none", "error"):
-        return _witness("choice", "none", "PyTorch says that no backend takes it")
-    return _witness("choice", cell.choice, f"PyTorch chose {cell.choice}")
+        return {"none"}, "PyTorch says that no backend takes it"
+    return ({cell.choice}, f"PyTorch chose {cell.choice}") if cell.choice is not None else None
 
 
 def _op_of(cell: CellRow, rows: Sequence[KernelRow]) -> str | None:
     return cell.sdpa_op or next((row.sdpa_op for row in rows if row.sdpa_op), None)
 
 
-def _op(cell: CellRow, rows: Sequence[KernelRow]) -> Witness | None:
+def _op(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
     op = _op_of(cell, rows)
     backend = backend_of_op(op)
     if backend is None:
         return None
     name = "overrideable" if backend == "fused" else backend
-    return _witness("op", name, f"the op that ran is {op} ({name})")
+    return {name}, f"the op that ran is {op} ({name})"
 
 
-def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> Witness | None:
+def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
     families = {row.family for row in rows}
     ran, named = ran_backends(rows), families & FAMILY_BACKENDS.keys()
     if not ran and families >= _MATH_FAMILIES:
         ran, named = {"math"}, _MATH_FAMILIES
     if not ran or cell.status != "ok":
         return None
-    text = f"the kernels are of family {', '.join(sorted(named))}"
-    return Witness("kernels", frozenset(ran), text)
+    return ran, f"the kernels are of family {', '.join(sorted(named))}"
 
 
-def _status(cell: CellRow) -> Witness | None:
+def _status(cell: CellRow) -> _Clause | None:
     """A cell that did not run, of a backend that PyTorch's dispatcher knows. Running out of memory
     says nothing about the choice.
     """
     if cell.backend not in (*OWN_CHOICE, *SDPA_BACKENDS):
         return None
     if cell.status == "refused":
-        return _witness("status", "none", "PyTorch refused the call")
+        return {"none"}, "PyTorch refused the call"
     if cell.status in ("error", "crashed"):
-        first = (cell.message or "no message").splitlines()[0]
-        return _witness("status", "none", f"the call failed: {first}")
+        return {"none"}, f"the call failed: {(cell.message or 'no message').splitlines()[0]}"
     return None
 
 
@@ -219,38 +222,35 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Sign:
-    """One sign of what computed attention: an op (family None), or a family of kernels."""
-
-    backend: str
-    family: str | None
-    text: str
+# One sign of what computed attention: its backend, the family of kernels (None for an op), and text.
+Sign = tuple[str, str | None, str]
 
 
-def signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
+def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
     """Each op, each attention family, or else gemm and softmax kernels for math."""
     ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
     families = dict.fromkeys(row.family for row in rows)
-    signs = [Sign(backend, None, f"op {op}") for op in ops if (backend := backend_of_op(op))]
+    signs: list[Sign] = [
+        (backend, None, f"op {op}") for op in ops if (backend := backend_of_op(op))
+    ]
     signs += [
-        Sign(FAMILY_BACKENDS[family], family, f"{family} kernels")
+        (FAMILY_BACKENDS[family], family, f"{family} kernels")
         for family in families
         if family in FAMILY_BACKENDS
     ]
     if not signs and families.keys() >= _MATH_FAMILIES:
-        signs.append(Sign("math", None, "gemm and softmax kernels"))
+        signs.append(("math", None, "gemm and softmax kernels"))
     return signs
 
 
-def accepts(expected: Sequence[str], sign: Sign) -> bool:
-    """Whether an expected name covers the sign. A backend covers its op and its families, a family
+def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
+    """Whether an expected name covers a sign. A backend covers its op and its families, a family
     covers itself and its op.
     """
     return any(
-        name in (sign.backend, sign.family)
-        or sign.family in _IMPLIED.get(name, ())
-        or (sign.family is None and FAMILY_BACKENDS.get(name) == sign.backend)
+        name in (backend, family)
+        or family in _IMPLIED.get(name, ())
+        or (family is None and FAMILY_BACKENDS.get(name) == backend)
         for name in expected
     )
 
@@ -266,34 +266,32 @@ def unmet_expectations(
     expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
 ) -> list[str]:
     """One line for each cell, or range of a foreign trace, where something else ran. A cell that
-    was refused or failed ran nothing and does not count. A gate that judged nothing at all is not
-    met.
+    was refused or failed does not count. A gate that judged nothing at all is not met.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
         if cell.status == "ok":
             own = [row for row in rows if (row.run, row.cell) == (cell.run, cell.cell)]
-            judged.append((f"{cell.config} {cell.backend}", signs(cell.sdpa_op, own)))
+            judged.append((f"{cell.config} {cell.backend}", _signs(cell.sdpa_op, own)))
     foreign = [row for row in rows if row.cell is None]
     for run, name in dict.fromkeys((row.run, row.range) for row in foreign):
         own = [row for row in foreign if (row.run, row.range) == (run, name)]
-        if shown := signs(None, own):
-            judged.append((f"run {run}, range {name or '(none)'}", shown))
+        if signs := _signs(None, own):
+            judged.append((f"run {run}, range {name or '(none)'}", signs))
     if not judged:
         return ["nothing to judge: no cell that ran is shown"]
-    return [line for what, shown in judged for line in _unmet(expected, what, shown)]
-
-
-def _unmet(expected: Sequence[str], what: str, shown: Sequence[Sign]) -> list[str]:
-    names = " or ".join(expected)
-    if not shown:
-        return [f"{what}: expected {names}, but neither an op nor a kernel tells what ran"]
-    wrong = [sign for sign in shown if not accepts(expected, sign)]
-    if not wrong:
-        return []
-    ran = ", ".join(dict.fromkeys(sign.backend for sign in wrong))
-    texts = "; ".join(sign.text for sign in wrong)
-    return [f"{what}: expected {names}, but {ran} ran ({texts})"]
+    names, lines = " or ".join(expected), []
+    for place, signs in judged:
+        wrong = [sign for sign in signs if not _accepts(expected, *sign[:2])]
+        if not signs:
+            lines.append(
+                f"{place}: expected {names}, but neither an op nor a kernel tells what ran"
+            )
+        elif wrong:
+            ran = ", ".join(dict.fromkeys(backend for backend, _, _ in wrong))
+            texts = "; ".join(text for _, _, text in wrong)
+            lines.append(f"{place}: expected {names}, but {ran} ran ({texts})")
+    return lines
 
 
 SHOWN = 3  # configs named in one sentence about replacements
