@@ -45,9 +45,7 @@ _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 def predicted_rows(
     path: Path, selection: Selection, *, by_op: bool = False
 ) -> tuple[list[KernelRow], list[CellRow]]:
-    """The selected kernels and cells of a store, with `predicted` filled in. Raises NotFoundError
-    where there are none.
-    """
+    """The selected kernels and cells with `predicted` filled in. Raises NotFoundError."""
     with open_store(path) as store:
         rows, cells = store.rows(selection, by_op=by_op)
         if rows or cells:
@@ -83,10 +81,7 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The backends that one witness names, and the clause that says so. name is `rules`, `choice`,
-    `op`, `kernels` or `status`. Only kernels name more than one backend; `none` means that nothing
-    ran.
-    """
+    """The backends that `rules`, `choice`, `op`, `kernels` or `status` names; `none`: nothing ran."""
 
     name: str
     backends: frozenset[str]
@@ -185,9 +180,7 @@ def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
 
 
 def _status(cell: CellRow) -> _Clause | None:
-    """A cell that did not run, of a backend that PyTorch's dispatcher knows. Running out of memory
-    says nothing about the choice.
-    """
+    """A failed cell of a known backend; running out of memory says nothing about the choice."""
     if cell.backend not in (*OWN_CHOICE, *SDPA_BACKENDS):
         return None
     if cell.status == "refused":
@@ -244,9 +237,7 @@ def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
 
 
 def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
-    """Whether an expected name covers a sign. A backend covers its op and its families, a family
-    covers itself and its op.
-    """
+    """A backend covers its op and its families, a family covers itself and its op."""
     return any(
         name in (backend, family)
         or family in _IMPLIED.get(name, ())
@@ -265,8 +256,8 @@ def check_expected_names(expected: Sequence[str]) -> None:
 def unmet_expectations(
     expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
 ) -> list[str]:
-    """One line for each cell, or range of a foreign trace, where something else ran. A cell that
-    was refused or failed does not count. A gate that judged nothing at all is not met.
+    """One line for each cell, or range of a foreign trace, where something else ran. Refused and
+    failed cells do not count; a gate that judged nothing is not met.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
@@ -299,8 +290,8 @@ SHOWN = 3  # configs named in one sentence about replacements
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One cell whose form torch.compile replaced by SDPA. took is the SDPA backend that ran, None
-    where only Inductor's count says that there was one.
+    """A cell whose form torch.compile replaced by SDPA; took is None where only Inductor counted
+    it.
     """
 
     backend: str
@@ -309,8 +300,8 @@ class Replacement:
 
 
 def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | None:
-    """What happened to a cell, None where nothing says that it was replaced. The witnesses are the
-    op in its trace, the families of its kernels (its rows), and Inductor's count in its `tuning`.
+    """What replaced a cell's form; None without a witness in its op, its kernels (rows) or its
+    `tuning`.
     """
     if cell.backend != NAIVE_COMPILED or cell.status != "ok":
         return None
@@ -389,9 +380,8 @@ class JoinedKernel:
 
 def join(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
     """Kernels of all cells, joined on canonical name, grid and block, in the order of their first
-    row. Rows may come from several runs, newest first: of each profiler the newest run that has a
-    config on a backend counts. Where a profiler has several rows of one name, grid and block
-    (another dynamic shared memory), they pair in the order of their first launch.
+    row. Of each profiler the newest run that has a config on a backend counts; rows come newest
+    first. Several rows of one key pair in the order of their first launch.
     """
     runs: dict[tuple[str | None, str | None, str], str] = {}
     places: dict[tuple[Any, ...], int] = {}

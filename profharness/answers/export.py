@@ -74,9 +74,7 @@ _DEVICE_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one profiler saw, on one clock: launches in stored order, and ranges. With a name, the
-    section gets processes of its own that bear it, so that two sections never share a track.
-    """
+    """What one profiler saw, on one clock. A name gives the section processes of its own."""
 
     launches: Iterable[LaunchRow]
     ranges: Iterable[RangeRow] = ()
@@ -105,8 +103,8 @@ class _Tracks:
         return number, name if len(lanes) == 1 else f"{name} #{len(lanes)}"
 
     def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
-        """Whether a range lies within the innermost one open on its thread; if so, it is open now.
-        Ranges come by start, the longer first.
+        """Open a range if it lies within the innermost open one of its thread; ranges come by
+        start.
         """
         ends = self.open_ends.setdefault((pid, tid), [])
         while ends and ends[-1] <= start_ns:
@@ -124,10 +122,8 @@ def write_chrome_trace(
     devices: Iterable[Device] = (),
     properties: Mapping[str, Any] | None = None,
 ) -> int:
-    """Write the trace and return the number of launches in it. Every section starts at time zero,
-    because the clocks of two profilers have nothing in common. Times are µs with three decimals.
-    Memory does not grow with the number of launches: rows are read once, in the order of their
-    start. Small disorder, as between streams, is put right.
+    """Write the trace and return its number of launches. Every section starts at time zero. Rows
+    are read once, so memory does not grow with them.
     """
     encode = msgspec.json.Encoder().encode
     devices = tuple(devices)
@@ -177,8 +173,8 @@ def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterato
 def _apart(
     events: Iterator[Event], name: str, shift: int, titles: Mapping[int, str]
 ) -> Iterator[Event]:
-    """The events in processes and tracks of their own. Tracks are shifted too: for Perfetto a
-    thread has one number, whatever its process.
+    """The events in processes of their own; tracks shift too, for Perfetto numbers threads
+    globally.
     """
     named: set[int] = set()
     for event in events:
@@ -321,9 +317,7 @@ ALL = "all"
 
 def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tuple[str, ...]:
     """The profilers that an export of the run is made of, out of those that left launches. None:
-    the first of TRACE_PROFILERS (ncu replays kernels, so its clock says least of the run's course);
-    `all`: every one. Empty where the run has none. Raises NotFoundError for a profiler that the run
-    has no launches of.
+    the first of TRACE_PROFILERS; `all`: every one. Raises NotFoundError for one that left none.
     """
     row = next(row for row in store.runs() if row.run == run)
     held = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
@@ -339,8 +333,8 @@ def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tup
 def write_run_file(
     store: Store, run: str, output: Path, *, force: bool = False, profiler: str | None = None
 ) -> int:
-    """Write the run to a file, compressed if the name ends in .gz; the number of launches in it.
-    profiler as for `choose_profilers`. Raises UsageError if the file exists and force is not given.
+    """Write the run to a file, compressed if it ends in .gz; the number of launches. Raises
+    UsageError if the file exists and force is not given.
     """
     chosen = choose_profilers(store, run, profiler)
     with atomic_file(output, force=force) as file:
@@ -354,10 +348,7 @@ def write_run_file(
 
 
 def write_run(store: Store, run: str, out: IO[bytes], profilers: tuple[str, ...]) -> int:
-    """Write what these profilers saw of the run as plain JSON; the number of launches in it.
-    Profilers have clocks of their own: each part starts at 0, and of several each has processes of
-    its own that bear the profiler's name.
-    """
+    """Write what these profilers saw of the run as plain JSON; the number of launches in it."""
     ranges = store.ranges(run)
     sections = (
         Section(

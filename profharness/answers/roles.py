@@ -87,9 +87,7 @@ _FILLS = ("aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros", "aten:
 
 
 def role(row: KernelRow) -> str:
-    """The role of one row on its own. Matrix products are `qk` or `gemm_bwd` until assign_roles has
-    seen their order.
-    """
+    """The role of one row on its own; matrix products are `qk` or `gemm_bwd` until assign_roles."""
     if row.kernel_kind in ("memcpy", "memset"):
         return "memory_bwd" if is_backward(row) else "memory"
     if named := _first(_NAMED, row.kernel):
@@ -181,9 +179,7 @@ def _helper_role(row: KernelRow) -> str:
 
 
 def _anchor(path: Sequence[str], backward: bool) -> str | None:
-    """What is computed: the part below the attention op, or the autograd node itself. None for an
-    op that is called outside of attention.
-    """
+    """The part below the attention op, or the autograd node; None outside of attention."""
     if backward:
         nodes = [part for part in path if not part.startswith(_AUTOGRAD)]
         return nodes[0] if nodes else ""
@@ -213,9 +209,7 @@ def _op_role(op: str) -> str | None:
 
 
 def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Give each matrix product its name from where it stands to the softmax of its direction.
-    Without an op stack every product after the forward's second one belongs to the backward.
-    """
+    """Name each matrix product from where it stands to the softmax of its direction."""
     products = [n for n, row in enumerate(rows) if roles[n] in ("qk", "gemm_bwd")]
     softmax = _index(roles, "softmax")
     under_math = any(MATH_OP in _path(rows[n]) for n in products)

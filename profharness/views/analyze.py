@@ -69,7 +69,8 @@ PHASE_COLUMNS = (
 
 def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
     """One section a config, one sweep table a group; full shows every finding with all of its
-    evidence, otherwise notes stand in the JSON only."""
+    evidence.
+    """
     blocks: list[Block] = [Note(text) for text in _peak_notes(analyses)]
     several = len({each.run for each in analyses}) > 1
     for run, config in dict.fromkeys((each.run, each.config) for each in analyses):

@@ -73,8 +73,8 @@ LOSS_COLUMNS = (
 def bench_document(
     answer: Benched, *, explain: bool = False, raw: bool = False, charts: bool = True
 ) -> Document:
-    """The answer of `profharness bench`. explain: the refusal reasons of each failed cell; raw: the
-    samples in the records, under `samples_ns`; charts: with them.
+    """The answer of `profharness bench`. explain: every refusal reason; raw: samples in the
+    records.
     """
     environment, replaced = answer.environment, replacements(answer.cells)
     device = environment.get("gpu") or environment.get("cpu") or "unknown device"
@@ -114,9 +114,7 @@ def bench_document(
 
 
 def _charts(answer: Benched) -> Iterator[Block]:
-    """Latency and TFLOP/s over sequence length where configs differ in it alone, and the roofline;
-    a wrong backend is in none.
-    """
+    """Latency and rates over sequence length, and the roofline; a wrong backend is in none."""
     medians = [
         (row.config, row.backend, row.median_ns)
         for row in answer.ranking_rows()
@@ -204,9 +202,7 @@ def _scaled(value: float | None, unit: float) -> str | None:
 
 
 def _doubtful(answer: Benched) -> dict[tuple[str, str], list[str]]:
-    """Doubts by (config, backend) over all measurements, each once. Those of another measurement
-    than the ranking one bear its name. A wide interval has a mark and a column of its own.
-    """
+    """Doubts by (config, backend), each once; another measurement's bear its name."""
     doubts: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
         lead = "" if row.measurement == answer.ranking else f"{row.measurement}: "
@@ -296,7 +292,7 @@ def rate_blocks(
     wrong: Set[tuple[str, str]] = frozenset(),
 ) -> list[Block]:
     """Charts of FLOP/s for medians: config label, backend, ns. wrong (config label, backend) is
-    left out: a wrong answer has no rate. tf32: fp32 products may use the tensor cores.
+    left out. tf32: fp32 products may use the tensor cores.
     """
     rows: list[dict[str, Any]] = [
         {

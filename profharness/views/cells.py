@@ -135,8 +135,8 @@ def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str,
 
 
 def latency_charts(medians: Sequence[tuple[str, str, float]], measurement: str) -> list[Chart]:
-    """Lines over sequence length for each sweep of it, and one chart of dots for other configs.
-    medians are config label, backend, ns.
+    """Lines over sequence length for each sweep, dots for other configs; medians: label, backend,
+    ns.
     """
     rows: list[dict[str, Any]] = [
         {"label": label, "config": parse_config(label), "backend": backend, "µs": ns / 1e3}
@@ -155,8 +155,8 @@ def latency_charts(medians: Sequence[tuple[str, str, float]], measurement: str) 
 def sweep_charts(
     rows: Sequence[dict[str, Any]], what: str, unit: str, measurement: str
 ) -> list[Chart]:
-    """Lines over sequence length, one chart for each sweep of it. rows have the keys `config` (a
-    Config), `backend`, and the unit, which holds the value.
+    """Lines over sequence length, one chart for each sweep; rows have `config`, `backend` and the
+    unit.
     """
     charts = []
     for name, members in sweeps([row["config"] for row in rows]).items():
@@ -175,9 +175,8 @@ def roofline_chart(
     roofs: Iterable[tuple[str, Peaks, float]],
     **texts: str,
 ) -> list[Chart]:
-    """Rates below the roofs of their devices; empty where no roof is known. rows have the keys
-    `intensity`, `flops_per_s`, `backend`; roofs are label, peaks, FLOP/s. Roofs of the same height
-    (fp16 and bf16) are one, so that no label covers another.
+    """Rates below the roofs (label, peaks, FLOP/s) of their devices; empty where no roof is known.
+    Roofs of the same height are one, so that no label covers another.
     """
     labels: dict[tuple[float, float], dict[str, None]] = {}
     for label, peaks, rate in roofs:

@@ -80,9 +80,8 @@ def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
 
 
 def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
-    """The chart as one `<svg>` element that takes its ink from `color` and has a `<title>` a mark.
-    number keeps the ids of several charts on a page apart. alone: a file of its own, whose colours
-    follow the reader's theme.
+    """The chart as one `<svg>` element with a `<title>` a mark. number keeps the ids of several
+    charts apart. alone: a file whose colours follow the reader's theme.
     """
     svg = str(vl_convert.vegalite_to_svg(altair_chart(chart).to_dict(), allowed_base_urls=[]))
     svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
@@ -110,8 +109,7 @@ def series_colors(names: Sequence[str]) -> list[str]:
 
 
 def _printable(chart: Chart) -> Chart:
-    """The chart with every text on one line and without control characters, on which vl-convert
-    ends the whole process: they cannot stand in an SVG."""
+    """One-line texts without control characters, on which vl-convert ends the whole process."""
 
     def clean(value: Any) -> Any:
         return one_line(value) if isinstance(value, str) else value

@@ -37,8 +37,8 @@ COLUMNS = (
 
 
 def diff_document(diff: Diff, *, full: bool = False) -> Document:
-    """The answer of `profharness diff`. Lines marked - are the baseline's, + the candidate's; µs is
-    one launch of a kernel. full shows whole kernel names.
+    """The answer of `profharness diff`: - is the baseline, + the candidate; full shows whole kernel
+    names.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]

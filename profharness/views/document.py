@@ -30,10 +30,8 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """kind is a key of KINDS; x, y and series name keys that each of rows has. Values are in the
-    unit that x_title and y_title name. caption describes the picture for those who cannot see it.
-    roofs belong to the kind `roofline`. A text format leaves a chart out: its figures stand in a
-    table of the same Document.
+    """kind is a key of KINDS; x, y and series name keys of each row, in the unit of the axis title.
+    roofs belong to the kind `roofline`. Text formats leave charts out: a table has their figures.
     """
 
     kind: str
@@ -56,8 +54,8 @@ class Chart:
                 raise ValueError(f"a row of chart {self.title!r} has no {', '.join(missing)}")
 
     def plain_rows(self) -> list[dict[str, Any]]:
-        """The rows under the keys x, y and series. No drawing library reads these field names as a
-        path or an expression.
+        """The rows under x, y and series, which no drawing library reads as a path or an
+        expression.
         """
         return [
             {"x": row[self.x], "y": row[self.y], "series": str(row[self.series])}
@@ -70,9 +68,8 @@ MISSING = "-"  # shown for a value that a profiler cannot know
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: key names it for machines, title for people; format is a key of FORMATS. right
-    aligns numbers. A narrow terminal may cut a column with shrink short with an ellipsis; it shows
-    every other column whole. repeat=False omits a value that equals the one above it.
+    """One column; key is for machines, title for people. shrink: a narrow terminal may cut it.
+    repeat=False omits a value that equals the one above it.
     """
 
     key: str
@@ -145,9 +142,8 @@ Block = Heading | Table | Note | Code | Chart
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """blocks are for people; records (with extra, further top-level JSON keys) are for machines.
-    schema names the record layout, `profharness.<what>/<version>`. fields are the record keys in
-    order, so that a CSV without a row still has its header.
+    """blocks are for people; records and extra (further top-level JSON keys) are for machines.
+    schema is `profharness.<what>/<version>`; fields are the record keys in order.
     """
 
     schema: str
@@ -195,10 +191,7 @@ def format_value(column: Column, value: Any) -> str:
 
 
 def formatted_rows(table: Table) -> list[list[str]]:
-    """All rows as text, with values left out where a column does not repeat them. A value is left
-    out only while everything left of it is the same too. Otherwise a row would read as part of
-    another group.
-    """
+    """All rows as text. A repeated value is left out while everything left of it is the same too."""
     result: list[list[str]] = []
     previous: list[str] = []
     for row in table.rows:

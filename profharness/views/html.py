@@ -31,8 +31,8 @@ DEEPEST = 3  # level of the headings in the table of contents
 
 
 def render_html(document: Document) -> str:
-    """A whole page that opens from disk and asks nothing of the network: its policy forbids it.
-    Raises MissingExtraError where the document holds charts and the extra `report` is missing.
+    """A whole page that opens from disk; its policy forbids the network. Raises MissingExtraError
+    for charts without the extra `report`.
     """
     style, script = _asset("page.css"), _asset("page.js")
     page = _Page()
@@ -159,9 +159,7 @@ def _table(table: Table, ident: str, named: str) -> str:
 
 
 def _cells(columns: Sequence[Column], row: Sequence[Any]) -> Iterator[str]:
-    """Every value is shown, repeated ones too: sorting may take the row elsewhere. data-v holds the
-    number to sort by.
-    """
+    """Repeated values are shown too, for sorting; data-v holds the number to sort by."""
     for column, value in zip(columns, row, strict=True):
         text = _text(format_value(column, value))
         number = _sort_number(value)

@@ -108,9 +108,8 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
 def kernels_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """The answer of `profharness kernels`. rows and cells may come in any order. Configs keep the
-    order of their first mention, kernels that of their first launch. full shows whole kernel names
-    instead of short ones.
+    """The answer of `profharness kernels`. Configs keep the order of their first mention, kernels
+    that of their first launch. full shows whole kernel names.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
@@ -155,9 +154,7 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
-    """The columns for these rows: profiler and device only where they differ, a whole kernel name
-    last.
-    """
+    """The columns for these rows: profiler and device only where they differ."""
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
     hidden = {"kernel_short" if full else "kernel"}
@@ -172,9 +169,7 @@ def _scope(row: KernelRow) -> _Scope:
 
 
 def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
-    """The lines below the table: why a backend has no kernels, what torch.compile replaced, each
-    disagreement of the four witnesses, warnings.
-    """
+    """The lines below the table: missing kernels, replacements, disagreements, warnings."""
     notes: list[Note] = []
     if cell.status != "ok":
         notes.append(status_note(cell.status, _reason(cell), cell.backend))
@@ -200,9 +195,7 @@ def _reason(cell: CellRow) -> str:
 def witness_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """Three profilers side by side. rows are those of all profilers, newest run first; cells as in
-    kernels_document. full lists every counter that ncu took.
-    """
+    """Three profilers side by side, rows newest run first; full lists every counter that ncu took."""
     joined = join(rows)
     blocks: list[Block] = []
     configs = dict.fromkeys([*(cell.config for cell in cells), *(each.config for each in joined)])

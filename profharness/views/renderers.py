@@ -57,8 +57,7 @@ def _dumps(value: Any) -> str:
 
 
 def render_csv(document: Document) -> str:
-    """The records under a header row; null is empty, grid and block take three columns each, other
-    nested values are JSON."""
+    """The records under a header row; null is empty, grid and block take three columns each."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([name for key in document.fields for name in _csv_names(key)])
@@ -99,9 +98,7 @@ def escape_markdown(text: str) -> str:
 
 
 def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
-    """GitHub-flavoured Markdown: headings, pipe tables, notes as list items. images are the
-    addresses of the charts' pictures in order; charts without one are left out.
-    """
+    """GitHub-flavoured Markdown; images are the addresses of the charts' pictures in order."""
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
     for block in document.blocks:

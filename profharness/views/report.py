@@ -42,11 +42,9 @@ FIELDS = (
 
 
 def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = None) -> Document:
-    """The report on the runs that refs name (ids, prefixes, `latest`), each once. bench: with the
-    figures of `bench` (intervals, rates, doubts), which take a second to compute; None: for a run
-    that `bench` made, as long as its folder is there. Records are one a cell and measurement;
-    beside them stand the runs, the kernels, and for two runs the diff from the first to the second.
-    Raises NotFoundError.
+    """The report on the runs that refs name, each once. bench: with the figures of `bench`; None:
+    for a run that `bench` made, as long as its folder is there. Beside the records stand the diff
+    of two runs, and all kernels and cells. Raises NotFoundError.
     """
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
     blocks: list[Block] = []

@@ -92,9 +92,8 @@ BACKEND_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one cell. Times in ns: mean_ns of one launch, call_ns of all in one call; share
-    is of the call (its event or wall time if that was taken, else the sum of its kernels). tile
-    is that of its longest kernel, from the kernel's name.
+    """One step of one cell, times in ns. share is of the call's event or wall time, else of its
+    kernels. tile is that of its longest kernel.
     """
 
     backend: str
@@ -109,9 +108,7 @@ class Step:
 
 
 def steps_of(cell: CellRow, rows: Sequence[KernelRow]) -> list[Step]:
-    """The steps of one cell in the order of STEPS, launch gaps last. rows are one profiler's, best
-    asked with by_op.
-    """
+    """The steps of one cell in the order of STEPS, launch gaps last; rows are one profiler's."""
     grouped: dict[str, list[KernelRow]] = {}
     for role, row in assign_roles(rows):
         grouped.setdefault(STEP_OF.get(role, OTHER), []).append(row)
@@ -226,9 +223,7 @@ def _kernel_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:
 
 
 def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
-    """What the steps of math take in a call: rows are those of one profiler, op by op. Cells
-    without a matrix product and a softmax of their own (fused kernels) are left out.
-    """
+    """What the steps of math take in a call, from one profiler's rows; fused cells are left out."""
     cells: dict[tuple[str, str], list[KernelRow]] = {}
     for row in rows:
         if row.config is not None:

@@ -31,8 +31,7 @@ NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 def render_table(document: Document, *, width: int = 100, color: bool = False) -> str:
     """Headings, aligned tables and wrapped notes; lines grow past width rather than cut a number.
-    Tables with the same columns share their widths, so that figures stand under figures from
-    heading to heading.
+    Tables with the same columns share their widths.
     """
     widths = _shared_widths([block for block in document.blocks if isinstance(block, Table)], width)
     needed = [sum(each) + GAP * (len(each) - 1) for each in widths.values()]
@@ -69,8 +68,7 @@ def render_table(document: Document, *, width: int = 100, color: bool = False) -
 
 
 def _shared_widths(tables: Iterable[Table], width: int) -> dict[tuple[Column, ...], list[int]]:
-    """Column widths by column set: as wide as the widest text, shrinkable columns cut to fit
-    width."""
+    """Column widths by column set, shrinkable columns cut to fit width."""
     natural: dict[tuple[Column, ...], list[int]] = {}
     for table in tables:
         sizes = natural.setdefault(table.columns, [cell_len(c.title) for c in table.columns])
@@ -80,8 +78,7 @@ def _shared_widths(tables: Iterable[Table], width: int) -> dict[tuple[Column, ..
 
 
 def fit_widths(columns: tuple[Column, ...], sizes: list[int], width: int) -> list[int]:
-    """The widths with shrinkable columns cut, the widest first, until all fit or each is down to
-    MIN_SHRUNK."""
+    """The widths with shrinkable columns cut, the widest first, down to MIN_SHRUNK."""
     sizes = list(sizes)
     excess = sum(sizes) + GAP * (len(sizes) - 1) - width
     shrinkable = [index for index, column in enumerate(columns) if column.shrink]

@@ -104,9 +104,9 @@ QUERIES: dict[str, tuple[str, str, str]] = {
 
 
 class BenchLosses:
-    """The SQL function `bench_losses(run)`: what `auto` cost in a run, by `bench`'s own rules, as a
-    JSON array. run may be empty (the newest run that has an answer) or `all` (the newest runs). A
-    run is computed once for each state of the store's file: the intervals of a bench take time.
+    """The SQL function `bench_losses(run)`: what `auto` cost in a run, as a JSON array. run may be
+    empty (the newest with an answer) or `all`. A run is computed once for each state of the store's
+    file: the intervals of a bench take time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,8 +149,8 @@ class BenchLosses:
 def serve(
     path: Path, *, host: str = "127.0.0.1", port: int = 8001, announce: Callable[[str], None]
 ) -> None:
-    """Serve the store until interrupted; announce gets the address as soon as it answers. port 0 takes
-    a free one. Raises NotFoundError without a store, UsageError for an address that cannot be had.
+    """Serve the store until interrupted; announce gets the address as soon as it answers. Raises
+    NotFoundError without a store, UsageError for an address that cannot be had.
     """
     app = application(path, host)
     with _listen(host, port) as listener:

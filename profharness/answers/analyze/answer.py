@@ -42,8 +42,8 @@ SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 def analyze(
     cell: CellRow, rows: Sequence[KernelRow], machine: Machine, others: Sequence[CellRow] = ()
 ) -> CellAnalysis:
-    """One cell. rows are its kernel rows of any profilers. others are the cells of the same config
-    in the same run whose results may be ranked.
+    """One cell from its kernel rows of any profilers. others are the cells of its config and run
+    that may be ranked.
     """
     config = parse_config(cell.config).resolve("cuda" if machine.device else "cpu")
     empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason)
@@ -82,9 +82,8 @@ def analyze_all(
     wrong: Collection[tuple[str, str]] = (),
     rivals: Sequence[CellRow] | None = None,
 ) -> list[CellAnalysis]:
-    """All cells of one run, in order. wrong are the (config label, backend) with wrong results:
-    they are never named as the faster choice. rivals are all cells of the run, where cells are only
-    some of them.
+    """All cells of one run, in order. wrong (config label, backend) are never named as the faster
+    choice; rivals are all cells of the run.
     """
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
@@ -108,9 +107,7 @@ def analyze_all(
 
 
 def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
-    """Cells of one backend whose configs differ in one number, under its name and in its order.
-    `seq_len_kv` stands for both lengths where they are equal.
-    """
+    """Cells of one backend whose configs differ in one number, under its name and in its order."""
     sweeps: list[tuple[str, list[CellAnalysis]]] = []
     done = [each for each in analyses if each.figures is not None]
     for name in SWEPT:
@@ -175,11 +172,9 @@ SOURCES = (MEASURE, TABLE)
 def analyze_stored(
     path: Path, selection: Selection, peaks: str | None = None
 ) -> list[CellAnalysis]:
-    """The analyses of the selected cells, in the order of their run; nothing is captured.
-
-    peaks: `data-sheet`, the built-in table; `measure`, this machine's device, measured now and
-    kept in the store; None, what the store has measured, else the table. Raises NotFoundError if
-    nothing answers, UsageError for other peaks or a device that the cells did not run on.
+    """The analyses of the selected cells; nothing is captured. peaks: one of SOURCES, None: what
+    the store has measured, else the table. Raises NotFoundError, or UsageError for other peaks or a
+    device that the cells did not run on.
     """
     if peaks not in (None, *SOURCES):
         raise UsageError(f"no peaks {peaks!r}; known are {', '.join(SOURCES)}")
@@ -220,8 +215,8 @@ def analyze_here(
     peaks: str | None,
     say: Callable[[str], None],
 ) -> list[CellAnalysis]:
-    """As `analyze_rows`, but None measures this machine's device once if the cells ran on a GPU like
-    it. say takes what the user has to wait for. Raises NotFoundError without cells.
+    """As `analyze_rows`, but None measures this machine's device once if the cells ran on a GPU
+    like it. say takes what the user has to wait for. Raises NotFoundError without cells.
     """
     if not cells:
         raise NotFoundError(
@@ -251,9 +246,7 @@ def _lacks_peaks(path: Path, cells: Sequence[CellRow]) -> bool:
 
 
 def measure_here(path: Path, cells: Sequence[CellRow]) -> None:
-    """Measure this machine's device and keep it in the store. Raises UsageError for cells that did
-    not run on such a device.
-    """
+    """Store this device's measured peaks. Raises UsageError for cells of another device."""
     from profharness.runner.probe import measure_peaks
 
     with open_store(path) as store:

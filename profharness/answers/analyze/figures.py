@@ -122,8 +122,8 @@ SCORE_ROLES = ("softmax", "qk", "pv", "qk+pv")
 def kernel_figures(
     rows: Sequence[KernelRow], machine: Machine, calls: int
 ) -> tuple[KernelFigures, ...]:
-    """Figures of every kernel of one cell, in launch order. Times are from the best profiler that
-    saw it, counters from ncu. calls are the profiled calls, for rows that do not say.
+    """Every kernel of one cell, in launch order: times from the best profiler that saw it, counters
+    from ncu.
     """
     timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
     roles = assign_roles(row for row in rows if row.profiler == timed)
@@ -261,9 +261,7 @@ def _counter(counters: dict[str, tuple[float, str]], name: str) -> float | None:
 
 
 def _dram(kernels: Sequence[KernelFigures]) -> tuple[float | None, float | None]:
-    """Measured DRAM bytes of one call and their rate. None unless ncu saw every kernel but copies
-    and fills, which it does not profile.
-    """
+    """Measured DRAM bytes of a call and their rate; None unless ncu saw every kernel but copies."""
     seen = [kernel for kernel in kernels if kernel.blocks is not None]
     if not seen or any(kernel.dram_read_bytes is None for kernel in seen):
         return None, None

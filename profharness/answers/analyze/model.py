@@ -26,8 +26,8 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One statement about a cell. severity is one of SEVERITIES, grade `measured` or `derived`;
-    factor is what removing the cause could gain at most (2.0: half the time), None if unknown.
+    """One statement about a cell. severity is one of SEVERITIES; factor is what removing the cause
+    gains at most.
     """
 
     code: str
@@ -40,9 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What helps, tied to the codes of findings. factor as in Finding; grade says what the factor
-    rests on.
-    """
+    """What helps, tied to the codes of findings; grade says what the factor rests on."""
 
     text: str
     findings: tuple[str, ...]
@@ -52,9 +50,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the cells ran: device limits as the traces tell them, peaks, L2, and whether fp32
-    products may use TF32. None where it is not known.
-    """
+    """Where the cells ran; None where it is not known. tf32: fp32 products may use TF32."""
 
     device: Device | None = None
     peaks: Peaks | None = None
@@ -78,9 +74,8 @@ def machine_of(
 
 @dataclass(frozen=True, slots=True)
 class KernelFigures:
-    """One kernel of a cell, times in ns per call. waves are blocks over the blocks that fit on the
-    device at once. achieved_occupancy, dram_read_bytes, dram_write_bytes, ncu_ns, l1_bytes and
-    l2_bytes (what moved through those caches, on request alone) are ncu's, per launch.
+    """One kernel of a cell, times in ns per call. waves are blocks over those that fit at once.
+    achieved_occupancy, ncu_ns and what counts bytes are ncu's, per launch.
     """
 
     role: str
@@ -108,8 +103,7 @@ class KernelFigures:
 
 @dataclass(frozen=True, slots=True)
 class PhaseFigures:
-    """One phase of the call: FLOPs, bytes, intensity, and the side of the ridge (`memory`,
-    `compute`, None)."""
+    """One phase of the call; bound is `memory`, `compute` or None."""
 
     name: str
     flops: int
@@ -120,10 +114,9 @@ class PhaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a cell. basis names the time that rates are taken from: `kernel` (sum of the
-    kernels, profiled), `graph`, `event` or `wall`; duration_ns is its median. flops_share and
-    bandwidth_share are of the peak, 0 to 1; more is possible and flagged. dram_bytes are the
-    measured bytes of one call, dram_bytes_per_s is over ncu's own time.
+    """The figures of a cell. basis names the time behind the rates: `kernel`, `graph`, `event` or
+    `wall`; duration_ns is its median. Shares are of the peak. dram_bytes are those of a call,
+    dram_bytes_per_s is over ncu's own time.
     """
 
     basis: str | None
@@ -152,10 +145,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class CellAnalysis:
-    """Everything about one cell. bottleneck is one word (`memory`, `compute`, `launch`, `score
-    traffic`, `few blocks`, `combine`, `K and V traffic`, `latency`), None where nothing decides;
-    the finding `bottleneck` holds its evidence. kv_places are the memories (`shared`, `L1`, `L2`)
-    that hold K and V of one head, None where their sizes are not known.
+    """Everything about one cell. bottleneck is one word, None where nothing decides; its finding
+    holds the evidence. kv_places (`shared`, `L1`, `L2`) hold K and V of one head, None where sizes
+    are unknown.
     """
 
     run: str
@@ -186,7 +178,7 @@ FIELDS = (*_CELL, *(item.name for item in fields(Figures)), *_LISTS)
 
 
 def analyze_record(each: CellAnalysis) -> dict[str, Any]:
-    """The JSON record of one cell; keys as in FIELDS, times in ns, sizes in bytes, shares 0 to 1."""
+    """The JSON record of one cell; keys as in FIELDS."""
     record: dict[str, Any] = dict.fromkeys(FIELDS)
     if each.figures is not None:
         record |= asdict(each.figures)

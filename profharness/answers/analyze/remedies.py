@@ -177,8 +177,8 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
 
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
-    """Remedies for findings that are more than a note, the largest possible gain first. Those
-    without a known gain follow, major findings before minor ones.
+    """Remedies for findings that are more than a note, the largest known gain first, then major
+    ones.
     """
     helpful = []
     for codes, text in REMEDIES:

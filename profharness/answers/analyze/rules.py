@@ -192,9 +192,8 @@ def launch_gap(facts: Facts) -> list[Finding]:
 
 
 def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
-    """An upper bound of the kernels' time with cold caches, and its evidence. It is ncu's own time
-    (ncu flushes caches) with the profiled time of copies and fills, which ncu does not profile; or
-    the profiled time and that of reading everything from DRAM once more.
+    """An upper bound of the kernels' time with cold caches, and its evidence. It is ncu's time plus
+    that of copies, or the profiled time plus refilling the L2.
     """
     figures, peaks = facts.figures, facts.machine.peaks
     warm = figures.kernels_ns or 0.0
@@ -383,8 +382,7 @@ def occupancy(facts: Facts) -> list[Finding]:
 
 def readers(facts: Facts, kernel: KernelFigures) -> float | None:
     """How many blocks read the same row of K and V in a forward kernel, from its grid. None where
-    the grid does not tell (persistent kernels, splits that cannot be seen), or where ncu counted so
-    few bytes in the caches that its blocks must share out head_dim or the keys.
+    the grid does not tell, or where ncu counted too few bytes for it.
     """
     config = facts.config
     heads = config.batch * config.num_kv_heads
@@ -479,8 +477,8 @@ def cache_traffic(facts: Facts) -> list[Finding]:
 
 
 def _seen_part(config: Config, times: float) -> float:
-    """The part of the seen rows of K and V that a block reads, on average over `times` blocks. With
-    `causal` a block stops at the last row that its last query sees.
+    """The part of the seen rows of K and V that one of `times` blocks reads. With `causal` it stops
+    at the last row that its last query sees.
     """
     if not config.causal:
         return 1.0

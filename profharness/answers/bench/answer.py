@@ -43,9 +43,8 @@ def bench_configs(
     baseline: Config | None = None,
     device_type: str | None = None,
 ) -> list[Config]:
-    """The configs in each of the dtypes, the baseline first where it is not among them. A config
-    that names its dtype keeps it. device_type, `cuda` or `cpu`: a dtype left out and the device's
-    default are one config. Raises UsageError for an unknown dtype or no config at all.
+    """The configs in each of the dtypes, the baseline first. With device_type a dtype left out and
+    the device's default are one config. Raises UsageError for an unknown dtype or no config at all.
     """
     _check_dtypes(dtypes)
     if not configs:
@@ -62,9 +61,8 @@ def bench_configs(
 def stored_configs(
     store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
 ) -> list[Config] | None:
-    """The configs that a question about a stored run means, None for all. They are the configs in
-    each of the dtypes; without configs, the run's own in these dtypes. Raises UsageError for an
-    unknown dtype, NotFoundError if the run has no config in one of them.
+    """The configs that a question about a stored run means, None for all. Raises UsageError for an
+    unknown dtype, NotFoundError if the run has no config in it.
     """
     if configs:
         return bench_configs(configs, dtypes)
@@ -82,9 +80,7 @@ def stored_configs(
 
 
 def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] | None:
-    """The backends that a question about a stored run means, None for all. `all` and `kernels`
-    stand for those of theirs that the run has.
-    """
+    """The backends that a question about a stored run means, None for all."""
     if not names:
         return None
     held = {cell.backend for cell in store.cells(run)}
@@ -107,9 +103,8 @@ SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The correct backend with the lowest median on a config; code selects it. ties are within
-    `stats.THRESHOLD` of it. open are slower by their medians but not by their samples: while there
-    are any, it is not known which is fastest, and why_open says why.
+    """The correct backend with the lowest median on a config; code selects it. ties are within the
+    threshold; open are not told apart from it, why_open says why.
     """
 
     config: str
@@ -123,9 +118,8 @@ class Winner:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What `auto` cost on a config. choice is the backend that it took, where known; regret is its
-    median over the best one's, less 1. real: the samples show that `auto` is slower, and the two
-    are not one backend. verdict is `auto` against the best, `unknown` for why_open.
+    """What `auto` cost on a config. regret is its median over the best one's, less 1. real: the
+    samples show that `auto` is slower, and choice is not best.
     """
 
     config: str
@@ -191,10 +185,9 @@ def benched(
     verifications: Sequence[str] = (),
     rank_by: Sequence[str] | None = None,
 ) -> Benched:
-    """The answer of a stored run (None: the latest); the first of rank_by that it has ranks.
-    precision and rank_by: None for those of the run's folder. configs and backends: of these alone,
-    and the baseline; see `bench_rows` for the others. Raises NotFoundError if the run does not have
-    a config or backend asked for, UsageError for an unknown convention.
+    """The answer of a stored run (None: the latest). precision and rank_by: None for those of the
+    run's folder. Raises NotFoundError for a config or backend that it lacks, UsageError for an
+    unknown convention.
     """
     name = store.resolve(run or "latest")
     if convention not in CONVENTIONS:
@@ -255,9 +248,7 @@ def _compared(
 
 
 def _plan_of(store: Store, run: str) -> BenchPlan | None:
-    """The plan in the run's folder, whose path may be relative to the store's. None if the run is
-    no bench, or the folder is not there any more.
-    """
+    """The plan in the run's folder, which may be relative to the store's; None without one."""
     path = next(each.path for each in store.runs() if each.run == run)
     for folder in (Path(path), store.path.parent / path):
         try:
@@ -335,9 +326,7 @@ WITHIN = f"{stats.THRESHOLD:.0%}"
 
 
 def why_open(left: BenchRow, right: BenchRow) -> str:
-    """Why the verdict on two measured rows is `unknown`. From `stats.MIN_SAMPLES` a side the rank
-    test can only fail where the samples overlap.
-    """
+    """Why the verdict on two rows is `unknown`; with enough samples only their overlap can be."""
     few = min(left.samples, right.samples) < stats.MIN_SAMPLES
     return "too few samples" if few else "the samples overlap"
 
@@ -350,8 +339,8 @@ def conclude(
     *,
     against_config: bool = False,
 ) -> list[str]:
-    """Sentences that follow from the rows of the ranking measurement, from figures in the table.
-    losses come the largest first. against_config: speed-ups are against a config.
+    """Sentences that follow from the rows of the ranking measurement. losses come the largest
+    first. against_config: speed-ups are against a config.
     """
     ranked = [row for row in figures if row.ranked]
     sentences = []

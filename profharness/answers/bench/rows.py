@@ -29,9 +29,8 @@ THROTTLES = {
 
 
 class Rates(NamedTuple):
-    """FLOP and bytes a second of one call, and the share of the peak that binds (its name: against).
-
-    flops and moved_bytes are the work of the call, peaks and rate (name, FLOP/s) the ceilings.
+    """FLOP and bytes a second of a call, its work, and the ceilings; against names the peak that
+    binds.
     """
 
     flops_per_s: float | None
@@ -52,9 +51,8 @@ def doubts(
     rates: Rates,
     precision: float,
 ) -> tuple[str, ...]:
-    """One sentence a doubt, the gravest first, and that of a wide interval last. clocks are a
-    cell's, as `worker.timing.over_time` makes them. precision is the half interval over its median
-    from which it is wide.
+    """One sentence a doubt, the gravest first. precision is the half interval over its median from
+    which it is wide.
     """
     return (
         *above_ceiling(measurement, rates),
@@ -139,12 +137,10 @@ REFERENCES = ("naive", "math")  # speed-ups are against the first of these witho
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One measurement of one cell; a cell without samples has one row, with measurement None. Times
-    are ns a call; low_ns and high_ns are the 95 % bootstrap interval of the median. flops_per_s and
-    bytes_per_s are the config's work (`costs`) over the median; efficiency is the rate over the
-    peak that binds first, which `against` names. speedup is the median of `baseline` over this one;
-    regret is this median over that of the config's fastest correct backend, less 1. verified is
-    None where nothing was verified. A wrong row has neither speed-up nor regret.
+    """One measurement of one cell; a cell without samples has one row, with measurement None.
+    low_ns and high_ns are the 95 % bootstrap interval of the median; efficiency is of the peak that
+    `against` names. speedup is `baseline` over this median, regret this median over the fastest
+    correct one, less 1. verified is None where nothing was verified.
     """
 
     run: str
@@ -193,10 +189,9 @@ def bench_rows(
     baseline: Config | None = None,
     verifications: Sequence[str] = (),
 ) -> list[BenchRow]:
-    """The rows of a run's cells in their order, measurements as in `MEASUREMENTS`. samples are
-    `all_samples`. baseline is the config that speed-ups are against, on `auto`; without it they are
-    against `naive`, else `math`, on the same config. verifications are runs of `verify` whose
-    checks say that a backend is right; what is wrong counts anyway.
+    """The rows of a run's cells in their order. Speed-ups are against baseline on `auto`, else
+    against `naive` or `math`. verifications are runs of `verify` whose checks say that a backend is
+    right; what is wrong counts anyway.
     """
     facts = _Facts(
         store.peaks(run),
@@ -218,9 +213,8 @@ def run_cells(
     backends: Sequence[str] | None = None,
     baseline: Config | None = None,
 ) -> list[CellRow]:
-    """The cells of a run on the configs (and the baseline) and backends asked for. Of two with the
-    same config and backend the first counts. Raises NotFoundError for a config or backend that the
-    run does not have.
+    """The cells of a run on the configs (and the baseline) and backends asked for. Of equal ones
+    the first counts. Raises NotFoundError for what the run does not have.
     """
     cells: dict[tuple[str, str], CellRow] = {}
     for cell in store.cells(run):
@@ -266,9 +260,7 @@ class _Facts(NamedTuple):
 
 
 def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
-    """The cells' samples. `kernel` is the sum over the kernels of each profiled call
-    in the torch trace.
-    """
+    """The cells' samples; `kernel` sums the kernels of each profiled call in the torch trace."""
     ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
     for launch in store.launches(run, profiler="torch"):
@@ -289,8 +281,8 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
 def verdicts(
     store: Store, run: str, verifications: Sequence[str] = ()
 ) -> dict[tuple[str, str], bool]:
-    """(config, backend) to whether it is right. It is wrong where any check that applies to the run
-    says so, right where the verification runs named found nothing.
+    """(config, backend) to whether it is right; any failed check outweighs the verification runs
+    named.
     """
     right = {
         (check.asked, check.backend): True
@@ -346,9 +338,7 @@ def _measured(
 def rates_of(
     config: Config, median_ns: float, peaks: Peaks | None, convention: str, *, tf32: bool = False
 ) -> Rates:
-    """The rates of a call of that duration, and their share of the peak that binds. The peak that
-    alone would take longer binds.
-    """
+    """The rates of a call, and their share of the peak that alone would take longer."""
     work, moved = costs.flops(config, convention), costs.compulsory_bytes(config)
     seconds = median_ns / 1e9
     if seconds <= 0:
@@ -367,8 +357,8 @@ def rates_of(
 
 
 def with_speedup(rows: Sequence[BenchRow], baseline: Config | None = None) -> list[BenchRow]:
-    """The rows with speed-ups. They are against the baseline config of the row's dtype on `auto`,
-    else on the row's backend; without a baseline, against the config's own `naive`, else `math`.
+    """The rows with speed-ups against the baseline on `auto` or the row's backend, else `naive` or
+    `math`.
     """
     medians = {
         (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked

@@ -62,9 +62,9 @@ class _Cell:
 
 
 def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRESHOLD) -> Diff:
-    """The diff of two sides: backends of one run, or runs. Sides that both name a backend pair by
-    config, else by config and backend; a side that names none takes over the other's. threshold is
-    the smallest relative change of a time that counts.
+    """The diff of two sides. They pair by config where both name a backend, else by config and
+    backend; a side that names none takes over the other's. threshold is the smallest relative
+    change that counts.
     """
     if baseline.backend is None or candidate.backend is None:
         backend = baseline.backend or candidate.backend
@@ -284,9 +284,8 @@ def grouped(rows: Iterable[KernelRow]) -> Groups:
 
 
 def aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
-    """Both sides in the same terms, and which roles are composite. Where one side has a fused
-    kernel and the other the math kernels, a direction is one row. Where one side could not tell two
-    matrix products apart, they are one row on both sides.
+    """Both sides in the same terms, and which roles are composite. A fused kernel against math
+    kernels is one row a direction; products that one side cannot tell apart are one row on both.
     """
     composite: set[str] = set()
     for name, math, whole in COMPOSITES:
@@ -325,9 +324,7 @@ def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tu
 
 
 def call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
-    """Median time of a launch times launches per call, summed over rows. None without rows, or
-    where one has no time. calls are for a row without launches per call.
-    """
+    """Median launch time times launches per call, summed over rows; None where a time is missing."""
     return _summed(rows, [row.duration_ns for row in rows], calls) if rows else None
 
 

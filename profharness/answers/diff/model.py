@@ -19,9 +19,7 @@ SCHEMA = "profharness.diff/1"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a diff: the rows of one run, or of one backend of it. cells may be empty (a
-    foreign trace); kernels without a config are then grouped by their range.
-    """
+    """One side of a diff. Kernels without a config are grouped by their range."""
 
     label: str
     cells: tuple[CellRow, ...] = ()
@@ -51,12 +49,10 @@ class EnvChange:
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One role of one config on both sides; role is `call`, `status`, or one of roles.ROLES. A
-    composite row (attention or attention_bwd) holds a fused kernel on one side and the math kernels
-    on the other. baseline_ns and candidate_ns are per call, ratio is candidate over baseline; None
-    where unknown. basis is what was timed: `graph event wall` (unprofiled samples) or `profiler
-    launches`. changed: another kernel, tile, grid, block, shared memory, registers, launch count or
-    status; the verdict says so only where the time is neither slower nor faster.
+    """One role of one config on both sides; role is `call`, `status`, or one of roles.ROLES.
+    composite: a fused kernel on one side, math kernels on the other. Times are ns per call, ratio
+    is candidate over baseline; basis is what was timed. changed: the kernels' identity, launch
+    properties or status differ, whatever the verdict on the time.
     """
 
     config: str
@@ -143,7 +139,7 @@ def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
     """Every key whose value differs, nested dicts flattened with dots; None where a side lacks it.
-    First the keys that can explain other kernels or times, then unknown ones, then the others.
+    Keys that can explain other kernels or times come first.
     """
     base, cand = flatten(base_env), flatten(cand_env)
     weighed = []
