@@ -113,10 +113,9 @@ def test_enough_commands_are_shown() -> None:
     assert named == set(COMMANDS) - {"backends", "doctor"}
 
 
-def test_the_tables_list_every_command() -> None:
-    for page in ("README.md", "docs/design.md"):
-        listed = re.findall(r"^\| `profharness ([\w-]+)[^`]*` \|", TEXT[page], re.MULTILINE)
-        assert listed == list(COMMANDS), page
+def test_the_table_lists_every_command() -> None:
+    listed = re.findall(r"^\| `profharness ([\w-]+)[^`]*` \|", TEXT["README.md"], re.MULTILINE)
+    assert listed == list(COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES)
