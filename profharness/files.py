@@ -15,12 +15,8 @@ STORE_VARIABLE = "PROFHARNESS_STORE"  # names the store where none is given
 RUNS_FOLDER = Path("traces/runs")
 
 
-def check_output(output: Path | None, *, force: bool) -> None:
+def check_output(output: Path, *, force: bool) -> None:
     """Refuse early, before any work is done, what `atomic_file` would refuse at the end."""
-    if output is None:
-        if force:
-            raise UsageError("--force means the file of -o; name one")
-        return
     if output.exists() and not force:
         raise UsageError(f"{output}: already exists; --force overwrites it")
     if not output.parent.is_dir():

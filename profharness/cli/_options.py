@@ -34,17 +34,38 @@ SUFFIX_FORMATS = {**{f".{name}": name for name in FORMATS[1:]}, ".htm": "html"}
 DEFAULT_WIDTH = 100
 
 
-def store_option(function: F) -> F:
-    """--store PATH as `store: Path`."""
-    return click.option(
-        "--store",
-        type=click.Path(dir_okay=False, path_type=Path),
-        envvar=STORE_VARIABLE,
-        default=DEFAULT_STORE,
-        show_default=True,
-        show_envvar=True,
-        help="The SQLite file with everything that was captured or ingested.",
-    )(function)
+store_option = click.option(
+    "--store",
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar=STORE_VARIABLE,
+    default=DEFAULT_STORE,
+    show_default=True,
+    show_envvar=True,
+    help="The SQLite file with everything that was captured or ingested.",
+)
+backend_option = click.option(
+    "--backend",
+    multiple=True,
+    metavar="NAME",
+    help="auto, flash, efficient, cudnn, math, …, file.py:function; all: PyTorch's own on this "
+    "device; kernels: what lies in kernels/. Repeatable, or separated by commas.",
+)
+out_option = click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=RUNS_FOLDER.as_posix(),
+    show_default=True,
+    help="Where run folders go.",
+)
+device_option = click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
+)
+format_option = click.option(
+    "--format",
+    "format_",
+    type=click.Choice(FORMATS),
+    help="How to print the result.  [default: by the name of -o, else table]",
+)
 
 
 def config_options(function: F) -> F:
@@ -67,35 +88,6 @@ def config_options(function: F) -> F:
     )(function)
 
 
-def backend_option(function: F) -> F:
-    """--backend (many, or separated by commas) as `backend: tuple[str, ...]`; see `split_names`."""
-    return click.option(
-        "--backend",
-        multiple=True,
-        metavar="NAME",
-        help="auto, flash, efficient, cudnn, math, …, file.py:function; all: PyTorch's own on this "
-        "device; kernels: what lies in kernels/. Repeatable, or separated by commas.",
-    )(function)
-
-
-def out_option(function: F) -> F:
-    """--out DIRECTORY as `out: Path`."""
-    return click.option(
-        "--out",
-        type=click.Path(file_okay=False, path_type=Path),
-        default=RUNS_FOLDER.as_posix(),
-        show_default=True,
-        help="Where run folders go.",
-    )(function)
-
-
-def device_option(function: F) -> F:
-    """--device as `device: str`: auto, cuda or cpu."""
-    return click.option(
-        "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
-    )(function)
-
-
 def timeout_option(default_s: float, text: str) -> Callable[[F], F]:
     """--timeout as `timeout_s: float`; text is its help."""
     return click.option(
@@ -108,25 +100,33 @@ def timeout_option(default_s: float, text: str) -> Callable[[F], F]:
     )
 
 
+def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> Path | None:
+    """The file of -o. Refuses before any work what could not be written at its end."""
+    if ctx.resilient_parsing or ctx.params.get("deleted"):
+        return output  # nothing will be written
+    if output is not None:
+        check_output(output, force=ctx.params["force"])
+    elif ctx.params["force"]:
+        raise UsageError("--force means the file of -o; name one")
+    return output
+
+
 def output_options(function: F) -> F:
     """--format, -o and --force as `format_: str | None`, `output: Path | None`, `force: bool`."""
-    function = click.option(
-        "--format",
-        "format_",
-        type=click.Choice(FORMATS),
-        help="How to print the result.  [default: by the name of -o, else table]",
-    )(function)
-    return file_options(function)
+    return file_options(format_option(function))
 
 
 def file_options(function: F) -> F:
     """-o FILE and --force as `output: Path | None` and `force: bool`."""
-    function = click.option("--force", is_flag=True, help="Overwrite the file of -o.")(function)
+    function = click.option(
+        "--force", is_flag=True, is_eager=True, help="Overwrite the file of -o."
+    )(function)
     return click.option(
         "-o",
         "--output",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
+        callback=check_file,
         help="Write the result to a file instead of stdout.",
     )(function)
 
@@ -174,7 +174,11 @@ def emit(
         return
     options: dict[str, Any] = {}
     if format_ == "table":
-        options = {"width": _width(), "color": output is None and _wants_color()}
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        options = {
+            "width": shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns,
+            "color": output is None and sys.stdout.isatty() and not plain,
+        }
     text = RENDERERS[format_](document, **options)
     if output is not None:
         with atomic_file(output, force=force) as file:
@@ -207,16 +211,6 @@ def _picture(chart: Chart, number: int, kind: str) -> bytes:
     from profharness.views.charts import draw_png, draw_svg
 
     return draw_png(chart) if kind == "png" else draw_svg(chart, number, alone=True).encode()
-
-
-def _wants_color() -> bool:
-    return (
-        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    )
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
 
 
 @contextlib.contextmanager

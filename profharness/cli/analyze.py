@@ -16,7 +16,6 @@ from profharness.cli._options import (
     store_option,
 )
 from profharness.cli.kernels import find_rows, read_selection
-from profharness.files import check_output
 from profharness.views.analyze import analyze_document
 
 
@@ -66,7 +65,6 @@ def command(
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
     """
-    check_output(output, force=force)
     rows, cells = find_rows(store, read_selection(run, config, configs_file, backend))
     analyses = analyze_here(store, cells, rows, peaks, hint)
     emit(analyze_document(analyses, full=full), format_, output, force=force)

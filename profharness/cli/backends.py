@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import emit, output_options
-from profharness.files import check_output
 from profharness.views.doctor import backends_document
 
 
@@ -26,5 +25,4 @@ def command(format_: str | None, output: Path | None, force: bool) -> None:
     """
     from profharness.runner.probe import probe_backends
 
-    check_output(output, force=force)
     emit(backends_document(probe_backends()), format_, output, force=force)

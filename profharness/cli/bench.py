@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from profharness.cli._options import (
-    FORMATS,
     backend_option,
     capture_progress,
+    check_file,
     config_options,
     device_option,
     emit,
+    format_option,
     hint,
     out_option,
     read_configs,
@@ -23,7 +24,7 @@ from profharness.cli._options import (
 )
 from profharness.config import split_names
 from profharness.errors import UsageError
-from profharness.files import atomic_file, check_output
+from profharness.files import atomic_file
 from profharness.run import BenchOptions, Protocol, parse_precision, parse_seconds
 
 if TYPE_CHECKING:
@@ -32,6 +33,20 @@ if TYPE_CHECKING:
 
 FOLDER_FILES = {"json": "bench.json", "jsonl": "bench.jsonl", "csv": "bench.csv", "md": "bench.md"}
 ENVIRONMENT_FILE = "environment.json"
+
+
+def _is_folder(output: Path) -> bool:
+    return output.is_dir() or not output.suffix
+
+
+def _check_output(ctx: click.Context, option: click.Parameter, output: Path | None) -> Path | None:
+    """`check_file`, for a folder too."""
+    if output is None or not _is_folder(output):
+        return check_file(ctx, option, output)
+    for name in (*FOLDER_FILES.values(), ENVIRONMENT_FILE):
+        if (output / name).exists() and not (ctx.params["force"] or ctx.resilient_parsing):
+            raise UsageError(f"{output / name}: already exists; --force overwrites it")
+    return output
 
 
 @click.command()
@@ -89,20 +104,16 @@ ENVIRONMENT_FILE = "environment.json"
 )
 @out_option
 @store_option
-@click.option(
-    "--format",
-    "format_",
-    type=click.Choice(FORMATS),
-    help="How to print the result.  [default: by the name of -o, else table]",
-)
+@format_option
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
+    callback=_check_output,
     help="A file, or a folder (out/) for all formats and the environment.",
 )
-@click.option("--force", is_flag=True, help="Overwrite the file or the files of -o.")
+@click.option("--force", is_flag=True, is_eager=True, help="Overwrite the file or the files of -o.")
 def command(
     config: tuple[str, ...],
     configs_file: Path | None,
@@ -137,7 +148,6 @@ def command(
     from profharness.jobs import Listener, bench
     from profharness.views.bench import bench_document
 
-    _check_output(output, force=force)
     options = BenchOptions(
         configs=read_configs(config, configs_file),
         backends=split_names(backend),
@@ -154,20 +164,6 @@ def command(
         emit(document, "table")
     else:
         emit(document, format_, output, force=force)
-
-
-def _is_folder(output: Path) -> bool:
-    return output.is_dir() or not output.suffix
-
-
-def _check_output(output: Path | None, *, force: bool) -> None:
-    """Refuse before any work what could not be written at its end."""
-    if output is None or not _is_folder(output):
-        check_output(output, force=force)
-        return
-    for name in (*FOLDER_FILES.values(), ENVIRONMENT_FILE):
-        if (output / name).exists() and not force:
-            raise UsageError(f"{output / name}: already exists; --force overwrites it")
 
 
 def _write_folder(

@@ -18,7 +18,6 @@ from profharness.cli._options import (
 )
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
-from profharness.files import check_output
 from profharness.store import open_store
 from profharness.views.diff import diff_document
 
@@ -70,7 +69,6 @@ def command(
     for name in split_names(fail_on):
         if name not in VERDICTS:
             raise UsageError(f"--fail-on {name!r}: not one of {', '.join(VERDICTS)}")
-    check_output(output, force=force)
     configs = read_configs(config, configs_file)
     with open_store(store) as opened:
         sides = [find_side(opened, text, configs) for text in (baseline, candidate)]

@@ -8,7 +8,6 @@ import click
 
 from profharness.cli._options import emit, output_options, store_option
 from profharness.doctor import run_checks
-from profharness.files import check_output
 from profharness.views.doctor import doctor_document
 
 
@@ -30,7 +29,6 @@ def command(
     """
     from profharness.runner.probe import probe_environment
 
-    check_output(output, force=force)
     checks = run_checks(store, probe_environment)
     emit(doctor_document(checks), format_, output, force=force)
     ctx.exit(1 if any(check.state == "missing" for check in checks) else 0)

@@ -36,7 +36,6 @@ from profharness.cli._options import (
 )
 from profharness.config import SDPA_BACKENDS, Config, parse_config, split_names
 from profharness.errors import UsageError
-from profharness.files import check_output
 from profharness.views.document import Document
 from profharness.views.explain import (
     bisect_document,
@@ -137,7 +136,6 @@ def command(
       profharness explain --config '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
       profharness explain --config 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
     """
-    check_output(output, force=force)
     for name in split_names(backend):
         if name not in SDPA_BACKENDS:
             known = ", ".join(SDPA_BACKENDS)

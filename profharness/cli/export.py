@@ -8,7 +8,6 @@ import click
 
 from profharness.answers.export import choose_profilers, write_run, write_run_file
 from profharness.cli._options import file_options, hint, quiet_stdout, store_option
-from profharness.files import check_output
 from profharness.store import open_store
 
 
@@ -36,7 +35,6 @@ def command(run: str, profiler: str | None, output: Path | None, force: bool, st
     Example:
       profharness export latest -o trace.json.gz
     """
-    check_output(output, force=force)
     with open_store(store) as opened:
         name = opened.resolve(run)
         chosen = choose_profilers(opened, name, profiler)

@@ -25,7 +25,6 @@ from profharness.cli._options import (
 )
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
-from profharness.files import check_output
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
 from profharness.store import Selection
 from profharness.views.kernels import cell_notes, kernels_document, witness_document
@@ -101,7 +100,6 @@ def command(
     check_expected_names(expected)
     if steps and len(profilers) > 1:
         raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
-    check_output(output, force=force)
     selection = read_selection(run, config, configs_file, backend, profilers)
     rows, cells = find_rows(store, selection, by_op=steps)
     if not profiler:

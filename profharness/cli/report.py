@@ -9,7 +9,6 @@ import click
 
 from profharness.cli._options import FORMATS, SUFFIX_FORMATS, emit, file_options, store_option
 from profharness.errors import UsageError
-from profharness.files import check_output
 from profharness.store import open_store
 from profharness.views.document import Chart
 
@@ -59,7 +58,6 @@ def command(
     """
     from profharness.views.report import report_document
 
-    check_output(output, force=force)
     if format_ is None and output is not None:
         format_ = SUFFIX_FORMATS.get(output.suffix.lower())
         if format_ is None:

@@ -7,13 +7,19 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import emit, hint, output_options, store_option
-from profharness.files import check_output
 from profharness.store import open_store
 from profharness.views.runs import runs_document
 
 
 @click.command()
-@click.option("--delete", "deleted", multiple=True, metavar="RUN", help="Delete a run. Repeatable.")
+@click.option(
+    "--delete",
+    "deleted",
+    multiple=True,
+    is_eager=True,  # known before -o is checked
+    metavar="RUN",
+    help="Delete a run. Repeatable.",
+)
 @output_options
 @store_option
 def command(
@@ -39,7 +45,6 @@ def command(
                 opened.delete_run(run)
                 hint(f"deleted {run}")
         return
-    check_output(output, force=force)
     with open_store(store) as opened:
         rows = opened.runs()
     if not rows:

@@ -21,7 +21,6 @@ from profharness.cli._options import (
 )
 from profharness.config import split_names
 from profharness.errors import GateError, UsageError
-from profharness.files import check_output
 from profharness.run import Protocol, VerifyOptions
 from profharness.views.verify import verify_document
 
@@ -81,7 +80,6 @@ def command(
     configs = read_configs(config, configs_file)
     if not configs:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
-    check_output(output, force=force)
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
     options = VerifyOptions(split_names(cases) or VerifyOptions.cases, grad, out, protocol)
     with capture_progress() as progress:
