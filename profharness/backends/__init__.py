@@ -10,14 +10,13 @@ from pathlib import Path
 import msgspec
 
 from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
-from profharness.backends.libraries import LIBRARY_BACKENDS
+from profharness.backends.registry import LIBRARY_BACKENDS, SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.backends.sources import (
     find_implementation,
     fingerprint,
     from_source,
     implementation_names,
 )
-from profharness.backends.torch_impls import SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.errors import UsageError
 
 __all__ = [

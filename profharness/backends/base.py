@@ -129,31 +129,3 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
         return None if found else f"package {module} is not installed ({install})"
 
     return absent
-
-
-def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
-    """Why this GPU is none of the compute capabilities that `name` needs, or None."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"{name} needs an NVIDIA GPU"
-    major, minor = torch.cuda.get_device_capability()
-    if major in majors:
-        return None
-    needed = " or ".join(f"{needed}.x" for needed in majors)
-    return f"{name} needs compute capability {needed}; this GPU has {major}.{minor}"
-
-
-def loaded(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
-    """A `load` whose failure is an `absent` refusal: installed, but of no use here."""
-
-    def wrapped() -> Attention:
-        try:
-            return load()
-        except RefusedError:
-            raise
-        except Exception as error:
-            text = f"{name} is installed but cannot be loaded: {type(error).__name__}: {error}"
-            raise RefusedError("absent", text) from error
-
-    return wrapped

@@ -192,11 +192,11 @@ def interrupts_name(folder: Path) -> Iterator[None]:
         raise Interrupted(folder) from stop
 
 
-def _program(folder: Path, run: Run) -> str:
+def _program(folder: Path, run: Run) -> tuple[str, ...]:
     """The worker's program: it verifies, times in turns, or captures cell by cell."""
     if any(cell.case is not None for cell in run.cells):
-        return "profharness.worker.verify"
-    return "profharness.worker" if read_plan(folder) is None else "profharness.worker.bench"
+        return ("profharness.worker.verify",)
+    return () if read_plan(folder) is None else ("profharness.worker.bench",)
 
 
 def _code(folder: Path, run: Run) -> dict[str, str]:

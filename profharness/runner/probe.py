@@ -22,7 +22,15 @@ from profharness.devices import PEAKS_FILE, Peaks
 from profharness.dispatch.advice import ANSWERS_FILE, LiveAnswer
 from profharness.errors import CaptureError, UsageError
 from profharness.processes import child_environment, run_briefly
-from profharness.run import CaptureOptions, Cell, JournalEntry, Protocol, read_run
+from profharness.run import (
+    PLAN_FILE,
+    CaptureOptions,
+    Cell,
+    JournalEntry,
+    Plan,
+    Protocol,
+    read_run,
+)
 from profharness.runner.capture import capture
 from profharness.runner.supervise import run_cells, worker_argv, worker_environment
 
@@ -104,7 +112,9 @@ def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
     """
     with tempfile.TemporaryDirectory(prefix="profharness-") as name:
         folder = Path(name)
-        argv = [*worker_argv(folder, "profharness.worker.peaks"), device, str(os.getpid())]
+        plan = Plan((), Protocol(device=device), (), os.getpid())
+        (folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+        argv = worker_argv(folder, ["profharness.worker.peaks"])
         done = run_briefly(argv, timeout_s, child_environment())
         if done is None:
             raise CaptureError(
@@ -179,8 +189,7 @@ def ask(
 
 def ask_argv(folder: Path, *, advice: bool) -> list[str]:
     """The argv of the program that asks PyTorch."""
-    command = worker_argv(folder, "profharness.worker.ask")
-    return command if advice else [*command, "--no-advice"]
+    return worker_argv(folder, ["profharness.worker.ask", *([] if advice else ["--no-advice"])])
 
 
 def _read_answers(path: Path) -> dict[str, LiveAnswer]:

@@ -60,11 +60,12 @@ class Step:
 Progress = Callable[[Step], None]
 
 
-def worker_argv(folder: Path, program: str = "profharness.worker") -> list[str]:
-    """The argv of a program of the worker. -P: the user's own folder, which may hold a `kernels` or
-    a `torch.py`, stays off its path.
+def worker_argv(folder: Path, program: Sequence[str] = ()) -> list[str]:
+    """The argv of a program of the worker, given by its module and arguments; none: cell by cell.
+
+    -P: the user's own folder, which may hold a `kernels` or a `torch.py`, stays off its path.
     """
-    return [sys.executable, "-P", "-m", program, str(folder)]
+    return [sys.executable, "-P", "-m", "profharness.worker", *program, str(folder)]
 
 
 class Journal:

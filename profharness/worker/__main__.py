@@ -1,5 +1,5 @@
-"""The worker: runs the cells of plan.json one after another, and appends what came of each to the
-journal.
+"""Runs one program of the worker: `python -m profharness.worker [MODULE [ARGUMENT ...]] FOLDER`;
+without a module, the cells of plan.json one after another.
 """
 
 from __future__ import annotations
@@ -7,17 +7,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from profharness.worker.program import Program, run_each, run_program
-
-
-def body(program: Program) -> None:
-    """Measure every cell."""
-    from profharness.worker.cell import run_cell
-    from profharness.worker.workspace import open_workspace
-
-    workspace = open_workspace(program.folder, program.plan, program.device)
-    run_each(program, lambda cell, stage: run_cell(cell, workspace, stage))
-
+from profharness.worker.program import run_program
 
 if __name__ == "__main__":
-    run_program(Path(sys.argv[1]), body)
+    run_program(Path(sys.argv[-1]), sys.argv[1] if sys.argv[2:] else "profharness.worker.cell")

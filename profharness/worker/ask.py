@@ -1,31 +1,55 @@
-"""A program beside the worker, which runs nothing: it asks PyTorch what each config of a plan would
-run, what stands in the way of each backend, and what would help.
+"""A program of the worker: asks PyTorch itself about each config of a plan: what it would run, why
+not the others, and what would help. Inputs are allocated and never written; nothing is launched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
-from dataclasses import replace
-from pathlib import Path
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 import msgspec
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from profharness.dispatch.advice import ANSWERS_FILE
+from profharness.config import SDPA_BACKENDS, Config
+from profharness.dispatch.advice import (
+    ANSWERS_FILE,
+    SDP_BACKENDS,
+    Advice,
+    BackendAnswer,
+    LiveAnswer,
+    advise,
+)
+from profharness.dispatch.machine import machine_of, with_flags
+from profharness.dispatch.perturb import Oracle, blockers, rule_oracle
+from profharness.dispatch.predict import CPU_ORDER, Verdict, clean, code, is_header
+from profharness.rows import Refusal
 from profharness.run import Cell
-from profharness.worker.program import Program, Stage, run_each, run_program
+from profharness.worker.environment import backend_name, priority_order
+from profharness.worker.failures import heard_warnings, is_oom, is_refusal, reasons_by_backend
+from profharness.worker.inputs import fused_choice, make_inputs
+from profharness.worker.program import Program, Stage, run_each
 
 NO_ADVICE = "--no-advice"
+
+# The form of the C++ logger: [W121 10:00:00.0 sdp_utils.cpp:98] Warning: … (function …)
+_STDERR = re.compile(
+    r"^(?:\[W[^\]]*\]\s*)?Warning: (.*?)(?:\s*\(function [^()]*(?:\(\))?\))?$", re.M
+)
 
 
 def body(program: Program) -> None:
     """Answer every cell, one line of JSON each."""
-    from profharness.worker.choices import LiveDispatch
-
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     answers = os.open(program.folder / ANSWERS_FILE, flags, 0o644)
-    advice = NO_ADVICE not in sys.argv[2:]
-    dispatch = LiveDispatch(program.device, program.environment, advice)
+    dispatch = LiveDispatch(program.device, program.environment, NO_ADVICE not in sys.argv[1:])
 
     def answer(cell: Cell, _: Stage) -> Cell:
         os.write(answers, msgspec.json.encode(dispatch.answer(cell)) + b"\n")
@@ -34,5 +58,176 @@ def body(program: Program) -> None:
     run_each(program, answer)
 
 
-if __name__ == "__main__":
-    run_program(Path(sys.argv[1]), body)
+@dataclass
+class LiveDispatch:
+    """PyTorch's own answers on one device; environment is `environment.collect()`'s answer."""
+
+    device: str
+    environment: dict[str, Any]
+    advice: bool
+    rules: Oracle = field(init=False)
+    stderr: StderrTap = field(init=False)
+
+    def __post_init__(self) -> None:
+        adjust = with_flags(self.environment)
+        self.rules = rule_oracle(machine_of(self.environment), self.device, adjust)
+        self.stderr = StderrTap()
+
+    def answer(self, cell: Cell) -> LiveAnswer:
+        """All answers about one config; what goes wrong is its `error`."""
+        config = cell.config.resolve(self.device)
+        try:
+            choice = self.choose(config)
+            return LiveAnswer(
+                cell.cell,
+                config.label,
+                choice,
+                self.priority_order(),
+                tuple(self.backend(config, name) for name in SDPA_BACKENDS),
+            )
+        except Exception as error:
+            return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
+
+    def backend(self, config: Config, name: str) -> BackendAnswer:
+        """One backend: eligible or not, why not, and what would help."""
+        oracle = cache(self.ask)  # blockers and advice share many questions
+        eligible = oracle(config, name).eligible
+
+        def choose(changed: Config) -> str:
+            try:
+                return self.choose(changed)
+            except RuntimeError:
+                return "unknown"
+
+        advised: tuple[Advice, ...] = ()
+        if self.advice and name != "math":
+            advised = advise(config, name, oracle, choose)
+        can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
+        reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))
+        return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
+
+    def choose(self, config: Config) -> str:
+        """What `auto` takes, nothing launched; `none` where PyTorch raises. Raises what else goes
+        wrong, such as a lack of memory.
+        """
+        with _deterministic(config), heard_warnings([]):
+            return self._fused_choice(config) or "none"
+
+    def priority_order(self) -> tuple[str, ...]:
+        """The order in force, to be read after a first choice; empty where PyTorch cannot tell. The
+        CPU has an order of its own.
+        """
+        if self.device == "cpu":
+            return CPU_ORDER
+        return tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
+
+    def ask(self, config: Config, backend: str) -> Verdict:
+        """Whether PyTorch would take `backend` if it had no other; None where the inputs cannot be
+        made.
+        """
+        if self.environment.get(f"sdp_{backend}") is False:
+            text = f"{backend} attention has been runtime disabled."
+            return Verdict(False, (Refusal("runtime_disabled", text),))
+        heard: list[str] = []
+        try:
+            with (
+                _deterministic(config),
+                heard_warnings(heard),
+                self.stderr.into(heard),
+                sdpa_kernel([getattr(SDPBackend, SDP_BACKENDS[backend])]),
+            ):
+                choice = self._fused_choice(config)
+        except RuntimeError as error:
+            return Verdict(None, (Refusal("error", _failure(error, config)),))
+        if choice == backend:
+            return Verdict(True)
+        reasons = reasons_by_backend(heard)
+        texts = list(dict.fromkeys(text for subject, text in reasons if subject == backend))
+        if not texts and self.device == "cuda":
+            texts = self.can_use(config, backend)[1]
+        refusals = tuple(Refusal(code(text), text) for text in texts)
+        return Verdict(False, refusals or self._inferred(config, backend))
+
+    def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
+        """`can_use_*_attention` and the texts that came with a no."""
+        ask = getattr(torch.backends.cuda, f"can_use_{backend}_attention", None)
+        if ask is None:
+            return None, []
+        heard: list[str] = []
+        try:
+            with _deterministic(config), heard_warnings(heard), self.stderr.into(heard):
+                inputs = make_inputs(config, self.device, seed=None)
+                tensors = (inputs.query, inputs.key, inputs.value, inputs.mask)
+                grouped = config.num_kv_heads != config.num_heads
+                options = (config.dropout, config.causal, grouped)
+                can = bool(ask(torch.backends.cuda.SDPAParams(*tensors, *options), True))
+        except RuntimeError:
+            return None, []
+        return can, [] if can else [text for text in map(clean, heard) if not is_header(text)]
+
+    def _fused_choice(self, config: Config) -> str | None:
+        inputs = make_inputs(config, self.device, seed=None)
+        try:
+            name = backend_name(fused_choice(config, inputs))
+        except RuntimeError as error:
+            if is_refusal(error):
+                return None
+            raise
+        return None if name == "error" else name
+
+    def _inferred(self, config: Config, backend: str) -> tuple[Refusal, ...]:
+        """PyTorch refused without a word: the rule's reason, if there is one."""
+        by_rule = self.rules(config, backend)
+        if by_rule.eligible is False:
+            return (replace(by_rule.reasons[0], source="inferred"),)
+        return (Refusal("no_text", "PyTorch refuses it without a reason.", "inferred"),)
+
+
+class StderrTap:
+    """What C++ writes to file descriptor 2 for a while, as warnings' texts."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+
+    @contextlib.contextmanager
+    def into(self, texts: list[str]) -> Iterator[None]:
+        """Adds the texts written inside; anything else goes on to stderr afterwards."""
+        sys.stderr.flush()
+        kept = os.dup(2)
+        os.dup2(self._file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            self._file.seek(0)
+            written = self._file.read().decode(errors="replace")
+            self._file.seek(0)
+            self._file.truncate()
+            texts += stderr_texts(written)
+            rest = [line for line in written.splitlines() if line and not _STDERR.match(line)]
+            os.write(2, "".join(f"{line}\n" for line in rest).encode())
+
+
+def stderr_texts(written: str) -> list[str]:
+    """The warnings in what C++ wrote to stderr."""
+    return [match.strip() for match in _STDERR.findall(written)]
+
+
+@contextlib.contextmanager
+def _deterministic(config: Config) -> Iterator[None]:
+    """As the config says, but without its filling of new tensors, which would launch a kernel."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(config.deterministic)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _failure(error: BaseException, config: Config) -> str:
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    if is_oom(error) or "out of memory" in text:
+        return f"the inputs of {config.label} do not fit into memory, so nothing could be asked: {text}"
+    return f"asking about {config.label} failed: {text}"

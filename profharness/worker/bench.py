@@ -1,22 +1,46 @@
-"""A program beside the worker: it times the backends of each config in turns."""
+"""A program of the worker: times the backends of each config in turns, so that a drift of clocks and
+temperature hits all of them alike.
+"""
 
 from __future__ import annotations
 
+import gc
 import itertools
-import sys
-from dataclasses import replace
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from profharness.run import BenchPlan, read_plan
-from profharness.worker.program import Program, run_program
+import torch
+
+from profharness import stats
+from profharness.config import Config
+from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
+from profharness.worker import timing
+from profharness.worker.cell import Attempt, with_torch_profiler, without_graph
+from profharness.worker.failures import failure, unless_dead
+from profharness.worker.inputs import Inputs, make_call, make_inputs
+from profharness.worker.program import Program, Write
+from profharness.worker.timing import over_time
+from profharness.worker.workspace import Workspace, open_workspace
+
+MIN_SAMPLES = 20  # before the interval is asked; a call that is out of time stops at FEWEST
+FEWEST = 5
+MAX_SAMPLES = 2000  # beyond this the interval narrows too slowly to wait for
+GROWTH = 1.5  # samples between two looks at the interval
+TURN_NS = 20_000_000
+TURN_MAX = 25  # samples in one turn
+DISCARD_MAX_NS = 50_000_000  # the first round of a slower call is not thrown away
+WARMUP_MAX_S = 5.0
+COPIES_MAX = 8
+COPIES_BYTES = 2 << 30  # all copies of the inputs together
+CPU_CACHE_BYTES = 64 << 20
 
 
 def body(program: Program) -> None:
     """Bench the plan's cells, config by config."""
-    from profharness.worker.turns import bench_group
-    from profharness.worker.workspace import open_workspace
-
-    workspace = open_workspace(program.folder, program.plan, program.device)
+    workspace = open_workspace(program)
     plan = read_plan(program.folder) or BenchPlan()
     cells = [
         replace(cell, config=cell.config.resolve(program.device)) for cell in program.plan.cells
@@ -25,5 +49,280 @@ def body(program: Program) -> None:
         bench_group(list(group), workspace, plan, program.write)
 
 
-if __name__ == "__main__":
-    run_program(Path(sys.argv[1]), body)
+@dataclass
+class Contestant:
+    """One cell that is ready to be timed; samplers give samples of each measurement, in ns, and
+    cost_ns is what the last turn of each took a sample. span is from the first kept turn's begin to
+    the last one's end, moments of `time.perf_counter`.
+    """
+
+    cell: Cell
+    context: Callable[[], Any]
+    call: Callable[[], Any]
+    expected_ns: int
+    samplers: dict[str, Callable[[int], list[int]]]
+    samples: dict[str, list[int]] = field(default_factory=dict)
+    spent_s: float = 0.0
+    cost_ns: dict[str, int] = field(default_factory=dict)
+    next_look: dict[str, int] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    readings: list[dict[str, Any]] = field(default_factory=list)
+    span: tuple[float, float] | None = None
+
+    def wants(self, name: str, plan: BenchPlan) -> int:
+        """How many samples the next turn should take; 0 when the measurement is done."""
+        if name in self.done:
+            return 0
+        have = len(self.samples.get(name, ()))
+        cost_ns = self.cost_ns.get(name, self.expected_ns)
+        turn = max(1, min(TURN_MAX, TURN_NS // max(1, cost_ns)))
+        return turn if plan.iterations is None else min(turn, plan.iterations - have)
+
+    def take(self, name: str, samples: list[int], plan: BenchPlan) -> None:
+        """Keep samples, and see whether they are enough."""
+        kept = self.samples.setdefault(name, [])
+        kept += samples
+        if self._enough(name, kept, plan):
+            self.done.add(name)
+
+    def _enough(self, name: str, kept: list[int], plan: BenchPlan) -> bool:
+        if plan.iterations is not None:
+            return len(kept) >= plan.iterations
+        if len(kept) >= MAX_SAMPLES:
+            return True
+        if self.spent_s >= plan.max_time_s and len(kept) >= FEWEST:
+            return True
+        if len(kept) < self.next_look.get(name, MIN_SAMPLES):
+            return False
+        self.next_look[name] = int(len(kept) * GROWTH)
+        return narrow(kept, plan.precision)
+
+
+def narrow(samples: Sequence[int], precision: float) -> bool:
+    """Whether half the 95 % interval of the median is at most `precision` of the median."""
+    interval = stats.median_ci(samples)
+    if interval is None:
+        return False
+    low, high = interval
+    return (high - low) / 2 <= precision * stats.summarize(samples).median
+
+
+def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """One call after the other, round and round."""
+    turn = itertools.cycle(calls).__next__
+
+    def call() -> Any:
+        return turn()()
+
+    return call
+
+
+def copies_of(inputs_bytes: int, cache_bytes: int) -> int:
+    """How many copies of the inputs are more than twice the last cache, within bounds."""
+    size = max(1, inputs_bytes)
+    wanted = 2 * cache_bytes // size + 1
+    return max(1, min(COPIES_MAX, wanted, COPIES_BYTES // size))
+
+
+def take_turns(
+    contestants: Sequence[Contestant],
+    plan: BenchPlan,
+    seed: int,
+    write: Write,
+    between: Callable[[float, float], list[dict[str, Any]]],
+    fail: Callable[[Contestant, Exception], None],
+) -> list[Contestant]:
+    """Sample all measurements of all contestants, round after round in an order of its own each,
+    until all are done. Returns those that did not fail, in their order. between gives the clock
+    readings from one moment to another; fail gets a contestant that raised, which is out.
+    """
+    out: set[str] = set()
+    for number in itertools.count():
+        racing = [contestant for contestant in contestants if contestant.cell.cell not in out]
+        turns = [
+            (contestant, name)
+            for contestant in racing
+            for name in contestant.samplers
+            if contestant.wants(name, plan)
+        ]
+        if not turns:
+            return racing
+        for place in turn_order(seed, turns[0][0].cell.config.label, number, len(turns)):
+            contestant, name = turns[place]
+            cell = contestant.cell.cell
+            if cell in out:
+                continue
+            write(JournalEntry("begin", cell=cell, stage="turn"))
+            have = len(contestant.samples.get(name, ()))
+            write(JournalEntry("stage", cell=cell, stage=f"{name}, {have} samples"))
+            begin = time.perf_counter()
+            try:
+                samples = _sampled(contestant, name, plan)
+            except Exception as error:
+                out.add(cell)
+                fail(contestant, error)
+                continue
+            end = time.perf_counter()
+            contestant.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(samples))
+            if number == 0 and contestant.expected_ns < DISCARD_MAX_NS:
+                continue  # clocks rise under the first load
+            contestant.spent_s += end - begin
+            contestant.readings += between(begin, end)
+            contestant.span = (contestant.span[0] if contestant.span else begin, end)
+            contestant.take(name, samples, plan)
+    raise AssertionError("unreachable")
+
+
+def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> list[int]:
+    """A turn's samples, with the garbage collector kept out of them."""
+    gc.disable()
+    try:
+        with contestant.context():
+            return contestant.samplers[name](contestant.wants(name, plan))
+    finally:
+        gc.enable()
+
+
+@dataclass
+class _Group:
+    """What the backends of one config share; inputs are made with the first backend that gets so
+    far.
+    """
+
+    config: Config
+    workspace: Workspace
+    plan: BenchPlan
+    write: Write
+    inputs: list[Inputs] = field(default_factory=list)
+
+    def copies(self) -> list[Inputs]:
+        """Copies of the inputs, each with values of its own."""
+        if not self.inputs:
+            device, seed = self.workspace.device, self.workspace.plan.protocol.seed
+            first = make_inputs(self.config, device, seed)
+            self.inputs.append(first)
+            for number in range(1, copies_of(_size(first), _cache_bytes(device))):
+                self.inputs.append(make_inputs(self.config, device, seed + number))
+        return self.inputs
+
+    def stage(self, cell: Cell, name: str) -> None:
+        self.write(JournalEntry("stage", cell=cell.cell, stage=name))
+
+    def fail(self, cell: Cell, heard: list[str], error: Exception) -> None:
+        """Write down a cell that raised. Raises DeadContextError where nothing can follow."""
+        result = unless_dead(failure(cell, self.workspace, heard, error), error)
+        self.write(JournalEntry("end", cell=cell.cell, result=result))
+
+    def ready(self, attempt: Attempt) -> Contestant:
+        """A backend after its first call and warm-up."""
+        attempt.load()
+        inputs = self.copies()
+        calls = [make_call(self.config, copy, attempt.attention) for copy in inputs]
+        with attempt.backend.context():
+            cell = attempt.call_first(inputs[0], calls[0])
+            expected_ns = _warmed_up(rotating(calls), self.workspace)
+            cell, samplers = self._samplers(cell, calls, expected_ns)
+        return Contestant(cell, attempt.backend.context, calls[0], expected_ns, samplers)
+
+    def _samplers(
+        self, cell: Cell, calls: Sequence[Callable[[], Any]], expected_ns: int
+    ) -> tuple[Cell, dict[str, Callable[[int], list[int]]]]:
+        """A sampler per measurement; the cell says why one is not there."""
+        turning, measurements = rotating(calls), self.plan.on(self.workspace.device)
+        samplers: dict[str, Callable[[int], list[int]]] = {}
+        if "wall" in measurements:
+            samplers["wall"] = lambda samples: timing.time_wall(turning, samples)
+        if "event" in measurements:
+            flush = self.workspace.flush
+            samplers["event"] = lambda samples: timing.time_events(turning, samples, flush)
+        if "graph" in measurements and expected_ns <= timing.GRAPH_WORTH_MAX_NS:
+            self.stage(cell, "graph capture")
+            try:
+                samplers["graph"] = timing.open_graph(calls[0], expected_ns)
+            except RuntimeError as error:
+                cell = without_graph(cell, error)
+        return cell, samplers
+
+    def finished(self, contestant: Contestant) -> Cell:
+        """The cell with its samples, after the profiled calls where kernel times are wanted."""
+        workspace, cell = self.workspace, contestant.cell
+        profiled = "kernel" in self.plan.on(workspace.device)
+        iterations = 0
+        begin = time.perf_counter_ns()
+        if profiled and "torch" in workspace.plan.profilers:
+            self.stage(cell, "kernel")
+            iterations = workspace.plan.protocol.iterations
+            with contestant.context():
+                with_torch_profiler(contestant.call, cell.cell, workspace)
+        taken_ns = round(contestant.spent_s * 1e9) + time.perf_counter_ns() - begin
+        readings = contestant.readings
+        if not readings and contestant.span and workspace.clocks:
+            readings = workspace.clocks.nearest(
+                *contestant.span
+            )  # all turns were too short for one
+        return replace(
+            cell,
+            status="ok",
+            samples=contestant.samples,
+            iterations=iterations,
+            clocks=over_time(readings),
+            duration_ns=taken_ns,
+        )
+
+
+def bench_group(cells: Sequence[Cell], workspace: Workspace, plan: BenchPlan, write: Write) -> None:
+    """Bench the cells of one config; each has an `end` in the journal afterwards. Raises
+    DeadContextError (carrying a cell's result) when the process has to end.
+    """
+    torch.use_deterministic_algorithms(cells[0].config.deterministic)
+    group = _Group(cells[0].config, workspace, plan, write)
+    contestants = []
+    for cell in cells:
+        write(JournalEntry("begin", cell=cell.cell))
+        attempt = Attempt(cell, workspace, partial(group.stage, cell))
+        try:
+            contestants.append(group.ready(attempt))
+        except Exception as error:
+            group.fail(cell, attempt.heard, error)
+    finishers = take_turns(
+        contestants,
+        plan,
+        workspace.plan.protocol.seed,
+        write,
+        workspace.clocks.between if workspace.clocks else lambda *_: [],
+        lambda contestant, error: group.fail(contestant.cell, [], error),
+    )
+    for contestant in finishers:
+        cell = contestant.cell
+        write(JournalEntry("begin", cell=cell.cell))
+        try:
+            result = group.finished(contestant)
+        except Exception as error:
+            group.fail(cell, [], error)
+        else:
+            write(JournalEntry("end", cell=cell.cell, result=result))
+
+
+def _warmed_up(call: Callable[[], Any], workspace: Workspace) -> int:
+    """Nanoseconds of one call after the warm-up calls, which WARMUP_MAX_S ends early."""
+    deadline = time.perf_counter() + WARMUP_MAX_S
+    for _ in range(workspace.plan.protocol.warmup):
+        call()
+        if time.perf_counter() > deadline:
+            break
+    workspace.sync()
+    begin = time.perf_counter_ns()
+    call()
+    workspace.sync()
+    return max(1, time.perf_counter_ns() - begin)
+
+
+def _size(inputs: Inputs) -> int:
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.mask, inputs.grad)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _cache_bytes(device: str) -> int:
+    if device != "cuda":
+        return CPU_CACHE_BYTES
+    return int(getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20))

@@ -1,4 +1,6 @@
-"""Runs one cell: first call, profiled calls, timing; whatever happens becomes the cell's result."""
+"""The main program of the worker: measures each cell by a first call, profiled calls and timing;
+whatever happens becomes the cell's result.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from profharness.backends import (
     RefusedError,
     find_backend,
 )
-from profharness.environment import backend_name
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
+from profharness.worker.environment import backend_name
 from profharness.worker.failures import (
     RefusedBeforehandError,
     context_is_dead,
@@ -43,10 +45,16 @@ from profharness.worker.inputs import (
     make_forward,
     make_inputs,
 )
-from profharness.worker.program import Stage
-from profharness.worker.workspace import Workspace
+from profharness.worker.program import Program, Stage, run_each
+from profharness.worker.workspace import Workspace, open_workspace
 
 NVTX_DOMAIN = "profharness"
+
+
+def body(program: Program) -> None:
+    """Measure every cell."""
+    workspace = open_workspace(program)
+    run_each(program, lambda cell, stage: run_cell(cell, workspace, stage))
 
 
 @contextlib.contextmanager

@@ -15,16 +15,13 @@ from profharness.config import Config
 from profharness.dispatch.predict import clean, code, is_header
 from profharness.rows import Refusal
 from profharness.run import Cell
+from profharness.worker.program import DeadContextError
 from profharness.worker.workspace import Workspace
 
 REFUSALS = ("No available kernel", "No viable backend")
 HEADERS = {"memory": "efficient", "flash": "flash", "cudnn": "cudnn"}
 MAX_MESSAGE = 4000  # a compiler's output can be megabytes
 OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
-
-
-class DeadContextError(Exception):
-    """The CUDA context is lost; this process can compute nothing more. args: the cell's result."""
 
 
 class RefusedBeforehandError(RefusedError):

@@ -1,22 +1,19 @@
-"""A program of its own that measures what the device can do: copy bandwidth and matrix rates."""
+"""A program of the worker that measures what the device can do: copy bandwidth and matrix rates."""
 
 from __future__ import annotations
 
 import os
-import signal
 import statistics
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
-from profharness import environment
 from profharness.devices import MEASURED, PEAKS_FILE, Peaks
-from profharness.worker.program import end_with
+from profharness.worker.program import Program
+from profharness.worker.timing import elapsed_ms, sampled, wall_ns
 
 BUDGET_S = 0.4  # per figure, warm-up apart
 MAX_SAMPLES, WARMUP = 50, 3
@@ -25,31 +22,35 @@ SHAPES = {"cuda": (4096, 8192), "cpu": (512,)}  # rows of the square products; t
 ORIGIN = "copy of {copy} MiB read and written; square matrix products of {shapes}; medians"
 
 
-def measure(device: str) -> Peaks:
-    """Measured peaks of `cuda` or `cpu`; a few seconds. A dtype that the device has no units for
-    is left out.
-    """
-    keys = environment.collect(device)
+def body(program: Program) -> None:
+    """Measure and leave the result in the folder, whole or not at all."""
+    peaks = _measured(program.device, program.environment)
+    temporary = program.folder / f".{PEAKS_FILE}.{os.getpid()}"
+    answer = {"peaks": peaks, "environment": program.environment}
+    temporary.write_bytes(msgspec.json.encode(answer))
+    temporary.replace(program.folder / PEAKS_FILE)
+
+
+def _measured(device: str, environment: dict[str, Any]) -> Peaks:
+    """Takes a few seconds. A dtype that the device has no units for is left out."""
     shapes = SHAPES[device]
     rates = {}
     for name, dtype, tf32 in _kinds(device):
         with _tf32(tf32):
             rates[name] = max(_matrix_rate(device, dtype, rows) for rows in shapes)
     return Peaks(
-        device=str(keys.get("gpu") or keys.get("cpu") or device),
+        device=str(environment.get("gpu") or environment.get("cpu") or device),
         source=MEASURED,
         bandwidth_bytes_per_s=_bandwidth(device),
         flops_per_s=rates,
-        l2_bytes=keys.get("l2_bytes"),
-        num_sms=keys.get("num_sms"),
+        l2_bytes=environment.get("l2_bytes"),
+        num_sms=environment.get("num_sms"),
         origin=ORIGIN.format(copy=COPY_BYTES[device] >> 20, shapes=" and ".join(map(str, shapes))),
     )
 
 
 def _kinds(device: str) -> list[tuple[str, Any, bool]]:
     """(name, dtype, with TF32) of what the device multiplies at a rate worth naming."""
-    import torch
-
     if device == "cpu":
         return [("fp32", torch.float32, False)]
     kinds = [("fp16", torch.float16, False), ("fp32", torch.float32, False)]
@@ -60,8 +61,6 @@ def _kinds(device: str) -> list[tuple[str, Any, bool]]:
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    import torch
-
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
@@ -72,8 +71,6 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 def _bandwidth(device: str) -> float:
     """Bytes a second of a copy, those read and those written both counted."""
-    import torch
-
     size = COPY_BYTES[device]
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
@@ -86,39 +83,15 @@ def _bandwidth(device: str) -> float:
 
 def _matrix_rate(device: str, dtype: Any, rows: int) -> float:
     """FLOP/s of a square product of normally distributed numbers (zeros would draw less power)."""
-    import torch
-
     left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2.0 * float(rows) ** 3 / _median_s(device, lambda: torch.mm(left, right, out=out))
 
 
 def _median_s(device: str, call: Callable[[], Any]) -> float:
-    import torch
-
-    from profharness.worker.timing import elapsed_ms, sampled, wall_ns
-
     for _ in range(WARMUP):
         call()
     if device == "cpu":
         return statistics.median(sampled(lambda: wall_ns(call), MAX_SAMPLES, BUDGET_S)) / 1e9
     torch.cuda.synchronize()
     return statistics.median(sampled(lambda: elapsed_ms(call), MAX_SAMPLES, BUDGET_S)) / 1e3
-
-
-def main(folder: Path, device: str, parent: int) -> None:
-    """Measure and leave the result in the folder, whole or not at all."""
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-    import torch
-
-    chosen = environment.default_device(torch) if device == "auto" else device
-    answer = {"peaks": measure(chosen), "environment": environment.collect(chosen)}
-    temporary = folder / f".{PEAKS_FILE}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.encode(answer))
-    temporary.replace(folder / PEAKS_FILE)
-
-
-if __name__ == "__main__":
-    # without Python's handler an interrupt ends also a program that waits inside of CUDA
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

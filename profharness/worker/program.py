@@ -4,6 +4,7 @@ with the parent, and leaves in order.
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import signal
@@ -23,6 +24,10 @@ from profharness.run import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan
 EXIT_DEAD_CONTEXT = 70
 EXIT_PARENT_GONE = 71
 PARENT_POLL_S = 0.5
+
+
+class DeadContextError(Exception):
+    """The CUDA context is lost; this process can compute nothing more. args: the cell's result."""
 
 
 def end_with(parent: int) -> None:
@@ -58,7 +63,6 @@ def leave(code: int, *, wrapped: bool) -> NoReturn:
 
 Write = Callable[[JournalEntry], None]
 Stage = Callable[[str], None]
-RunOne = Callable[[Cell, Stage], Cell]
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ class Program:
     write: Write
 
 
-def run_program(folder: Path, body: Callable[[Program], None]) -> NoReturn:
-    """Do the work of a plan and leave: 0 when it is done, EXIT_DEAD_CONTEXT when a new process has
-    to go on after the cell whose result the DeadContextError carries.
+def run_program(folder: Path, module: str) -> NoReturn:
+    """Do the work of a plan by the `body` of a module, and leave: 0 when it is done, EXIT_DEAD_CONTEXT
+    when a new process has to go on after the cell whose result the DeadContextError carries.
     """
     # without Python's handler an interrupt ends also a program that waits inside of CUDA
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -88,25 +92,23 @@ def run_program(folder: Path, body: Callable[[Program], None]) -> NoReturn:
     def write(entry: JournalEntry) -> None:
         os.write(journal, msgspec.json.encode(entry) + b"\n")
 
-    import torch
-
-    from profharness import environment
-    from profharness.worker.failures import DeadContextError
+    # loads torch, so after the parent's watch
+    from profharness.worker import environment
 
     device = plan.protocol.device
     if device == "auto":
-        device = environment.default_device(torch)
+        device = environment.default_device()
     keys = environment.collect(device)
     write(JournalEntry("environment", environment=keys))
     try:
-        body(Program(folder, plan, device, keys, write))
+        importlib.import_module(module).body(Program(folder, plan, device, keys, write))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         leave(EXIT_DEAD_CONTEXT, wrapped=plan.wrapped)
     leave(0, wrapped=plan.wrapped)
 
 
-def run_each(program: Program, run_one: RunOne) -> None:
+def run_each(program: Program, run_one: Callable[[Cell, Stage], Cell]) -> None:
     """Run the plan's cells one after another, each with its begin, stages and end in the journal."""
     for cell in program.plan.cells:
         program.write(JournalEntry("begin", cell=cell.cell))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profharness.config import Config
 from profharness.worker.inputs import Inputs
@@ -51,8 +52,6 @@ class Attended:
 @functools.cache
 def masked_row_value() -> float:
     """What torch's own math gives a query that may attend to nothing: 0 since 2.5, NaN before."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     one = torch.ones(1, 1, 1, 1)
     with sdpa_kernel([SDPBackend.MATH]):
         out = torch.nn.functional.scaled_dot_product_attention(

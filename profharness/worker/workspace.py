@@ -9,6 +9,7 @@ import torch
 
 from profharness.backends import read_sources
 from profharness.run import Plan
+from profharness.worker.program import Program
 from profharness.worker.timing import ClockReader, L2Flush
 
 
@@ -28,7 +29,8 @@ class Workspace:
             torch.cuda.synchronize()
 
 
-def open_workspace(folder: Path, plan: Plan, device: str) -> Workspace:
-    """The workspace of one worker process on one device."""
+def open_workspace(program: Program) -> Workspace:
+    """The workspace of one worker process."""
+    folder, plan, device = program.folder, program.plan, program.device
     clocks = ClockReader() if device == "cuda" and not plan.wrapped else None
     return Workspace(device, folder, plan, clocks, L2Flush(), read_sources(folder))

@@ -26,10 +26,10 @@ from profharness.views.kernels import cell_notes
 ROOT = Path(__file__).parents[2]
 COMPILE = """
 import sys, torch
-from profharness.backends.torch_impls import load_naive_compiled
+from profharness.worker.attention import naive_compiled
 
 def count(shape, causal, scale=None):
-    attention = load_naive_compiled()
+    attention = naive_compiled()
     q, k, v = (torch.randn(shape) for _ in range(3))
     with torch.no_grad():
         out = attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=False)
@@ -39,8 +39,8 @@ def count(shape, causal, scale=None):
 
 # beyond Dynamo's recompile limit of 8 graphs for one code object, and only its own are counted
 print([count((1, 2, 8, 4 * size), False) for size in range(1, 1 + int(sys.argv[1]))])
-first = load_naive_compiled()
-again = load_naive_compiled()
+first = naive_compiled()
+again = naive_compiled()
 q = torch.randn(1, 1, 4, 4)
 with torch.no_grad():
     first(q, q, q, is_causal=False, scale=2.0, enable_gqa=False)
@@ -53,8 +53,8 @@ FLEX = """
 import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
-from profharness.backends.torch_impls import load_naive_compiled
-from profharness.backends.torch_impls import TORCH_BACKENDS
+from profharness.backends.registry import TORCH_BACKENDS
+from profharness.worker.attention import naive_compiled
 
 def call(attention, head_dim, causal):
     q = torch.randn(1, 2, 32, head_dim)
@@ -68,7 +68,7 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 load = next(backend.load for backend in TORCH_BACKENDS if backend.name == "flex")
-naive, first = load_naive_compiled(), load()
+naive, first = naive_compiled(), load()
 call(naive, 16, False)
 call(first, 16, True)
 before = graphs()

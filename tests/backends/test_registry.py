@@ -13,8 +13,7 @@ from waiting import PATIENCE_S
 
 from profharness.backends import BACKENDS, RefusedError, find_backend
 from profharness.backends.base import wants
-from profharness.backends.libraries import LIBRARY_BACKENDS
-from profharness.backends.torch_impls import SDPA_BACKENDS, TORCH_BACKENDS
+from profharness.backends.registry import LIBRARY_BACKENDS, SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.config import DTYPES, MASKS, Config, expand_configs, parse_config
 from profharness.run import CaptureOptions, Protocol, read_run
 from profharness.runner import capture

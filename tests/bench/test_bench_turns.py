@@ -32,7 +32,7 @@ from profharness.run import (
     write_run,
 )
 from profharness.runner.supervise import Step
-from profharness.worker.turns import (
+from profharness.worker.bench import (
     COPIES_MAX,
     MAX_SAMPLES,
     Contestant,

@@ -44,10 +44,10 @@ CASES = {
 DEADLY = f"""
 import os, sys, time
 from pathlib import Path
-from profharness.worker import ask, choices
+from profharness.worker import ask
 from profharness.worker.program import run_program
 
-real = choices.LiveDispatch.answer
+real = ask.LiveDispatch.answer
 
 def answer(self, cell):
     if cell.config.batch == 3:
@@ -55,29 +55,28 @@ def answer(self, cell):
         {HANG}
     return real(self, cell)
 
-choices.LiveDispatch.answer = answer
+ask.LiveDispatch.answer = answer
 sys.argv.append(ask.NO_ADVICE)
-run_program(Path(sys.argv[1]), ask.body)
+run_program(Path(sys.argv[1]), "profharness.worker.ask")
 """
 
 # The same program in a process that has switched flash off.
 SWITCHED_OFF = """
 import sys, torch
 from pathlib import Path
-from profharness.worker import ask
 from profharness.worker.program import run_program
 
 torch.backends.cuda.enable_flash_sdp(False)
-run_program(Path(sys.argv[1]), ask.body)
+run_program(Path(sys.argv[1]), "profharness.worker.ask")
 """
 
 # What the ops are that asking runs; a line for each op that is not an allocation or a view.
 OPS = """
 import sys, torch
 from profharness.config import expand_configs
-from profharness.environment import collect
+from profharness.worker.environment import collect
 from profharness.run import Cell
-from profharness.worker.choices import LiveDispatch
+from profharness.worker.ask import LiveDispatch
 
 dispatch = LiveDispatch("cpu", collect("cpu"), True)
 HARMLESS = {"empty", "slice", "as_strided", "view", "expand", "transpose", "_fused_sdp_choice"}
@@ -298,7 +297,7 @@ def test_the_program_ends_with_its_parent(tmp_path: Path) -> None:
 
 TAP = r"""
 import os, json
-from profharness.worker.choices import StderrTap
+from profharness.worker.ask import StderrTap
 
 tap, texts = StderrTap(), []
 for _ in range(2):

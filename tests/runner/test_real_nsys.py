@@ -31,14 +31,13 @@ HANGING = f"""
 import os, sys, time
 from pathlib import Path
 import profharness.worker.cell as cell
-from profharness.worker.__main__ import body
 from profharness.worker.program import run_program
 run_cell = cell.run_cell
 def hanging(job, bench, stage):
     if job.config.seq_len_q == 16: {HANG}
     return run_cell(job, bench, stage)
 cell.run_cell = hanging
-run_program(Path(sys.argv[1]), body)
+run_program(Path(sys.argv[1]), "profharness.worker.cell")
 """
 
 

@@ -17,8 +17,8 @@ from waiting import PATIENCE_S, until
 from profharness.config import parse_config
 from profharness.run import BenchPlan, Cell, JournalEntry, Plan, Protocol
 from profharness.worker import timing
+from profharness.worker.bench import bench_group
 from profharness.worker.timing import ClockReader, over_time
-from profharness.worker.turns import bench_group
 from profharness.worker.workspace import Workspace
 
 

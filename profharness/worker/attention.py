@@ -1,0 +1,275 @@
+"""How attention is called besides SDPA as it is: PyTorch's other ways, and other packages.
+
+`backends/registry.py` names these functions. An adapter of a package turns SDPA's layout into the
+package's as a view and its output back as a view; it copies nothing unless it says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.attention as torch_attention
+
+from profharness.backends.base import Attention, RefusedError, needs_module
+from profharness.backends.sources import find_implementation
+from profharness.rows import REPLACEMENTS
+
+PLAIN_MISSING = (
+    "there is no kernels/naive.py in the working directory or beside the package; run in a "
+    "checkout of profharness"
+)
+FA4_REMEDY = "pip install flash-attn-4"
+needs_triton = needs_module("triton", "pip install triton")
+
+
+def only(name: str) -> AbstractContextManager[None]:
+    """SDPA limited to one member of SDPBackend."""
+    backend = getattr(torch_attention.SDPBackend, name)
+    return torch_attention.sdpa_kernel([backend])  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def legacy_all_disabled() -> Iterator[None]:
+    """The deprecated context with its three flags off; it has no say over cuDNN by default, so
+    cuDNN stays on.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        context = torch.backends.cuda.sdp_kernel(
+            enable_flash=False, enable_math=False, enable_mem_efficient=False
+        )
+        with context:
+            yield
+
+
+@contextlib.contextmanager
+def activated(impl: str) -> Iterator[None]:
+    """SDPA limited to flash, with `impl` in place of FA2; what was active before comes back."""
+    before = torch_attention.current_flash_attention_impl()
+    try:
+        torch_attention.activate_flash_attention_impl(impl)
+    except Exception as error:
+        text = f"{impl} cannot be activated: {type(error).__name__}: {error}"
+        raise RefusedError("absent", text) from error
+    try:
+        with only("FLASH_ATTENTION"):
+            yield
+    finally:
+        torch_attention.restore_flash_attention_impl()
+        if before is not None:
+            torch_attention.activate_flash_attention_impl(before)
+
+
+def sdpa() -> Attention:
+    """scaled_dot_product_attention itself."""
+    attention: Attention = torch.nn.functional.scaled_dot_product_attention
+    return attention
+
+
+def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ...]) -> str | None:
+    """Why `impl` cannot take the place of FA2, or None."""
+    if not hasattr(torch_attention, "restore_flash_attention_impl"):
+        return f"choosing {impl} for SDPA needs torch >= 2.11; this is {torch.__version__}"
+    if impl not in torch_attention.list_flash_attention_impls():
+        return f"{impl} is not among the implementations that this torch knows"
+    return needs_module(module, remedy)() or capability_reason(impl, majors)
+
+
+def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
+    """Why this GPU is none of the compute capabilities that `name` needs, or None."""
+    if not torch.cuda.is_available():
+        return f"{name} needs an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability()
+    if major in majors:
+        return None
+    needed = " or ".join(f"{needed}.x" for needed in majors)
+    return f"{name} needs compute capability {needed}; this GPU has {major}.{minor}"
+
+
+def naive_compiled_absent() -> str | None:
+    """Why there is nothing to compile, or nothing to compile it with on a GPU."""
+    return PLAIN_MISSING if find_implementation("naive") is None else needs_triton()
+
+
+def naive_compiled() -> Attention:
+    """torch.compile(naive, dynamic=False, fullgraph=True), compiled anew for each load.
+
+    Its attribute `tuning`, a function, says how often Inductor's pattern matcher found attention in
+    the graph and put scaled_dot_product_attention there (`counters["inductor"]["fuse_attention"]`
+    of torch._dynamo.utils). Raises RefusedError without kernels/naive.py.
+    """
+    plain = find_implementation("naive")
+    if plain is None or plain.load is None:
+        raise RefusedError("absent", PLAIN_MISSING)
+    counters = torch._dynamo.utils.counters
+    before = counters["inductor"]["fuse_attention"]
+    compiled: Attention = torch.compile(
+        code_of_its_own(plain.load()),
+        dynamic=False,
+        fullgraph=True,
+        # a graph from the cache on disk passes no pattern matcher, so nothing would be counted
+        options={"fx_graph_cache": False},
+    )
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        return compiled(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def tuning() -> dict[str, object]:
+        return {REPLACEMENTS: counters["inductor"]["fuse_attention"] - before}
+
+    attention.tuning = tuning  # type: ignore[attr-defined]
+    return attention
+
+
+def code_of_its_own(function: Any) -> Any:
+    """The same function with a new code object, which is what Dynamo counts recompiles by and keeps
+    graphs with: each cell starts anew, and no other compiled backend of the process loses its
+    graphs, as after torch._dynamo.reset().
+    """
+    code = function.__code__.replace()
+    new = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
+def flex_flash_absent() -> str | None:
+    """Why flex_attention cannot run FA4's kernels, or None."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+        return f"kernel_options BACKEND needs torch >= 2.10; this is {torch.__version__}"
+    reason = needs_module("flash_attn.cute", FA4_REMEDY)()
+    return needs_triton() or reason or capability_reason("flex-flash", (9, 10))
+
+
+def flex(kernel_options: dict[str, Any] | None) -> Attention:
+    """flex_attention takes SDPA's layout as it is; causal is a block mask, made once per shape."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # past Dynamo's recompile limit it would run uncompiled: start each cell anew
+    compiled = torch.compile(code_of_its_own(flex_attention), dynamic=False, fullgraph=True)
+    masks: dict[tuple[int, int], Any] = {}
+
+    def causal(_batch: Any, _head: Any, row: Any, column: Any) -> Any:
+        return row >= column
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        shape = (q.shape[2], k.shape[2])
+        if is_causal and shape not in masks:
+            masks[shape] = create_block_mask(causal, None, None, *shape, device=q.device)
+        options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
+        return compiled(q, k, v, block_mask=masks[shape] if is_causal else None, **options)
+
+    return attention
+
+
+def varlen_absent() -> str | None:
+    """Why there is no varlen_attn, or None."""
+    if needs_module("torch.nn.attention.varlen", "")():
+        return "torch.nn.attention.varlen needs torch >= 2.10"
+    return None
+
+
+def varlen() -> Attention:
+    """varlen_attn takes packed [B * S, H, D]: a copy of contiguous inputs, none of layout=bshd."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    starts: dict[tuple[int, int], Any] = {}
+
+    def offsets(batch: int, rows: int, device: Any) -> Any:
+        key = (batch, rows)
+        if key not in starts:
+            starts[key] = torch.arange(batch + 1, device=device, dtype=torch.int32) * rows
+        return starts[key]
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        batch, _, rows, _ = q.shape
+        columns = k.shape[2]
+        options: dict[str, Any] = {}
+        if "window_size" in parameters:
+            options["window_size"] = (-1, 0 if is_causal else -1)
+        elif is_causal:
+            options["is_causal"] = True
+        if "enable_gqa" in parameters:  # without it, fewer key heads are taken as they are
+            options["enable_gqa"] = enable_gqa
+        if scale is not None and "scale" not in parameters:
+            raise RefusedError("unsupported", "varlen_attn of this torch takes no scale")
+        if scale is not None:
+            options["scale"] = scale
+        packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v)]
+        lengths = (offsets(batch, rows, q.device), offsets(batch, columns, q.device))
+        out = varlen_attn(*packed, *lengths, rows, columns, **options)
+        return out.unflatten(0, (batch, rows)).transpose(1, 2)
+
+    return attention
+
+
+def flash_attn() -> Attention:
+    """flash_attn_func(q, k, v, dropout_p, softmax_scale, causal) on [B, S, H, D]; it takes fewer
+    key heads by itself.
+    """
+    from flash_attn import flash_attn_func
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        del enable_gqa
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal).transpose(1, 2)
+
+    return attention
+
+
+def xformers() -> Attention:
+    """memory_efficient_attention(query, key, value, attn_bias, p, scale) on [B, S, H, D], and for
+    grouped queries on [B, S, Hkv, Hq / Hkv, D] with key and value expanded. Its lower triangle is
+    top left, as SDPA's.
+    """
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        if enable_gqa:
+            groups, size = k.shape[2], q.shape[2] // k.shape[2]
+            q = q.unflatten(2, (groups, size))
+            k, v = (tensor.unsqueeze(3).expand(-1, -1, -1, size, -1) for tensor in (k, v))
+        bias = LowerTriangularMask() if is_causal else None
+        out = memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale)
+        return (out.flatten(2, 3) if enable_gqa else out).transpose(1, 2)
+
+    return attention
+
+
+def sage() -> Attention:
+    """sageattn(q, k, v, tensor_layout, is_causal, sm_scale); its HND is SDPA's layout, and it takes
+    fewer key heads by itself.
+    """
+    from sageattention import sageattn
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        del enable_gqa
+        return sageattn(q, k, v, tensor_layout="HND", is_causal=is_causal, sm_scale=scale)
+
+    return attention
+
+
+def flashinfer() -> Attention:
+    """single_prefill_with_kv_cache(q [S, H, D], k and v [H, S, D] as HND, causal, sm_scale): one
+    sequence; it takes fewer key heads by itself.
+    """
+    from flashinfer import single_prefill_with_kv_cache
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        del enable_gqa
+        out = single_prefill_with_kv_cache(
+            q[0].transpose(0, 1), k[0], v[0], causal=is_causal, kv_layout="HND", sm_scale=scale
+        )
+        return out.transpose(0, 1)[None]
+
+    return attention

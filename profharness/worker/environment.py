@@ -1,0 +1,113 @@
+"""The environment of a worker: its software and device, as far as they decide which kernels run or
+how fast. Nothing here records a host, a user, a path or a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.nn.attention
+
+import profharness
+from profharness.environment import RELEVANT_VARIABLES, driver_version
+
+
+def collect(device_type: str) -> dict[str, Any]:
+    """The environment as flat keys and JSON values; device_type is `cuda` or `cpu`.
+
+    On CUDA one tiny SDPA choice is asked first: torch fills its priority order at the first
+    dispatch only.
+    """
+    keys: dict[str, Any] = {
+        "profharness": profharness.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "torch": str(torch.__version__),
+        "torch_git": torch.version.git_version,
+        "torch_cuda": torch.version.cuda,
+        "num_threads": torch.get_num_threads(),
+        "device_type": device_type,
+        "triton": _triton_version(),
+        "env": {name: os.environ[name] for name in RELEVANT_VARIABLES if name in os.environ},
+    }
+    if device_type == "cuda":
+        keys |= _cuda()
+    return keys | _flags()
+
+
+def cpu_name() -> str:
+    """The processor's model name, from /proc/cpuinfo where there is one."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def default_device() -> str:
+    """`cuda` if torch sees a usable GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _cuda() -> dict[str, Any]:
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    probe = torch.empty(1, 1, 8, 64, device="cuda", dtype=torch.float16)
+    torch._fused_sdp_choice(probe, probe, probe)
+    return {
+        "gpu": device.name,
+        "capability": f"{device.major}.{device.minor}",
+        "num_sms": device.multi_processor_count,
+        "gpu_memory_bytes": device.total_memory,
+        "l2_bytes": getattr(device, "L2_cache_size", None),
+        "cudnn": torch.backends.cudnn.version(),
+        **({"driver": driver} if (driver := driver_version()) is not None else {}),
+    }
+
+
+def _flags() -> dict[str, Any]:
+    cuda = torch.backends.cuda
+    return {
+        "sdp_flash": cuda.flash_sdp_enabled(),
+        "sdp_efficient": cuda.mem_efficient_sdp_enabled(),
+        "sdp_math": cuda.math_sdp_enabled(),
+        "sdp_cudnn": cuda.cudnn_sdp_enabled(),
+        "priority_order": priority_order(),
+        "flash_attention_impl": _flash_impl(),
+        "fp16_reduction_math": cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "tf32": torch.get_float32_matmul_precision() != "highest",
+    }
+
+
+def priority_order() -> list[str] | None:
+    """The backends in the order in which PyTorch tries them; None where it cannot tell. It is filled
+    at the first dispatch.
+    """
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    return [backend_name(number) for number in order()] if order else None
+
+
+def backend_name(number: int) -> str:
+    """The name of an SDPBackend's number, as `_fused_sdp_choice` and the priority order give it."""
+    names = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+    return names.get(int(number), f"sdp{number}")
+
+
+def _flash_impl() -> str | None:
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return str(current()) if current is not None and current() is not None else None
+
+
+def _triton_version() -> str | None:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
