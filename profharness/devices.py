@@ -1,9 +1,8 @@
-"""What a device can do at most: memory bandwidth and matrix rates, measured or from its data
-sheet.
-"""
+"""What a device can do at most: bandwidth, matrix rates and occupancy, measured or from its data sheet."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -45,10 +44,10 @@ def flop_peak(peaks: Peaks, dtype: str, *, tf32: bool = False) -> tuple[str, flo
 
 def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
     """The intensity (FLOPs per byte) from which the matrix rate, not memory, is the ceiling."""
-    rate = flop_peak(peaks, dtype, tf32=tf32)
-    if rate is None or not peaks.bandwidth_bytes_per_s:
+    peak = flop_peak(peaks, dtype, tf32=tf32)
+    if peak is None or not peaks.bandwidth_bytes_per_s:
         return None
-    return rate[1] / peaks.bandwidth_bytes_per_s
+    return peak[1] / peaks.bandwidth_bytes_per_s
 
 
 class Gpu(NamedTuple):
@@ -79,7 +78,6 @@ _H200 = "NVIDIA H200 data sheet; L2 as the CUDA driver tells it"
 _A100 = "NVIDIA A100 data sheet"
 _BLACKWELL = "NVIDIA HGX B200 data sheet, one eighth of the board"
 _RTX_4000 = "NVIDIA RTX 4000 Ada data sheet; tensor rates from 48 SMs at 2.175 GHz boost"
-
 
 # The first pattern that matches wins, so variants stand before what their name contains. Data
 # sheets that print rates with sparsity are halved here.
@@ -125,13 +123,10 @@ ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rt
 
 
 def data_sheet(device_name: str) -> Peaks | None:
-    """The data-sheet figures of a device by its CUDA name (`NVIDIA H200`); None if it is not in
-    the table.
-    """
-    for gpu in TABLE:
-        if gpu.pattern and re.search(gpu.pattern, device_name):
-            break
-    else:
+    """The data-sheet figures of a device by its CUDA name (`NVIDIA H200`), or None."""
+    matches = (gpu for gpu in TABLE if gpu.pattern and re.search(gpu.pattern, device_name))
+    gpu = next(matches, None)
+    if gpu is None:
         return None
     bf16 = gpu.tensor if gpu.capability >= (8, 0) else None
     rates = {"fp16": gpu.tensor, "bf16": bf16, "fp32": gpu.fp32, "tf32": gpu.tf32}
@@ -160,17 +155,15 @@ def find_gpu(text: str) -> Gpu:
     capability = _capability(text)
     if capability:
         return Gpu(f"sm{capability[0]}{capability[1]}", capability)
-    known = {_key(gpu.name): gpu for gpu in GPUS}
+    gpus = {_key(gpu.name): gpu for gpu in GPUS}
     plain = _NOISE.sub(" ", text.lower())
-    for words in (text, plain, plain.replace("pcie", "")):
-        short = ALIASES.get(_key(words), _key(words))
-        if short in known:
-            return known[short]
-    import difflib  # only the error needs it
-
-    near = difflib.get_close_matches(short, known, n=4, cutoff=0.5)
-    near += [name for name in known if short and short in name and name not in near][:4]
-    names = ", ".join(known[name].name for name in (near or known))
+    for spelling in (text, plain, plain.replace("pcie", "")):
+        key = ALIASES.get(_key(spelling), _key(spelling))
+        if key in gpus:
+            return gpus[key]
+    near = difflib.get_close_matches(key, gpus, n=4, cutoff=0.5)
+    near += [name for name in gpus if key and key in name and name not in near][:4]
+    names = ", ".join(gpus[name].name for name in (near or gpus))
     raise UsageError(
         f"GPU {text!r} is not known; {'near matches' if near else 'known are'}: {names}; "
         "a capability such as sm90 or 9.0 works too"
@@ -213,11 +206,9 @@ REGISTER_UNIT = 256  # registers are handed out to a warp in units of this many
 SUB_PARTITIONS = 4  # each owns a quarter of the registers; a warp lives in one of them
 KIB = 1024
 
-
 # Limiters in the order in which ties are named: a ceiling of the hardware first, what a kernel
 # can change after it.
 LIMITERS = ("warps", "block", "registers", "shared_memory")
-
 
 # compute capability: threads per SM, blocks per SM, shared KiB per SM. Registers per SM are 65536
 # on all of these.
@@ -319,29 +310,18 @@ def occupancy(
         return None
     warps = -(-block_threads // sm.warp_size)
     max_warps = sm.max_threads_per_sm // sm.warp_size
-    blocks_by = {
-        "warps": max_warps // warps,
-        "block": sm.max_blocks_per_sm,
-        "registers": _blocks_by_registers(warps, registers_per_thread, sm),
-        "shared_memory": _blocks_by_shared(shared_bytes, sm),
-    }
-    limiter = min(LIMITERS, key=lambda name: blocks_by[name])
-    blocks = blocks_by[limiter]
-    return Occupancy(blocks * warps / max_warps, blocks, limiter) if blocks else None
-
-
-def _blocks_by_registers(warps: int, registers_per_thread: int, sm: SmLimits) -> int:
-    if registers_per_thread == 0:
-        return sm.max_blocks_per_sm
     per_warp = _round_up(registers_per_thread * sm.warp_size, REGISTER_UNIT)
+    by_registers = sm.max_blocks_per_sm
     if per_warp * _round_up(warps, SUB_PARTITIONS) > sm.registers_per_block:
-        return 0
-    return sm.registers_per_sm // SUB_PARTITIONS // per_warp * SUB_PARTITIONS // warps
-
-
-def _blocks_by_shared(shared_bytes: int, sm: SmLimits) -> int:
+        by_registers = 0
+    elif per_warp:
+        by_registers = sm.registers_per_sm // SUB_PARTITIONS // per_warp * SUB_PARTITIONS // warps
     allocated = _round_up(shared_bytes + sm.shared_bytes_reserved, sm.shared_unit_bytes)
-    return sm.shared_bytes_per_sm // allocated if allocated else sm.max_blocks_per_sm
+    by_shared = sm.shared_bytes_per_sm // allocated if allocated else sm.max_blocks_per_sm
+    counts = (max_warps // warps, sm.max_blocks_per_sm, by_registers, by_shared)
+    blocks = min(counts)
+    limiter = LIMITERS[counts.index(blocks)]
+    return Occupancy(blocks * warps / max_warps, blocks, limiter) if blocks else None
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -28,8 +28,10 @@ RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
-
-
+BENCH_FILE = "bench.json"
+GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
+PRECISION = 0.01
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
 
 
@@ -153,15 +155,11 @@ def read_run(folder: Path) -> Run:
     try:
         run = msgspec.json.decode(path.read_bytes(), type=Run)
     except FileNotFoundError:
-        raise TraceFormatError(
-            folder,
-            "no run.json in this folder",
-            expected="a run folder, as `profharness capture` writes it",
-        ) from None
+        expected = "a run folder, as `profharness capture` writes it"
+        raise TraceFormatError(folder, "no run.json in this folder", expected=expected) from None
     except msgspec.MsgspecError as error:
-        raise TraceFormatError(
-            path, f"not a run record: {error}", expected=f"schema {SCHEMA}"
-        ) from None
+        text = f"not a run record: {error}"
+        raise TraceFormatError(path, text, expected=f"schema {SCHEMA}") from None
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if run.schema != SCHEMA:
@@ -209,12 +207,6 @@ class Plan:
     profilers: tuple[str, ...]
     parent: int
     wrapped: bool = False
-
-
-BENCH_FILE = "bench.json"
-GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
-PRECISION = 0.01
-_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 
 
 @dataclass(frozen=True)

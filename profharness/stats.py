@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Speed = Literal["same", "faster", "slower", "unknown"]
-
 
 ALPHA = 0.05
 THRESHOLD = 0.03  # the smallest relative change of the median that is worth a word
@@ -54,13 +53,24 @@ class Comparison:
     reason: str
 
 
-def summarize(samples: Sequence[float]) -> Summary:
-    """Summary of at least one sample. Percentiles interpolate linearly. Raises ValueError on
-    none."""
-    import numpy as np
+def _numpy() -> Any:
+    """NumPy, loaded at the first use: commands that compute nothing start without it."""
+    import numpy
 
+    return numpy
+
+
+def _scipy_stats() -> Any:
+    from scipy import stats
+
+    return stats
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Summary of at least one sample. Percentiles interpolate linearly. Raises ValueError on none."""
     if not len(samples):
         raise ValueError("no samples to summarize")
+    np = _numpy()
     x = np.asarray(samples, dtype=np.float64)
     p10, p25, p50, p75, p90 = (float(p) for p in np.percentile(x, [10, 25, 50, 75, 90]))
     return Summary(
@@ -81,10 +91,8 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
     samples."""
     if len(samples) < MIN_SAMPLES_CI:
         return None
-    import numpy as np
-    from scipy import stats
-
-    result = stats.bootstrap(
+    np = _numpy()
+    result = _scipy_stats().bootstrap(
         (np.asarray(samples, dtype=np.float64),),
         np.median,
         confidence_level=confidence,
@@ -104,10 +112,9 @@ def is_bimodal(samples: Sequence[float]) -> bool:
     The best split is Otsu's (largest between-class variance). Fewer than ten samples are never
     called bimodal.
     """
-    import numpy as np
-
     if len(samples) < BIMODAL_MIN_SAMPLES:
         return False
+    np = _numpy()
     x = np.sort(np.asarray(samples, dtype=np.float64))
     total = float(((x - x.mean()) ** 2).sum())
     median = float(np.median(x))
@@ -163,14 +170,11 @@ def _judge(ratio: float, p_value: float, threshold: float) -> tuple[Speed, str]:
 
 
 def _rank_test(baseline: Sequence[float], candidate: Sequence[float]) -> float:
-    import numpy as np
-    from scipy import stats
-
-    a = np.asarray(baseline, dtype=np.float64)
-    b = np.asarray(candidate, dtype=np.float64)
+    np = _numpy()
+    a, b = (np.asarray(samples, dtype=np.float64) for samples in (baseline, candidate))
     if a.min() == a.max() == b.min() == b.max():
         return 1.0
-    return float(stats.mannwhitneyu(a, b, alternative="two-sided").pvalue)
+    return float(_scipy_stats().mannwhitneyu(a, b, alternative="two-sided").pvalue)
 
 
 def _doubt(side: str, samples: Sequence[float], summary: Summary) -> str:

@@ -1,6 +1,4 @@
-"""What can compute attention, by name. Each entry is a `Backend`; torch is imported by their
-functions only.
-"""
+"""What can compute attention, by name."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
+from profharness.backends.base import Backend
 from profharness.backends.registry import LIBRARY_BACKENDS, SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.backends.sources import (
     find_implementation,
@@ -19,41 +17,13 @@ from profharness.backends.sources import (
 )
 from profharness.errors import UsageError
 
-__all__ = [
-    "ALL",
-    "BACKENDS",
-    "CPU_BACKENDS",
-    "DEFAULT_BACKENDS",
-    "KERNELS",
-    "SOURCES_FILE",
-    "Attention",
-    "Backend",
-    "ImplementationError",
-    "RefusedError",
-    "expand_backends",
-    "find_backend",
-    "find_backends",
-    "fingerprints",
-    "implementation_names",
-    "read_sources",
-    "stored_names",
-    "write_sources",
-]
-
-
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (*SDPA_BACKENDS, *TORCH_BACKENDS, *LIBRARY_BACKENDS)
 }
-
-
 DEFAULT_BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
 CPU_BACKENDS = ("auto", "flash", "math")
-
-
 ALL = "all"
 KERNELS = "kernels"
-
-
 SOURCES_FILE = "sources.json"
 
 
@@ -89,9 +59,9 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
         return BACKENDS[text]
     backend = find_implementation(text)
     if backend is None:
-        known = ", ".join([*BACKENDS, *(n for n in implementation_names() if n not in BACKENDS)])
+        names = ", ".join(dict.fromkeys([*BACKENDS, *implementation_names()]))
         raise UsageError(
-            f"no backend {text!r}; known are {known}; one of your own is kernels/{text}.py, "
+            f"no backend {text!r}; known are {names}; one of your own is kernels/{text}.py, "
             "or given as file.py:function or package.module:function"
         )
     return backend
@@ -101,10 +71,10 @@ def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
     """The backends by name, in that order. Raises UsageError if two of them would have one name."""
     backends: dict[str, Backend] = {}
     for backend in map(find_backend, texts):
-        other = backends.setdefault(backend.name, backend)
-        if other.source != backend.source:
+        first = backends.setdefault(backend.name, backend)
+        if first.source != backend.source:
             raise UsageError(
-                f"two backends would be called {backend.name!r} ({other.source} and "
+                f"two backends would be called {backend.name!r} ({first.source} and "
                 f"{backend.source}); rename one, or give their paths below the working directory"
             )
     return backends

@@ -23,7 +23,7 @@ is_causal is SDPA's: row i attends to columns 0..i, also where Sq and Skv differ
 
 
 class RefusedError(ProfharnessError):
-    """A backend does not take a config. code: `absent` or `unsupported`; the text is the reason."""
+    """A backend does not take a config. code is `absent` or `unsupported`; the text is the reason."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -122,10 +122,9 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
     """An `absent` function: the module must be there. install is what to do about it."""
 
     def absent() -> str | None:
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError, AttributeError):
-            found = False
-        return None if found else f"package {module} is not installed ({install})"
+        with contextlib.suppress(ImportError, ValueError, AttributeError):
+            if importlib.util.find_spec(module) is not None:
+                return None
+        return f"package {module} is not installed ({install})"
 
     return absent

@@ -19,8 +19,15 @@ import msgspec
 from profharness.backends.base import ImplementationError
 
 MAGIC = b"profharness-1"
-
-
+PORTABLE_CLUSTER = 8
+"""Blocks in a cluster that every GPU with clusters takes (CUDA C++ Programming Guide)."""
+DEFAULT_SHARED_BYTES = 48 * 1024
+"""Dynamic shared memory that a launch may have without asking for more."""
+Dim = int | tuple[int, ...]
+_SUCCESS = 0
+_INVALID_CONTEXT = 201
+_STICKY = {700, 702, 714, 715, 716, 717, 718, 719}  # after these all later calls fail too
+_MAX_CONFIGS = 256
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
 
 
@@ -131,21 +138,6 @@ def write_cached(path: Path, compiled: CompiledSource) -> bool:
     return True
 
 
-Dim = int | tuple[int, ...]
-
-
-PORTABLE_CLUSTER = 8
-"""Blocks in a cluster that every GPU with clusters takes (CUDA C++ Programming Guide)."""
-DEFAULT_SHARED_BYTES = 48 * 1024
-"""Dynamic shared memory that a launch may have without asking for more."""
-
-
-_SUCCESS = 0
-_INVALID_CONTEXT = 201
-_STICKY = {700, 702, 714, 715, 716, 717, 718, 719}  # after these all later calls fail too
-_MAX_CONFIGS = 256
-
-
 class LaunchError(ImplementationError):
     """A kernel cannot be loaded or launched as asked."""
 
@@ -157,10 +149,10 @@ class Arguments:
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
-        formats = [_format(index, arg) for index, arg in enumerate(args)]
-        self._struct = struct.Struct("@" + "".join(formats))
+        formats = "".join(_format(index, arg) for index, arg in enumerate(args))
+        self._struct = struct.Struct(f"@{formats}")
         self.sizes = [struct.calcsize(f"@{letter}") for letter in formats]
-        ends = [struct.calcsize("@" + "".join(formats[: n + 1])) for n in range(len(formats))]
+        ends = [struct.calcsize(f"@{formats[: n + 1]}") for n in range(len(formats))]
         self.offsets = [end - size for end, size in zip(ends, self.sizes, strict=True)]
         self._tensors = [hasattr(arg, "data_ptr") for arg in args]
         self._nulls = any(arg is None for arg in args)
@@ -191,7 +183,7 @@ class Arguments:
         return buffer
 
     def release(self, buffer: tuple[Any, int, Any]) -> None:
-        """The buffer may be filled again."""
+        """Allow the buffer to be filled again."""
         self._free.append(buffer)
 
     def _new_buffer(self) -> tuple[Any, int, Any]:
@@ -402,7 +394,6 @@ def _checked(what: str, answer: tuple[Any, ...]) -> Any:
 
 
 def _three(dim: Dim) -> tuple[int, int, int]:
-    """A dimension as (x, y, z)."""
     x, y, z = (*((dim,) if isinstance(dim, int) else dim), 1, 1, 1)[:3]
     return int(x), int(y), int(z)
 

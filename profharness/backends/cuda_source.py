@@ -24,7 +24,6 @@ from profharness.backends.cuda_launch import (
 
 __all__ = ["CompileError", "CompiledSource", "CudaSource"]
 
-
 LOG = logging.getLogger(__name__)
 REMEDY = "pip install 'profharness[kernels]'"
 LOG_MARK = "compilation log:"
@@ -138,7 +137,7 @@ class CudaSource:
         # public since cuda.core 0.6
         mangled = getattr(code, "symbol_mapping", None) or getattr(code, "_sym_map", {})
         return CompiledSource(
-            bytes(code.code), {name: _text(mangled[name]) for name in names}, arch, version
+            bytes(code.code), {name: _decoded(mangled[name]) for name in names}, arch, version
         )
 
     def _explained(self, text: str, arch: str) -> str:
@@ -187,5 +186,5 @@ def _compiler() -> tuple[Any, Any]:
     return Program, ProgramOptions
 
 
-def _text(name: str | bytes) -> str:
+def _decoded(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name

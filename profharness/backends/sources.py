@@ -5,6 +5,7 @@ The parent only looks for files and names; nothing of them is imported outside o
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -15,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +27,13 @@ from profharness.backends.cuda_launch import local_files
 from profharness.config import Config
 from profharness.errors import UsageError
 
+GROUP = "profharness.backends"
+FOLDER = "kernels"
+FUNCTION = "attention"
+DEVICES = ("cuda", "cpu")
 _CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
+_NAME = re.compile(r"[A-Za-z][\w.-]*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def parts_of(file: Path) -> dict[Path, bytes]:
@@ -49,8 +57,6 @@ def parts_of(file: Path) -> dict[Path, bytes]:
 
 def _named(path: Path, content: bytes) -> Iterator[Path]:
     """The files that a Python file may mean, whether they are there or not."""
-    import ast  # where no implementation is run, nothing needs it
-
     yield path.with_suffix(".cu")
     try:
         tree = ast.parse(content)
@@ -78,16 +84,6 @@ def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
         yield folder / "__init__.py"
 
 
-GROUP = "profharness.backends"
-FOLDER = "kernels"
-FUNCTION = "attention"
-DEVICES = ("cuda", "cpu")
-
-
-_NAME = re.compile(r"[A-Za-z][\w.-]*")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
 def find_implementation(text: str) -> Backend | None:
     """The implementation that a name, `file.py`, `file.py:function` or `package.module:function`
     stands for; None if there is none of that name. Raises UsageError for a file that is not there.
@@ -102,18 +98,11 @@ def find_implementation(text: str) -> Backend | None:
     return _by_name(text) if _NAME.fullmatch(text) else None
 
 
-def implementation_names() -> Iterator[str]:
+def implementation_names() -> Iterable[str]:
     """The names that `kernels/` folders and entry points offer, each once."""
-    from importlib import metadata  # 25 ms, which no start without a name of its own should pay
-
-    names: dict[str, None] = {}
-    for folder in _folders():
-        for path in sorted(folder.glob("*.py")):
-            if _NAME.fullmatch(path.stem):
-                names.setdefault(path.stem)
-    for point in metadata.entry_points(group=GROUP):
-        names.setdefault(point.name)
-    yield from names
+    files = (path.stem for folder in _folders() for path in sorted(folder.glob("*.py")))
+    points = (point.name for point in metadata.entry_points(group=GROUP))
+    return dict.fromkeys([*filter(_NAME.fullmatch, files), *points])
 
 
 def from_source(name: str, source: str, summary: str = "") -> Backend:
@@ -138,8 +127,6 @@ def fingerprint(backend: Backend) -> str | None:
     """
     if backend.file is not None and backend.file.is_file():
         return f"sha256:{_digest(backend.file)}"
-    from importlib import metadata
-
     versions = []
     for package in backend.packages:
         try:
@@ -196,8 +183,6 @@ def _by_name(name: str) -> Backend | None:
         if path.is_file():
             source = f"{path.resolve()}:{FUNCTION}"
             return from_source(name, source, f"implementation in {FOLDER}/{name}.py")
-    from importlib import metadata
-
     points = metadata.entry_points(group=GROUP, name=name)
     values = {point.value: point for point in points}
     if len(values) > 1:

@@ -105,11 +105,7 @@ def test_it_compiles_without_a_gpu(arch):
     assert set(implementation["SOURCE"].cubin(names, arch).names) == set(names)
 """
 """What the test of such a file has in addition."""
-
-
 KINDS = ("torch", "triton", "cuda")
-
-
 _SIGNATURE = '''def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -122,8 +118,6 @@ _SIGNATURE = '''def attention(
     """q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, D]; returns [B, Hq, Sq, D] like q."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 '''
-
-
 _TORCH = (
     '''"""{name}: attention block by block over the keys, with a running softmax, in plain torch."""
 
@@ -170,8 +164,6 @@ def supports(config: Config) -> str | None:
     return None
 '''
 )
-
-
 _TRITON = (
     '''"""{name}: forward attention as a Triton kernel; one program per block of query rows."""
 
@@ -255,8 +247,6 @@ def supports(config: Config) -> str | None:
     return None
 '''
 )
-
-
 _TEST = '''"""{name} against the plain attention in fp64."""
 
 from __future__ import annotations
@@ -297,8 +287,6 @@ def test_it_agrees_with_naive(heads, kv_heads, rows, columns, head_dim, scale, i
     assert out.dtype == q.dtype
     torch.testing.assert_close(out.double(), reference(q, k, v, **arguments), atol=1e-5, rtol=1e-4)
 {more}'''
-
-
 _TRITON_IMPORTS = """import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its interpreter runs on the CPU
@@ -326,8 +314,7 @@ def kernel_text(name: str, kind: str) -> str:
 
 
 def check_text(name: str, kind: str, file: str) -> str:
-    """The file `test_NAME.py`; file is where the implementation lies, seen
-    from the folder of the test."""
+    """The file `test_NAME.py`; file is the implementation's place seen from the test's folder."""
     imports, device = _DEVICES[kind]
     marks, more = (_CUDA_MARKS, CUDA_CHECK) if kind == "cuda" else ("", "")
     return _TEST.format(

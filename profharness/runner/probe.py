@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from profharness.backends import BACKENDS, find_backend, implementation_names
+from profharness.backends import BACKENDS, find_backend
+from profharness.backends.sources import implementation_names
 from profharness.config import Config, parse_config
 from profharness.devices import PEAKS_FILE, Peaks
 from profharness.dispatch.advice import ANSWERS_FILE, LiveAnswer

@@ -120,8 +120,8 @@ def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 def copies_of(inputs_bytes: int, cache_bytes: int) -> int:
     """How many copies of the inputs are more than twice the last cache, within bounds."""
     size = max(1, inputs_bytes)
-    wanted = 2 * cache_bytes // size + 1
-    return max(1, min(COPIES_MAX, wanted, COPIES_BYTES // size))
+    enough = 2 * cache_bytes // size + 1
+    return max(1, min(COPIES_MAX, enough, COPIES_BYTES // size))
 
 
 def take_turns(
@@ -257,9 +257,8 @@ class _Group:
         taken_ns = round(contestant.spent_s * 1e9) + time.perf_counter_ns() - begin
         readings = contestant.readings
         if not readings and contestant.span and workspace.clocks:
-            readings = workspace.clocks.nearest(
-                *contestant.span
-            )  # all turns were too short for one
+            # all turns were too short for one
+            readings = workspace.clocks.nearest(*contestant.span)
         return replace(
             cell,
             status="ok",

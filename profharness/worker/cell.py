@@ -17,13 +17,8 @@ import torch
 from isal import igzip
 from torch.autograd.profiler import profile, record_function
 
-from profharness.backends import (
-    Attention,
-    Backend,
-    ImplementationError,
-    RefusedError,
-    find_backend,
-)
+from profharness.backends import find_backend
+from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
@@ -73,7 +68,7 @@ def open_range(name: str) -> Iterator[None]:
 def profiled_calls(
     call: Callable[[], Any], cell: str, iterations: int, sync: Callable[[], None]
 ) -> None:
-    """The calls of a cell, each in a range of its own and complete before the next one begins."""
+    """Each call has a range of its own and is complete before the next one begins."""
     for _ in range(iterations):
         with open_range(cell_range(cell)):
             call()
@@ -128,9 +123,13 @@ class Attempt:
         self.stage("inputs")
 
     def call_first(self, inputs: Inputs, call: Callable[[], Any]) -> Cell:
-        """The cell after its first call, which must be made in the backend's own context."""
+        """The cell after its first call, with its peak memory on a GPU; the call must be made in the
+        backend's own context.
+        """
         if self.attention is None:
-            self.known["choice"] = own_choice(self.cell, inputs)
+            # PyTorch's answer beforehand; its warnings come again with the first call
+            with heard_warnings([]), contextlib.suppress(RuntimeError):
+                self.known["choice"] = backend_name(fused_choice(self.cell.config, inputs))
         else:
             self.stage("compile")
             begin = time.perf_counter_ns()
@@ -139,7 +138,18 @@ class Attempt:
             self.known["compile_ns"] = self.loaded_ns + time.perf_counter_ns() - begin
             self.known["tuning"] = tuning_of(self.backend, self.attention)
         self.stage("warm-up")
-        return first_call(replace(self.cell, **self.known), self.workspace, call, self.heard)
+        is_cuda = self.workspace.device == "cuda"
+        before = 0
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with heard_warnings(self.heard):
+            call()
+            self.workspace.sync()
+        cell = replace(self.cell, **self.known)
+        if not is_cuda:
+            return cell
+        return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
 
     def _try_out(self, attention: Attention, inputs: Inputs) -> None:
         """The first call of an implementation: it compiles, and what it returns is held to the
@@ -157,9 +167,8 @@ class Attempt:
 
 
 def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
-    """What the loaded function says of its last call by an attribute `tuning`, else what its backend
-    says; None where neither says anything. Raises ImplementationError for an answer that is not a
-    dict that JSON can hold.
+    """What the loaded function's own `tuning` says of the last call, else what the backend's says.
+    Raises ImplementationError for an answer that is not a dict that JSON can hold.
     """
     own = getattr(attention, "tuning", None)
     answer = own() if callable(own) else backend.tuning()
@@ -174,31 +183,6 @@ def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] |
             f"tuning() returned {answer!r}; it must return a dict that JSON can hold, or None"
         ) from None
     return tuning
-
-
-def own_choice(cell: Cell, inputs: Inputs) -> str | None:
-    """PyTorch's answer beforehand, None where it raises; its warnings come again with the first
-    call.
-    """
-    with heard_warnings([]):
-        try:
-            return backend_name(fused_choice(cell.config, inputs))
-        except RuntimeError:
-            return None
-
-
-def first_call(cell: Cell, workspace: Workspace, call: Callable[[], Any], heard: list[str]) -> Cell:
-    """The call that shows whether the backend takes the config; it also gives the peak memory."""
-    before = 0
-    if workspace.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    with heard_warnings(heard):
-        call()
-        workspace.sync()
-    if workspace.device != "cuda":
-        return cell
-    return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
 
 
 def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
@@ -220,7 +204,6 @@ def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
 
 
 def _measured(attempt: Attempt) -> Cell:
-    """The cell as it ran."""
     workspace, plan = attempt.workspace, attempt.workspace.plan
     attempt.load()
     config = attempt.cell.config

@@ -27,15 +27,17 @@ from profharness.worker.reference import (
 
 NAN_BYTE = 0xFF  # repeated, it is NaN in fp16, bf16, fp32 and fp64
 OTHER_BYTE = 0x42  # repeated, a finite number in all of them
-
-
 COPIES = 4  # of each size: output, gradients and workspaces come from the freed ones
+FACTOR = 2.0  # times the error of eager attention in the same dtype, the worst of its orders
+FLOOR_ULPS = 2.0  # of the size of the terms: where eager happens to be exact
+NOT_ONE = 0.01  # a factor nearer to 1 is no mistake in a factor
+TILES = (16, 32, 64, 128)
 _M_PERTURB = -6  # glibc: fill what malloc hands out with the complement of a byte
 
 
 @contextlib.contextmanager
 def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
-    """Within: memory comes filled with `byte`, as far as that can be had.
+    """Within, memory comes filled with `byte` as far as possible.
 
     On CUDA, free blocks of the caching allocator are filled, those of the sizes of `like` among
     them; memory that the driver hands out anew, or to another stream, is not. On a CPU with glibc,
@@ -100,12 +102,6 @@ def _mallopt() -> Any:
         return lambda *_: 0
 
 
-FACTOR = 2.0  # times the error of eager attention in the same dtype, the worst of its orders
-FLOOR_ULPS = 2.0  # of the size of the terms: where eager happens to be exact
-NOT_ONE = 0.01  # a factor nearer to 1 is no mistake in a factor
-TILES = (16, 32, 64, 128)
-
-
 @dataclass(frozen=True)
 class Expected:
     """reference in fp64; allowance by name: (largest difference, Frobenius norm of it)."""
@@ -165,18 +161,18 @@ def expect(config: Config, inputs: Inputs) -> Expected:
 def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expected) -> Check:
     """The check of one result by name."""
     first, second = got.first[name], got.second[name]
-    wanted, allowance = expected.reference.tensors[name], expected.allowance[name]
+    reference, allowance = expected.reference.tensors[name], expected.allowance[name]
     if first is None or second is None:
         return Check(name, False, "no gradient came back (None)")
-    if first.shape != wanted.shape:
-        shapes = f"has shape {list(first.shape)}; it must be {list(wanted.shape)}"
+    if first.shape != reference.shape:
+        shapes = f"has shape {list(first.shape)}; it must be {list(reference.shape)}"
         return Check(name, False, shapes)
     if first.dtype != inputs.query.dtype:
         return Check(name, False, f"is {first.dtype}; the inputs are {inputs.query.dtype}")
-    errors = [_errors(result, wanted) for result in (first, second)]
+    errors = [_errors(result, reference) for result in (first, second)]
     # NaN, which is larger than nothing, is the worst
     largest, norm = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
-    size = float(torch.nan_to_num(wanted).norm())
+    size = float(torch.nan_to_num(reference).norm())
     fault = _fault(config, inputs, name, got, expected, errors)
     return Check(
         name,
@@ -189,15 +185,15 @@ def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expec
     )
 
 
-def _errors(got: Any, wanted: Any) -> tuple[float, float]:
-    off = _difference(got, wanted)
+def _errors(result: Any, reference: Any) -> tuple[float, float]:
+    off = _difference(result, reference)
     return float(off.abs().max()), float(off.norm())
 
 
-def _difference(got: Any, wanted: Any) -> Any:
-    """got - wanted in fp64; NaN or an infinity that is wanted and got is no difference."""
-    off = got.double() - wanted
-    same = (got.isnan() & wanted.isnan()) | (got.double() == wanted)
+def _difference(result: Any, reference: Any) -> Any:
+    """result - reference in fp64; NaN or an infinity of both is no difference."""
+    off = result.double() - reference
+    same = (result.isnan() & reference.isnan()) | (result.double() == reference)
     return off.masked_fill(same, 0.0)
 
 
@@ -215,8 +211,8 @@ def _fault(
 ) -> str | None:
     """What is wrong with a result, or None."""
     first, second = got.first[name], got.second[name]
-    wanted, allowance = expected.reference.tensors[name], expected.allowance[name]
-    unwritten = _unwritten(first, second, wanted)
+    reference, allowance = expected.reference.tensors[name], expected.allowance[name]
+    unwritten = _unwritten(first, second, reference)
     if unwritten:
         return unwritten
     results = zip((first, second), errors, strict=True)
@@ -225,10 +221,11 @@ def _fault(
         if name in got.reused:
             return "a later call changed what an earlier one returned: its buffer is shared"
         return None
-    where = _where(bad[0], wanted, allowance)
-    if _identical(bad[0], got.earlier.get(name)) and not torch.equal(bad[0], wanted):
+    where = _where(bad[0], reference, allowance)
+    earlier = got.earlier.get(name)
+    if earlier is not None and torch.equal(bad[0], earlier) and not torch.equal(bad[0], reference):
         return f"{_same_again(bad[0])}; {where}"
-    if len(bad) == 1 or not _identical(first, second):
+    if len(bad) == 1 or not torch.equal(first, second):
         off = _errors(first, second.double())
         if not _within(off, allowance):
             return f"two calls on the same inputs differ by up to {off[0]:.3g}; {where}"
@@ -243,16 +240,13 @@ def _same_again(got: Any) -> str:
         return (
             f"every element is {float(value):.6g} for other inputs too: the inputs do not reach it"
         )
-    return (
-        "is what the call before returned, for other inputs: state is kept, or the inputs are not "
-        "read"
-    )
+    return "is what the call before returned, for other inputs: state is kept, or the inputs are not read"
 
 
-def _unwritten(first: Any, second: Any, wanted: Any) -> str | None:
+def _unwritten(first: Any, second: Any, reference: Any) -> str | None:
     """Elements that show what lay in memory before: NaN at first, then the other pattern."""
     other = poison_value(OTHER_BYTE, first.dtype)
-    left = first.isnan() & ~wanted.isnan() & (second.double() == other)
+    left = first.isnan() & ~reference.isnan() & (second.double() == other)
     count = int(left.sum())
     if not count:
         return None
@@ -263,22 +257,24 @@ def _unwritten(first: Any, second: Any, wanted: Any) -> str | None:
     )
 
 
-def _where(got: Any, wanted: Any, allowance: tuple[float, float]) -> str:
+def _where(got: Any, reference: Any, allowance: tuple[float, float]) -> str:
     """Where the largest difference is, what was expected there and how far beyond it lies."""
-    lost = (~got.isfinite()) & wanted.isfinite()
+    lost = (~got.isfinite()) & reference.isfinite()
     count = int(lost.sum())
     if count:
         flat = lost.flatten().int().argmax()
         kind = "NaN" if bool(got.flatten()[flat].isnan()) else "infinite"
-        place, value = _index(flat, got.shape), float(wanted.flatten()[flat])
+        place, value = _index(flat, got.shape), float(reference.flatten()[flat])
         return (
             f"{kind} at {place} where {value:.6g} is expected; "
             f"{count} of {got.numel()} elements are not finite"
         )
-    off = _difference(got, wanted)
+    off = _difference(got, reference)
     flat = off.abs().flatten().argmax()
     largest, norm = float(off.flatten()[flat].abs()), float(off.norm())
-    values = f"expected {float(wanted.flatten()[flat]):.6g}, got {float(got.flatten()[flat]):.6g}"
+    values = (
+        f"expected {float(reference.flatten()[flat]):.6g}, got {float(got.flatten()[flat]):.6g}"
+    )
     place = _index(flat, got.shape)
     if largest > allowance[0]:
         beyond = int((off.abs() > allowance[0]).sum())
@@ -300,12 +296,11 @@ def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expect
         tried = attend(config, inputs, torch.float64, variant=variant)
         if _within(_errors(got, tried.tensors[name]), expected.allowance[name]):
             return f"this is the result {text}"
-    wanted = torch.nan_to_num(expected.reference.tensors[name])
-    square = float((wanted * wanted).sum())
-    ratio = float((got.double() * wanted).sum()) / square if square else 0.0
-    near = abs(ratio - 1) > NOT_ONE and _within(
-        _errors(got, ratio * wanted), expected.allowance[name]
-    )
+    reference = torch.nan_to_num(expected.reference.tensors[name])
+    square = float((reference * reference).sum())
+    ratio = float((got.double() * reference).sum()) / square if square else 0.0
+    errors = _errors(got, ratio * reference)
+    near = abs(ratio - 1) > NOT_ONE and _within(errors, expected.allowance[name])
     return f"it is {ratio:.4g} times what is expected: a factor is wrong" if near else None
 
 
@@ -338,14 +333,10 @@ def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
 
 def _nondeterminism(first: Any, second: Any) -> str | None:
     """A note on a result that is right: two calls need not give the same bits."""
-    if _identical(first, second):
+    if torch.equal(first, second):
         return None
     largest = float((first.double() - second.double()).abs().nan_to_num().max())
     return f"not deterministic: two calls on the same inputs differ by up to {largest:.3g}"
-
-
-def _identical(one: Any, other: Any) -> bool:
-    return other is not None and bool(torch.equal(one, other))
 
 
 def _index(flat: Any, shape: Any) -> str:

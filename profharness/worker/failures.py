@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from profharness.backends import Backend, ImplementationError, RefusedError, find_backend
+from profharness.backends import find_backend
+from profharness.backends.base import Backend, ImplementationError, RefusedError
 from profharness.backends.sources import where
 from profharness.config import Config
 from profharness.dispatch.predict import clean, code, is_header

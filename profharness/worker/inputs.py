@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from profharness.backends import Attention, ImplementationError
+from profharness.backends.base import Attention, ImplementationError
 from profharness.config import Config
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -19,8 +19,14 @@ import torch
 PERIOD_S = 0.05
 KEPT = 4096  # readings, more than three minutes
 FIRST_S = 5.0  # NVML's first answer can be this late
-
-
+BUDGET_S = 0.5  # per measurement; a slow call gets fewer samples, never under MIN_SAMPLES
+MIN_SAMPLES = 5
+GRAPH_CALLS = 100  # at most: a replay's own launch costs 11 us, many calls in a graph share it
+GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
+TRIAL_CALLS = 10
+# Beyond this the launch path is no part of the time, and a graph tells nothing new.
+GRAPH_WORTH_MAX_NS = 5_000_000
+FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
 T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
 
@@ -47,11 +53,8 @@ class ClockReader:
 
     def between(self, begin: float, end: float) -> list[dict[str, Any]]:
         """The readings under way at some time between two moments of `time.perf_counter`."""
-        return [
-            reading
-            for asked, answered, reading in tuple(self._kept)
-            if asked <= end and begin <= answered
-        ]
+        kept = tuple(self._kept)
+        return [reading for asked, answered, reading in kept if asked <= end and begin <= answered]
 
     def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
         """The one reading that is nearest to a time too short to have one of its own; waits for
@@ -121,16 +124,6 @@ def _by_uuid(nvml: Any, uuid: str) -> Any:
         return None
 
 
-BUDGET_S = 0.5  # per measurement; a slow call gets fewer samples, never under MIN_SAMPLES
-MIN_SAMPLES = 5
-GRAPH_CALLS = 100  # at most: a replay's own launch costs 11 us, many calls in a graph share it
-GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
-TRIAL_CALLS = 10
-# Beyond this the launch path is no part of the time, and a graph tells nothing new.
-GRAPH_WORTH_MAX_NS = 5_000_000
-FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
-
-
 class L2Flush:
     """Evicts the L2 by writing a buffer much larger than it; the buffer is made once."""
 
@@ -167,9 +160,7 @@ def time_events(call: Callable[[], Any], samples: int, flush: L2Flush) -> list[i
 
 
 def time_graph(call: Callable[[], Any], samples: int, expected_ns: int) -> list[int]:
-    """Each sample is a graph replay's time over the calls in it, L2 warm. Raises what the capture
-    raises.
-    """
+    """Each sample is a graph replay's time over its calls, L2 warm. Raises what the capture raises."""
     return open_graph(call, expected_ns)(samples)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from profharness.backends import Attention, Backend, RefusedError, find_backend
+from profharness.backends import find_backend
+from profharness.backends.base import Attention, Backend, RefusedError
 from profharness.cases import values_of
 from profharness.config import Config
 from profharness.run import Cell, Check
@@ -107,13 +108,13 @@ class Verifier:
         """Why only the forward pass can be verified, or None. Raises RefusedError where neither
         pass can.
         """
-        reasons = reasons_beforehand(config, self.workspace, backend)
-        if not reasons:
+        refusals = reasons_beforehand(config, self.workspace, backend)
+        if not refusals:
             return None
         forward = replace(config, bwd=False)
         if config.bwd and not reasons_beforehand(forward, self.workspace, backend):
-            return reasons[0].message
-        raise RefusedError(reasons[0].code, "; ".join(reason.message for reason in reasons))
+            return refusals[0].message
+        raise RefusedError(refusals[0].code, "; ".join(refusal.message for refusal in refusals))
 
     def _reference(self, config: Config, values: str) -> tuple[Inputs, Expected]:
         key = (config, values)
@@ -266,9 +267,9 @@ def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
     return changed
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     """Bitwise, so that NaN equals itself."""
-    if one is None or other is None:
-        return one is other
-    first, second = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
-    return bool(torch.equal(first, second))
+    if first is None or second is None:
+        return first is second
+    bits = (tensor.contiguous().view(torch.uint8) for tensor in (first, second))
+    return bool(torch.equal(*bits))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import PATIENCE_S
 
-from profharness.backends import BACKENDS, RefusedError, find_backend
-from profharness.backends.base import wants
+from profharness.backends import BACKENDS, find_backend
+from profharness.backends.base import RefusedError, wants
 from profharness.backends.registry import LIBRARY_BACKENDS, SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.config import DTYPES, MASKS, Config, expand_configs, parse_config
 from profharness.run import CaptureOptions, Protocol, read_run
@@ -50,7 +50,8 @@ def test_every_backend_is_refused_and_never_broken_without_a_gpu(tmp_path: Path)
 def test_a_broken_library_is_absent_with_its_words(tmp_path: Path) -> None:
     (tmp_path / "sageattention.py").write_text("raise OSError('libfoo.so: undefined symbol')\n")
     code = (
-        "from profharness.backends import *\n"
+        "from profharness.backends import BACKENDS\n"
+        "from profharness.backends.base import RefusedError\n"
         "backend = BACKENDS['sage']\n"
         "assert backend.absent() is None\n"
         "try: backend.load()\n"
