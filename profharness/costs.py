@@ -47,9 +47,8 @@ class TensorBytes:
 def tensor_bytes(config: Config) -> TensorBytes:
     """The bytes of a config's tensors. Raises UsageError for a config without a dtype."""
     if config.dtype is None:
-        raise UsageError(
-            f"config {config}: bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
-        )
+        text = "bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
+        raise UsageError(f"config {config}: {text}")
     item = ITEM_BYTES[config.dtype]
     rows, columns, dims = config.seq_len_q, config.seq_len_kv, config.head_dim + config.value_dim
     seen = min(rows, columns) if config.causal else columns
@@ -121,9 +120,8 @@ def flops(config: Config, convention: str = "exact") -> int:
         )
     rows, columns = config.seq_len_q, config.seq_len_kv
     seen_twice = max(0, columns - rows) + columns if config.causal else 2 * columns
-    forward = (
-        config.batch * config.num_heads * rows * seen_twice * (config.head_dim + config.value_dim)
-    )
+    dims = config.head_dim + config.value_dim
+    forward = config.batch * config.num_heads * rows * seen_twice * dims
     return forward * 7 // 2 if config.bwd else forward
 
 
@@ -159,11 +157,9 @@ def phases(config: Config, execution: str = "fused") -> tuple[Phase, ...]:
     K and V of grouped heads are repeated, and 16-bit inputs are cast first. Raises UsageError for
     an unknown execution or no dtype.
     """
-    if execution == "fused":
-        return _fused(config)
-    if execution == "unfused":
-        return _unfused(config)
-    raise UsageError(f"execution {execution!r} is not known; there are {', '.join(EXECUTIONS)}")
+    if execution not in EXECUTIONS:
+        raise UsageError(f"execution {execution!r} is not known; there are {', '.join(EXECUTIONS)}")
+    return _fused(config) if execution == "fused" else _unfused(config)
 
 
 def _fused(config: Config) -> tuple[Phase, ...]:

@@ -118,8 +118,7 @@ _SIGNATURE = '''def attention(
     """q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, D]; returns [B, Hq, Sq, D] like q."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 '''
-_TORCH = (
-    '''"""{name}: attention block by block over the keys, with a running softmax, in plain torch."""
+_TORCH = '''"""{name}: attention block by block over the keys, with a running softmax, in plain torch."""
 
 from __future__ import annotations
 
@@ -134,9 +133,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 
 
-'''
-    + _SIGNATURE
-    + '''    group = q.shape[1] // k.shape[1]
+{signature}    group = q.shape[1] // k.shape[1]
     if enable_gqa and group > 1:
         k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
     rows, columns = q.shape[2], k.shape[2]
@@ -163,9 +160,7 @@ def supports(config: Config) -> str | None:
     """A reason against a config, or None. Masks and dropout never get here."""
     return None
 '''
-)
-_TRITON = (
-    '''"""{name}: forward attention as a Triton kernel; one program per block of query rows."""
+_TRITON = '''"""{name}: forward attention as a Triton kernel; one program per block of query rows."""
 
 from __future__ import annotations
 
@@ -223,9 +218,7 @@ def attention_forward(
     tl.store(o_at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-'''
-    + _SIGNATURE
-    + '''    batch, heads, rows, head_dim = q.shape
+{signature}    batch, heads, rows, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = (triton.cdiv(rows, BLOCK_ROWS), batch * heads)
     attention_forward[grid](
@@ -246,7 +239,6 @@ def supports(config: Config) -> str | None:
         return "takes one head_dim up to 128"
     return None
 '''
-)
 _TEST = '''"""{name} against the plain attention in fp64."""
 
 from __future__ import annotations
@@ -304,13 +296,13 @@ _DEVICES = {
 _KERNELS = {
     "torch": _TORCH,
     "triton": _TRITON,
-    "cuda": CUDA_IMPLEMENTATION.replace("{signature}", _SIGNATURE),
+    "cuda": CUDA_IMPLEMENTATION,
 }
 
 
 def kernel_text(name: str, kind: str) -> str:
     """The file `NAME.py` of one of KINDS."""
-    return _KERNELS[kind].replace("{name}", name)
+    return _KERNELS[kind].replace("{signature}", _SIGNATURE).replace("{name}", name)
 
 
 def check_text(name: str, kind: str, file: str) -> str:

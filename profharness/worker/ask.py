@@ -22,7 +22,6 @@ from profharness.config import SDPA_BACKENDS, Config
 from profharness.dispatch.advice import (
     ANSWERS_FILE,
     SDP_BACKENDS,
-    Advice,
     BackendAnswer,
     LiveAnswer,
     advise,
@@ -77,14 +76,9 @@ class LiveDispatch:
         """All answers about one config; what goes wrong is its `error`."""
         config = cell.config.resolve(self.device)
         try:
-            choice = self.choose(config)
-            return LiveAnswer(
-                cell.cell,
-                config.label,
-                choice,
-                self.priority_order(),
-                tuple(self.backend(config, name) for name in SDPA_BACKENDS),
-            )
+            choice, order = self.choose(config), self.priority_order()
+            backends = tuple(self.backend(config, name) for name in SDPA_BACKENDS)
+            return LiveAnswer(cell.cell, config.label, choice, order, backends)
         except Exception as error:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
 
@@ -99,9 +93,8 @@ class LiveDispatch:
             except RuntimeError:
                 return "unknown"
 
-        advised: tuple[Advice, ...] = ()
-        if self.advice and name != "math":
-            advised = advise(config, name, oracle, choose)
+        asks_advice = self.advice and name != "math"
+        advised = advise(config, name, oracle, choose) if asks_advice else ()
         can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
         reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
@@ -176,7 +169,7 @@ class LiveDispatch:
         return None if name == "error" else name
 
     def _inferred(self, config: Config, backend: str) -> tuple[Refusal, ...]:
-        """PyTorch refused without a word: the rule's reason, if there is one."""
+        """The rule's reason, if there is one, where PyTorch gave none."""
         by_rule = self.rules(config, backend)
         if by_rule.eligible is False:
             return (replace(by_rule.reasons[0], source="inferred"),)
@@ -205,14 +198,9 @@ class StderrTap:
             written = self._file.read().decode(errors="replace")
             self._file.seek(0)
             self._file.truncate()
-            texts += stderr_texts(written)
+            texts += [match.strip() for match in _STDERR.findall(written)]
             rest = [line for line in written.splitlines() if line and not _STDERR.match(line)]
             os.write(2, "".join(f"{line}\n" for line in rest).encode())
-
-
-def stderr_texts(written: str) -> list[str]:
-    """The warnings in what C++ wrote to stderr."""
-    return [match.strip() for match in _STDERR.findall(written)]
 
 
 @contextlib.contextmanager

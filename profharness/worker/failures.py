@@ -35,9 +35,7 @@ class RefusedBeforehandError(RefusedError):
 
 @contextlib.contextmanager
 def heard_warnings(texts: list[str]) -> Iterator[None]:
-    """Adds to `texts` all warnings raised inside, also by what raises, and TORCH_WARN_ONCE ones
-    however often they came.
-    """
+    """Adds to `texts` all warnings raised inside, also before an exception; TORCH_WARN_ONCE ones too."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -71,12 +69,10 @@ def reasons_beforehand(
     config: Config, workspace: Workspace, backend: Backend
 ) -> tuple[Refusal, ...]:
     """Every reason against a config that shows without a call."""
-    device = None
-    if workspace.device not in backend.devices:
-        device = f"{backend.name} attention does not exist on {workspace.device}"
+    device = f"{backend.name} attention does not exist on {workspace.device}"
     reasons = {
         "absent": backend.absent(),
-        "no_device": device,
+        "no_device": None if workspace.device in backend.devices else device,
         "unsupported": backend.supports(config),
     }
     return tuple(Refusal(code, reason, "inferred") for code, reason in reasons.items() if reason)
@@ -101,14 +97,14 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
     """The reasons for `backend` among the warnings (all of them for `auto` and the like), or the
     error itself, inferred.
     """
-    found: dict[Refusal, None] = {}
+    reasons: dict[Refusal, None] = {}
     for subject, text in reasons_by_backend(texts):
         if not subject or subject == backend:
-            found[Refusal(code(text), text)] = None
+            reasons[Refusal(code(text), text)] = None
         elif backend not in HEADERS.values():
-            found[Refusal(code(text), f"{subject}: {text}")] = None
-    if found:
-        return tuple(found)
+            reasons[Refusal(code(text), f"{subject}: {text}")] = None
+    if reasons:
+        return tuple(reasons)
     first_line = str(error).splitlines()[0]
     if REFUSALS[1] in str(error):
         return (Refusal("runtime_disabled", first_line),)
@@ -143,14 +139,15 @@ def _message(cell: Cell, workspace: Workspace, error: Exception) -> str:
     file = None
     if cell.backend in workspace.sources:
         file = find_backend(cell.backend, workspace.sources).file
-        text = text.replace(f"{file.parent}/", "") if file else text
+    if file:
+        text = text.replace(f"{file.parent}/", "")
     if isinstance(error, ImplementationError):
         return shortened(text)
     return shortened(f"{type(error).__name__}: {text}{where(error, file)}")
 
 
 def error_text(error: BaseException) -> str:
-    """The type and the words of an error, no longer than a message may be."""
+    """The type and message of an error, shortened."""
     return shortened(f"{type(error).__name__}: {str(error).strip()}")
 
 

@@ -132,17 +132,8 @@ def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None
 
 
 def fused_choice(config: Config, inputs: Inputs) -> int:
-    """PyTorch's own answer for these inputs, nothing launched. Raises RuntimeError where no backend
-    fits.
-    """
-    answer = torch._fused_sdp_choice(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        attn_mask=inputs.mask,
-        dropout_p=config.dropout,
-        is_causal=config.causal,
-        scale=config.scale,
-        enable_gqa=config.num_kv_heads != config.num_heads,
-    )
-    return int(answer)
+    """PyTorch's own answer, nothing launched. Raises RuntimeError where no backend fits."""
+    tensors = (inputs.query, inputs.key, inputs.value)
+    grouped = config.num_kv_heads != config.num_heads
+    options = {"attn_mask": inputs.mask, "dropout_p": config.dropout, "is_causal": config.causal}
+    return int(torch._fused_sdp_choice(*tensors, **options, scale=config.scale, enable_gqa=grouped))

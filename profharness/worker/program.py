@@ -48,14 +48,12 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # of another user, and alive
     return True
 
 
 def leave(code: int, *, wrapped: bool) -> NoReturn:
-    """End the process. All is on disk, and tearing torch and the CUDA context down would only take
-    time.
-    """
+    """End the process. All is on disk, and tearing torch and CUDA down would only take time."""
     if wrapped:  # what a profiler injected writes its last records at exit
         sys.exit(code)
     os._exit(code)
@@ -67,9 +65,7 @@ Stage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Program:
-    """What a program works with. device is `cuda` or `cpu`, never `auto`; write appends to the
-    journal.
-    """
+    """What a program works with. device is `cuda` or `cpu`; write appends to the journal."""
 
     folder: Path
     plan: Plan

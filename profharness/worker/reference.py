@@ -68,9 +68,8 @@ def attend(
     variant: Variant | None = None,
     sizes: bool = False,
 ) -> Attended:
-    """softmax(Q K^T * scale + mask) V and, if the config has bwd, the gradients of its inputs for
-    `inputs.grad`; causal is SDPA's, aligned to the first row and column. Results have the inputs'
-    shapes. sizes: tell the size of the terms too.
+    """softmax(Q K^T * scale + mask) V and, if the config has bwd, its inputs' gradients for
+    `inputs.grad`, in their shapes. causal is SDPA's, aligned to the first row and column.
     """
     variant = variant or Variant()
     tensors = _results(config, inputs, dtype)
@@ -128,7 +127,6 @@ def _places(config: Config, variant: Variant) -> Iterator[tuple[int, slice, int,
 
 
 def default_scale(config: Config) -> float:
-    """The config's scale, else 1 / sqrt(head_dim)."""
     return 1 / math.sqrt(config.head_dim) if config.scale is None else config.scale
 
 
