@@ -1,6 +1,4 @@
-"""Answers of `explain` as a Document: a verdict line, the backends with all reasons, advice with
-code, and what casts doubt.
-"""
+"""The views of `profharness explain`: answers one by one, releases, maps and bisections."""
 
 from __future__ import annotations
 
@@ -31,23 +29,15 @@ COLUMNS = (
 )
 FIRST = "first"  # marks the reason that PyTorch stops at
 _STATES = {True: "yes", False: "no", None: "unknown"}
-_NO_CHOICE = ("none", "error")
 
 
 def explain_document(
     answers: Sequence[Explanation], *, full: bool = False, named: Sequence[str] = ()
 ) -> Document:
-    """The answer of `profharness explain` for configs one by one. full shows messages whole, named
-    are the backends that were asked about.
-    """
-    blocks = [block for each in answers for block in answer_blocks(each, full=full, named=named)]
-    return Document(
-        schema=SCHEMA,
-        title="Why this kernel",
-        blocks=tuple(blocks),
-        fields=FIELDS,
-        records=tuple(explanation_record(answer) for answer in answers),
-    )
+    """Configs one by one. full shows messages whole; named are the backends that were asked about."""
+    blocks = [b for answer in answers for b in answer_blocks(answer, full=full, named=named)]
+    records = tuple(map(explanation_record, answers))
+    return Document(SCHEMA, "Why this kernel", tuple(blocks), FIELDS, records)
 
 
 def answer_blocks(
@@ -61,7 +51,8 @@ def answer_blocks(
         blocks.append(Note(answer.error, "error", "error"))
     if answer.backends:
         blocks.append(_table(answer.backends))
-    blocks += _witnesses(answer)
+    if answer.agree is not None:
+        blocks.append(_witnesses(answer))
     if full:
         blocks += [
             Note(f"{reason.code}: {reason.message}", side.backend)
@@ -81,19 +72,20 @@ def verdict(answer: Explanation) -> str:
     choice = chosen(answer)
     if choice == "unknown":
         lead = "what auto runs is not known"
-    elif choice in _NO_CHOICE:
+    elif choice == "none":
         lead = "auto raises, because no backend takes this config"
     else:
         lead = f"auto runs {choice}, because {_because(choice, answer)}"
-    tried = answer.priority_order or [side.backend for side in answer.backends]
     others = [
         f"{side.backend} would be refused: "
         + (side.reasons[0].message.rstrip(".") if side.reasons else "no reason given")
         for side in answer.backends
-        if side.backend != choice and side.eligible is False and side.backend in tried
+        if side.backend != choice
+        and side.eligible is False
+        and (not answer.priority_order or side.backend in answer.priority_order)
     ]
     later = [side.backend for side in answer.backends if side.backend != choice and side.eligible]
-    if later and choice not in ("unknown", *_NO_CHOICE):
+    if later and choice not in ("unknown", "none"):
         take, come = ("takes", "comes") if len(later) == 1 else ("take", "come")
         others.append(f"{_and(later)} {take} it too, but {come} later in the order")
     others += [
@@ -135,27 +127,21 @@ def _table(backends: Sequence[BackendAnswer]) -> Table:
     return Table(COLUMNS, tuple(rows))
 
 
-def _witnesses(answer: Explanation) -> list[Block]:
-    """What rules, PyTorch and a stored run say, where at least two say something."""
-    if answer.agree is None:
-        return []
+def _witnesses(answer: Explanation) -> Note:
+    """What the rules, PyTorch and a stored run say."""
     witnesses = {
         "the rules predict": answer.predicted,
         "PyTorch says": answer.choice,
         "a stored run shows": answer.observed,
     }
-    text = ", ".join(f"{who} {name}" for who, name in witnesses.items() if name)
-    if answer.agree:
-        return [Note(text, "agree")]
-    return [Note(f"mismatch: {text}", "agree", "warning")]
+    text = ", ".join(f"{witness} {choice}" for witness, choice in witnesses.items() if choice)
+    return Note(text, "agree") if answer.agree else Note(f"mismatch: {text}", "agree", "warning")
 
 
 def _advice(backend: str, advice: Advice) -> list[Block]:
     parts = [advice.change.rstrip(".")]
-    if advice.verified:
-        parts.append("asked again: eligible")
-    elif advice.verified is False:
-        parts.append("asked again: still refused")
+    if advice.verified is not None:
+        parts.append(f"asked again: {'eligible' if advice.verified else 'still refused'}")
     if advice.choice:
         parts.append(f"auto then runs {advice.choice}")
     if advice.gain is not None:
@@ -163,13 +149,10 @@ def _advice(backend: str, advice: Advice) -> list[Block]:
         parts.append(
             f"measured {factor:.2f}x {word} (the call alone, not what prepares its inputs)"
         )
-    note = Note("; ".join(parts), f"for {backend}")
-    return [note, Code(advice.code)] if advice.code else [note]
+    return [Note("; ".join(parts), f"for {backend}"), *([Code(advice.code)] if advice.code else ())]
 
 
-BISECT_SCHEMA = "profharness.bisect/1"
-BISECT_FIELDS = ("config", "property", "first", "last", "choice")
-LETTERS = {
+LETTERS: dict[str | None, str] = {
     "flash": "F",
     "efficient": "E",
     "cudnn": "C",
@@ -178,6 +161,7 @@ LETTERS = {
     "none": "x",
     "unknown": "?",
 }
+MEANINGS = {"none": "PyTorch raises", "unknown": "not known"}
 SHOWN_BACKENDS = ("flash", "efficient", "cudnn")
 MAX_EDGES = 40
 MAX_VALUES = 6
@@ -208,9 +192,9 @@ def matrix_document(
         for row in matrix:
             answer = row.explanation
             release, changes = answer.environment["torch"], "; ".join(row.changes)
-            states = [_state(answer, name) for name in shown]
+            states = {side.backend: _state(side) for side in answer.backends}
             mark = FLIP if row.flips else ""
-            rows.append((mark, release, answer.predicted, *states, changes))
+            rows.append((mark, release, answer.predicted, *map(states.get, shown), changes))
             notes += [Note(f"{release}: {changes}", FLIP)] if row.flips else []
             extra = {"flips": row.flips, "changes": list(row.changes)}
             records.append(explanation_record(answer) | extra)
@@ -222,11 +206,8 @@ def matrix_document(
     return Document(SCHEMA, "Choice by release", tuple(blocks), fields, tuple(records))
 
 
-def _state(answer: Explanation, name: str) -> str | None:
-    """`yes`, `unknown`, or why not; None where the place does not have the backend."""
-    side = next((each for each in answer.backends if each.backend == name), None)
-    if side is None:
-        return None
+def _state(side: BackendAnswer) -> str:
+    """`yes`, `unknown`, or why not."""
     if side.eligible is False and side.reasons:
         return f"no: {side.reasons[0].code}"
     return _STATES[side.eligible]
@@ -238,83 +219,62 @@ def map_document(
     """Maps with their legend and edges; the records are the answers behind them. full adds every
     config's own answer.
     """
-    blocks: list[Block] = []
-    for drawn in maps:
-        blocks += _map_blocks(drawn, where)
+    blocks = [block for drawn in maps for block in _map_blocks(drawn, where)]
     if full:
         blocks += [block for answer in answers for block in answer_blocks(answer, full=True)]
-    return Document(
-        schema=SCHEMA,
-        title="Backend by shape",
-        blocks=tuple(blocks),
-        fields=FIELDS,
-        records=tuple(explanation_record(answer) for answer in answers),
-        extra={"maps": [map_record(drawn) for drawn in maps]},
-    )
+    records = tuple(map(explanation_record, answers))
+    extra = {"maps": [_map_record(drawn) for drawn in maps]}
+    return Document(SCHEMA, "Backend by shape", tuple(blocks), FIELDS, records, extra=extra)
 
 
-def map_record(each: Map) -> dict[str, Any]:
-    """The JSON record of one map: axes, choices row by row (null: not asked), and edges."""
+def _map_record(drawn: Map) -> dict[str, Any]:
+    """Axes, choices row by row (null: not asked), and edges."""
     return {
-        "fixed": dict(each.fixed),
-        "rows": each.rows or None,
-        "columns": each.columns,
-        "row_values": list(each.row_values) if each.rows else None,
-        "column_values": list(each.column_values),
-        "choices": [
-            [each.cells.get((row, column)) for column in each.column_values]
-            for row in each.row_values
-        ],
-        "edges": [asdict(edge) for edge in each.edges],
+        "fixed": dict(drawn.fixed),
+        "rows": drawn.rows or None,
+        "columns": drawn.columns,
+        "row_values": list(drawn.row_values) if drawn.rows else None,
+        "column_values": list(drawn.column_values),
+        "choices": drawn.choices,
+        "edges": [asdict(edge) for edge in drawn.edges],
     }
 
 
-def _map_blocks(each: Map, where: str) -> list[Block]:
-    columns = tuple(
+def _map_blocks(drawn: Map, where: str) -> list[Block]:
+    columns = (
         Column(f"c{index}", value_text(value), right=True)
-        for index, value in enumerate(each.column_values)
+        for index, value in enumerate(drawn.column_values)
     )
-    head = f"{each.rows} \\ {each.columns}" if each.rows else each.columns
+    head = f"{drawn.rows} \\ {drawn.columns}" if drawn.rows else drawn.columns
     rows = tuple(
-        (
-            value_text(row),
-            *(_letter(each.cells.get((row, column))) for column in each.column_values),
-        )
-        for row in each.row_values
+        (value_text(value), *(LETTERS.get(choice, choice) for choice in choices))
+        for value, choices in zip(drawn.row_values, drawn.choices, strict=True)
     )
-    used = sorted(set(each.cells.values()))
-    legend = ", ".join(f"{_letter(choice)} {_meaning(choice)}" for choice in used)
+    used = sorted(set(drawn.cells.values()))
+    legend = (f"{LETTERS.get(choice, choice)} {MEANINGS.get(choice, choice)}" for choice in used)
     blocks: list[Block] = [
-        Heading(f"{head}{f'  {each.title}' if each.title else ''}", where),
-        Table((Column("row", each.rows, right=True), *columns), rows),
-        Note(legend, "legend"),
+        Heading(f"{head}  {drawn.title}".rstrip(), where),
+        Table((Column("row", drawn.rows, right=True), *columns), rows),
+        Note(", ".join(legend), "legend"),
     ]
-    notes = [Note(_edge_text(edge, each), "edge") for edge in each.edges]
+    notes = [Note(_edge_text(edge, drawn), "edge") for edge in drawn.edges]
     left = len(notes) - MAX_EDGES
     if left > 0:
         notes[MAX_EDGES:] = [Note(f"{left} more (--format json has them all)", "edge")]
     return [*blocks, *(notes or [Note("none: the choice is the same everywhere", "edge")])]
 
 
-def _edge_text(edge: Edge, each: Map) -> str:
+def _edge_text(edge: Edge, drawn: Map) -> str:
     values = f"{value_text(edge.before)} → {value_text(edge.after)}"
     text = f"{edge.along} {values}: {edge.choice_before} → {edge.choice_after}"
-    if not each.rows:
+    if not drawn.rows:
         return text
-    other = each.columns if edge.along == each.rows else each.rows
+    other = drawn.columns if edge.along == drawn.rows else drawn.rows
     if edge.everywhere:
         return f"{text} at every {other}"
     shown = ", ".join(value_text(value) for value in edge.at[:MAX_VALUES])
     more = len(edge.at) - MAX_VALUES
     return f"{text} at {other} {shown}" + (f" and {more} more" if more > 0 else "")
-
-
-def _letter(choice: str | None) -> str | None:
-    return None if choice is None else LETTERS.get(choice, choice)
-
-
-def _meaning(choice: str) -> str:
-    return {"none": "PyTorch raises", "unknown": "not known"}.get(choice, choice)
 
 
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
@@ -326,32 +286,21 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
         Column("again", "again"),
     )
     blocks: list[Block] = []
-    records = []
+    records, asked = [], []
     for bisection in bisections:
-        rows = [astuple(stretch) for stretch in bisection.stretches]
+        varied = {"config": bisection.config, "property": bisection.name}
         blocks += [
             Heading(f"{bisection.config}, {bisection.name} varies", where),
-            Table(columns, tuple(_folded(rows))),
+            Table(columns, tuple(_folded([astuple(stretch) for stretch in bisection.stretches]))),
             Note(_asked_text(bisection)),
         ]
-        records += [
-            dict(zip(BISECT_FIELDS, (bisection.config, bisection.name, *row), strict=True))
-            for row in rows
-        ]
-    asked = [
-        {
-            "config": bisection.config,
-            "property": bisection.name,
-            "asked": bisection.asked,
-            "possible": bisection.possible,
-        }
-        for bisection in bisections
-    ]
+        records += [varied | asdict(stretch) for stretch in bisection.stretches]
+        asked.append(varied | {"asked": bisection.asked, "possible": bisection.possible})
     return Document(
-        schema=BISECT_SCHEMA,
+        schema="profharness.bisect/1",
         title="Where the choice flips",
         blocks=tuple(blocks),
-        fields=BISECT_FIELDS,
+        fields=("config", "property", "first", "last", "choice"),
         records=tuple(records),
         extra={"asked": asked},
     )
@@ -377,24 +326,20 @@ def _folded(rows: Sequence[tuple[int, int, str]]) -> list[tuple[str, str, str, s
 def _repeats(rows: Sequence[tuple[int, int, str]], place: int) -> int:
     """How often the two stretches at `place` come one after the other, in equal steps."""
     count = 1
-    pair = rows[place : place + 2]
-    following = rows[place + 2 : place + 4]
-    if len(following) < 2:
-        return count
-    step = following[0][0] - pair[0][0]
-    while len(following) == 2 and all(
-        (first + count * step, last + count * step, choice) == other
-        for (first, last, choice), other in zip(pair, following, strict=True)
-    ):
+    while following := rows[place + 2 * count : place + 2 * count + 2]:
+        move = count * (rows[place + 2][0] - rows[place][0])
+        pair = [
+            (first + move, last + move, choice) for first, last, choice in rows[place : place + 2]
+        ]
+        if following != pair:
+            break
         count += 1
-        following = rows[place + 2 * count : place + 2 * count + 2]
     return count
 
 
 def _asked_text(bisection: Bisection) -> str:
     """How sure the stretches are."""
-    count = len(bisection.asked)
-    flips = len(bisection.flips)
+    count, flips = len(bisection.asked), len(bisection.flips)
     exact = f"{flips} flip{'s' if flips != 1 else ''}, exact: the values on both sides were asked"
     if count == bisection.possible:
         return f"{exact}; all {count:,} values were asked"

@@ -8,7 +8,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from operator import itemgetter
 
 from profharness.config import FIELDS, NUMERIC, Config
 from profharness.errors import UsageError
@@ -51,13 +50,16 @@ def varying(configs: Sequence[Config]) -> list[str]:
     they are always equal; kv_heads and head_dim_v count only where they do not just follow.
     """
     square = all(config.seq_len_q == config.seq_len_kv for config in configs)
-    left_out = {"seq_q", "seq_kv"} if square else {"seq"}
+    omitted = {"seq_q", "seq_kv"} if square else {"seq"}
     if all(config.num_kv_heads == config.num_heads for config in configs):
-        left_out.add("kv_heads")
+        omitted.add("kv_heads")
     if all(config.head_dim_v is None for config in configs):
-        left_out.add("head_dim_v")
-    names = [name for name in FIELDS if name not in left_out]
-    return [name for name in names if len({get(config, name) for config in configs}) > 1]
+        omitted.add("head_dim_v")
+    return [
+        name
+        for name in FIELDS
+        if name not in omitted and len({get(config, name) for config in configs}) > 1
+    ]
 
 
 @dataclass(frozen=True)
@@ -96,50 +98,41 @@ class Map:
         """`causal=True, dtype=bf16`, or empty where there is only one map."""
         return ", ".join(f"{name}={value_text(value)}" for name, value in self.fixed)
 
+    @property
+    def choices(self) -> list[list[str | None]]:
+        """The choices row by row; None where a combination was not asked."""
+        return [
+            [self.cells.get((row, column)) for column in self.column_values]
+            for row in self.row_values
+        ]
+
 
 def draw_maps(configs: Sequence[Config], choices: Sequence[str]) -> list[Map]:
     """One map per combination of what varies besides two properties: the two numeric ones with the
     most values, in the order of the grammar; choices has one for each config.
     """
     names = varying(configs)
-    axes = _axes(configs, names)
-    rest = [name for name in names if name not in axes]
-    groups: dict[tuple[Value, ...], list[tuple[Config, str]]] = {}
-    for config, choice in zip(configs, choices, strict=True):
-        groups.setdefault(tuple(get(config, name) for name in rest), []).append((config, choice))
-    rows, columns = axes if len(axes) == 2 else ("", *axes)
-    return [
-        _map(tuple(zip(rest, values, strict=True)), rows, columns, group)
-        for values, group in groups.items()
-    ]
-
-
-def _axes(configs: Sequence[Config], names: Sequence[str]) -> tuple[str, ...]:
-    if not names:
-        return ("head_dim",)
     count = {name: len({get(config, name) for config in configs}) for name in names}
     ranked = sorted(names, key=lambda name: (name not in NUMERIC, -count[name]))
-    return tuple(sorted(ranked[:2], key=names.index))
-
-
-def _map(
-    fixed: tuple[tuple[str, Value], ...],
-    rows: str,
-    columns: str,
-    group: Sequence[tuple[Config, str]],
-) -> Map:
-    cells = {
-        (get(config, rows) if rows else "", get(config, columns)): choice
-        for config, choice in group
-    }
-    row_values = _in_order({row for row, _ in cells})
-    column_values = _in_order({column for _, column in cells})
-    flipped = {(column, row): choice for (row, column), choice in cells.items()}
-    edges = [
-        *(_edges(rows, row_values, column_values, cells) if rows else ()),
-        *_edges(columns, column_values, row_values, flipped),
-    ]
-    return Map(fixed, rows, columns, row_values, column_values, cells, tuple(edges))
+    axes = sorted(ranked[:2], key=names.index) or ["head_dim"]
+    rows, columns = axes if len(axes) == 2 else ("", *axes)
+    rest = [name for name in names if name not in axes]
+    groups: dict[tuple[Value, ...], dict[tuple[Value, Value], str]] = {}
+    for config, choice in zip(configs, choices, strict=True):
+        cells = groups.setdefault(tuple(get(config, name) for name in rest), {})
+        cells[get(config, rows) if rows else "", get(config, columns)] = choice
+    maps = []
+    for values, cells in groups.items():
+        row_values = _in_order({row for row, _ in cells})
+        column_values = _in_order({column for _, column in cells})
+        flipped = {(column, row): choice for (row, column), choice in cells.items()}
+        edges = [
+            *(_edges(rows, row_values, column_values, cells) if rows else ()),
+            *_edges(columns, column_values, row_values, flipped),
+        ]
+        fixed = tuple(zip(rest, values, strict=True))
+        maps.append(Map(fixed, rows, columns, row_values, column_values, cells, tuple(edges)))
+    return maps
 
 
 def _edges(
@@ -148,20 +141,17 @@ def _edges(
     others: Sequence[Value],
     cells: Mapping[tuple[Value, Value], str],
 ) -> list[Edge]:
-    """Edges between neighbouring values; those that are the same at several values of the other
-    axis are one.
-    """
+    """Edges between neighbouring values, one for all values of the other axis that share it."""
     edges = []
     for before, after in pairwise(values):
         where: dict[tuple[str, str], list[Value]] = {}
         asked = [value for value in others if (before, value) in cells and (after, value) in cells]
         for value in asked:
-            choices = (cells[before, value], cells[after, value])
-            if choices[0] != choices[1]:
-                where.setdefault(choices, []).append(value)
+            where.setdefault((cells[before, value], cells[after, value]), []).append(value)
         edges += [
             Edge(along, before, after, *choices, len(at) == len(asked), tuple(at))
             for choices, at in where.items()
+            if choices[0] != choices[1]
         ]
     return edges
 
@@ -200,10 +190,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What was found along property `name` of one config (its label has the first value).
+    """The choices along property `name` of one config (its label has the first value).
 
-    stretches cover all possible values, and the edges between them are exact: both sides were
-    asked. asked are the values that were; possible counts all that make a config.
+    stretches cover all possible values; both sides of each edge were asked. asked are the values
+    that were; possible counts all that make a config.
     """
 
     config: str
@@ -229,8 +219,9 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
     groups: dict[Config, list[Config]] = {}
     for config in configs:
         if name == "seq" and config.seq_len_q != config.seq_len_kv:
-            message = f"--bisect seq: {config.label} has unlike lengths; bisect seq_q or seq_kv"
-            raise UsageError(message)
+            raise UsageError(
+                f"--bisect seq: {config.label} has unlike lengths; bisect seq_q or seq_kv"
+            )
         groups.setdefault(_put_aside(config, name, configs), []).append(config)
     bisections = []
     for group in groups.values():
@@ -256,18 +247,23 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
         choices.update(zip(new, choose(configs) if configs else (), strict=True))
 
     ask(sweep(domain))
-    if _restless(domain, choices):
-        ask(near_multiples(domain, 8))
+    if domain[-1] > NEAR_8:
+        last = [choices[i] for i in sorted(choices) if NEAR_8 - RESTLESS < domain[i] <= NEAR_8]
+        if sum(left != right for left, right in pairwise(last)) > 2:
+            ask(_near(domain, set(range(0, domain[-1] + 1, 8))))
     while gaps := [
         (left, right)
         for left, right in pairwise(sorted(choices))
         if right - left > 1 and choices[left] != choices[right]
     ]:
         ask([cut for left, right in gaps for cut in _cuts(left, right)])
-    order = sorted(choices)
-    asked = tuple(domain[index] for index in order)
-    stretches = _stretches(asked, [choices[index] for index in order])
-    return Bisection(_set(base, name, domain[0]).label, name, stretches, asked, len(domain))
+    stretches: list[Stretch] = []
+    asked = sorted(choices)
+    for choice, group in groupby(asked, key=choices.__getitem__):
+        indices = list(group)
+        stretches.append(Stretch(domain[indices[0]], domain[indices[-1]], choice))
+    label = _set(base, name, domain[0]).label
+    return Bisection(label, name, tuple(stretches), tuple(domain[i] for i in asked), len(domain))
 
 
 def sweep(domain: Sequence[int]) -> list[int]:
@@ -282,24 +278,12 @@ def sweep(domain: Sequence[int]) -> list[int]:
     return _near(domain, marks)
 
 
-def near_multiples(domain: Sequence[int], of: int) -> list[int]:
-    """The indices of all multiples of a number and of their neighbours."""
-    return _near(domain, set(range(0, domain[-1] + 1, of)))
-
-
 def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
+    """The indices of some values and of their neighbours."""
     low, high = domain[0], domain[-1]
     near = {mark + step for mark in marks for step in (-1, 0, 1)}
     inside = (value for value in near if low <= value <= high)
     return sorted({min(bisect_left(domain, value), len(domain) - 1) for value in inside})
-
-
-def _restless(domain: Sequence[int], choices: dict[int, str]) -> bool:
-    """Whether the choice still turns with the multiples of 8 where they stop being asked."""
-    if domain[-1] <= NEAR_8:
-        return False
-    last = [choices[i] for i in sorted(choices) if NEAR_8 - RESTLESS < domain[i] <= NEAR_8]
-    return sum(left != right for left, right in pairwise(last)) > 2
 
 
 def _cuts(left: int, right: int) -> list[int]:
@@ -307,12 +291,6 @@ def _cuts(left: int, right: int) -> list[int]:
     width = right - left
     cuts = {left + width * part // WAYS for part in range(1, WAYS)} - {left, right}
     return sorted(cuts) or [left + width // 2]
-
-
-def _stretches(asked: Sequence[int], choices: Sequence[str]) -> tuple[Stretch, ...]:
-    pairs = zip(asked, choices, strict=True)
-    groups = [list(group) for _, group in groupby(pairs, key=itemgetter(1))]
-    return tuple(Stretch(group[0][0], group[-1][0], group[0][1]) for group in groups)
 
 
 def _domain(base: Config, name: str, ends: tuple[int, int]) -> Sequence[int]:
@@ -341,8 +319,8 @@ def _put_aside(config: Config, name: str, configs: Sequence[Config]) -> Config:
     """The same for configs that differ in this property only."""
     if name == "kv_heads":
         return replace(config, num_kv_heads=0)
-    if name == "heads" and any(each.num_kv_heads != each.num_heads for each in configs):
+    if name == "heads" and any(c.num_kv_heads != c.num_heads for c in configs):
         return replace(config, num_heads=0)
-    if name == "head_dim" and any(each.head_dim_v is not None for each in configs):
+    if name == "head_dim" and any(c.head_dim_v is not None for c in configs):
         return replace(config, head_dim=0, head_dim_v=config.value_dim)
     return put(config, name, 0) or config
