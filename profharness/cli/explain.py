@@ -14,7 +14,7 @@ from profharness.answers.explain.answer import (
     to_measure,
     with_store,
 )
-from profharness.answers.explain.maps import bisect_all, draw_maps, numeric
+from profharness.answers.explain.maps import bisect_all, check_numeric, draw_maps
 from profharness.answers.explain.rules import (
     Explanation,
     Place,
@@ -138,17 +138,17 @@ def command(
     """
     for name in split_names(backend):
         if name not in SDPA_BACKENDS:
-            known = ", ".join(SDPA_BACKENDS)
-            raise UsageError(f"--backend {name!r}: advice is on PyTorch's own backends: {known}")
-    asked_configs = read_configs(config, configs_file)
-    if not asked_configs:
+            own = ", ".join(SDPA_BACKENDS)
+            raise UsageError(f"--backend {name!r}: advice is on PyTorch's own backends: {own}")
+    configs = read_configs(config, configs_file)
+    if not configs:
         raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
     _check(torch is not None or gpu is not None, bisect, full, measure, device)
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     if len(places) > 1 and bisect is not None:
         raise UsageError("--bisect takes one release; give --torch a single one")
     question = _Question(
-        asked_configs, split_names(backend), places, bisect, full, measure, device, timeout_s, store
+        configs, split_names(backend), places, bisect, full, measure, device, timeout_s, store
     )
     document, answers = _answered(question)
     emit(document, format_, output, force=force)
@@ -166,54 +166,51 @@ def _check(by_rule: bool, bisect: str | None, full: bool, measure: bool, device:
         raise UsageError(
             "--device is where PyTorch is asked; with --torch or --gpu write --gpu cpu"
         )
-    if bisect is not None and (measure or full):
-        raise UsageError("--bisect asks for choices only; leave --measure and --full out")
     if bisect is not None:
-        numeric(bisect)
+        if measure or full:
+            raise UsageError("--bisect asks for choices only; leave --measure and --full out")
+        check_numeric(bisect)
 
 
 def _answered(question: _Question) -> tuple[Document, list[Explanation]]:
     """The result, and the answers that it is made of where PyTorch was asked one by one."""
+    configs, places = question.configs, question.places
     full, backends = question.full, question.backends
     if question.bisect is not None:
         return _bisected(question, question.bisect), []
-    if len(question.places) > 1:
-        matrices = [matrix(config, question.places) for config in question.configs]
+    if len(places) > 1:
+        matrices = [matrix(config, places) for config in configs]
         return matrix_document(matrices, full=full, backends=backends), []
-    answers = _answers(question)
-    if len(question.configs) == 1:
-        return explain_document(answers, full=full, named=backends), answers
-    configs = [parse_config(answer.config) for answer in answers]
-    maps = draw_maps(configs, [chosen(answer) for answer in answers])
-    return map_document(maps, answers, where=environment_text(answers[0]), full=full), answers
-
-
-def _answers(question: _Question) -> list[Explanation]:
-    """One answer a config, with what the store adds; a map wants no advice."""
-    if not question.places and len(question.configs) > 1:
-        hint(f"asking PyTorch about {len(question.configs):,} configs")
+    single = len(configs) == 1
+    if not places and not single:
+        hint(f"asking PyTorch about {len(configs):,} configs")
     answers = explain_all(
-        question.configs,
-        question.places,
-        backends=question.backends,
-        advice=len(question.configs) == 1 or question.full or question.measure,
+        configs,
+        places,
+        backends=backends,
+        advice=single or full or question.measure,  # a map wants none
         device=question.device,
         timeout_s=question.timeout_s,
     )
     if question.measure:
         _measure(answers, question)
-    return with_store(answers, question.store)
+    answers = with_store(answers, question.store)
+    if single:
+        return explain_document(answers, full=full, named=backends), answers
+    maps = draw_maps(
+        [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
+    )
+    return map_document(maps, answers, where=environment_text(answers[0]), full=full), answers
 
 
 def _bisected(question: _Question, name: str) -> Document:
-    if question.places:
-        place = question.places[0]
-        found = bisect_all(question.configs, name, lambda many: choices_by_rule(many, place))
-        return bisect_document(found, where=f"{place.text}, by rule")
-    where = "live"
+    places = question.places
+    where = f"{places[0].text}, by rule" if places else "live"
 
     def choose(configs: Sequence[Config]) -> list[str]:
         nonlocal where
+        if places:
+            return choices_by_rule(configs, places[0])
         hint(f"asking PyTorch about {len(configs):,} configs")
         answers = explain_all(
             configs, advice=False, device=question.device, timeout_s=question.timeout_s
@@ -221,10 +218,10 @@ def _bisected(question: _Question, name: str) -> Document:
         if where == "live":
             require_answer(answers)
             where = environment_text(answers[0])
-        return [chosen(answer) for answer in answers]
+        return list(map(chosen, answers))
 
-    found = bisect_all(question.configs, name, choose)
-    return bisect_document(found, where=where)
+    bisections = bisect_all(question.configs, name, choose)
+    return bisect_document(bisections, where=where)
 
 
 def _measure(answers: Sequence[Explanation], question: _Question) -> None:

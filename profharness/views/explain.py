@@ -9,6 +9,7 @@ from typing import Any
 from profharness.answers.explain.maps import Bisection, Edge, Map, value_text
 from profharness.answers.explain.rules import (
     FIELDS,
+    FUSED_BACKENDS,
     SCHEMA,
     Explanation,
     MatrixRow,
@@ -162,7 +163,6 @@ LETTERS: dict[str | None, str] = {
     "unknown": "?",
 }
 MEANINGS = {"none": "PyTorch raises", "unknown": "not known"}
-SHOWN_BACKENDS = ("flash", "efficient", "cudnn")
 MAX_EDGES = 40
 MAX_VALUES = 6
 MIN_REPEATS = 3
@@ -175,7 +175,7 @@ def matrix_document(
     """Releases side by side, oldest first; ► marks a release whose choice differs from the one
     before. full adds every release's own answer; backends are those that have a column.
     """
-    shown = backends or SHOWN_BACKENDS
+    shown = backends or FUSED_BACKENDS
     columns = (
         Column("flip", ""),
         Column("release", "torch"),

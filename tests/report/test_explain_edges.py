@@ -14,9 +14,9 @@ from profharness.answers.explain.maps import (
     Bisection,
     bisect_all,
     bisect_one,
+    check_numeric,
     draw_maps,
     get,
-    numeric,
     put,
     sweep,
     varying,
@@ -147,7 +147,7 @@ def test_only_heads_that_kv_heads_divides_are_asked() -> None:
 def test_what_cannot_be_bisected_is_told() -> None:
     for name, text in (("dtype", "is a word"), ("sequence", "is no property")):
         with pytest.raises(UsageError, match=text):
-            numeric(name)
+            check_numeric(name)
     unlike = [parse_config("1,2,64,64,seq_q=1")]
     with pytest.raises(UsageError, match="unlike lengths"):
         bisect_all(unlike, "seq", lambda configs: ["flash"] * len(configs))

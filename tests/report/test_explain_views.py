@@ -32,7 +32,16 @@ def answer(took: str = "cudnn", refused: tuple[str, ...] = (), **changes: object
         for name in ORDER
     )
     told = {"torch": "2.11.0", "gpu": "H200", "cudnn": 91900, "device_type": "cuda"}
-    made = Explanation("b2-h8-s512-d64-fp16", "live", told, ORDER, took, took, None, True, sides)
+    made = Explanation(
+        config="b2-h8-s512-d64-fp16",
+        source="live",
+        environment=told,
+        priority_order=ORDER,
+        predicted=took,
+        choice=took,
+        agree=True,
+        backends=sides,
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 

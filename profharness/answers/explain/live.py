@@ -45,7 +45,7 @@ def explain_live(
     CaptureError if no worker starts or answers.
     """
     asked = ask(configs, device=device, advice=advice, timeout_s=timeout_s, progress=progress)
-    return [_explanation(each, backends or SDPA_BACKENDS) for each in asked]
+    return [_explanation(question, backends or SDPA_BACKENDS) for question in asked]
 
 
 def _explanation(asked: Asked, advised: Sequence[str]) -> Explanation:
@@ -68,8 +68,6 @@ def _explanation(asked: Asked, advised: Sequence[str]) -> Explanation:
         priority_order=answer.priority_order or prediction.priority_order,
         predicted=prediction.choice,
         choice=answer.choice,
-        observed=None,
-        agree=None,
         backends=tuple(
             side if side.backend in advised else replace(side, advice=()) for side in sides
         ),

@@ -37,12 +37,11 @@ def put(config: Config, name: str, value: int) -> Config | None:
     return changed if changed.num_heads % changed.num_kv_heads == 0 else None
 
 
-def numeric(name: str) -> str:
-    """The name, if it is a numeric property. Raises UsageError otherwise."""
-    if name in NUMERIC:
-        return name
-    fault = "is a word, not a number" if name in FIELDS else "is no property"
-    raise UsageError(f"--bisect {name!r} {fault}; numeric properties are {' '.join(NUMERIC)}")
+def check_numeric(name: str) -> None:
+    """Raise UsageError if a property is no number."""
+    if name not in NUMERIC:
+        fault = "is a word, not a number" if name in FIELDS else "is no property"
+        raise UsageError(f"--bisect {name!r} {fault}; numeric properties are {' '.join(NUMERIC)}")
 
 
 def varying(configs: Sequence[Config]) -> list[str]:
@@ -215,7 +214,7 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
     1 and 65,536, or 1 and 1,024 of a head dimension. Raises UsageError for a property that is no
     number, and for `seq` of configs with unlike lengths.
     """
-    numeric(name)
+    check_numeric(name)
     groups: dict[Config, list[Config]] = {}
     for config in configs:
         if name == "seq" and config.seq_len_q != config.seq_len_kv:

@@ -5,7 +5,7 @@ PyTorch release and a cuDNN that the user names.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from itertools import pairwise
@@ -34,7 +34,7 @@ from profharness.errors import UsageError
 SCHEMA = "profharness.explain/1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Explanation:
     """One config's answer. source is `live` (PyTorch was asked) or `rules`.
 
@@ -49,9 +49,9 @@ class Explanation:
     environment: dict[str, Any]
     priority_order: tuple[str, ...]
     predicted: str | None
-    choice: str | None
-    observed: str | None
-    agree: bool | None
+    choice: str | None = None
+    observed: str | None = None
+    agree: bool | None = None
     backends: tuple[BackendAnswer, ...]
     caveats: tuple[str, ...] = ()
     error: str | None = None
@@ -75,12 +75,17 @@ def flat_record(answer: Explanation) -> dict[str, Any]:
     (codes, the first one first) for each backend.
     """
     environment = answer.environment
-    row: dict[str, Any] = {"config": answer.config, "source": answer.source}
-    row |= {
-        key: environment.get(key) for key in ("torch", "device_type", "gpu", "capability", "cudnn")
+    facts = ("torch", "device_type", "gpu", "capability", "cudnn")
+    row: dict[str, Any] = {
+        "config": answer.config,
+        "source": answer.source,
+        **{name: environment.get(name) for name in facts},
+        "priority_order": " > ".join(answer.priority_order) or None,
+        "predicted": answer.predicted,
+        "choice": answer.choice,
+        "observed": answer.observed,
+        "agree": answer.agree,
     }
-    row["priority_order"] = " > ".join(answer.priority_order) or None
-    row |= {key: getattr(answer, key) for key in ("predicted", "choice", "observed", "agree")}
     for side in answer.backends:
         row[f"{side.backend}_eligible"] = side.eligible
         row[f"{side.backend}_reasons"] = "; ".join(reason.code for reason in side.reasons)
@@ -141,12 +146,13 @@ class Place:
     def text(self) -> str:
         """`torch 2.8.0, RTX A6000 (sm 8.6), cuDNN 91002, CUDA 12.8`."""
         machine = self.machine
-        parts = [f"torch {release_text(machine.torch)}"]
+        release = f"torch {release_text(machine.torch)}"
         if self.device == "cpu":
-            return f"{parts[0]}, CPU"
-        parts.append(f"{self.gpu} (sm {machine.sm})")
-        parts.append(f"cuDNN {machine.cudnn or 'unknown'}")
-        return ", ".join([*parts, f"CUDA {machine.cuda or 'unknown'}"])
+            return f"{release}, CPU"
+        return (
+            f"{release}, {self.gpu} (sm {machine.sm}), cuDNN {machine.cudnn or 'unknown'}, "
+            f"CUDA {machine.cuda or 'unknown'}"
+        )
 
 
 def named_places(
@@ -185,7 +191,7 @@ def named_places(
         return [Place(Machine(torch=release), "cpu", None) for release in releases]
     name = gpu or gpu_name()
     if name is None:
-        names = ", ".join(each.name for each in GPUS)
+        names = ", ".join(known.name for known in GPUS)
         raise UsageError(
             f"this machine has no NVIDIA GPU: add --gpu NAME; known are {names}; "
             "a capability such as sm90 works too, and `cpu`"
@@ -235,29 +241,25 @@ class MatrixRow:
 def explain_by_rule(
     config: Config, place: Place, *, backends: Sequence[str] = (), advice: bool = True
 ) -> Explanation:
-    """What the rules say of a config on a place: choice is None, as PyTorch was not asked. backends
-    limits the advice.
-    """
+    """What the rules say of a config on a place. backends limits the advice."""
     config = config.resolve(place.device)
     machine, device = place.machine, place.device
+    oracle, choose = rule_oracle(machine, device), rule_choice(machine, device)
     prediction = predict(from_config(config, device), machine)
     order = prediction.priority_order or (SDPA_BACKENDS if device == "cuda" else CPU_ORDER)
-    sides = []
-    for side in sides_by_rule(prediction, order):
-        if advice and (side.backend in backends if backends else side.backend != "math"):
-            oracle, choose = rule_oracle(machine, device), rule_choice(machine, device)
-            side = replace(side, advice=advise(config, side.backend, oracle, choose))
-        sides.append(side)
+    advised = (backends or FUSED_BACKENDS) if advice else ()
     return Explanation(
         config=config.label,
         environment=place.environment,
         source="rules",
         priority_order=prediction.priority_order,
         predicted=prediction.choice,
-        choice=None,
-        observed=None,
-        agree=None,
-        backends=tuple(sides),
+        backends=tuple(
+            replace(side, advice=advise(config, side.backend, oracle, choose))
+            if side.backend in advised
+            else side
+            for side in sides_by_rule(prediction, order)
+        ),
         caveats=(*prediction.hazards, *_caveats(place, prediction)),
     )
 
@@ -282,13 +284,11 @@ def choices_by_rule(configs: Sequence[Config], place: Place) -> list[str]:
 def matrix(config: Config, places: Sequence[Place]) -> list[MatrixRow]:
     """One config over several releases."""
     answers = [explain_by_rule(config, place, advice=False) for place in places]
-    return [
-        MatrixRow(answers[0]),
-        *(
-            MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
-            for before, after in pairwise(answers)
-        ),
+    rows = [
+        MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
+        for before, after in pairwise(answers)
     ]
+    return [MatrixRow(answers[0]), *rows]
 
 
 def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
@@ -304,13 +304,13 @@ def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
         old, new = earlier.get(name), later.get(name)
         if old is None or new is None or old.eligible == new.eligible:
             continue
-        cause = (old if new.eligible else new).reasons
+        reasons = (old if new.eligible else new).reasons
         state = {True: "takes it", False: "refuses it", None: "unknown"}[new.eligible]
         lead = "no longer: " if new.eligible else ""
-        changes.append(f"{name} {state}" + (f" ({lead}{cause[0].code})" if cause else ""))
-    cudnn = [answer.environment.get("cudnn") for answer in (before, after)]
-    if changes and cudnn[0] != cudnn[1]:
-        changes.append(f"cuDNN {cudnn[0]} → {cudnn[1]}")
+        changes.append(f"{name} {state}" + (f" ({lead}{reasons[0].code})" if reasons else ""))
+    old_cudnn, new_cudnn = (answer.environment.get("cudnn") for answer in (before, after))
+    if changes and old_cudnn != new_cudnn:
+        changes.append(f"cuDNN {old_cudnn} → {new_cudnn}")
     return tuple(changes)
 
 
@@ -324,54 +324,40 @@ ALLOW_SET = (
 LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
-def _caveats(place: Place, prediction: Prediction) -> list[str]:
+def _caveats(place: Place, prediction: Prediction) -> Iterator[str]:
     """What the rules rest on where that is not certain, and what holds wherever PyTorch chooses."""
-    on_gpu = place.device == "cuda"
-    sentences = [_build(place)] if on_gpu and place.machine.known else []
-    if not place.machine.known:
-        sentences.append(_unread(place.machine.torch))
-    elif prediction.choice == "unknown":
-        sentences.append(_undecided(place, prediction))
-    return [*filter(None, sentences), COMPILED, *((ALLOW_SET, LEGACY) if on_gpu else ())]
-
-
-def _unread(release: tuple[int, ...]) -> str:
-    near = [known for known in RELEASES if known[:2] == release[:2]]
-    names = [release_text(known) for known in near or RELEASES]
-    return (
-        f"The rules of PyTorch {release_text(release)} were not read; known "
-        f"{'is' if len(names) == 1 else 'are'} {', '.join(names)}."
-    )
-
-
-def _build(place: Place) -> str | None:
-    """Where cuDNN's version comes from, or that it is not known; None where it was given."""
-    machine = place.machine
-    if place.pinned:
+    machine, on_gpu = place.machine, place.device == "cuda"
+    release = release_text(machine.torch)
+    if not machine.known:
+        near = [number for number in RELEASES if number[:2] == machine.torch[:2]] or RELEASES
+        names = ", ".join(map(release_text, near))
+        verb = "is" if len(near) == 1 else "are"
+        yield f"The rules of PyTorch {release} were not read; known {verb} {names}."
+    elif on_gpu and place.pinned:
         pypi = RELEASES[machine.torch].cuda == machine.cuda
         wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
-        return (
+        yield (
             f"cuDNN {machine.cudnn} is what the {wheel} brings; another build or a cuDNN found "
             "earlier on the library path may choose otherwise (--cudnn VERSION)."
         )
-    if machine.cudnn is None:
-        return (
-            f"Which cuDNN PyTorch {release_text(machine.torch)} for CUDA {machine.cuda} brings is "
+    elif on_gpu and machine.cudnn is None:
+        yield (
+            f"Which cuDNN PyTorch {release} for CUDA {machine.cuda} brings is "
             "not known here (--cudnn VERSION)."
         )
-    return None
+    if machine.known and prediction.choice == "unknown":
+        yield f"The rules cannot decide this call: {'; '.join(_gaps(place, prediction))}."
+    yield COMPILED
+    if on_gpu:
+        yield from (ALLOW_SET, LEGACY)
 
 
-def _undecided(place: Place, prediction: Prediction) -> str:
+def _gaps(place: Place, prediction: Prediction) -> Iterator[str]:
     """What would have to be known to decide."""
-    gaps = []
     if not prediction.priority_order:
         facts = " and ".join(FACTS[name] for name in undecided(place.machine, place.device))
-        gaps.append(f"the order of the backends hangs on {facts}")
+        yield f"the order of the backends hangs on {facts}"
     names = [name for name, verdict in prediction.backends.items() if verdict.eligible is None]
     if names:
         their = "their" if len(names) > 1 else "its"
-        gaps.append(
-            f"whether {' and '.join(names)} can take it is not known, as {their} reasons say"
-        )
-    return f"The rules cannot decide this call: {'; '.join(gaps)}."
+        yield f"whether {' and '.join(names)} can take it is not known, as {their} reasons say"
