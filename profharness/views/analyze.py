@@ -15,7 +15,7 @@ from profharness.answers.analyze.model import (
     analyze_record,
 )
 from profharness.devices import Peaks
-from profharness.views.cells import roofline_chart
+from profharness.views.bench import roofline_chart
 from profharness.views.document import (
     Block,
     Chart,

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 from profharness.answers.agreement import replacement_notes, replacements
 from profharness.answers.bench.answer import Benched, Loss
 from profharness.answers.bench.rows import BenchRow
-from profharness.config import parse_config
+from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import Peaks, flop_peak
 from profharness.stats import THRESHOLD
-from profharness.views.cells import latency_charts, roofline_chart, sweep_charts
 from profharness.views.document import (
     Block,
+    Chart,
     Code,
     Column,
     Document,
     Heading,
     Note,
+    Roof,
     Table,
     field_names,
     record,
@@ -281,6 +283,79 @@ def _remark(loss: Loss) -> str:
     if loss.verdict == "unknown":
         return f"not told apart: {loss.why_open}"
     return "auto is faster" if loss.verdict == "faster" else f"as fast, within {THRESHOLD:.0%}"
+
+
+def latency_charts(medians: Sequence[tuple[str, str, float]], measurement: str) -> list[Chart]:
+    """Lines over sequence length for each sweep, dots for other configs; medians: label, backend,
+    ns.
+    """
+    rows: list[dict[str, Any]] = [
+        {"label": label, "config": parse_config(label), "backend": backend, "µs": ns / 1e3}
+        for label, backend, ns in medians
+        if ns > 0
+    ]
+    charts = sweep_charts(rows, "Latency", "µs", measurement)
+    swept = sweeps([row["config"] for row in rows]).values()
+    points = tuple(row for row in rows if not any(row["config"] in group for group in swept))
+    if points:
+        title = f"Latency by config and backend ({measurement})"
+        charts.append(Chart("dots", title, points, "µs", "label", "backend", "µs"))
+    return charts
+
+
+def sweep_charts(
+    rows: Sequence[dict[str, Any]], what: str, unit: str, measurement: str
+) -> list[Chart]:
+    """Lines over sequence length, one chart for each sweep; rows have `config`, `backend` and the
+    unit.
+    """
+    charts = []
+    for name, members in sweeps([row["config"] for row in rows]).items():
+        points = tuple(
+            row | {"seq_len": row["config"].seq_len_kv} for row in rows if row["config"] in members
+        )
+        title = f"{what} over sequence length, {name} ({measurement})"
+        axes = ("seq_len", unit, "backend", "sequence length", unit)
+        charts.append(Chart("lines", title, points, *axes))
+    return charts
+
+
+def roofline_chart(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    roofs: Iterable[tuple[str, Peaks, float]],
+    **texts: str,
+) -> list[Chart]:
+    """Rates below the roofs (label, peaks, FLOP/s) of their devices; empty where no roof is known.
+    Roofs of the same height are one, so that no label covers another.
+    """
+    labels: dict[tuple[float, float], dict[str, None]] = {}
+    for label, peaks, rate in roofs:
+        if peaks.bandwidth_bytes_per_s:
+            labels.setdefault((peaks.bandwidth_bytes_per_s, rate), {})[label] = None
+    merged = tuple(Roof("; ".join(names), *key) for key, names in labels.items())
+    if not rows or not merged:
+        return []
+    axes = ("intensity", "flops_per_s", "backend")
+    return [Chart("roofline", title, tuple(rows), *axes, roofs=merged, **texts)]
+
+
+def sweeps(configs: Iterable[Config]) -> dict[str, set[Config]]:
+    """Configs that differ in their sequence lengths alone, two or more, under what they share."""
+    groups: dict[str, set[Config]] = {}
+    for config in configs:
+        groups.setdefault(shape_family(config), set()).add(config)
+    return {name: group for name, group in groups.items() if len(group) > 1}
+
+
+def shape_family(config: Config) -> str:
+    """The label without sequence lengths; a decode step (one query) is a family of its own."""
+    square = config.seq_len_q == config.seq_len_kv
+    return lengthless(config) + ("" if square else f", sq{config.seq_len_q}")
+
+
+def lengthless(config: Config) -> str:
+    return replace(config, seq_len_q=1, seq_len_kv=1).label.replace("-s1-", "-")
 
 
 def rate_blocks(

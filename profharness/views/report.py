@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profharness.answers.agreement import with_predictions
+from profharness import stats
+from profharness.answers.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.answers.bench.answer import benched
 from profharness.answers.diff.answer import diff_cells, find_side
 from profharness.answers.diff.model import Diff
-from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
-from profharness.run import BENCH_FILE
+from profharness.config import parse_config
+from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
+from profharness.run import BENCH_FILE, Problem
 from profharness.store import Store
-from profharness.views.bench import bench_document, rate_blocks
-from profharness.views.cells import (
-    cell_blocks,
-    charted_medians,
-    disagreement_blocks,
-    environment_blocks,
-    latencies,
-    latency_blocks,
-    meaning_blocks,
-    problem_blocks,
-    selection_blocks,
-)
+from profharness.views.bench import bench_document, latency_charts, lengthless, rate_blocks
 from profharness.views.diff import diff_document
-from profharness.views.document import Block, Chart, Document, Heading
+from profharness.views.document import Block, Chart, Column, Document, Heading, Note, Table
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
 from profharness.views.steps import math_blocks
 from profharness.views.verify import verify_document
@@ -35,6 +27,26 @@ from profharness.views.verify import verify_document
 SCHEMA = "profharness.report/1"
 
 _LATENCY = ("measurement", "samples", "median_ns", "p10_ns", "p90_ns", "min_ns")
+CELL_COLUMNS = (
+    Column("config", "config", repeat=False),
+    Column("backend", "backend"),
+    Column("status", "status"),
+    Column("ran", "ran"),
+    Column("predicted", "rules say"),
+    Column("peak_memory_bytes", "peak KiB", "kib", right=True),
+    Column("reason", "reason", shrink=True),
+)
+LATENCY_COLUMNS = (
+    Column("config", "config", repeat=False),
+    Column("backend", "backend"),
+    Column("measurement", "measured by"),
+    Column("samples", "n", "count", right=True),
+    Column("median_ns", "median µs", "us", right=True),
+    Column("p10_ns", "p10 µs", "us", right=True),
+    Column("p90_ns", "p90 µs", "us", right=True),
+    Column("min_ns", "min µs", "us", right=True),
+    Column("against", "to fastest", "ratio", right=True),
+)
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
     *(*_LATENCY, "peak_memory_bytes"),
@@ -79,9 +91,10 @@ def _run_blocks(
 ) -> list[Block]:
     """The sections of one run in reading order: what came of it first, where it ran last."""
     environment, wrong = store.environment(run), store.wrong(run)
-    blocks: list[Block] = [*problem_blocks(store.problems(run)), *cell_blocks(cells)]
-    blocks += [*selection_blocks(cells), *latency_blocks(cells)]
     name, medians = charted_medians(cells)
+    blocks: list[Block] = [*problem_blocks(store.problems(run)), *cell_blocks(cells)]
+    blocks += selection_blocks(cells)
+    blocks += latency_blocks(cells, latency_charts(medians, name))
     tf32 = bool(environment.get("tf32"))
     blocks += rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong)
     if bench is None:
@@ -135,8 +148,153 @@ def diff_blocks(diff: Diff) -> list[Block]:
 def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
     """One a cell and measurement; a cell without samples has one, with null in their place."""
     for cell in cells:
-        for latency in latencies([cell]) or (None,):
-            figures = {name: getattr(latency, name, None) for name in _LATENCY}
+        for figures in latencies(cell) or [dict.fromkeys(_LATENCY)]:
             yield {
                 name: figures[name] if name in figures else getattr(cell, name) for name in FIELDS
             }
+
+
+def latencies(cell: CellRow) -> list[dict[str, Any]]:
+    """The figures of a cell's raw samples, in ns, one for each of CALL_MEASUREMENTS that it has."""
+    rows = []
+    for name in CALL_MEASUREMENTS:
+        if samples := cell.samples.get(name):
+            x = stats.summarize(samples)
+            figures = (name, x.n, x.median, x.p10, x.p90, x.min)
+            rows.append(dict(zip(_LATENCY, figures, strict=True)))
+    return rows
+
+
+def cell_blocks(cells: Sequence[CellRow]) -> list[Block]:
+    """Every cell with its status, what ran, and why it did not where it did not."""
+    if not cells:
+        return []
+    counts = Counter(cell.status for cell in cells)
+    detail = ", ".join(f"{count} {status}" for status, count in counts.items())
+    rows = []
+    for cell in cells:
+        ran, reasons = backend_that_ran(cell), []
+        if cell.status != "ok":
+            ran, reasons = "", [cell.message, *(refusal.message for refusal in cell.refusals)]
+        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+        place = (cell.config, cell.backend, cell.status, ran, cell.predicted)
+        rows.append((*place, cell.peak_memory_bytes, reason))
+    return [Heading("Cells", detail), Table(CELL_COLUMNS, tuple(rows))]
+
+
+def latency_blocks(cells: Sequence[CellRow], charts: Sequence[Chart]) -> list[Block]:
+    """The table of all measurements below the charts of one."""
+    rows = [
+        {"config": cell.config, "backend": cell.backend} | figures
+        for cell in cells
+        for figures in latencies(cell)
+    ]
+    fastest: dict[tuple[str, str], float] = {}
+    for row in rows:
+        key = row["config"], row["measurement"]
+        fastest[key] = min(fastest.get(key, row["median_ns"]), row["median_ns"])
+    for row in rows:
+        least = fastest[row["config"], row["measurement"]]
+        row["against"] = row["median_ns"] / least if least > 0 else None
+    heading = Heading("Latency", "without a profiler, raw samples")
+    return [heading, *charts, Table.of(LATENCY_COLUMNS, rows)] if rows else []
+
+
+def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
+    """The measurement that most cells have, and config, backend, median ns of each that has it."""
+    name = max(
+        CALL_MEASUREMENTS, key=lambda name: sum(bool(cell.samples.get(name)) for cell in cells)
+    )
+    return name, [
+        (cell.config, cell.backend, stats.summarize(cell.samples[name]).median)
+        for cell in cells
+        if cell.samples.get(name)
+    ]
+
+
+def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
+    """What `auto` took for each shape; nothing for fewer than two shapes."""
+    rows = []
+    for cell in cells:
+        if cell.backend != "auto":
+            continue
+        config = parse_config(cell.config)
+        lengths = dict.fromkeys([config.seq_len_q, config.seq_len_kv])
+        rows.append(
+            {
+                "config": cell.config,
+                "lengths": "×".join(map(str, lengths)),
+                "rest": lengthless(config),
+                "backend": (backend_that_ran(cell) or "unknown")
+                if cell.status == "ok"
+                else cell.status,
+            }
+        )
+    if len({row["config"] for row in rows}) < 2:
+        return []
+    columns = (Column("config", "config"), Column("backend", "auto took"))
+    axes = ("lengths", "rest", "backend", "sequence length")
+    return [
+        Heading("Selection map"),
+        Chart("map", "What auto took", tuple(rows), *axes),
+        Table.of(columns, rows),
+    ]
+
+
+def disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> list[Block]:
+    """Where rules, PyTorch's answer, op and kernels do not name the same backend."""
+    by_cell: dict[str | None, list[KernelRow]] = {}
+    for row in rows:
+        by_cell.setdefault(row.cell, []).append(row)
+    notes = [
+        Note(text, f"{cell.config} {cell.backend}", "warning")
+        for cell in cells
+        for text in disagreements(cell, by_cell.get(cell.cell, []))
+    ]
+    if not cells:
+        return []
+    notes = notes or [Note("none: all witnesses name the same backend")]
+    return [Heading("Disagreements"), *notes]
+
+
+def problem_blocks(problems: Sequence[Problem]) -> list[Block]:
+    """What the profilers failed to do, with its remedy; nothing where all went well."""
+    if not problems:
+        return []
+    notes = [
+        Note(f"{problem.message}; {problem.remedy}", f"{problem.profiler} {problem.code}", "error")
+        for problem in problems
+    ]
+    return [Heading("Problems"), *notes]
+
+
+def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
+    """All keys that the run recorded, in its order."""
+    columns = (Column("key", "what"), Column("value", "value"))
+    rows = tuple((key, _plain(value)) for key, value in environment.items())
+    return [Heading("Environment"), Table(columns, rows)] if rows else []
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = [f"{key}={item}" for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def meaning_blocks() -> list[Block]:
+    """What the numbers mean, for somebody who sees a report for the first time."""
+    return [
+        Heading("What the numbers mean"),
+        Note("one call, between two CUDA events on the stream, no profiler running", "event"),
+        Note("one replay of a CUDA graph of the call: no launch from the CPU in it", "graph"),
+        Note("one call by the clock of a CPU", "wall"),
+        Note(
+            "kernel times come from the profiler and leave the gaps between kernels out", "kernels"
+        ),
+        Note("the median over all samples; p10 and p90 hold the middle 80 % of them", "median"),
+        Note("the median over that of the fastest backend of the same config", "to fastest"),
+        Note("theoretical: what registers, shared memory and block size leave room for", "occ%"),
+        Note("a - is what a profiler cannot know; it is never a zero", "-"),
+    ]

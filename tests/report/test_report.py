@@ -20,11 +20,10 @@ from profharness.errors import NotFoundError, UsageError
 from profharness.rows import Refusal
 from profharness.run import Cell, Check, Problem, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
-from profharness.views.bench import rate_blocks
-from profharness.views.cells import latency_charts, selection_blocks, shape_family
+from profharness.views.bench import latency_charts, rate_blocks, shape_family
 from profharness.views.document import Chart, Document, Heading, Note, Table
 from profharness.views.renderers import RENDERERS
-from profharness.views.report import FIELDS, report_document
+from profharness.views.report import FIELDS, report_document, selection_blocks
 
 TRACES = Path(__file__).parents[2] / "traces"
 

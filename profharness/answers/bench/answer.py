@@ -4,7 +4,7 @@ backends that a question about a bench means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,6 @@ from profharness.errors import NotFoundError, UsageError
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import PRECISION, BenchPlan, read_plan
 from profharness.store import Store
-
-
-def read_baseline(text: str | None) -> Config | None:
-    """The one config of --baseline. Raises UsageError if it stands for more than one."""
-    return None if text is None else parse_config(text)
 
 
 def bench_configs(
@@ -197,26 +192,22 @@ def benched(
     rank_by = (plan.measurements if plan else MEASUREMENTS) if rank_by is None else rank_by
     cells = run_cells(store, name, configs, backends, baseline)
     samples = all_samples(store, name, cells)
-    rows = bench_rows(
-        store,
-        name,
-        cells,
-        samples,
-        convention=convention,
-        precision=precision,
-        baseline=baseline,
-        verifications=verifications,
-    )
+    facts = (convention, precision, baseline, verifications)
+    rows = bench_rows(store, name, cells, samples, *facts)
     held = {row.measurement for row in rows}
-    ranked = (name for name in (*rank_by, *MEASUREMENTS) if name in held)
-    ranking = next(ranked, MEASUREMENTS[0])
+    ranking = next((name for name in (*rank_by, *MEASUREMENTS) if name in held), MEASUREMENTS[0])
 
     def samples_of(row: BenchRow) -> tuple[int, ...]:
         return samples[row.config, row.backend][ranking]
 
     figures = [row for row in rows if row.measurement == ranking]
     choices = {cell.config: cell.choice for cell in cells if cell.backend == CHOSEN}
-    winners, losses = _compared(figures, choices, samples_of)
+    winners, losses = [], []
+    for label in dict.fromkeys(row.config for row in figures):
+        alike = [row for row in figures if row.config == label and row.ranked]
+        winners += [_winner(alike, samples_of)] if alike else []
+        losses += _losses(alike, choices.get(label), samples_of)
+    losses.sort(key=lambda loss: -loss.regret)
     against_config = baseline is not None
     conclusions = conclude(figures, winners, losses, samples_of, against_config=against_config)
     return Benched(
@@ -228,23 +219,11 @@ def benched(
         precision=precision,
         peaks=store.peaks(name),
         environment=store.environment(name),
-        winners=winners,
-        losses=losses,
+        winners=tuple(winners),
+        losses=tuple(losses),
         conclusions=tuple(conclusions),
         samples=samples,
     )
-
-
-def _compared(
-    figures: Sequence[BenchRow], choices: Mapping[str, str | None], samples_of: SamplesOf
-) -> tuple[tuple[Winner, ...], tuple[Loss, ...]]:
-    """The winner of each config, and what `auto` lost, the largest loss first."""
-    winners, losses = [], []
-    for label in dict.fromkeys(row.config for row in figures):
-        alike = [row for row in figures if row.config == label and row.ranked]
-        winners += [_winner(alike, samples_of)] if alike else []
-        losses += _losses(alike, choices.get(label), samples_of)
-    return tuple(winners), tuple(sorted(losses, key=lambda each: -each.regret))
 
 
 def _plan_of(store: Store, run: str) -> BenchPlan | None:
@@ -262,20 +241,19 @@ def _plan_of(store: Store, run: str) -> BenchPlan | None:
 
 def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
     best = _best([row for row in alike if row.backend != OWN_CHOICE[1]] or alike)
-    ties, unproven = [], []
+    rows: dict[stats.Speed, list[BenchRow]] = {"same": [], "unknown": []}
     for row in alike:
         if row is not best:
             verdict = stats.compare(samples_of(best), samples_of(row)).verdict
-            ties += [row] if verdict == "same" else []
-            unproven += [row] if verdict == "unknown" else []
+            rows.setdefault(verdict, []).append(row)
     return Winner(
-        best.config,
-        best.backend,
-        float(best.median_ns or 0),
-        tuple(row.backend for row in ties),
-        selecting(best),
-        tuple(row.backend for row in unproven),
-        " or ".join(dict.fromkeys(why_open(best, row) for row in unproven)),
+        config=best.config,
+        backend=best.backend,
+        median_ns=float(best.median_ns or 0),
+        ties=tuple(row.backend for row in rows["same"]),
+        code=selecting(best),
+        open=tuple(row.backend for row in rows["unknown"]),
+        why_open=" or ".join(dict.fromkeys(why_open(best, row) for row in rows["unknown"])),
     )
 
 
@@ -288,20 +266,19 @@ def _losses(alike: Sequence[BenchRow], choice: str | None, samples_of: SamplesOf
     best = _best(others)
     chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
     verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
-    return [
-        Loss(
-            chosen.config,
-            choice,
-            chosen_ns,
-            best.backend,
-            best_ns,
-            max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
-            verdict == "slower" and choice != best.backend,
-            selecting(best),
-            verdict,
-            why_open(best, chosen) if verdict == "unknown" else "",
-        )
-    ]
+    loss = Loss(
+        config=chosen.config,
+        choice=choice,
+        chosen_ns=chosen_ns,
+        best=best.backend,
+        best_ns=best_ns,
+        regret=max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
+        real=verdict == "slower" and choice != best.backend,
+        code=selecting(best),
+        verdict=verdict,
+        why_open=why_open(best, chosen) if verdict == "unknown" else "",
+    )
+    return [loss]
 
 
 def _best(rows: Sequence[BenchRow]) -> BenchRow:

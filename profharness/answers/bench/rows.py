@@ -54,11 +54,16 @@ def doubts(
     """One sentence a doubt, the gravest first. precision is the half interval over its median from
     which it is wide.
     """
-    return (
-        *above_ceiling(measurement, rates),
-        *clock_doubts(clocks),
-        *_spread(samples, interval, precision),
-    )
+    texts = [*above_ceiling(measurement, rates), *clock_doubts(clocks)]
+    if len(samples) < FEW_SAMPLES or interval is None:
+        return (*texts, f"only {len(samples)} samples")
+    if stats.is_bimodal(samples):
+        texts.append("the samples have two modes, so the median may jump between them")
+    median = stats.summarize(samples).median
+    if _is_wide(interval, median, precision):
+        half = (interval[1] - interval[0]) / 2 / median
+        texts.append(f"the median is known to ±{half:.1%} only (asked for: ±{precision:.1%})")
+    return tuple(texts)
 
 
 def above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
@@ -108,21 +113,6 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
     if reasons:
         texts.append(f"the clock was held back by {' and '.join(reasons)}")
     return tuple(texts)
-
-
-def _spread(
-    samples: Sequence[int], interval: tuple[float, float] | None, precision: float
-) -> list[str]:
-    if len(samples) < FEW_SAMPLES or interval is None:
-        return [f"only {len(samples)} samples"]
-    texts = []
-    if stats.is_bimodal(samples):
-        texts.append("the samples have two modes, so the median may jump between them")
-    median = stats.summarize(samples).median
-    if _is_wide(interval, median, precision):
-        half = (interval[1] - interval[0]) / 2 / median
-        texts.append(f"the median is known to ±{half:.1%} only (asked for: ±{precision:.1%})")
-    return texts
 
 
 def _is_wide(interval: tuple[float, float], median: float, precision: float) -> bool:
@@ -183,26 +173,45 @@ def bench_rows(
     run: str,
     cells: Sequence[CellRow],
     samples: Samples,
-    *,
     convention: str,
     precision: float,
-    baseline: Config | None = None,
-    verifications: Sequence[str] = (),
+    baseline: Config | None,
+    verifications: Sequence[str],
 ) -> list[BenchRow]:
     """The rows of a run's cells in their order. Speed-ups are against baseline on `auto`, else
     against `naive` or `math`. verifications are runs of `verify` whose checks say that a backend is
     right; what is wrong counts anyway.
     """
-    facts = _Facts(
-        store.peaks(run),
-        bool(store.environment(run).get("tf32")),
-        convention,
-        precision,
-        verdicts(store, run, verifications),
-    )
-    rows = [
-        row for cell in cells for row in _cell_rows(cell, samples[cell.config, cell.backend], facts)
-    ]
+    peaks, tf32 = store.peaks(run), bool(store.environment(run).get("tf32"))
+    right = verdicts(store, run, verifications)
+    rows = []
+    for cell in cells:
+        place = cell.config, cell.backend
+        row = BenchRow(run, *place, cell.status, cell.message, verified=right.get(place))
+        if cell.status != "ok" or not samples[place]:
+            rows.append(row)
+            continue
+        config = parse_config(cell.config)
+        for name, values in samples[place].items():
+            x, interval = stats.summarize(values), stats.median_ci(values)
+            rates = rates_of(config, x.median, peaks, convention, tf32=tf32)
+            measured = replace(
+                row,
+                measurement=name,
+                samples=x.n,
+                median_ns=x.median,
+                low_ns=interval[0] if interval else None,
+                high_ns=interval[1] if interval else None,
+                mean_ns=x.mean,
+                std_ns=x.std,
+                min_ns=x.min,
+                flops_per_s=rates.flops_per_s,
+                bytes_per_s=rates.bytes_per_s,
+                efficiency=rates.efficiency,
+                against=rates.against,
+                doubts=doubts(name, values, interval, cell.clocks, rates, precision),
+            )
+            rows.append(measured)
     return with_regret(with_speedup(rows, baseline))
 
 
@@ -220,22 +229,19 @@ def run_cells(
     for cell in store.cells(run):
         cells.setdefault((cell.config, cell.backend), cell)
     held = {label: parse_config(label) for label, _ in cells}
-    if baseline is not None and not any(map(baseline.matches, held.values())):
-        raise NotFoundError(
-            f"run {run} has no cell of the baseline {baseline}; it has {_few(held)}"
-        )
-    for config in configs or ():
+    named = [("the baseline", baseline)] if baseline is not None else []
+    named += [("config", config) for config in configs or ()]
+    for what, config in named:
         if not any(map(config.matches, held.values())):
-            raise NotFoundError(f"run {run} has no cell of config {config}; it has {_few(held)}")
+            raise NotFoundError(f"run {run} has no cell of {what} {config}; it has {_few(held)}")
     names = dict.fromkeys(backend for _, backend in cells)
     for name in backends or ():
         if name not in names:
             raise NotFoundError(f"run {run} has no cell of backend {name}; it has {_few(names)}")
-    named = [*(configs or ()), *([baseline] if baseline is not None else [])]
     kept = [
         cell
         for (label, backend), cell in cells.items()
-        if (configs is None or any(each.matches(held[label]) for each in named))
+        if (configs is None or any(config.matches(held[label]) for _, config in named))
         and (backends is None or backend in backends)
     ]
     if not kept and (configs or backends):
@@ -249,32 +255,23 @@ def _few(names: Collection[str]) -> str:
     return ", ".join(list(names)[:SHOWN_NAMES]) + more
 
 
-class _Facts(NamedTuple):
-    """What all rows of a run share."""
-
-    peaks: Peaks | None
-    tf32: bool
-    convention: str
-    precision: float
-    verdicts: Mapping[tuple[str, str], bool]
-
-
 def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
     """The cells' samples; `kernel` sums the kernels of each profiled call in the torch trace."""
     ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
     for launch in store.launches(run, profiler="torch"):
-        known = launch.cell in ok and launch.iteration is not None
-        if known and launch.kernel_kind != "op" and launch.duration_ns is not None:
-            calls = sums.setdefault(str(launch.cell), {})
-            call = int(launch.iteration or 0)
-            calls[call] = calls.get(call, 0) + launch.duration_ns
+        if launch.cell not in ok or launch.iteration is None or launch.kernel_kind == "op":
+            continue
+        if launch.duration_ns is not None:
+            calls = sums.setdefault(launch.cell, {})
+            calls[launch.iteration] = calls.get(launch.iteration, 0) + launch.duration_ns
     samples: Samples = {}
     for cell in cells:
         kernel = {"kernel": tuple(sums[cell.cell].values())} if cell.cell in sums else {}
         merged = cell.samples | kernel
-        ranked = {name: merged[name] for name in MEASUREMENTS if merged.get(name)}
-        samples[cell.config, cell.backend] = ranked
+        samples[cell.config, cell.backend] = {
+            name: merged[name] for name in MEASUREMENTS if merged.get(name)
+        }
     return samples
 
 
@@ -291,48 +288,6 @@ def verdicts(
         if check.passed
     }
     return right | dict.fromkeys(store.wrong(run), False)
-
-
-def _cell_rows(
-    cell: CellRow, samples: Mapping[str, tuple[int, ...]], facts: _Facts
-) -> list[BenchRow]:
-    verified = facts.verdicts.get((cell.config, cell.backend))
-    plain = BenchRow(
-        cell.run, cell.config, cell.backend, cell.status, cell.message, verified=verified
-    )
-    if cell.status != "ok" or not samples:
-        return [plain]
-    config = parse_config(cell.config)
-    return [_measured(plain, config, cell, name, facts, samples[name]) for name in samples]
-
-
-def _measured(
-    row: BenchRow,
-    config: Config,
-    cell: CellRow,
-    name: str,
-    facts: _Facts,
-    samples: tuple[int, ...],
-) -> BenchRow:
-    x = stats.summarize(samples)
-    interval = stats.median_ci(samples)
-    rates = rates_of(config, x.median, facts.peaks, facts.convention, tf32=facts.tf32)
-    return replace(
-        row,
-        measurement=name,
-        samples=x.n,
-        median_ns=x.median,
-        low_ns=interval[0] if interval else None,
-        high_ns=interval[1] if interval else None,
-        mean_ns=x.mean,
-        std_ns=x.std,
-        min_ns=x.min,
-        flops_per_s=rates.flops_per_s,
-        bytes_per_s=rates.bytes_per_s,
-        efficiency=rates.efficiency,
-        against=rates.against,
-        doubts=doubts(name, samples, interval, cell.clocks, rates, facts.precision),
-    )
 
 
 def rates_of(
@@ -365,22 +320,17 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Config | None = None) -> li
     }
     result = []
     for row in rows:
-        names = _baselines(row, baseline) if row.ranked else []
-        base = next((each for each in names if (*each, row.measurement) in medians), None)
-        base_ns = medians[(*base, row.measurement)] if base else None
-        if base is not None and base_ns and row.median_ns:
-            text = base[1] if baseline is None else " ".join(base)
-            row = replace(row, speedup=base_ns / row.median_ns, baseline=text)
+        places = [(row.config, name) for name in REFERENCES]
+        if baseline is not None:
+            dtype = baseline.dtype or parse_config(row.config).dtype
+            label = replace(baseline, dtype=dtype).label
+            places = [(label, CHOSEN), (label, row.backend)]
+        place = next((place for place in places if (*place, row.measurement) in medians), None)
+        if row.ranked and place and row.median_ns and (ns := medians[*place, row.measurement]):
+            text = place[1] if baseline is None else " ".join(place)
+            row = replace(row, speedup=ns / row.median_ns, baseline=text)
         result.append(row)
     return result
-
-
-def _baselines(row: BenchRow, baseline: Config | None) -> list[tuple[str, str]]:
-    if baseline is None:
-        return [(row.config, name) for name in REFERENCES]
-    own = parse_config(row.config)
-    label = (baseline if baseline.dtype else replace(baseline, dtype=own.dtype)).label
-    return [(label, CHOSEN), (label, row.backend)]
 
 
 def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
