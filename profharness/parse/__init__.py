@@ -25,18 +25,10 @@ PARSERS: dict[str, str] = {
     "nsys": "profharness.parse.nsys:parse_nsys",
     "ncu": "profharness.parse.ncu:parse_ncu",
 }
-SUFFIXES: dict[str, str] = {
-    ".json": "chrome",
-    ".json.gz": "chrome",
-    ".ncu-rep": "ncu",
-    ".csv": "ncu",
-    ".sqlite": "nsys",
-    ".nsys-rep": "nsys",
-    ".ncu-rep.gz": "ncu",
-    ".csv.gz": "ncu",
-    ".sqlite.gz": "nsys",
-    ".nsys-rep.gz": "nsys",
-}
+_PLAIN_SUFFIXES = {
+    ".json": "chrome", ".ncu-rep": "ncu", ".csv": "ncu", ".sqlite": "nsys", ".nsys-rep": "nsys",
+}  # fmt: skip
+SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
 STARTS: dict[bytes, str] = {
     b"SQLite format 3\0": "nsys",  # which says what else an SQLite file is
     b"NVR\0": "ncu",
@@ -50,9 +42,7 @@ EXPECTED = (
 
 
 def load_parser(name: str) -> Callable[[Path], Trace]:
-    """The parser registered as `name`, imported only now. Raises KeyError for a name not
-    registered.
-    """
+    """The parser registered as `name`, imported only now. Raises KeyError for any other name."""
     module, attribute = PARSERS[name].split(":")
     parser: Callable[[Path], Trace] = getattr(importlib.import_module(module), attribute)
     return parser
@@ -81,9 +71,9 @@ def sniff(path: Path) -> str | None:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file that nobody named, found in a folder, is to be taken in: by suffix, a CSV only
-    if it is ncu's, an nsys report only if its export is not beside it, a packed export or report
-    only if it does not lie beside it unpacked.
+    """Whether a file found in a folder is to be taken in: by suffix, a CSV only if it is ncu's.
+
+    An nsys report counts only without its export beside it, a packed file only without the plain.
     """
     lower = path.name.lower()
     plain = path.with_name(path.name[:-3]) if lower.endswith(".gz") else path
@@ -97,8 +87,9 @@ def is_trace(path: Path) -> bool:
 
 
 def open_trace(path: Path) -> Trace:
-    """Parse any trace file, also one inside gzip; errors name the file as it was given. Raises
-    TraceFormatError when no parser takes it or the parser refuses it.
+    """Parse any trace file, also one inside gzip; errors name the file as it was given.
+
+    Raises TraceFormatError when no parser takes it or the parser refuses it.
     """
     name = sniff(path)
     if name is None:
@@ -110,9 +101,7 @@ def open_trace(path: Path) -> Trace:
 
 
 def is_ncu_csv(path: Path) -> bool:
-    """Whether a file, plain or inside gzip, has ncu's header line within its first MiB. Raises
-    OSError if it cannot be read.
-    """
+    """Whether a file, plain or packed, has ncu's header line in its first MiB. Raises OSError."""
     return any(map(NCU_HEADER.match, decode_text(first_bytes(path, SNIFFED)).splitlines()))
 
 
@@ -132,9 +121,7 @@ def is_packed(path: Path) -> bool:
 
 
 def first_bytes(path: Path, size: int) -> bytes:
-    """The first `size` bytes, uncompressed; fewer where the file, or its whole part, is shorter.
-    Raises OSError.
-    """
+    """The first `size` uncompressed bytes, fewer of a short or damaged file. Raises OSError."""
     if not is_packed(path):
         with path.open("rb") as file:
             return file.read(size)
@@ -157,16 +144,14 @@ def unpacked(path: Path) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         try:
-            if not is_packed(path):
-                plain = path
-            else:
+            plain = path
+            if is_packed(path):
                 plain = Path(folder) / path.name[: -len(SUFFIX)]
                 with gzip.open(path, "rb") as packed, plain.open("wb") as out:
                     shutil.copyfileobj(packed, out, 1 << 20)
         except _DAMAGE as error:
-            raise TraceFormatError(
-                path, f"cannot be decompressed: {error}", expected="a whole gzip file"
-            ) from None
+            message = f"cannot be decompressed: {error}"
+            raise TraceFormatError(path, message, expected="a whole gzip file") from None
         except OSError as error:
             raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
         try:

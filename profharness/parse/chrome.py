@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -72,10 +72,6 @@ GZIP_RATIO = 13
 CHILD = "from profharness.parse.chrome import main; main()"  # -m would pickle as __main__
 
 
-class _Inexact(Exception):
-    """Ranges scanned apart do not add up to the file; it has to be scanned in one go."""
-
-
 def parse_chrome(
     path: Path,
     *,
@@ -87,16 +83,12 @@ def parse_chrome(
     """Parse a Kineto trace; processes None: two for large files where there are two CPUs, else one.
 
     Launches are kernels, memcpys and memsets; in a trace without any, ATen ops with their own time.
-    Unreadable single events are skipped and counted. The sizes steer memory, not results. Raises
-    TraceFormatError when the file is truncated, damaged or no Kineto trace. The caller closes the
-    Trace.
+    Unreadable single events are skipped and counted. The sizes steer memory, not results.
+    The caller closes the Trace. Raises TraceFormatError for a cut, damaged or foreign file.
     """
     path = Path(path)
-    window = Window(path)
-    try:
+    with closing(Window(path)) as window:
         layout = probe(window)
-    finally:
-        window.close()
     with ExitStack() as stack:
         source, header, warnings = _scan_file(path, layout, processes, range_bytes, stack)
         return _assemble(source, header, warnings, chunk_rows, slice_rows, stack)
@@ -105,9 +97,7 @@ def parse_chrome(
 def _scan_file(
     path: Path, layout: Layout, processes: int | None, range_bytes: int, stack: ExitStack
 ) -> tuple[link.Source, dict[str, Any], list[str]]:
-    """(merged tables, header, warnings) of a scan with as many processes as pay, again with
-    decimals or in one go where that proves necessary.
-    """
+    """(merged tables, header, warnings); a scan that needs decimals or one go is repeated so."""
     if layout.empty:
         return link.merge([Tables()], []), _trailer(path, layout, layout.first), []
     count = _processes(path, layout, processes)
@@ -124,20 +114,15 @@ def _scan_file(
             count = 1
         elif any(answer.need_exact for answer in answers):
             exact = True
+        elif (end := _array_end(path, answers)) is None:
+            count, width = 1, 0
         else:
-            try:
-                end = _array_end(path, answers)
-            except _Inexact:
-                count, width = 1, 0
-                continue
             source = link.merge([answer.tables for answer in answers], spools)
             return source, _trailer(path, layout, end), warnings
 
 
 def _scan_twice(requests: list[Request], spools: list[Spool]) -> list[Answer] | None:
-    """Scan here and in a child, which writes columns to its spool and its Answer to stdout; None
-    when the child died.
-    """
+    """Scan here and in a child, which prints its pickled Answer; None when the child died."""
     number = spools[1].file.fileno()
     with start_python(CHILD, str(number), pass_fds=(number,)) as child:
         try:
@@ -173,9 +158,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a child has to do: the ranges `first`, `first + step`, … of a file; step 0: one range
-    to the end.
-    """
+    """The ranges `first`, `first + step`, … of a file; step 0: one range to the end."""
 
     path: str
     layout: Layout
@@ -198,9 +181,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One range of the file as it was scanned: array_end is the offset of the closing `]`, if it
-    was met here.
-    """
+    """One scanned range; array_end is the offset of the closing `]` if that was met here."""
 
     index: int
     array_end: int | None
@@ -210,25 +191,21 @@ class Part:
 def scan(request: Request, spool: Spool) -> Answer:
     """Scan this request's ranges into the spool. Raises TraceFormatError."""
     collector = Collector(Events(exact=request.exact), spool)
-    window = Window(Path(request.path))
     parts: list[Part] = []
-    try:
+    with closing(Window(Path(request.path))) as window:
         scanner = Scanner(window, request.layout, collector)
         window.fill()
-        index = request.first
+        index, width = request.first, request.range_bytes
         while True:
-            width = request.range_bytes
             begin, end = (index * width, (index + 1) * width) if request.step else (0, FOREVER)
-            if end > request.layout.first:
-                parts.append(scanner.scan(index, max(begin, request.layout.first), end))
+            try:
+                if end > request.layout.first:
+                    parts.append(scanner.scan(index, max(begin, request.layout.first), end))
+            except NeedExactTimes:
+                return Answer(collector.tables, parts, need_exact=True)
             if not request.step or window.eof or (parts and parts[-1].array_end is not None):
-                break
+                return Answer(collector.tables, parts, window.end)
             index += request.step
-        return Answer(collector.tables, parts, window.end)
-    except NeedExactTimes:
-        return Answer(collector.tables, parts, need_exact=True)
-    finally:
-        window.close()
 
 
 class Scanner:
@@ -309,9 +286,7 @@ class Scanner:
                 flushed = window.base
 
     def _segment(self, segment: bytes, *, last: bool) -> int:
-        """Decode whole events; returns how many bytes are done with (fewer if the last event
-        goes on).
-        """
+        """Decode events; returns how many bytes are done with, fewer if the last event goes on."""
         try:
             events = self.collector.events.many.decode(b"[" + segment + b"]")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -361,9 +336,7 @@ class Scanner:
         return len(segment) if border < 0 else border + self.layout.gap + 1
 
     def _lost_end(self, segment: bytes, position: int) -> int:
-        """At the end of the file inside an event: perhaps a broken event whose array still
-        closes.
-        """
+        """The file ends inside an event: perhaps a broken one whose array still closes."""
         tail = segment[position:].rstrip()
         border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
         if border < 0 or not tail.endswith((b"}", b"]")):
@@ -386,28 +359,24 @@ class Scanner:
             collector.add((event,))
 
 
-def _array_end(path: Path, answers: list[Answer]) -> int:
-    """Offset of the closing bracket. Raises TraceFormatError if there is none, _Inexact if parts
-    contradict each other.
+def _array_end(path: Path, answers: list[Answer]) -> int | None:
+    """Offset of the closing bracket; None if ranges scanned apart do not add up to the file.
+
+    Raises TraceFormatError if there is no bracket.
     """
     parts = sorted((part for answer in answers for part in answer.parts), key=lambda p: p.index)
-    ends = [part for part in parts if part.array_end is not None]
-    if not ends:
+    last = next((part for part in parts if part.array_end is not None), None)
+    if last is None:
         size = max(answer.size for answer in answers)
         message = "the file ends inside traceEvents"
         raise TraceFormatError(path, message, offset=size, expected="], the end of the events")
-    if any(part.index > ends[0].index and part.events for part in parts):
-        raise _Inexact
-    assert ends[0].array_end is not None
-    return ends[0].array_end
+    contradicted = any(part.index > last.index and part.events for part in parts)
+    return None if contradicted else last.array_end
 
 
 def _trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
-    """Header and trailing keys. Raises TraceFormatError if the file does not close properly
-    behind the events.
-    """
-    window = Window(path)
-    try:
+    """Header and trailing keys. Raises TraceFormatError if the file does not close properly."""
+    with closing(Window(path)) as window:
         window.fill()
         window.seek(end + 1)
         data = window.rest()
@@ -427,8 +396,6 @@ def _trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
             message = f"the file is not whole behind the events: {error}"
             raise window.error(message, expected="}, the end of the trace") from None
         return {**trailer, **layout.header}
-    finally:
-        window.close()
 
 
 def _processes(path: Path, layout: Layout, asked: int | None) -> int:
@@ -505,7 +472,6 @@ def _assemble(
     slice_rows: int,
     stack: ExitStack,
 ) -> Trace:
-    """Join everything, write the result columns to a file of their own, and wrap them up."""
     tables = source.tables
     base, doubt = time_base(header)
     if tables.skipped:

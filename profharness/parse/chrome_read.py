@@ -49,9 +49,7 @@ class Layout:
 
 
 class Window:
-    """A stretch of the uncompressed bytes: `buffer` begins at offset `base`; `fill` appends,
-    `seek` goes forward.
-    """
+    """A stretch of a file's uncompressed bytes; `buffer` begins at offset `base`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,9 +64,7 @@ class Window:
         return self.base + len(self.buffer)
 
     def fill(self, size: int = BLOCK) -> bool:
-        """Append up to `size` bytes; False at the end of the file. Raises TraceFormatError on
-        damaged gzip.
-        """
+        """Append up to `size` bytes; False at the end. Raises TraceFormatError on damaged gzip."""
         data = b"" if self.eof else self._read(size)
         self.eof = not data
         self.buffer = self.buffer + data if self.buffer else data
@@ -76,35 +72,22 @@ class Window:
 
     def seek(self, offset: int) -> None:
         """Drop everything before `offset` (not before `base`)."""
-        if offset <= self.end:
-            self.buffer = self.buffer[offset - self.base :]
-        elif self._seekable:
+        if offset > self.end and self._seekable:
             self._file.seek(offset)
-            self.buffer = b""
-        else:
-            while self.end < offset:
-                self.base, self.buffer = self.end, b""
-                if not self.fill():
-                    return
-            self.buffer = self.buffer[offset - self.base :]
-        self.base = offset
+            self.base, self.buffer = offset, b""
+        while offset > self.end:
+            self.base, self.buffer = self.end, b""
+            if not self.fill():
+                return
+        self.base, self.buffer = offset, self.buffer[offset - self.base :]
 
     def rest(self) -> bytes:
-        """Everything from `base` on. Raises TraceFormatError if that is more than MAX_PIECE
-        bytes.
-        """
-        parts = [self.buffer]
-        size = len(self.buffer)
-        while not self.eof:
-            data = self._read(BLOCK)
-            self.eof = not data
-            parts.append(data)
-            size += len(data)
-            if size > MAX_PIECE:
-                raise self.error(
-                    "more than 32 MiB follow the events", expected="the end of the file"
-                )
-        self.buffer = b"".join(parts)
+        """Everything from `base` on. Raises TraceFormatError beyond MAX_PIECE bytes."""
+        begin = self.end
+        while self.fill(max(BLOCK, len(self.buffer))):
+            if len(self.buffer) > MAX_PIECE:
+                message = "more than 32 MiB follow the events"
+                raise self.error(message, offset=begin, expected="the end of the file")
         return self.buffer
 
     def error(self, message: str, *, offset: int | None = None, expected: str) -> TraceFormatError:
@@ -178,9 +161,7 @@ def skip_space(data: bytes, position: int) -> int:
 
 
 def decode_lenient(data: bytes) -> Any:
-    """JSON to Python values, also with NaN, bad UTF-8 or raw control characters. Raises
-    ValueError.
-    """
+    """JSON to Python values, NaN, bad UTF-8 and control characters too. Raises ValueError."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -192,8 +173,7 @@ def decode_lenient(data: bytes) -> Any:
 def probe(window: Window) -> Layout:
     """Find the events of a file whose window stands at its beginning.
 
-    Raises TraceFormatError when the file is not JSON, has no traceEvents, or ends before its first
-    event does.
+    Raises TraceFormatError for a file that is not JSON, has no traceEvents, or ends too early.
     """
     window.fill()
     if not window.buffer:
@@ -228,16 +208,12 @@ def _find_events(window: Window, start: int) -> tuple[int, dict[str, Any]]:
 
 
 def _foreign(window: Window) -> TraceFormatError:
-    """The error for a file that ends without traceEvents: cut short, not JSON, or another kind
-    of JSON.
-    """
     try:
         value = decode_lenient(window.buffer.removeprefix(b"\xef\xbb\xbf"))
     except json.JSONDecodeError as error:
         offset = len(error.doc[: error.pos].encode("utf-8", "replace"))
-        return window.error(
-            f"not whole JSON: {error.msg}", offset=offset, expected='"traceEvents": ['
-        )
+        message = f"not whole JSON: {error.msg}"
+        return window.error(message, offset=offset, expected='"traceEvents": [')
     except (ValueError, RecursionError) as error:
         return window.error(f"not JSON: {error}", expected='"traceEvents": [')
     if isinstance(value, dict) and "traceEvents" in value:
@@ -248,6 +224,7 @@ def _foreign(window: Window) -> TraceFormatError:
 def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool) -> Layout:
     """Measure the separator between the first two events."""
     header.pop("traceEvents", None)
+    between, tail, certain = b",", b"{", False  # where no second event tells
     size = BLOCK
     while True:
         first = skip_space(window.buffer, position)
@@ -258,14 +235,12 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
             raise window.error("not an event", offset=first, expected="{, the start of an event")
         end = object_end(window.buffer, first) if opening else None
         if end is not None and (gap := _GAP.match(window.buffer, end)):
-            between = gap.group()
-            key = _KEY.match(window.buffer, gap.end())
-            if b"\n" in between or key is not None:
-                certain = b"\n" in between
-                tail = b"{" if certain or key is None else key.group()
+            certain = b"\n" in gap.group()
+            key = None if certain else _KEY.match(window.buffer, gap.end())
+            if certain or key:
+                between, tail = gap.group(), key.group() if key else tail
                 break
         elif end is not None and window.buffer[skip_space(window.buffer, end) :][:1] == b"]":
-            between, tail, certain = b",", b"{", False
             break
         if len(window.buffer) - position > MAX_PIECE:
             raise window.error("an event of more than 32 MiB", offset=first, expected="an event")
@@ -273,9 +248,8 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
             if end is None:
                 message = "the file ends inside its first event"
                 raise window.error(message, expected="a whole event")
-            between, tail, certain = b",", b"{", False
             break
         size = min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)
-    found = re.search(rb'"ts"\s*:\s*([-+.\deE]+)', window.buffer[first:end])
-    ts = found[1].decode() if found else ""
+    time = re.search(rb'"ts"\s*:\s*([-+.\deE]+)', window.buffer[first:end])
+    ts = time[1].decode() if time else ""
     return Layout(first, b"}" + between + tail, len(between), certain, bare, False, header, ts)
