@@ -106,12 +106,11 @@ _GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *GPU_KEYS.values())
 def parse_nsys(path: Path) -> Trace:
     """Parse an SQLite export of nsys, or a .nsys-rep by exporting it to a temporary file first.
 
-    nsys counts times from the start of the capture; where the export tells that start
-    (TARGET_INFO_SESSION_START_TIME.utcEpochNs), the Trace's times count from 1970. Launches are
-    kernels, memcpys and memsets; a file without any gives an empty Trace whose warnings say what
-    nsys said. A launch without its API call in the file has launch_ns, range and cell_range NONE.
-    Raises TraceFormatError when the file is no export, damaged or half-written, and what
-    export_report raises. The caller closes the Trace.
+    nsys counts times from the start of the capture. The Trace's times count from 1970 where the
+    export tells that start (TARGET_INFO_SESSION_START_TIME.utcEpochNs). A file without launches
+    gives an empty Trace whose warnings say what nsys said. A launch without its API call has
+    launch_ns, range and cell_range NONE. The caller closes the Trace. Raises TraceFormatError
+    when the file is no export, damaged or half-written, and what export_report raises.
     """
     path = Path(path)
     if not path.name.lower().endswith(REPORT_SUFFIX):
@@ -173,7 +172,6 @@ def _parse(path: Path, shown: Path) -> Trace:
 
 
 def _notes(export: Export, reader: Reader) -> list[str]:
-    """What the user should know about the capture."""
     notes = [] if reader.tables.gpu else ["the export holds no kernel, memcpy or memset"]
     graphs = sum(1 for _ in export.rows(GRAPHS, ("start",)))
     if graphs:
@@ -185,13 +183,17 @@ def _notes(export: Export, reader: Reader) -> list[str]:
 
 
 class _Kernels:
-    """The Trace's names, kinds and launch configurations, and for each variant its index into
-    them.
-    """
+    """The Trace's names, kinds and launch configurations; for each variant its index into them."""
 
     def __init__(self, export: Export, variants: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
         names, configs = Ids(), Ids()
-        texts = _kernel_texts(export, variants)
+        string = cache(export.text)
+        texts = {}  # of (mangledName, demangledName, shortName): the first that StringIds knows
+        for table, values in variants:
+            if table == KERNEL:
+                ids = values[: len(NAMES)]
+                known = filter(None, (string(number) for number in ids if number is not None))
+                texts[ids] = next(known, "unknown")
         canonical, left = canonical_names(list(dict.fromkeys(texts.values())))
         kernel_of, config_of = [], []
         for table, values in variants:
@@ -216,21 +218,6 @@ class _Kernels:
         )
 
 
-def _kernel_texts(
-    export: Export, variants: Iterable[tuple[str, tuple[Any, ...]]]
-) -> dict[tuple[Any, ...], str]:
-    """(mangledName, demangledName, shortName) ids to the first of them that StringIds knows."""
-    texts = {}
-    strings = cache(export.text)
-    for table, values in variants:
-        if table == KERNEL:
-            ids = values[: len(NAMES)]
-            texts[ids] = next(
-                filter(None, (strings(one) for one in ids if one is not None)), "unknown"
-            )
-    return texts
-
-
 def _config(values: tuple[Any, ...]) -> LaunchConfig:
     """A kernel's row of CONFIG columns; what is missing or no number is None."""
     gx, gy, gz, bx, by, bz, registers, static, dynamic = map(whole, values)
@@ -243,8 +230,8 @@ def _config(values: tuple[Any, ...]) -> LaunchConfig:
 class Reader:
     """Reads one export into `tables` and `spool`.
 
-    The kernel of GpuRows is an index into `variants`, their config is unused (0). The correlation
-    of GpuRows and LaunchRows is a key, see PROCESS_SHIFT. Blocks are sorted by key. variants are
+    The kernel of GpuRows is an index into `variants`, their config is 0. The correlation of
+    GpuRows and LaunchRows is a key, see PROCESS_SHIFT. Blocks are sorted by key. variants are
     (table, names and launch configuration or kinds of memory).
     """
 
@@ -254,8 +241,8 @@ class Reader:
         self._export = export
         self._spool = spool
         self._processes = Ids()
-        self._needed: list[NDArray[np.uint8]] | None = []
-        self._strings: dict[int, str | None] = {}
+        self._needed: dict[int, NDArray[np.uint8]] | None = {}  # bits of ids by process; None: all
+        self._string = cache(export.text)
 
     def read(self) -> None:
         """Everything, in the order in which one needs the other."""
@@ -277,7 +264,7 @@ class Reader:
             return
         listed = ", ".join(map(str, ids))
         self._read_calls(f"nameId IN ({listed})")
-        if any(needed.any() for needed in self._needed):
+        if any(flags.any() for flags in self._needed.values()):
             self._read_calls(f"nameId IS NULL OR nameId NOT IN ({listed})")
 
     def _read_calls(self, where: str) -> None:
@@ -286,43 +273,40 @@ class Reader:
             correlation, name, thread, start = self._numbers(batch, 4)[0]
             key = self._keys(correlation, thread)
             keep = (key >= 0) & (thread != -1) & (np.abs(start) < MAX_NS)
-            keep[keep] = self._answers(key[keep])
+            keep[keep] = self._take_needed(key[keep])
             key, name, thread = key[keep], name[keep], thread[keep]
             api, thread = _mapped(name, self._api), _mapped(thread, self._thread)
             self._write(self.tables.launches, LaunchRows(key, api, thread, start[keep]), key)
 
     def _need(self, key: Ints) -> None:
-        """Note that calls with these keys are wanted; all calls are when the ids grow too large."""
+        """Note that calls with these keys are needed; all calls are when the ids grow too large."""
         for process in np.unique(key[key >= 0] >> PROCESS_SHIFT).tolist():
             if self._needed is None:
                 return
             ids = key[key >> PROCESS_SHIFT == process] % CORRELATIONS
-            self._needed += [np.zeros(0, np.uint8)] * (process + 1 - len(self._needed))
-            more = int(ids.max() >> 3) + 1 - len(self._needed[process])
-            if more + sum(len(needed) for needed in self._needed) > MAX_NEEDED:
+            flags = self._needed.get(process, np.zeros(0, np.uint8))
+            more = int(ids.max() >> 3) + 1 - len(flags)
+            if more + sum(map(len, self._needed.values())) > MAX_NEEDED:
                 self._needed = None
                 return
             if more > 0:
-                room = np.zeros(more + len(self._needed[process]) // 2, np.uint8)
-                self._needed[process] = np.concatenate([self._needed[process], room])
-            np.bitwise_or.at(self._needed[process], ids >> 3, _flag(ids))
+                flags = np.append(flags, np.zeros(more + len(flags) // 2, np.uint8))
+                self._needed[process] = flags
+            np.bitwise_or.at(flags, ids >> 3, _flag(ids))
 
-    def _answers(self, key: Ints) -> Flags:
+    def _take_needed(self, key: Ints) -> Flags:
         """Which of these calls an activity waits for; from then on it does not."""
-        found = np.ones(len(key), np.bool_)
         if self._needed is None:
-            return found
-        process = key >> PROCESS_SHIFT
-        for one in np.unique(process).tolist():
-            mine = np.flatnonzero(process == one)
-            needed = self._needed[one] if one < len(self._needed) else np.zeros(0, np.uint8)
-            ids = key[mine] % CORRELATIONS
-            inside = ids >> 3 < len(needed)
-            ids = ids[inside]
-            found[mine] = inside
-            found[mine[inside]] = (needed[ids >> 3] & _flag(ids)) > 0
-            np.bitwise_and.at(needed, ids >> 3, ~_flag(ids))
-        return found
+            return np.ones(len(key), np.bool_)
+        needed = np.zeros(len(key), np.bool_)
+        process, ids = key >> PROCESS_SHIFT, key % CORRELATIONS
+        for number in np.unique(process).tolist():
+            flags = self._needed.get(number, np.zeros(0, np.uint8))
+            rows = np.flatnonzero((process == number) & (ids >> 3 < len(flags)))
+            byte, flag = ids[rows] >> 3, _flag(ids[rows])
+            needed[rows] = (flags[byte] & flag) > 0
+            np.bitwise_and.at(flags, byte, ~flag)
+        return needed
 
     def _read_activities(self, table: str) -> None:
         width, variants = len(NUMBERS), self.variants
@@ -357,10 +341,10 @@ class Reader:
             if stop < start:
                 self.tables.skipped += 1
                 continue
-            told = (text if string is None else self._string(string)) or ""
-            name = f"{domains.get((thread >> 24, domain), '')}{told}"[:MAX_RANGE_NAME]
-            wide = kind in START_END
+            message = (text if string is None else self._string(string)) or ""
+            name = f"{domains.get((thread >> 24, domain), '')}{message}"[:MAX_RANGE_NAME]
             name = names.setdefault(name, name)
+            wide = kind in START_END
             self.tables.ranges.add(name, start, stop - start, self._thread(thread), wide)
 
     def _end_of_trace(self) -> int:
@@ -369,23 +353,19 @@ class Reader:
         return max(min(self._export.largest(table, "end") or 0, MAX_NS - 1) for table in tables)
 
     def _domains(self) -> dict[tuple[int, Any], str]:
-        """Prefix of range names by process and domain id; none for profharness' own domain and for
-        the default one.
-        """
-        found: dict[tuple[int, Any], str] = {}
+        """Prefix of range names by process and domain id; none for the own and default domain."""
+        prefixes: dict[tuple[int, Any], str] = {}
         columns = ("globalTid", "domainId", "textId", "text")
         for thread, domain, string, text in self._export.rows("NVTX_EVENTS", columns, DOMAINS):
             name = text if string is None else self._string(string)
             if isinstance(thread, int) and domain and name and name != OWN_DOMAIN:
-                found[(thread >> 24, domain)] = f"{name}:"
-        return found
+                prefixes[(thread >> 24, domain)] = f"{name}:"
+        return prefixes
 
     def _numbers(
         self, batch: list[tuple[Any, ...]], width: int
     ) -> tuple[Ints, list[tuple[Any, ...]]]:
-        """(the first `width` columns as an array [width, rows], the rows kept); rows that hold
-        something else than integers are skipped and counted.
-        """
+        """(first `width` columns as an array, the rows kept); others than integers are skipped."""
         try:
             return _array(batch, width), batch
         except (TypeError, ValueError, OverflowError):
@@ -395,8 +375,7 @@ class Reader:
 
     def _keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
         """Correlation ids made unique across processes; -1 where there is none."""
-        ids = thread_or_process >> 24
-        process = _mapped(ids, self._process)
+        process = _mapped(thread_or_process >> 24, self._process)
         known = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
         return np.where(known, process * CORRELATIONS + correlation, -1)
 
@@ -406,20 +385,14 @@ class Reader:
             if len(calls) != 1:
                 return -1
             number = calls[0]
-        found = self._processes[number]
-        return found if found < MAX_PROCESSES else -1
+        process = self._processes[number]
+        return process if process < MAX_PROCESSES else -1
 
     def _thread(self, number: int) -> int:
         return self.tables.threads[(number >> 24) & 0xFFFFFF, number & 0xFFFFFF]
 
     def _api(self, string: int) -> int:
-        name = _API_VERSION.sub("", self._string(string) or "unknown")
-        return self.tables.apis[name]
-
-    def _string(self, number: Any) -> str | None:
-        if number not in self._strings:
-            self._strings[number] = self._export.text(number)
-        return self._strings[number]
+        return self.tables.apis[_API_VERSION.sub("", self._string(string) or "unknown")]
 
     def _write(self, blocks: list[Block], rows: Iterable[Ints], key: Ints) -> None:
         """Write rows sorted by key, in one block per process."""
@@ -431,9 +404,8 @@ class Reader:
         borders = np.flatnonzero(np.diff(key >> PROCESS_SHIFT)) + 1
         for part in np.split(np.arange(len(key)), borders):
             offset = self._spool.write([column[order[part]] for column in columns])
-            low, high = int(key[part[0]]), int(key[part[-1]])
-            number = (0, len(blocks))
-            blocks.append(Block(number, offset, len(columns), len(part), low, high))
+            span = int(key[part[0]]), int(key[part[-1]])
+            blocks.append(Block((0, len(blocks)), offset, len(columns), len(part), *span))
 
 
 def _array(batch: list[tuple[Any, ...]], width: int) -> Ints:
@@ -459,9 +431,7 @@ def _time(value: object) -> bool:
 
 
 def environment(export: Export) -> dict[str, object]:
-    """Versions of nsys, of its schema, of CUDA's driver and of NVIDIA's, as far as they are told
-    and look like versions.
-    """
+    """Versions of nsys, its schema, CUDA's driver and NVIDIA's, as far as they look like such."""
     versions: dict[str, object] = {}
     for table in META_TABLES:
         versions.update(_versions(export.rows(table, ("name", "value")), PRODUCT))
@@ -512,8 +482,8 @@ def _device(index: object, row: dict[str, Any]) -> Device | None:
 
 
 def diagnostics(export: Export) -> list[str]:
-    """nsys's own warnings and errors of the capture, without those that could name a path, a host
-    or a command; at most MAX_DIAGNOSTICS.
+    """nsys's own warnings and errors, at most MAX_DIAGNOSTICS; none that could name a path, a
+    host or a command.
     """
     texts: dict[str, None] = {}
     for severity, text in export.rows("DIAGNOSTIC_EVENT", ("severity", "text")):

@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,9 @@ _REFERENCE = re.compile(r"S[0-9A-Z]*_|T[0-9]*_")
 
 
 def memcpy_name(copy: int, source: int, target: int) -> str:
-    """`Memcpy HtoD (Pinned -> Device)` for nsys's numbers; a kind that is not told is Unknown."""
-    kinds = MEMORY_KINDS
-    return (
-        f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} "
-        f"({kinds.get(source, 'Unknown')} -> {kinds.get(target, 'Unknown')})"
-    )
+    """`Memcpy HtoD (Pinned -> Device)` for nsys's numbers."""
+    start, end = (MEMORY_KINDS.get(kind, "Unknown") for kind in (source, target))
+    return f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} ({start} -> {end})"
 
 
 def memset_name(memory: int) -> str:
@@ -57,8 +54,8 @@ def memset_name(memory: int) -> str:
 def canonical_names(mangled: Sequence[str]) -> tuple[dict[str, str], int]:
     """(mangled to canonical name, number of names that had to stay mangled).
 
-    A name whose back references could multiply beyond all bounds is demangled by a child process
-    with limits on time and memory; a name that breaks these stays as it is.
+    A child process with limits on time and memory demangles names whose back references could
+    multiply beyond all bounds; a name that breaks the limits stays as it is.
     """
     names = {name: name if _expands(name) else canonical(name) for name in mangled}
     doubtful = [name for name in names if _expands(name)]
@@ -76,28 +73,22 @@ def _expands(name: str) -> bool:
 
 
 def _demangle_apart(names: list[str]) -> Mapping[str, str]:
-    """What children answer before they are stopped; a child goes on behind the name on which the
-    one before it ended.
-    """
-    known: dict[str, str] = {}
+    """The names that children demangle; a child starts behind the name that ended the last one."""
+    demangled: dict[str, str] = {}
     rest = [name for name in names if "\n" not in name]
     for _ in range(MAX_CHILDREN):
         if not rest:
             break
-        answers = _ask_child(rest)
-        known.update(zip(rest, answers, strict=False))
+        child = start_python(CHILD, stderr=subprocess.DEVNULL)
+        try:
+            output, _ = child.communicate("\n".join(rest).encode(), timeout=CHILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            output, _ = child.communicate()
+        answers = output.decode("utf-8", "replace").split("\n")[:-1]
+        demangled.update(zip(rest, answers, strict=False))
         rest = rest[len(answers) + 1 :]
-    return known
-
-
-def _ask_child(names: list[str]) -> list[str]:
-    child = start_python(CHILD, stderr=subprocess.DEVNULL)
-    try:
-        output, _ = child.communicate("\n".join(names).encode(), timeout=CHILD_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        output, _ = child.communicate()
-    return output.decode("utf-8", "replace").split("\n")[:-1]
+    return demangled
 
 
 def main() -> None:
@@ -109,11 +100,11 @@ def main() -> None:
     for name in sys.stdin.buffer.read().decode("utf-8", "replace").split("\n"):
         signal.setitimer(signal.ITIMER_PROF, NAME_SECONDS)  # its signal ends this process
         try:
-            found = canonical(name)
+            demangled = canonical(name)
         except MemoryError:
-            found = name
-        found = name if len(found) > MAX_DEMANGLED or "\n" in found else found
-        sys.stdout.buffer.write(found.encode() + b"\n")
+            demangled = name
+        too_long = len(demangled) > MAX_DEMANGLED or "\n" in demangled
+        sys.stdout.buffer.write((name if too_long else demangled).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
@@ -141,24 +132,13 @@ class Table:
 
 
 class Export:
-    """An open export. Rows come as tuples in the order asked for; a column that the file lacks
-    reads as NULL.
-    """
+    """An open export. Rows are tuples in the order asked for; a column it lacks reads as NULL."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
-        self._connection = connection
-        self._tables = _tables(connection)
+        self.connection = connection
+        self.tables = _tables(connection)  # by name without a suffix such as _V2
         self._processes: dict[str, list[int]] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tables, without version suffix."""
-        return set(self._tables)
-
-    def table(self, name: str) -> Table | None:
-        """The table of that name, or of that name with a suffix such as _V2; None if absent."""
-        return self._tables.get(name)
 
     def rows(self, name: str, columns: Sequence[str], where: str = "") -> Iterator[tuple[Any, ...]]:
         """Rows in file order; none where the table is absent. `where` is SQL of this package."""
@@ -169,31 +149,29 @@ class Export:
         self, name: str, columns: Sequence[str], where: str = "", *, filled: int = 0
     ) -> Iterator[list[tuple[Any, ...]]]:
         """The same in lists of up to FETCH_ROWS; in the first `filled` columns NULL reads as -1."""
-        table = self.table(name)
+        table = self.tables.get(name)
         if table is None:
             return
-        known = [f'"{c}"' if c in table.columns else "NULL" for c in columns]
-        numbers = [f"ifnull({column}, -1)" for column in known[:filled]]
-        wanted = ", ".join(numbers + known[filled:])
+        values = [f'"{column}"' if column in table.columns else "NULL" for column in columns]
+        values[:filled] = [f"ifnull({value}, -1)" for value in values[:filled]]
         clause = f" WHERE {where}" if where else ""
-        cursor = self._connection.execute(f"SELECT {wanted} FROM {table.name}{clause}")
+        cursor = self.connection.execute(f"SELECT {', '.join(values)} FROM {table.name}{clause}")
         cursor.arraysize = FETCH_ROWS
         while batch := cursor.fetchmany():
             yield batch
 
     def has(self, name: str, *columns: str) -> bool:
         """Whether the table is there with all these columns."""
-        table = self.table(name)
-        return table is not None and table.columns.issuperset(columns)
+        return name in self.tables and self.tables[name].columns.issuperset(columns)
 
     def text(self, string: int) -> str | None:
         """StringIds' text for an id, at most MAX_TEXT characters; None for an unknown id."""
         if not self.has("StringIds", "id", "value"):
             return None
-        table = self._tables["StringIds"]
-        row = self._connection.execute(
-            f"SELECT substr(value, 1, {MAX_TEXT}) FROM {table.name} WHERE id = ?", (string,)
-        ).fetchone()
+        sql = (
+            f"SELECT substr(value, 1, {MAX_TEXT}) FROM {self.tables['StringIds'].name} WHERE id = ?"
+        )
+        row = self.connection.execute(sql, (string,)).fetchone()
         return row[0] if row and isinstance(row[0], str) else None
 
     def strings_like(self, patterns: Sequence[str]) -> list[int]:
@@ -201,37 +179,36 @@ class Export:
         if not self.has("StringIds", "id", "value"):
             return []
         sql = (
-            f"SELECT id FROM {self._tables['StringIds'].name} WHERE typeof(id) = 'integer' "
+            f"SELECT id FROM {self.tables['StringIds'].name} WHERE typeof(id) = 'integer' "
             f"AND length(value) < 200 AND ({' OR '.join(['value LIKE ?'] * len(patterns))})"
         )
-        found = self._connection.execute(sql, patterns).fetchmany(MAX_IDS + 1)
-        return [number for (number,) in found] if len(found) <= MAX_IDS else []
+        rows = self.connection.execute(sql, patterns).fetchmany(MAX_IDS + 1)
+        return [number for (number,) in rows] if len(rows) <= MAX_IDS else []
 
     def distinct_processes(self, name: str) -> list[int]:
         """The process parts (globalTid >> 24) of a table's rows, two at most."""
         if name not in self._processes:
-            table = self._tables.get(name)
-            found = []
-            if table is not None and "globalTid" in table.columns:
-                sql = f"SELECT DISTINCT globalTid >> 24 FROM {table.name} LIMIT 2"
-                found = [process for (process,) in self._connection.execute(sql)]
-            self._processes[name] = [process for process in found if isinstance(process, int)]
+            rows: Iterable[tuple[Any]] = ()
+            if self.has(name, "globalTid"):
+                sql = f"SELECT DISTINCT globalTid >> 24 FROM {self.tables[name].name} LIMIT 2"
+                rows = self.connection.execute(sql)
+            self._processes[name] = [process for (process,) in rows if isinstance(process, int)]
         return self._processes[name]
 
     def largest(self, name: str, column: str) -> int | None:
         """The largest integer in a column; None where there is none."""
-        table = self.table(name)
-        if table is None or column not in table.columns:
+        if not self.has(name, column):
             return None
-        sql = f'SELECT max("{column}") FROM {table.name}'
-        (found,) = self._connection.execute(sql).fetchone()
-        return found if isinstance(found, int) else None
+        sql = f'SELECT max("{column}") FROM {self.tables[name].name}'
+        (value,) = self.connection.execute(sql).fetchone()
+        return value if isinstance(value, int) else None
 
 
 @contextmanager
 def opened(path: Path, shown: Path) -> Iterator[Export]:
-    """The export at `path`, called `shown` in messages. Raises TraceFormatError for a file that is
-    none, or not whole; so does any SQLite error within the context.
+    """The export at `path`, called `shown` in messages.
+
+    Raises TraceFormatError for a file that is none or not whole, and for SQLite's errors within.
     """
     _check_file(path, shown)
     try:
@@ -248,7 +225,7 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
 
 
 def _check_file(path: Path, shown: Path) -> None:
-    """Refuse what can be refused by the first 100 bytes, the size and the files beside it."""
+    """Refuse by the first 100 bytes, the size and the files beside it."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -277,10 +254,10 @@ def _check_file(path: Path, shown: Path) -> None:
 
 
 def _check_tables(export: Export) -> None:
-    names = export.names
+    names = set(export.tables)
     if any(_MARK.fullmatch(name) for name in names):
         return
-    views = export._connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'")
+    views = export.connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'")
     if STORE_TABLES & {*names, *(str(name) for (name,) in views)}:
         message = "a store of profharness, not a trace; read it with --store"
     elif not names:
@@ -291,16 +268,16 @@ def _check_tables(export: Export) -> None:
 
 
 def _tables(connection: sqlite3.Connection) -> dict[str, Table]:
-    """Tables by name without version suffix; of several versions the plain name where it has
-    rows, else the highest number that has.
+    """Tables by name without version suffix: the plain one if it has rows, else the highest that
+    has.
     """
     sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
-    found: dict[str, list[tuple[int, str]]] = {}
+    versions: dict[str, list[tuple[int, str]]] = {}
     for (name,) in connection.execute(sql).fetchall():
         match = _VERSIONED.fullmatch(str(name))
         base, number = (match["base"], int(match["number"])) if match else (str(name), 0)
-        found.setdefault(base, []).append((number, str(name)))
-    return {base: _best(connection, names) for base, names in found.items()}
+        versions.setdefault(base, []).append((number, str(name)))
+    return {base: _best(connection, names) for base, names in versions.items()}
 
 
 def _best(connection: sqlite3.Connection, names: list[tuple[int, str]]) -> Table:
