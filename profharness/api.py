@@ -227,11 +227,11 @@ def analyze(
     `frame.explode("findings")` has one finding a row. Whole answers: `attrs["analyses"]`. What
     peaks may be, and errors: `analyze_stored`.
     """
-    from profharness.answers.analyze import answer, model
+    from profharness.answers.analyze import answer, figures
 
     selection = Selection(run, config_list(configs), split_names(backends or ()))
     analyses = answer.analyze_stored(store_path(store), selection, peaks)
-    return _frame(map(model.analyze_record, analyses), list(model.FIELDS), analyses=analyses)
+    return _frame(map(figures.analyze_record, analyses), list(figures.FIELDS), analyses=analyses)
 
 
 def verify(

@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from profharness.answers.analyze.answer import analyze, analyze_all, sweep
-from profharness.answers.analyze.figures import Facts
-from profharness.answers.analyze.model import (
+from profharness.answers.analyze.figures import (
     DERIVED,
     MEASURED,
     SEVERITIES,
     CellAnalysis,
+    Facts,
     Machine,
     machine_of,
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_analysis import MACHINE, cell, evidence, kernel
 
 from profharness.answers.analyze.answer import analyze
-from profharness.answers.analyze.model import MEASURED
+from profharness.answers.analyze.figures import MEASURED
 from profharness.rows import KernelRow
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from profharness.answers.analyze.answer import sweep
-from profharness.answers.analyze.model import (
+from profharness.answers.analyze.figures import (
     FIELDS,
     SCHEMA,
     CellAnalysis,

@@ -8,21 +8,19 @@ from pathlib import Path
 from statistics import median
 
 from profharness.answers.analyze.figures import (
-    Facts,
-    cell_figures,
-    kernel_figures,
-    main_kernel,
-    phase_figures,
-    us,
-)
-from profharness.answers.analyze.model import (
     MEASURED,
     SEVERITIES,
     CellAnalysis,
     Evidence,
+    Facts,
     Finding,
     Machine,
+    cell_figures,
+    kernel_figures,
     machine_of,
+    main_kernel,
+    phase_figures,
+    us,
 )
 from profharness.answers.analyze.remedies import bottleneck, remedies
 from profharness.answers.analyze.rules import RULES, kv_places

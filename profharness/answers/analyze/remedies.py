@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from profharness.answers.analyze.figures import Facts, percent
-from profharness.answers.analyze.model import DERIVED, MEASURED, Finding, Remedy
+from profharness.answers.analyze.figures import DERIVED, MEASURED, Facts, Finding, Remedy, percent
 from profharness.answers.analyze.rules import GEMMS
 from profharness.config import Config
 from profharness.dispatch.advice import SDP_BACKENDS

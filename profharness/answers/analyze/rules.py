@@ -6,18 +6,22 @@ import math
 
 from profharness.answers.analyze.figures import (
     BASIS_SOURCE,
+    DERIVED,
     FLUSHED,
     KIB,
     L1_BYTES,
     L2_BYTES,
+    MEASURED,
+    Evidence,
     Facts,
+    Finding,
+    KernelFigures,
     Rule,
     percent,
     share,
     size,
     us,
 )
-from profharness.answers.analyze.model import DERIVED, MEASURED, Evidence, Finding, KernelFigures
 from profharness.config import Config
 from profharness.costs import tensor_bytes
 

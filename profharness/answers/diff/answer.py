@@ -99,11 +99,8 @@ def _diff_pair(
 ) -> Iterable[DiffRow]:
     if base is None or cand is None:
         return _one_sided(base, cand)
-    pair = {
-        "config": base.config,
-        "backend_baseline": base.backend,
-        "backend_candidate": cand.backend,
-    }
+    backends = {"backend_baseline": base.backend, "backend_candidate": cand.backend}
+    pair = {"config": base.config, **backends}
     rows: list[DiffRow] = []
     doubts = incomparable(baseline, candidate, base.cell, cand.cell)
     if base.cell and cand.cell:
@@ -126,13 +123,10 @@ def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
     )
     rows = [template] if here.cell else []
     own = here.of(common_profiler(here.kernels, here.kernels)[0])
+    side = "baseline" if base else "candidate"
     for role, kernels in grouped(own).items():
-        row = replace(template, role=role, basis=LAUNCHES)
-        time = call_ns(kernels, _least(own))
-        if base:
-            rows.append(replace(row, baseline=kernels, baseline_ns=time))
-        else:
-            rows.append(replace(row, candidate=kernels, candidate_ns=time))
+        values: dict[str, Any] = {side: kernels, f"{side}_ns": call_ns(kernels, _least(own))}
+        rows.append(replace(template, role=role, basis=LAUNCHES, **values))
     return rows
 
 
@@ -318,8 +312,14 @@ def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tu
     differing = []
     for place, name in enumerate(FIELDS):
         base, cand = (tuple(row[place] for row in rows) for rows in sides)
-        if _differs(base, cand):
-            differing.append(Change(name, _scalar(base), _scalar(cand)))
+        if len(base) == len(cand):
+            pairs = zip(base, cand, strict=True)
+            differs = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        else:
+            differs = any(value is not None for value in base + cand)
+        if differs:
+            values = (side[0] if len(side) == 1 else side for side in (base, cand))
+            differing.append(Change(name, *values))
     return tuple(differing)
 
 
@@ -335,7 +335,7 @@ def speed(
     threshold: float,
 ) -> tuple[Verdict, str]:
     """same, faster, slower or unknown from the launches' medians and ranges, and the reason."""
-    times = (call_ns(baseline, calls[0]), call_ns(candidate, calls[1]))
+    times = call_ns(baseline, calls[0]), call_ns(candidate, calls[1])
     if not times[0] or not times[1]:
         return "unknown", "no duration on one side"
     ratio = times[1] / times[0]
@@ -362,8 +362,8 @@ def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
 
 
 def _preferred(profilers: set[str]) -> str | None:
-    known = [name for name in TRACE_PROFILERS if name in profilers]
-    return known[0] if known else min(profilers, default=None)
+    ranked = (name for name in TRACE_PROFILERS if name in profilers)
+    return next(ranked, min(profilers, default=None))
 
 
 def _range(rows: Sequence[KernelRow], calls: int) -> tuple[float, float]:
@@ -386,39 +386,25 @@ def _properties(row: KernelRow) -> tuple[Any, ...]:
     return tuple(tile if name == "tile" else getattr(row, name) for name in FIELDS)
 
 
-def _differs(baseline: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
-    """Whether known values differ; sides of unlike length differ where anything is known."""
-    if len(baseline) != len(candidate):
-        return any(value is not None for value in (*baseline, *candidate))
-    pairs = zip(baseline, candidate, strict=True)
-    return any(a is not None and b is not None and a != b for a, b in pairs)
-
-
-def _scalar(values: tuple[Any, ...]) -> Any:
-    return values[0] if len(values) == 1 else values
-
-
 def find_side(store: Store, text: str, configs: Sequence[Config]) -> Side:
     """The rows of RUN, RUN:BACKEND or a backend of the latest run. Raises NotFoundError."""
-    latest = store.latest_run_with(configs) if configs else None
-    if ":" in text:
-        ref, _, backend = text.partition(":")
+    ref, colon, backend = text.partition(":")
+    if colon:
         run = store.resolve(ref)
-        known = dict.fromkeys(cell.backend for cell in store.cells(run))
-        if backend not in known:
-            has = ", ".join(known) or "none"
-            raise NotFoundError(f"run {run} has no backend {backend!r}; it has {has}")
     else:
-        run, backend = latest or store.resolve("latest"), text
-        known = dict.fromkeys(cell.backend for cell in store.cells(run))
-        if text not in known:
-            try:
-                run, backend = store.resolve(text), ""
-            except NotFoundError:
-                raise NotFoundError(
-                    f"{text!r} is neither a run nor a backend of the latest run {run} "
-                    f"(it has {', '.join(known) or 'none'})"
-                ) from None
+        run = (store.latest_run_with(configs) if configs else None) or store.resolve("latest")
+        backend = text
+    backends = dict.fromkeys(cell.backend for cell in store.cells(run))
+    has = ", ".join(backends) or "none"
+    if colon and backend not in backends:
+        raise NotFoundError(f"run {run} has no backend {backend!r}; it has {has}")
+    if backend not in backends:
+        try:
+            run, backend = store.resolve(text), ""
+        except NotFoundError:
+            raise NotFoundError(
+                f"{text!r} is neither a run nor a backend of the latest run {run} (it has {has})"
+            ) from None
     kernels, cells = store.rows(Selection(run, configs))
     return Side(
         label=f"{run}:{backend}" if backend else run,
