@@ -73,10 +73,9 @@ def tensor_bytes(config: Config) -> TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One step of attention: its operations, and the bytes that it moves to and from memory.
-
-    matmul: a matrix product, which the FLOPs of a config count; the operations of softmax and
-    the like are never counted there. A fused phase that works on registers alone moves 0 bytes.
+    """One step of attention: its operations, and the bytes that it moves to and from memory (0 for
+    a fused phase on registers alone). matmul: a matrix product, which the FLOPs of a config count;
+    softmax and the like never count there.
     """
 
     name: str
@@ -126,12 +125,10 @@ def flops(config: Config, convention: str = "exact") -> int:
 
 
 def compulsory_bytes(config: Config) -> int:
-    """Bytes that a call must move if every input is read once and every output written once.
-
-    Forward: Q, K, V and mask in, output out. With bwd also the log-sum-exp out and in, Q, K, V,
-    mask, output and its gradient in, and the gradients of Q, K, V (and of a float_grad mask) out.
-    With `causal` only keys that a query sees count; a dimension with stride 0 counts once. Raises
-    UsageError for a config without a dtype.
+    """Bytes that a call must move if every input is read once and every output written once. With
+    bwd the log-sum-exp goes out and in, Q, K, V, mask and output go in again with the output's
+    gradient, and the gradients of Q, K, V (and of a float_grad mask) go out. Raises UsageError for
+    a config without a dtype.
     """
     tensors = tensor_bytes(config)
     again = tensors.forward + tensors.statistics if config.bwd else 0

@@ -33,9 +33,8 @@ class Peaks:
 
 
 def flop_peak(peaks: Peaks, dtype: str, *, tf32: bool = False) -> tuple[str, float] | None:
-    """Name and value of the rate that bounds a config of this dtype; None if it is not known.
-
-    tf32: fp32 products may use the tensor cores (`torch.backends.cuda.matmul.allow_tf32`).
+    """Name and value of the rate that bounds a config of this dtype, or None. tf32: fp32 products
+    may use the tensor cores (`torch.backends.cuda.matmul.allow_tf32`).
     """
     name = "tf32" if dtype == "fp32" and tf32 else dtype
     rate = peaks.flops_per_s.get(name)
@@ -149,9 +148,7 @@ _NOISE = re.compile(
 
 
 def find_gpu(text: str) -> Gpu:
-    """A GPU by its name, case, spaces and vendor words left aside, or by capability: `sm90`, `9.0`.
-    Raises UsageError with near matches.
-    """
+    """A GPU by its name or capability (`sm90`, `9.0`). Raises UsageError with near matches."""
     capability = _capability(text)
     if capability:
         return Gpu(f"sm{capability[0]}{capability[1]}", capability)
@@ -253,10 +250,7 @@ class SmLimits:
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """Theoretical occupancy: resident warps over the most an SM holds (0 to 1), blocks that fit,
-    and what stops one more.
-
-    limiter is one of `registers shared_memory block warps`; when several bind at once, the first
-    in LIMITERS is named.
+    and what stops one more: the first of LIMITERS that binds.
     """
 
     fraction: float
@@ -265,9 +259,7 @@ class Occupancy:
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """A device's limits: what the trace tells, the rest from the table above. None for an unknown
-    compute capability.
-    """
+    """What the trace tells, the rest from the table above; None for an unknown capability."""
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     if facts is None:
         return None
@@ -294,12 +286,9 @@ def occupancy(
     block_threads: int, registers_per_thread: int, shared_bytes: int, limits: SmLimits | Device
 ) -> Occupancy | None:
     """Theoretical occupancy as cuda_occupancy.h has it, with the largest shared-memory carve-out
-    and opt-in.
-
-    shared_bytes is static plus dynamic of one block, without the driver's reserve. None when the
-    device is unknown or when such a block could not be launched there at all, so that a real
-    launch never reads 0. Named barriers, which no profiler but ncu tells, and clusters are left
-    out.
+    and opt-in. shared_bytes is static plus dynamic of one block, without the driver's reserve. None
+    when the device is unknown or such a block could not be launched there, so that a real launch
+    never reads 0. Named barriers, which no profiler but ncu tells, and clusters are left out.
     """
     sm = sm_limits(limits) if isinstance(limits, Device) else limits
     if sm is None or not 0 < block_threads <= sm.max_threads_per_block:

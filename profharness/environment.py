@@ -36,9 +36,7 @@ def gpu_present() -> bool:
 
 
 def gpu_name() -> str | None:
-    """The first GPU's name, which is what CUDA calls it too; None without one, or if it cannot be
-    told.
-    """
+    """The first GPU's name as CUDA gives it; None without one."""
     with _opened_nvml() as nvml:
         if nvml is None:
             return None

@@ -37,9 +37,7 @@ STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of a verified cell with the fp64 reference; see `VerificationRow` for the
-    fields.
-    """
+    """One comparison of a verified cell with the fp64 reference; fields as in `VerificationRow`."""
 
     what: str
     passed: bool | None
@@ -93,10 +91,9 @@ class TraceFile:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a profiler of a run failed to do, and what helps.
-
-    code is one of those in docs/nsight.md; raw is the tool's own text; cells are those without its
-    rows (empty: all of them).
+    """What a profiler of a run failed to do, and what helps. code is one of those in
+    docs/nsight.md; raw is the tool's own text; cells are those without its rows (empty: all of
+    them).
     """
 
     profiler: str
@@ -148,9 +145,7 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder, newer journal lines included. Raises TraceFormatError on anything that is
-    not one.
-    """
+    """Read a run folder, newer journal lines included. Raises TraceFormatError."""
     path = folder / RUN_FILE
     try:
         run = msgspec.json.decode(path.read_bytes(), type=Run)
@@ -196,10 +191,8 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one worker process is to do: cells still pending, and how.
-
-    parent is the process that started it, whose end is the worker's too. wrapped: another program
-    watches the worker and has to see it end in order.
+    """What one worker process is to do. parent is the process whose end is the worker's too;
+    wrapped: another program watches the worker and has to see it end in order.
     """
 
     cells: tuple[Cell, ...]
@@ -265,8 +258,8 @@ def turn_order(seed: int, config: str, round_number: int, count: int) -> list[in
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """What a capture is asked for besides configs and backends. out: the folder of the run folders;
-    bench: time the backends of each config in turns, as this plan says.
+    """Options besides configs and backends. out: the folder of the run folders; bench: time the
+    backends of each config in turns, as this plan says.
     """
 
     profilers: tuple[str, ...] = ("torch",)
@@ -290,10 +283,8 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What a bench is asked for; the fields are the options of the command.
-
-    run: answer from this stored run instead of measuring. precision None: 1 %, or what the stored
-    run was measured with.
+    """The options of the command. run: answer from this stored run instead of measuring; precision
+    None: 1 %, or what the stored run was measured with.
     """
 
     configs: Sequence[Config] = ()

@@ -24,8 +24,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Location and spread of n samples, in the samples' own unit. std is the sample's (n - 1), 0
-    when n is 1."""
+    """Location and spread of n samples, in their own unit. std is the sample's (n - 1), 0 for one."""
 
     n: int
     median: float
@@ -40,11 +39,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Candidate against baseline. ratio is candidate over baseline of the medians (above 1:
-    slower), None without samples.
-
-    p_value is the two-sided Mann-Whitney U test's, None when it was not made. reason says what the
-    verdict rests on.
+    """Candidate against baseline. ratio is that of the medians (above 1: slower), None without
+    samples; p_value the two-sided Mann-Whitney U test's, None when it was not made. reason says
+    what the verdict rests on.
     """
 
     ratio: float | None
@@ -87,8 +84,7 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Bootstrap percentile interval of the median, the same on every call; None below three
-    samples."""
+    """Bootstrap interval of the median, the same on every call; None below three samples."""
     if len(samples) < MIN_SAMPLES_CI:
         return None
     np = _numpy()
@@ -107,10 +103,8 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 def is_bimodal(samples: Sequence[float]) -> bool:
     """Whether two clusters, each with a fifth of the samples or more, explain nearly all of the
-    variance.
-
-    The best split is Otsu's (largest between-class variance). Fewer than ten samples are never
-    called bimodal.
+    variance. The best split is Otsu's (largest between-class variance). Fewer than ten samples are
+    never bimodal.
     """
     if len(samples) < BIMODAL_MIN_SAMPLES:
         return False
@@ -133,11 +127,9 @@ def is_bimodal(samples: Sequence[float]) -> bool:
 def compare(
     baseline: Sequence[float], candidate: Sequence[float], *, threshold: float = THRESHOLD
 ) -> Comparison:
-    """Verdict on two independent sets of times: the medians' change must exceed threshold and a
-    rank test must agree.
-
-    A change within threshold is `same` whatever the test says. One beyond it that the test does
-    not support at 5 % is `unknown`, as are fewer than five samples on a side.
+    """Verdict on two independent sets of times. A change of the medians within threshold is `same`
+    whatever the rank test says. One beyond it that the test does not support at 5 % is `unknown`,
+    as are fewer than five samples on a side.
     """
     if not len(baseline) or not len(candidate):
         side = "baseline" if not len(baseline) else "candidate"

@@ -115,9 +115,8 @@ def read_cached(path: Path) -> CompiledSource | None:
 
 
 def write_cached(path: Path, compiled: CompiledSource) -> bool:
-    """Write the file whole or not at all; False where the folder cannot be written to.
-
-    The cubin comes first, so that cuobjdump and nvdisasm read the file as it is.
+    """Write the file whole or not at all; False where the folder cannot be written to. The cubin
+    comes first, so that cuobjdump and nvdisasm read the file as it is.
     """
     digest = hashlib.sha256(compiled.cubin).hexdigest()
     names = dict(compiled.names)
@@ -143,9 +142,8 @@ class LaunchError(ImplementationError):
 
 
 class Arguments:
-    """Kernel arguments of one row of Python types, laid out as C lays out a struct.
-
-    A buffer may be filled again as soon as the launch returned: the driver copies from it.
+    """Kernel arguments of one row of Python types, laid out as C lays out a struct. A buffer may be
+    filled again as soon as the launch returned: the driver copies from it.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:

@@ -148,9 +148,7 @@ class CudaSource:
 
 
 def architecture(major: int, minor: int) -> str:
-    """The name for NVRTC of a compute capability: `sm_90a` for 9.0 (wgmma and TMA stand behind the
-    `a`), else `sm_XY`.
-    """
+    """The name for NVRTC: `sm_90a` for 9.0, as wgmma and TMA need the `a`, else `sm_XY`."""
     return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 

@@ -283,20 +283,21 @@ _TRITON_IMPORTS = """import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its interpreter runs on the CPU
 """
+_TRITON_DEVICE = """pytest.importorskip("triton", reason="needs Triton: pip install triton")
+DEVICE = "cpu"
+"""
 _CUDA_MARKS = """@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 """
-_DEVICES = {
-    "torch": ("", 'DEVICE = "cpu"\n'),
-    "triton": (
-        _TRITON_IMPORTS,
-        'pytest.importorskip("triton", reason="needs Triton: pip install triton")\nDEVICE = "cpu"\n',
-    ),
-    "cuda": ("", 'DEVICE = "cuda"\n'),
-}
-_KERNELS = {
-    "torch": _TORCH,
-    "triton": _TRITON,
-    "cuda": CUDA_IMPLEMENTATION,
+_KERNELS = {"torch": _TORCH, "triton": _TRITON, "cuda": CUDA_IMPLEMENTATION}
+_TEST_PARTS = {
+    "torch": {"imports": "", "device": 'DEVICE = "cpu"\n', "marks": "", "more": ""},
+    "triton": {"imports": _TRITON_IMPORTS, "device": _TRITON_DEVICE, "marks": "", "more": ""},
+    "cuda": {
+        "imports": "",
+        "device": 'DEVICE = "cuda"\n',
+        "marks": _CUDA_MARKS,
+        "more": CUDA_CHECK,
+    },
 }
 
 
@@ -307,8 +308,4 @@ def kernel_text(name: str, kind: str) -> str:
 
 def check_text(name: str, kind: str, file: str) -> str:
     """The file `test_NAME.py`; file is the implementation's place seen from the test's folder."""
-    imports, device = _DEVICES[kind]
-    marks, more = (_CUDA_MARKS, CUDA_CHECK) if kind == "cuda" else ("", "")
-    return _TEST.format(
-        name=name, imports=imports, device=device, file=file, marks=marks, more=more
-    )
+    return _TEST.format(name=name, file=file, **_TEST_PARTS[kind])

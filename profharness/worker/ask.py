@@ -100,22 +100,18 @@ class LiveDispatch:
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
 
     def choose(self, config: Config) -> str:
-        """What `auto` takes, nothing launched; `none` where PyTorch raises. Raises what else goes
-        wrong, such as a lack of memory.
-        """
+        """What `auto` takes, nothing launched; `none` where PyTorch refuses. Raises other errors."""
         with _deterministic(config), heard_warnings([]):
             return self._fused_choice(config) or "none"
 
     def priority_order(self) -> tuple[str, ...]:
-        """The order in force, to be read after a first choice; empty where PyTorch cannot tell. The
-        CPU has an order of its own.
-        """
+        """The order in force, to be read after a first choice; empty where PyTorch cannot tell."""
         if self.device == "cpu":
             return CPU_ORDER
         return tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
 
     def ask(self, config: Config, backend: str) -> Verdict:
-        """Whether PyTorch would take `backend` if it had no other; None where the inputs cannot be
+        """Whether PyTorch would take `backend` if it had no other; None where no inputs can be
         made.
         """
         if self.environment.get(f"sdp_{backend}") is False:

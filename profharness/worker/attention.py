@@ -1,6 +1,6 @@
 """How attention is called besides SDPA as it is: PyTorch's other ways, and other packages.
 
-`backends/registry.py` names these functions. An adapter of a package turns SDPA's layout into the
+`backends/__init__.py` names these functions. An adapter of a package turns SDPA's layout into the
 package's as a view and its output back as a view; it copies nothing unless it says so.
 """
 
@@ -37,9 +37,7 @@ def only(name: str) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def legacy_all_disabled() -> Iterator[None]:
-    """The deprecated context with its three flags off; it has no say over cuDNN by default, so
-    cuDNN stays on.
-    """
+    """The deprecated context with its three flags off; cuDNN is none of them and stays on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         context = torch.backends.cuda.sdp_kernel(
@@ -213,9 +211,7 @@ def varlen() -> Attention:
 
 
 def flash_attn() -> Attention:
-    """flash_attn_func(q, k, v, dropout_p, softmax_scale, causal) on [B, S, H, D]; it takes fewer
-    key heads by itself.
-    """
+    """flash_attn_func takes [B, S, H, D], and fewer key heads by itself."""
     from flash_attn import flash_attn_func
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
@@ -247,9 +243,7 @@ def xformers() -> Attention:
 
 
 def sage() -> Attention:
-    """sageattn(q, k, v, tensor_layout, is_causal, sm_scale); its HND is SDPA's layout, and it takes
-    fewer key heads by itself.
-    """
+    """sageattn takes SDPA's layout as HND, and fewer key heads by itself."""
     from sageattention import sageattn
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
@@ -260,9 +254,7 @@ def sage() -> Attention:
 
 
 def flashinfer() -> Attention:
-    """single_prefill_with_kv_cache(q [S, H, D], k and v [H, S, D] as HND, causal, sm_scale): one
-    sequence; it takes fewer key heads by itself.
-    """
+    """single_prefill_with_kv_cache takes one sequence, and fewer key heads by itself."""
     from flashinfer import single_prefill_with_kv_cache
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:

@@ -185,9 +185,7 @@ def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> list[int]:
 
 @dataclass
 class _Group:
-    """What the backends of one config share; inputs are made with the first backend that gets so
-    far.
-    """
+    """What the backends of one config share; the first that gets so far makes the inputs."""
 
     config: Config
     workspace: Workspace
@@ -201,7 +199,13 @@ class _Group:
             device, seed = self.workspace.device, self.workspace.plan.protocol.seed
             first = make_inputs(self.config, device, seed)
             self.inputs.append(first)
-            for number in range(1, copies_of(_size(first), _cache_bytes(device))):
+            tensors = (first.query, first.key, first.value, first.mask, first.grad)
+            size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+            cache_bytes = CPU_CACHE_BYTES
+            if device == "cuda":
+                properties = torch.cuda.get_device_properties(0)
+                cache_bytes = int(getattr(properties, "L2_cache_size", 64 << 20))
+            for number in range(1, copies_of(size, cache_bytes)):
                 self.inputs.append(make_inputs(self.config, device, seed + number))
         return self.inputs
 
@@ -270,9 +274,7 @@ class _Group:
 
 
 def bench_group(cells: Sequence[Cell], workspace: Workspace, plan: BenchPlan, write: Write) -> None:
-    """Bench the cells of one config; each has an `end` in the journal afterwards. Raises
-    DeadContextError (carrying a cell's result) when the process has to end.
-    """
+    """Bench the cells of one config. Raises DeadContextError where no other cell can follow."""
     torch.use_deterministic_algorithms(cells[0].config.deterministic)
     group = _Group(cells[0].config, workspace, plan, write)
     contestants = []
@@ -314,14 +316,3 @@ def _warmed_up(call: Callable[[], Any], workspace: Workspace) -> int:
     call()
     workspace.sync()
     return max(1, time.perf_counter_ns() - begin)
-
-
-def _size(inputs: Inputs) -> int:
-    tensors = (inputs.query, inputs.key, inputs.value, inputs.mask, inputs.grad)
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def _cache_bytes(device: str) -> int:
-    if device != "cuda":
-        return CPU_CACHE_BYTES
-    return int(getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20))

@@ -55,9 +55,7 @@ def body(program: Program) -> None:
 @contextlib.contextmanager
 def open_range(name: str) -> Iterator[None]:
     """A range on this thread (record_function, NVTX push/pop) and one of the whole process (NVTX
-    start/end).
-
-    The process-wide one catches backward kernels: autograd launches them from a thread of its own.
+    start/end), which catches backward kernels: autograd launches them from a thread of its own.
     """
     process_wide = nvtx.start_range(name, domain=NVTX_DOMAIN)
     with nvtx.annotate(name, domain=NVTX_DOMAIN), record_function(name):
@@ -76,10 +74,9 @@ def profiled_calls(
 
 
 def with_torch_profiler(call: Callable[[], Any], cell: str, workspace: Workspace) -> None:
-    """Profile the calls of a cell and leave its Chrome trace in the run folder.
-
-    A warm-up call opens each session: Kineto can drop records from before its capture window, and
-    those would be the first.
+    """Profile the calls of a cell and leave its Chrome trace in the run folder. A warm-up call
+    opens each session: Kineto can drop records from before its capture window, which would be the
+    first.
     """
     device = "cuda" if torch.cuda.is_available() else None
     with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
@@ -186,9 +183,7 @@ def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] |
 
 
 def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
-    """The cell with its result. Raises DeadContextError (carrying the result) when the process has
-    to end after it.
-    """
+    """The cell with its result. Raises DeadContextError where no other cell can follow."""
     cell = replace(cell, config=cell.config.resolve(workspace.device))
     begin = time.perf_counter_ns()
     attempt = Attempt(cell, workspace, stage)
@@ -242,9 +237,7 @@ def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any]) -> Cell:
 
 
 def without_graph(cell: Cell, error: RuntimeError) -> Cell:
-    """The cell with a note on a graph that could not be captured. Raises the error where the
-    context is lost.
-    """
+    """The cell with a note on a graph that cannot be captured. Raises where the context is lost."""
     if context_is_dead(error):
         raise error
     note = f"no CUDA-graph timing: {str(error).splitlines()[0]}"

@@ -44,13 +44,23 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
     malloc fills what it hands out, but for the first 16 bytes of a block of up to 1 KiB that comes
     from its thread cache; elsewhere only freed blocks of those sizes are filled.
     """
-    sizes = sorted({tensor.numel() * tensor.element_size() for tensor in like})
-    _fill_freed(byte, sizes, device)
+    held = [
+        torch.empty(size, dtype=torch.uint8, device=device).fill_(byte)
+        for size in sorted({tensor.numel() * tensor.element_size() for tensor in like})
+        for _ in range(COPIES)
+    ]
+    if device == "cuda":
+        torch.cuda.synchronize()
+    held.clear()
     if device == "cuda":
         _fill_free_blocks(byte)
         yield
         return
-    perturb = _mallopt()
+    try:
+        perturb = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # the C library has none
+        yield
+        return
     perturb(_M_PERTURB, byte ^ 0xFF | 0x100)  # the bit above the byte: 0 would switch it off
     try:
         yield
@@ -62,17 +72,6 @@ def poison_value(byte: int, dtype: Any) -> float:
     """What an element of that dtype holds if nothing was written to it."""
     width = torch.empty((), dtype=dtype).element_size()
     return float(torch.tensor([byte] * width, dtype=torch.uint8).view(dtype)[0])
-
-
-def _fill_freed(byte: int, sizes: list[int], device: str) -> None:
-    held = [
-        torch.empty(size, dtype=torch.uint8, device=device).fill_(byte)
-        for size in sizes
-        for _ in range(COPIES)
-    ]
-    if device == "cuda":
-        torch.cuda.synchronize()
-    held.clear()
 
 
 def _fill_free_blocks(byte: int) -> None:
@@ -92,14 +91,6 @@ def _fill_free_blocks(byte: int) -> None:
             held.append(made.fill_(byte))
     torch.cuda.synchronize()
     held.clear()
-
-
-def _mallopt() -> Any:
-    """glibc's mallopt, or a function that does nothing where the C library has none."""
-    try:
-        return ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return lambda *_: 0
 
 
 @dataclass(frozen=True)
@@ -125,11 +116,6 @@ class Got:
     reused: tuple[str, ...]
     no_gradient: str | None = None
     backward_error: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What both calls gave."""
-        return tuple(name for name in self.first if name in self.second)
 
 
 def expect(config: Config, inputs: Inputs) -> Expected:

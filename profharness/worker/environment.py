@@ -17,10 +17,8 @@ from profharness.environment import RELEVANT_VARIABLES, driver_version
 
 
 def collect(device_type: str) -> dict[str, Any]:
-    """The environment as flat keys and JSON values; device_type is `cuda` or `cpu`.
-
-    On CUDA one tiny SDPA choice is asked first: torch fills its priority order at the first
-    dispatch only.
+    """The environment as flat keys and JSON values; device_type is `cuda` or `cpu`. On CUDA one
+    tiny SDPA choice is asked first: torch fills its priority order at the first dispatch only.
     """
     keys: dict[str, Any] = {
         "profharness": profharness.__version__,
@@ -88,9 +86,7 @@ def _flags() -> dict[str, Any]:
 
 
 def priority_order() -> list[str] | None:
-    """The backends in the order in which PyTorch tries them; None where it cannot tell. It is filled
-    at the first dispatch.
-    """
+    """The backends in PyTorch's order, known after a first dispatch; None where it cannot tell."""
     order = getattr(torch._C, "_get_sdp_priority_order", None)
     return [backend_name(number) for number in order()] if order else None
 

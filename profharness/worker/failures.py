@@ -94,9 +94,7 @@ def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refusal, ...]:
-    """The reasons for `backend` among the warnings (all of them for `auto` and the like), or the
-    error itself, inferred.
-    """
+    """The reasons for a backend among the warnings (`auto` and the like: all), else the error's."""
     reasons: dict[Refusal, None] = {}
     for subject, text in reasons_by_backend(texts):
         if not subject or subject == backend:

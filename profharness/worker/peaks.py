@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -36,8 +35,8 @@ def _measured(device: str, environment: dict[str, Any]) -> Peaks:
     shapes = SHAPES[device]
     rates = {}
     for name, dtype, tf32 in _kinds(device):
-        with _tf32(tf32):
-            rates[name] = max(_matrix_rate(device, dtype, rows) for rows in shapes)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        rates[name] = max(_matrix_rate(device, dtype, rows) for rows in shapes)
     return Peaks(
         device=str(environment.get("gpu") or environment.get("cpu") or device),
         source=MEASURED,
@@ -57,16 +56,6 @@ def _kinds(device: str) -> list[tuple[str, Any, bool]]:
     if torch.cuda.get_device_capability() >= (8, 0):
         kinds += [("bf16", torch.bfloat16, False), ("tf32", torch.float32, True)]
     return kinds
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _bandwidth(device: str) -> float:

@@ -52,13 +52,6 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def leave(code: int, *, wrapped: bool) -> NoReturn:
-    """End the process. All is on disk, and tearing torch and CUDA down would only take time."""
-    if wrapped:  # what a profiler injected writes its last records at exit
-        sys.exit(code)
-    os._exit(code)
-
-
 Write = Callable[[JournalEntry], None]
 Stage = Callable[[str], None]
 
@@ -96,12 +89,15 @@ def run_program(folder: Path, module: str) -> NoReturn:
         device = environment.default_device()
     keys = environment.collect(device)
     write(JournalEntry("environment", environment=keys))
+    code = 0
     try:
         importlib.import_module(module).body(Program(folder, plan, device, keys, write))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
-        leave(EXIT_DEAD_CONTEXT, wrapped=plan.wrapped)
-    leave(0, wrapped=plan.wrapped)
+        code = EXIT_DEAD_CONTEXT
+    if plan.wrapped:  # what a profiler injected writes its last records at exit
+        sys.exit(code)
+    os._exit(code)  # all is on disk, and tearing torch and CUDA down would only take time
 
 
 def run_each(program: Program, run_one: Callable[[Cell, Stage], Cell]) -> None:

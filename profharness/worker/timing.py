@@ -57,9 +57,7 @@ class ClockReader:
         return [reading for asked, answered, reading in kept if asked <= end and begin <= answered]
 
     def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """The one reading that is nearest to a time too short to have one of its own; waits for
-        the first reading of all. Empty where there is no NVML.
-        """
+        """The reading nearest to a time too short for one of its own; empty without NVML."""
         self._begun.wait(FIRST_S)
         kept = tuple(self._kept)
         if not kept:
@@ -105,7 +103,10 @@ def _questions() -> Questions:
 
     nvml.nvmlInit()
     uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
-    handle = _by_uuid(nvml, uuid) or nvml.nvmlDeviceGetHandleByIndex(0)
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode())
+    except nvml.NVMLError:
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
     return {
         "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
         "memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
@@ -113,15 +114,6 @@ def _questions() -> Questions:
         "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
     }
-
-
-def _by_uuid(nvml: Any, uuid: str) -> Any:
-    if not uuid:
-        return None
-    try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode())
-    except nvml.NVMLError:
-        return None
 
 
 class L2Flush:
@@ -137,10 +129,9 @@ class L2Flush:
 
 
 def time_events(call: Callable[[], Any], samples: int, flush: L2Flush) -> list[int]:
-    """Each sample is the time between two events around one eager call, L2 flushed before it.
-
-    All pairs are recorded before the first is read, so the launch queue stays ahead of the device.
-    For a call shorter than its own launch path this measures the launch path.
+    """Each sample is the time between two events around one eager call, L2 flushed before it. All
+    pairs are recorded before the first is read, so the launch queue stays ahead of the device. For
+    a call shorter than its own launch path this measures the launch path.
     """
     pairs = []
     deadline = time.perf_counter() + BUDGET_S
@@ -187,9 +178,8 @@ def open_graph(call: Callable[[], Any], expected_ns: int) -> Callable[[int], lis
 
 
 def _captured(call: Callable[[], Any], calls: int) -> Any:
-    """A graph of that many calls. torch.cuda.graph would collect garbage and empty the allocator's
-    cache first, which costs more than the timing.
-    """
+    # torch.cuda.graph would collect garbage and empty the allocator's cache first, which costs more
+    # than the timing
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

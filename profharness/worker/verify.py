@@ -57,9 +57,7 @@ class Verifier:
     _last: tuple[tuple[Config, str], Inputs, Expected] | None = field(default=None, init=False)
 
     def verify(self, cell: Cell, stage: Stage) -> Cell:
-        """The cell with its checks. Raises DeadContextError (carrying the result) when the process
-        has to end after it.
-        """
+        """The cell with its checks. Raises DeadContextError where no other cell can follow."""
         cell = replace(cell, config=cell.config.resolve(self.workspace.device))
         heard: list[str] = []
         torch.use_deterministic_algorithms(cell.config.deterministic)
@@ -95,19 +93,18 @@ class Verifier:
             got, changed = caller.run(inputs, self.workspace.plan.protocol.seed)
         stage("comparison")
         checks = [Check("inputs", changed is None, changed)]
-        checks += [compare(config, inputs, name, got, expected) for name in got.names]
+        names = [name for name in got.first if name in got.second]
+        checks += [compare(config, inputs, name, got, expected) for name in names]
         reason = forward_only or got.no_gradient
         if cell.config.bwd and reason:
             checks += [Check(name, None, f"skipped: {reason}") for name in GRADIENTS]
         elif got.backward_error:
             text = f"the backward pass failed: {got.backward_error}"
-            checks += [Check(name, False, text) for name in GRADIENTS if name not in got.names]
+            checks += [Check(name, False, text) for name in GRADIENTS if name not in names]
         return tuple(checks), tuning_of(backend, attention)
 
     def _forward_only(self, config: Config, backend: Backend) -> str | None:
-        """Why only the forward pass can be verified, or None. Raises RefusedError where neither
-        pass can.
-        """
+        """Why only the forward pass can be verified. Raises RefusedError where none can."""
         refusals = reasons_beforehand(config, self.workspace, backend)
         if not refusals:
             return None
@@ -156,9 +153,7 @@ def _moved(tensor: Any) -> Any:
 
 @dataclass
 class _Results:
-    """What one call gave: `out` and gradients by name. no_gradient says why it cannot give any,
-    backward_error how it failed to.
-    """
+    """What one call gave, by name; no_gradient and backward_error say why gradients are missing."""
 
     tensors: dict[str, Any]
     no_gradient: str | None = None

@@ -53,7 +53,7 @@ FLEX = """
 import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
-from profharness.backends.registry import TORCH_BACKENDS
+from profharness.backends import TORCH_BACKENDS
 from profharness.worker.attention import naive_compiled
 
 def call(attention, head_dim, causal):

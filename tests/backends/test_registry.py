@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import PATIENCE_S
 
-from profharness.backends import BACKENDS, find_backend
+from profharness.backends import (
+    BACKENDS,
+    LIBRARY_BACKENDS,
+    SDPA_BACKENDS,
+    TORCH_BACKENDS,
+    find_backend,
+)
 from profharness.backends.base import RefusedError, wants
-from profharness.backends.registry import LIBRARY_BACKENDS, SDPA_BACKENDS, TORCH_BACKENDS
 from profharness.config import DTYPES, MASKS, Config, expand_configs, parse_config
 from profharness.run import CaptureOptions, Protocol, read_run
 from profharness.runner import capture

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.backends import BACKENDS, find_backend
-from profharness.backends.registry import LIBRARY_BACKENDS, TORCH_BACKENDS
+from profharness.backends import BACKENDS, LIBRARY_BACKENDS, TORCH_BACKENDS, find_backend
 from profharness.config import expand_configs
 from profharness.jobs import default_backends
 from profharness.run import CaptureOptions, Protocol, Run, read_run
