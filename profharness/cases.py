@@ -19,11 +19,10 @@ MAX_HEADS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One problem to verify.
-
-    Its inputs are normally distributed, but for these names: `large` has scores far beyond what exp
-    can take, `equal` the same score for every key, `large_offset` tensors that begin 1 MiB elements
-    into their storage, `masked_row` a query row that may attend to no key.
+    """One problem to verify. Its inputs are normally distributed, but for these names: `large` has
+    scores far beyond what exp can take, `equal` the same score for every key, `large_offset`
+    tensors that begin 1 MiB elements into their storage, `masked_row` a query row that may attend
+    to no key.
     """
 
     name: str
@@ -37,13 +36,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class VerificationRow:
-    """One check of one case on one backend.
-
-    asked is the label of the config that the case was derived from, config its own. what is `out`
-    `dq` `dk` `dv` or `inputs` (they come back unchanged). error is the largest absolute difference
-    from the fp64 reference, relative_error the Frobenius norm of the difference over that of the
-    reference; None where it is not a finite number. passed is None where nothing was checked (a
-    refusal, too little memory), with the reason in message.
+    """One check of one case on one backend. asked is the label of the config that the case was
+    derived from, config its own. what is `out` `dq` `dk` `dv` or `inputs` (they come back
+    unchanged). error is the largest absolute difference from the fp64 reference, relative_error the
+    Frobenius norm of the difference over that of the reference; None where it is not a finite
+    number. passed is None where nothing was checked (a refusal, too little memory), with the reason
+    in message.
     """
 
     run: str

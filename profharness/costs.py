@@ -21,12 +21,10 @@ SOFTMAX_BWD_OPS = 4  # a score: multiply with the probability, subtract delta, m
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """Bytes of each tensor of a call as stored.
-
-    Inputs count a dimension with stride 0 once, and key and value only the rows that some query
-    sees. statistics is one log-sum-exp a query row. gradients are those of Q, K, V and of a mask
-    with a gradient, written whole whatever a query sees. scores is one whole score matrix of all
-    heads, as unfused attention keeps it.
+    """Bytes of each tensor of a call as stored. Inputs count a dimension with stride 0 once, and
+    key and value only the rows that some query sees. statistics is one log-sum-exp a query row.
+    gradients are those of Q, K, V and of a mask with a gradient, written whole whatever a query
+    sees. scores is one whole score matrix of all heads, as unfused attention keeps it.
     """
 
     query: int
@@ -146,13 +144,11 @@ def working_set_bytes(config: Config) -> int:
 
 
 def phases(config: Config, execution: str = "fused") -> tuple[Phase, ...]:
-    """The steps of one call in order.
-
-    `fused`: scores stay on the chip, so QK^T moves Q and K, PV moves V and the output, and only
-    scores that are needed are computed. The mask is read by the softmax phase. `unfused`, as
-    PyTorch's math: each step reads and writes whole score matrices in fp32, causal saves nothing,
-    K and V of grouped heads are repeated, and 16-bit inputs are cast first. Raises UsageError for
-    an unknown execution or no dtype.
+    """The steps of one call in order. `fused`: scores stay on the chip, so QK^T moves Q and K, PV
+    moves V and the output, and only scores that are needed are computed. The mask is read by the
+    softmax phase. `unfused`, as PyTorch's math: each step reads and writes whole score matrices in
+    fp32, causal saves nothing, K and V of grouped heads are repeated, and 16-bit inputs are cast
+    first. Raises UsageError for an unknown execution or no dtype.
     """
     if execution not in EXECUTIONS:
         raise UsageError(f"execution {execution!r} is not known; there are {', '.join(EXECUTIONS)}")

@@ -18,7 +18,6 @@ MB = 1 << 20
 @dataclass(frozen=True)
 class Peaks:
     """Ceilings of one device. source is `measured` or `data sheet`; origin says how or where from.
-
     flops_per_s: dense matrix rate by dtype, fp32 accumulation; `fp32` is full fp32 (TF32 off),
     `tf32` the tensor cores on fp32 inputs. None or a missing key: not known.
     """
@@ -50,12 +49,10 @@ def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
 
 
 class Gpu(NamedTuple):
-    """One row of the table of GPUs.
-
-    name is what `--gpu` takes; empty for variants that go by the name of another row. sm_count
-    (streaming multiprocessors) is None where no data sheet says it. pattern is searched in the
-    device name as CUDA gives it; empty without a data sheet. The data sheet's figures: GB/s, dense
-    TFLOP/s (tensor for fp16, and for bf16 from Ampere on), L2 in MiB.
+    """One row of the table of GPUs. name is what `--gpu` takes; empty for variants that go by the
+    name of another row. sm_count (streaming multiprocessors) is None where no data sheet says it.
+    pattern is searched in the device name as CUDA gives it; empty without a data sheet. The data
+    sheet's figures: GB/s, dense TFLOP/s (tensor for fp16, and for bf16 from Ampere on), L2 in MiB.
     """
 
     name: str

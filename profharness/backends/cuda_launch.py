@@ -80,9 +80,7 @@ def local_files(source: Path, text: bytes) -> dict[Path, bytes]:
 
 
 def cache_key(files: Mapping[Path, bytes], parts: Iterable[str]) -> str:
-    """32 hex digits of everything that decides the cubin: the files with their paths (which line
-    information names) and the parts in their order.
-    """
+    """32 hex digits of the files, their paths (line information names them) and the parts in order."""
     digest = hashlib.sha256(MAGIC)
     texts = [part.encode() for part in parts]
     for path in sorted(files):

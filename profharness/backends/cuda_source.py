@@ -37,9 +37,7 @@ class CudaSource:
     """A `.cu` file, or CUDA text in a Python file. Making one imports and compiles nothing.
 
     text is the source where it stands in the Python file path as a string; lines in errors are then
-    those of that file.
-
-    options are those of cuda.core's ProgramOptions, for instance `{"max_register_count": 128}` or
+    those of that file. options are those of cuda.core's ProgramOptions, for instance `{"max_register_count": 128}` or
     `{"define_macro": [("TILE", "64")]}`; -std=c++17 and -lineinfo are set unless they say otherwise.
     Files beside the source can be included as `"name.cuh"`. What was loaded stays loaded: a source
     that is edited takes effect in the next process.

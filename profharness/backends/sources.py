@@ -37,10 +37,9 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def parts_of(file: Path) -> dict[Path, bytes]:
-    """The file and what belongs to it, with their contents: modules in its folder that it imports,
-    the CUDA source of the same name, those that a string names, and what these include as `"..."`;
-    each of them in turn. What is nowhere is left out, and so is what only a running program could
-    tell. Raises OSError for a file that cannot be read.
+    """The file and what belongs to it, with their contents, each in turn: modules in its folder that
+    it imports, the CUDA source of the same name, those that a string names, and what these include
+    as `"..."`. Raises OSError for a file that cannot be read.
     """
     parts: dict[Path, bytes] = {}
     todo = [file]
@@ -122,9 +121,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
 
 
 def fingerprint(backend: Backend) -> str | None:
-    """What tells one version of a backend's code from another: the hash of its file and of what
-    belongs to it, or the versions of its packages; None where there is neither.
-    """
+    """The hash of a backend's file and what belongs to it, or its packages' versions, or None."""
     if backend.file is not None and backend.file.is_file():
         return f"sha256:{_digest(backend.file)}"
     versions = []
@@ -158,9 +155,7 @@ def where(error: BaseException, file: Path | None) -> str:
 
 @dataclass(frozen=True)
 class _Implementation:
-    """What a source holds. tuning is the source's own, else that of the module which defines the
-    function.
-    """
+    """What a source holds; tuning may be of the module that defines the function."""
 
     attention: Attention
     supports: Callable[[Config], Any] | None

@@ -111,9 +111,7 @@ class LiveDispatch:
         return tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
 
     def ask(self, config: Config, backend: str) -> Verdict:
-        """Whether PyTorch would take `backend` if it had no other; None where no inputs can be
-        made.
-        """
+        """Whether PyTorch would take `backend` alone; None where the inputs cannot be made."""
         if self.environment.get(f"sdp_{backend}") is False:
             text = f"{backend} attention has been runtime disabled."
             return Verdict(False, (Refusal("runtime_disabled", text),))

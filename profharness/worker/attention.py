@@ -97,11 +97,10 @@ def naive_compiled_absent() -> str | None:
 
 
 def naive_compiled() -> Attention:
-    """torch.compile(naive, dynamic=False, fullgraph=True), compiled anew for each load.
-
-    Its attribute `tuning`, a function, says how often Inductor's pattern matcher found attention in
-    the graph and put scaled_dot_product_attention there (`counters["inductor"]["fuse_attention"]`
-    of torch._dynamo.utils). Raises RefusedError without kernels/naive.py.
+    """torch.compile(naive, dynamic=False, fullgraph=True), compiled anew for each load. Its
+    attribute `tuning`, a function, says how often Inductor's pattern matcher found attention in the
+    graph and put scaled_dot_product_attention there (`counters["inductor"]["fuse_attention"]` of
+    torch._dynamo.utils). Raises RefusedError without kernels/naive.py.
     """
     plain = find_implementation("naive")
     if plain is None or plain.load is None:

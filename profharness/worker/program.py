@@ -4,6 +4,7 @@ with the parent, and leaves in order.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import select
@@ -35,21 +36,14 @@ def end_with(parent: int) -> None:
     try:
         descriptor = os.pidfd_open(parent)
     except (AttributeError, OSError):
-        while _alive(parent):
-            time.sleep(PARENT_POLL_S)
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                with contextlib.suppress(PermissionError):  # of another user, and alive
+                    os.kill(parent, 0)
+                time.sleep(PARENT_POLL_S)
     else:
         select.select([descriptor], [], [])
     os._exit(EXIT_PARENT_GONE)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # of another user, and alive
-    return True
 
 
 Write = Callable[[JournalEntry], None]

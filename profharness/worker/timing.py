@@ -46,9 +46,7 @@ class ClockReader:
         threading.Thread(target=self._run, args=(ask,), daemon=True).start()
 
     def __call__(self) -> dict[str, Any]:
-        """The last reading: sm_mhz, memory_mhz, power_w, temperature_c, throttle_reasons (a bit
-        mask of NVML's).
-        """
+        """The last reading, by the names of `_questions`; throttle_reasons is NVML's bit mask."""
         return self._latest
 
     def between(self, begin: float, end: float) -> list[dict[str, Any]]:
