@@ -31,10 +31,6 @@ class Change:
     exact: bool = True
     group: str | None = None
 
-    def sentence(self, before: Config, after: Config) -> str:
-        """The change in words, with its figures."""
-        return self.text.format(b=before, a=after)
-
 
 def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
     """The scale stays that of the real head_dim."""
@@ -44,15 +40,8 @@ def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
     return with_dims(replace(config, scale=scale), head_dim, value_dim)
 
 
-def _pad_equal(config: Config) -> Config:
-    largest = max(config.head_dim, config.value_dim)
-    return _padded(config, largest, largest)
-
-
-def _pad_largest(config: Config) -> Config | None:
-    if max(config.head_dim, config.value_dim) > LARGEST_DIM:
-        return None
-    return _padded(config, LARGEST_DIM, LARGEST_DIM)
+def _pad_both(config: Config, dim: int) -> Config | None:
+    return _padded(config, dim, dim) if max(config.head_dim, config.value_dim) <= dim else None
 
 
 def _causal_instead(config: Config) -> Config | None:
@@ -93,10 +82,10 @@ CHANGES = (
            lambda c: _padded(c, rounded_up(c.head_dim), rounded_up(c.value_dim)),
            "pad head_dim from {b.head_dim} to {a.head_dim} (head_dim_v from {b.value_dim} to {a.value_dim}), "
            "keep the scale and slice the output"),
-    Change("equal head_dim_v", ("head_dim",), _pad_equal,
+    Change("equal head_dim_v", ("head_dim",), lambda c: _pad_both(c, max(c.head_dim, c.value_dim)),
            "pad head_dim ({b.head_dim}) and head_dim_v ({b.value_dim}) to the same {a.head_dim}, keep the scale "
            "and slice the output"),
-    Change("pad head_dim to 256", ("head_dim_training",), _pad_largest,
+    Change("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, LARGEST_DIM),
            "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
            "slice the output"),
     Change("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
@@ -159,9 +148,14 @@ def call_code(before: Config, after: Config, backend: str | None = None) -> str:
     call = f"out = F.scaled_dot_product_attention({', '.join(['q', 'k', 'v', *_arguments(after)])})"
     if contexts:
         call = f"with {', '.join(contexts)}:\n    {call}"
-    return "\n".join(
-        [*imports, "", *_before_call(before, after), call, *_after_call(before, after)]
-    )
+    lines = [*imports, "", *_before_call(before, after), call]
+    if after.seq_len_q > before.seq_len_q:
+        lines.append(f"out = out[:, :, :{before.seq_len_q}]")
+    if after.value_dim > before.value_dim:
+        lines.append(f"out = out[..., :{before.value_dim}]")
+    if before.dtype != after.dtype:
+        lines.append(f"out = out.to({TORCH_DTYPES[str(before.dtype)]})")
+    return "\n".join(lines)
 
 
 def _arguments(config: Config) -> Iterator[str]:
@@ -184,7 +178,15 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
         # contiguous() gives a tensor back as it is where only its storage offset is odd
         copy = "clone" if before.layout == "offset1" else "contiguous"
         yield f"q, k, v = (each.{copy}() for each in (q, k, v))"
-    yield from _lengths(before, after)
+    queries, keys = after.seq_len_q - before.seq_len_q, after.seq_len_kv - before.seq_len_kv
+    if queries > 0:
+        yield f"q = F.pad(q, (0, 0, 0, {queries}))"
+    if keys < 0:
+        yield f"k, v = (each[:, :, :{after.seq_len_kv}] for each in (k, v))"
+    if keys > 0:
+        yield f"k, v = (F.pad(each, (0, 0, 0, {keys})) for each in (k, v))"
+        real = f"torch.arange({after.seq_len_kv}, device=q.device) < {before.seq_len_kv}"
+        yield f"attn_mask = ({real}).repeat({after.seq_len_q}, 1)"
     if before.num_kv_heads != after.num_kv_heads:
         group = after.num_kv_heads // before.num_kv_heads
         yield f"k, v = (each.repeat_interleave({group}, dim=1) for each in (k, v))"
@@ -204,31 +206,8 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
         yield "attn_mask = attn_mask.detach()"
 
 
-def _lengths(before: Config, after: Config) -> Iterator[str]:
-    queries, keys = after.seq_len_q - before.seq_len_q, after.seq_len_kv - before.seq_len_kv
-    if queries > 0:
-        yield f"q = F.pad(q, (0, 0, 0, {queries}))"
-    if keys < 0:
-        yield f"k, v = (each[:, :, :{after.seq_len_kv}] for each in (k, v))"
-    if keys > 0:
-        yield f"k, v = (F.pad(each, (0, 0, 0, {keys})) for each in (k, v))"
-        real = f"torch.arange({after.seq_len_kv}, device=q.device) < {before.seq_len_kv}"
-        yield f"attn_mask = ({real}).repeat({after.seq_len_q}, 1)"
-
-
-def _after_call(before: Config, after: Config) -> Iterator[str]:
-    if after.seq_len_q > before.seq_len_q:
-        yield f"out = out[:, :, :{before.seq_len_q}]"
-    if after.value_dim > before.value_dim:
-        yield f"out = out[..., :{before.value_dim}]"
-    if before.dtype != after.dtype:
-        yield f"out = out.to({TORCH_DTYPES[str(before.dtype)]})"
-
-
 MOST = 3
 DEEPEST = 6
-
-
 FLEX = """\
 import torch
 from torch.nn.attention.flex_attention import flex_attention
@@ -286,7 +265,9 @@ def advise(config: Config, backend: str, oracle: Oracle, choose: Choose) -> tupl
         return () if choose(config) == backend else (_name_it(config, backend),)
     start = _State(config, answer)
     ways = [_way(config, state, backend, choose) for state in _search(start, backend, oracle)]
-    return (*ways, *_outside(config, start.code, backend))[:MOST]
+    if (outside := OUTSIDE.get(start.code)) and (advice := outside(config, backend)):
+        ways.append(advice)
+    return tuple(ways[:MOST])
 
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
@@ -299,8 +280,7 @@ def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
         following = [
             state for before in level for state in _steps_from(before, backend, oracle, seen)
         ]
-        goals = [state for state in following if state.answer.eligible]
-        if goals:
+        if goals := [state for state in following if state.answer.eligible]:
             return goals
         level = [state for state in following if state.answer.eligible is False]
     return []
@@ -316,7 +296,7 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
         if config is None or config in seen:
             continue
         seen.add(config)
-        sentences = (*before.sentences, change.sentence(before.config, config))
+        sentences = (*before.sentences, change.text.format(b=before.config, a=config))
         state = _State(config, oracle(config, backend), (*before.steps, change.name), sentences)
         if change.group and (state.answer.eligible or state.code != before.code):
             served.add(change.group)
@@ -356,46 +336,41 @@ def _name_it(config: Config, backend: str) -> Advice:
     )
 
 
-def _flex(config: Config, _: str) -> tuple[str, str]:
+def _flex(config: Config, _: str) -> Advice | None:
+    if config.causal or config.dropout:
+        return None
     score = "score + bias[b, h, i, j]"
     if config.mask.startswith("bool"):
         score = 'torch.where(bias[b, h, i, j], score, -float("inf"))'
     arguments = "" if config.scale is None else f", scale={config.scale!r}"
     arguments += ", enable_gqa=True" if config.num_kv_heads != config.num_heads else ""
-    return (
+    return Advice(
         "keep the mask and call flex_attention, which takes any mask (its own kernels, not those of flash)",
         FLEX.format(score=score, arguments=arguments),
+        steps=("flex",),
     )
 
 
-def _switch(_: Config, backend: str) -> tuple[str, str]:
+def _switch(_: Config, backend: str) -> Advice:
     name = {"efficient": "mem_efficient"}.get(backend, backend)
     code = f"import torch\n\ntorch.backends.cuda.enable_{name}_sdp(True)"
-    return f"{backend} is switched off in this process; switch it on", code
+    sentence = f"{backend} is switched off in this process; switch it on"
+    return Advice(sentence, code, steps=("switch",))
 
 
-def _four_d(config: Config, _: str) -> tuple[str, str]:
+def _four_d(config: Config, _: str) -> Advice:
     lines = call_code(config, config).split("\n")
     lines.insert(3, "q, k, v = (each.unsqueeze(0) for each in (q, k, v))")
-    return "give 3-D inputs a batch dimension", "\n".join([*lines, "out = out.squeeze(0)"])
+    code = "\n".join([*lines, "out = out.squeeze(0)"])
+    return Advice("give 3-D inputs a batch dimension", code, steps=("four_d",))
 
 
 # Reasons with a way that no config can say.
-OUTSIDE: dict[str, Callable[[Config, str], tuple[str, str]]] = {
+OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
     "mask": _flex,
     "runtime_disabled": _switch,
     "not_4d": _four_d,
 }
-
-
-def _outside(config: Config, reason: str, backend: str) -> tuple[Advice, ...]:
-    make = OUTSIDE.get(reason)
-    if make is None or (make is _flex and (config.causal or config.dropout)):
-        return ()
-    sentence, code = make(config, backend)
-    return (Advice(sentence, code, steps=(make.__name__.strip("_"),)),)
-
-
 ANSWERS_FILE = "answers.jsonl"
 
 

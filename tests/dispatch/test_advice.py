@@ -202,7 +202,7 @@ def test_the_code_of_every_change_runs_and_gives_the_same_result_where_it_says_s
         config = parse_config(EXAMPLES[change.name])
         changed = change.apply(config)
         assert changed is not None and changed != config, change.name
-        assert "{" not in change.sentence(config, changed)
+        assert "{" not in change.text.format(b=config, a=changed)
         cases.append((config.label, call_code(config, changed)))
         assert ("clone()" in cases[-1][1]) is (change.name == "aligned copy")  # not contiguous()
         changes.append(change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -77,13 +78,7 @@ class _Memory:
         self.environment = cache(store.environment)
         self._cells: dict[str, list[CellRow]] = {}
         labels = [answer.config for answer in answers]
-        labels += [
-            advice.config
-            for answer in answers
-            for side in answer.backends
-            for advice in side.advice
-            if advice.config is not None
-        ]
+        labels += [label for answer in answers for _, label in _advised(answer)]
         configs = [parse_config(label) for label in dict.fromkeys(labels)]
         for cell in store.cells("all", configs=configs):
             self._cells.setdefault(cell.config, []).append(cell)
@@ -98,12 +93,25 @@ class _Memory:
         return self.store.kernels(cell.run, cells=[cell.cell])
 
 
+def _advised(answer: Explanation) -> list[tuple[str, str]]:
+    """The backend and the changed config's label of each advice that has one."""
+    return [
+        (side.backend, advice.config)
+        for side in answer.backends
+        for advice in side.advice
+        if advice.config is not None
+    ]
+
+
 def _joined(answer: Explanation, memory: _Memory) -> Explanation:
     cells = memory.cells(answer.config, answer.environment)
-    autos = [cell for cell in cells if cell.backend == "auto"]
-    seen = (_seen(cell, memory) for cell in autos)
-    replaced = (_replaced(cell, memory) for cell in cells if cell.backend == NAIVE_COMPILED)
-    caveat = next(filter(None, replaced), None)
+    seen = (_seen(cell, memory) for cell in cells if cell.backend == "auto")
+    # what torch.compile put in the place of the plain form
+    caveats = (
+        f"{cell.backend}: {replacement_text(taken.took)}, in run {cell.run}"
+        for cell in cells
+        if cell.backend == NAIVE_COMPILED and (taken := replacement(cell, memory.kernels(cell)))
+    )
     sides = tuple(
         replace(
             side,
@@ -115,22 +123,14 @@ def _joined(answer: Explanation, memory: _Memory) -> Explanation:
         answer,
         observed=answer.observed or next(filter(None, seen), None),
         backends=sides,
-        caveats=(*answer.caveats, *([caveat] if caveat else ())),
+        caveats=(*answer.caveats, *itertools.islice(caveats, 1)),
     )
-
-
-def _replaced(cell: CellRow, memory: _Memory) -> str | None:
-    """What torch.compile put in the place of the plain form; None where it put nothing."""
-    found = replacement(cell, memory.kernels(cell))
-    return f"{cell.backend}: {replacement_text(found.took)}, in run {cell.run}" if found else None
 
 
 def _seen(cell: CellRow, memory: _Memory) -> str | None:
     """The backend that a cell's op, else its kernels, show; `none` where PyTorch refused."""
-    if cell.status == "refused":
-        return "none"
     if cell.status != "ok":
-        return None
+        return "none" if cell.status == "refused" else None
     if (backend := backend_of_op(cell.sdpa_op)) is not None:
         return backend
     ran = ran_backends(memory.kernels(cell))
@@ -187,11 +187,10 @@ def require_answer(answers: Sequence[Explanation]) -> None:
     """Raise CaptureError if there are answers, and PyTorch gave none of them."""
     if not answers or any(answer.error is None for answer in answers):
         return
-    first, *others = answers
-    more = f" (and of {len(others)} more)" if others else ""
+    more = f" (and of {len(answers) - 1} more)" if len(answers) > 1 else ""
     raise CaptureError(
-        f"no config was answered: {first.config}{more}: {first.error}; --timeout SECONDS gives "
-        "PyTorch more time, --torch and --gpu ask the rules instead"
+        f"no config was answered: {answers[0].config}{more}: {answers[0].error}; --timeout SECONDS "
+        "gives PyTorch more time, --torch and --gpu ask the rules instead"
     )
 
 
@@ -199,11 +198,9 @@ def to_measure(answers: Sequence[Explanation]) -> dict[tuple[str, ...], list[Con
     """What has to be captured to tell every gain: backends to configs."""
     backends_of: dict[Config, dict[str, None]] = {}
     for answer in answers:
-        for side in answer.backends:
-            for advice in side.advice:
-                if advice.config is not None:
-                    backends_of.setdefault(parse_config(answer.config), {})["auto"] = None
-                    backends_of.setdefault(parse_config(advice.config), {})[side.backend] = None
+        for backend, label in _advised(answer):
+            backends_of.setdefault(parse_config(answer.config), {})["auto"] = None
+            backends_of.setdefault(parse_config(label), {})[backend] = None
     jobs: dict[tuple[str, ...], list[Config]] = {}
     for config, backends in backends_of.items():
         jobs.setdefault(tuple(backends), []).append(config)
