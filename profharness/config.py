@@ -50,7 +50,9 @@ class Option(NamedTuple):
             return self.name
         if self.kind == "word":
             return str(value)
-        return f"{self.name}={_plain(value) if self.kind == 'real' else value}"
+        if self.kind == "real":  # without an exponent: a label splits on `-`
+            value = format(Decimal(repr(value)).normalize(), "f")
+        return f"{self.name}={value}"
 
 
 # In the order of a label. Whatever knows all options derives from this table.
@@ -81,8 +83,6 @@ KEYED = {
 FIELDS = {option.name: option.field for option in OPTIONS}
 NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
 FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
-
-
 EXAMPLE = "2,8,512,64,bf16,causal"
 GRAMMAR = (
     f"batch,heads,seq_len,head_dim then, in any order: a dtype ({' '.join(DTYPES)}), "
@@ -158,9 +158,8 @@ class Config:
 
     def resolve(self, device_type: str) -> Config:
         """The config with its dtype filled in: fp16 on `cuda`, fp32 on `cpu`."""
-        return (
-            self if self.dtype else replace(self, dtype="fp16" if device_type == "cuda" else "fp32")
-        )
+        default = "fp16" if device_type == "cuda" else "fp32"
+        return self if self.dtype else replace(self, dtype=default)
 
     def matches(self, stored: Config) -> bool:
         """Whether a stored config answers a question about this one; no dtype here means any dtype
@@ -238,17 +237,13 @@ def _product(fields: dict[str, list[Any]], text: str) -> list[Config]:
         seq = chosen.pop("seq")
         heads = chosen["num_heads"]
         fill = {"num_kv_heads": heads, "seq_len_q": seq, "seq_len_kv": seq}
-        configs.append(_checked(Config(**(fill | chosen)), text))
+        config = Config(**(fill | chosen))
+        if config.num_heads % config.num_kv_heads:
+            message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
+            raise UsageError(f"config {text!r}: {message}; grouped queries need a divisor")
+        same = config.head_dim_v == config.head_dim
+        configs.append(replace(config, head_dim_v=None) if same else config)
     return list(dict.fromkeys(configs))
-
-
-def _checked(config: Config, text: str) -> Config:
-    if config.num_heads % config.num_kv_heads:
-        message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
-        raise UsageError(f"config {text!r}: {message}; grouped queries need a divisor")
-    if config.head_dim_v == config.head_dim:
-        return replace(config, head_dim_v=None)
-    return config
 
 
 def _split(text: str) -> list[str]:
@@ -349,8 +344,3 @@ def _parse_label(text: str) -> Config:
         raise UsageError(f"label {text!r}: wants b…-h…-s…-d…, for example b2-h8-s512-d64-fp16")
     keyed = [f"{name}={value}" for name, value in numbers.items()]
     return expand_configs(",".join([*four, *keyed, *options]))[0]
-
-
-def _plain(value: float) -> str:
-    """A float without an exponent, so that labels split on `-` and parse back to the same value."""
-    return format(Decimal(repr(value)).normalize(), "f")

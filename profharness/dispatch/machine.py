@@ -126,18 +126,17 @@ def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
 
 def parse_cudnn(value: int | str) -> int:
     """`9.19.0`, `9.19.0.56`, `91900` or 91900 as 91900. Raises UsageError for anything else."""
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.\d+)?", str(value).strip())
-    if match:
+    text = str(value).strip()
+    if match := re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.\d+)?", text):
         return int(match[1]) * 10_000 + int(match[2]) * 100 + int(match[3] or 0)
-    if re.fullmatch(r"\d{5,6}", str(value).strip()):
-        return int(value)
+    if re.fullmatch(r"\d{5,6}", text):
+        return int(text)
     raise UsageError(f"cuDNN version {value!r} is not a version; write 9.19.0 or 91900")
 
 
 def parse_release(text: str) -> Release:
-    """`2.8` as the newest known patch of it, `2.9.1` or `2.11.0+cu130` as it stands. A release that
-    is not in the table comes back as written (with patch 0); `Machine.known` says so. Raises
-    UsageError when the text is no version.
+    """`2.8` as its newest known patch, or .0 where none is known; `2.9.1` or `2.11.0+cu130` as it
+    stands. Raises UsageError when the text is no version.
     """
     match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\+[\w.]+)?", text.strip())
     if not match:
@@ -283,6 +282,12 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
     flags at their defaults. Grouped heads set enable_gqa.
     """
     dtype = str(config.resolve(device).dtype)
+    mask = None
+    if config.mask != "none":
+        lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}
+        shape = (*lead.get(config.mask, (1, 1)), config.seq_len_q, config.seq_len_kv)
+        kind = "bool" if config.mask.startswith("bool") else "float"
+        mask = Mask(shape, kind, requires_grad=config.mask == "float_grad")
     return AttentionParams(
         batch=config.batch,
         heads=config.num_heads,
@@ -295,7 +300,7 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
         device=device,
         enable_gqa=config.num_kv_heads != config.num_heads,
         is_causal=config.causal,
-        mask=_mask_of(config),
+        mask=mask,
         dropout=config.dropout,
         requires_grad=config.bwd,
         last_stride=2 if config.layout == "strided_last" else 1,
@@ -303,15 +308,6 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
         storage_offset_bytes=DTYPES[dtype][1] if config.layout == "offset1" else 0,
         deterministic="error" if config.deterministic else "off",
     )
-
-
-def _mask_of(config: Config) -> Mask | None:
-    if config.mask == "none":
-        return None
-    lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}.get(config.mask, (1, 1))
-    kind = "bool" if config.mask.startswith("bool") else "float"
-    shape = (*lead, config.seq_len_q, config.seq_len_kv)
-    return Mask(shape, kind, requires_grad=config.mask == "float_grad")
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
@@ -325,13 +321,18 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     cuda = environment.get("torch_cuda")
     build = build_of(release, cuda) if cuda else None
     variables = environment.get("env") or {}
+    # 2.9 read one variable to put cuDNN back in the order, newer releases read another
+    variable, off = ("TORCH_CUDNN_SDPA_PREFERRED", "0")
+    if release >= (2, 10):
+        variable, off = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    major, _, minor = str(environment.get("capability") or "").partition(".")
     return Machine(
         torch=release,
-        capability=_capability(environment.get("capability")),
+        capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0),
         cudnn=environment.get("cudnn"),
         cuda=cuda,
         cudnn_compiled=build.cudnn_compiled if build else None,
-        cudnn_preferred=_cudnn_preferred(release, variables),
+        cudnn_preferred=False if variables.get(variable) == off else None,
         cudnn_nested=variables.get("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED") == "1",
     )
 
@@ -350,15 +351,3 @@ def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], At
     activated = str(environment.get("flash_attention_impl"))
     impl = activated if activated in ALLOWED["flash_impl"] else "FA2"
     return lambda params: replace(params, enabled=on, flash_impl=impl)
-
-
-def _capability(text: object) -> tuple[int, int]:
-    major, _, minor = str(text or "0.0").partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
-
-
-def _cudnn_preferred(release: tuple[int, ...], variables: Mapping[str, str]) -> bool | None:
-    """False where a variable that this release reads puts cuDNN back in the order."""
-    if release >= (2, 10):
-        return False if variables.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" else None
-    return False if variables.get("TORCH_CUDNN_SDPA_PREFERRED") == "0" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -194,7 +195,7 @@ def predict(params: AttentionParams, machine: Machine) -> Prediction:
     orders = _orders(machine, params.device)
     choices = {choice for order in orders for choice in _choices(order, verdicts)}
     choice = choices.pop() if len(choices) == 1 else "unknown"
-    order = priority_order(machine, params.device)
+    order = orders[0] if len(orders) == 1 else ()
     return Prediction(choice, order, verdicts, hazards(choice, params, machine))
 
 
@@ -258,7 +259,7 @@ def undecided(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
         for name in missing
         if any(  # some values of the other facts leave the order to this one
             len(_orders(world, device)) > 1
-            for world in _worlds(machine, tuple(other for other in missing if other != name))
+            for world in _worlds(machine, tuple(fact for fact in missing if fact != name))
         )
     )
 
@@ -270,14 +271,10 @@ def _missing(machine: Machine) -> tuple[str, ...]:
 @lru_cache(maxsize=64)
 def _worlds(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
     """Machines with every value that the missing facts may have."""
-    worlds = [machine]
-    for name in missing:
-        worlds = [
-            replace(world, **{name: value})  # type: ignore[arg-type]
-            for world in worlds
-            for value in MISSING[name]
-        ]
-    return tuple(worlds)
+    return tuple(
+        replace(machine, **dict(zip(missing, values, strict=True)))  # type: ignore[arg-type]
+        for values in itertools.product(*(MISSING[name] for name in missing))
+    )
 
 
 def _ask(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
