@@ -139,9 +139,7 @@ class Config:
 
     @property
     def label(self) -> str:
-        """The canonical short text, which `parse_config` reads back; without a dtype if none was
-        given.
-        """
+        """The canonical short text, which `parse_config` reads back."""
         square = self.seq_len_q == self.seq_len_kv
         unsaid = ["seq_q", "seq_kv"] if square else ["seq"]
         if self.num_kv_heads == self.num_heads:
@@ -162,16 +160,12 @@ class Config:
         return self if self.dtype else replace(self, dtype=default)
 
     def matches(self, stored: Config) -> bool:
-        """Whether a stored config answers a question about this one; no dtype here means any dtype
-        there.
-        """
+        """Whether a stored config is this one, or this one in any dtype where none is given here."""
         return stored == (self if self.dtype else replace(self, dtype=stored.dtype))
 
 
 def parse_config(text: str) -> Config:
-    """One config from grammar or label. Raises UsageError when it is wrong or stands for more than
-    one.
-    """
+    """One config from grammar or label. Raises UsageError where it stands for more than one."""
     configs = expand_configs(text)
     if len(configs) != 1:
         raise UsageError(f"config {text!r} stands for {len(configs)} configs; one is wanted here")
@@ -186,9 +180,7 @@ def split_names(names: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def expand_configs(text: str) -> list[Config]:
-    """Every config that a text stands for, in the order written, without repeats. Raises UsageError
-    naming the token.
-    """
+    """The configs of a text, in its order, without repeats. Raises UsageError naming the token."""
     text = text.strip()
     if re.fullmatch(r"b\d+-h\d+-.*", text):
         return [_parse_label(text)]
@@ -210,9 +202,7 @@ def expand_configs(text: str) -> list[Config]:
 
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
-    """Configs from a text file's lines, `#` comments and blank lines allowed; errors name `source`
-    and the line.
-    """
+    """Configs of a file with `#` comments and blank lines; errors name `source` and the line."""
     configs: list[Config] = []
     for number, line in enumerate(lines, start=1):
         token = line.split("#", 1)[0].strip()
@@ -256,9 +246,9 @@ def _split(text: str) -> list[str]:
 
 def _option(token: str, text: str) -> tuple[str, list[Any]]:
     """The field that a token sets, and its values."""
-    words = _words(token) if token.startswith("{") else [token]
-    if all(word in DTYPES for word in words):
-        return "dtype", words
+    dtypes = _words(token) if token.startswith("{") else [token]
+    if all(dtype in DTYPES for dtype in dtypes):
+        return "dtype", dtypes
     if token in FLAGS:
         return token, [True]
     key, equals, value = token.partition("=")

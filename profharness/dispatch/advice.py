@@ -125,8 +125,6 @@ CHANGES = (
     Change("no gradients", ("head_dim_training", "known_bug"), lambda c: replace(c, bwd=False),
            "call it under torch.inference_mode(), if no gradients are needed"),
 )  # fmt: skip
-
-
 TORCH_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}
 SDP_BACKENDS = {
     "flash": "FLASH_ATTENTION",

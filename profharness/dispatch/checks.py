@@ -11,12 +11,8 @@ from typing import NamedTuple
 from profharness.dispatch.machine import AttentionParams, Machine, Release
 
 Check = Callable[[AttentionParams, Machine], bool | None]
-
-
 LOW_PRECISION = ("fp16", "bf16")
 CPU_DTYPES = ("fp32", "fp64", "bf16", "fp16")
-
-
 # The newest architecture that each release accepts, for all three fused backends.
 NEWEST_SM: tuple[tuple[Release, tuple[int, int]], ...] = (
     ((2, 5), (9, 0)),
@@ -96,9 +92,7 @@ def dims_unaligned(params: AttentionParams, machine: Machine) -> bool:
 
 
 def alignment_bytes(params: AttentionParams, machine: Machine) -> int:
-    """Bytes that storage offsets must be a multiple of for the efficient kernels (16 for 16-bit
-    types and for fp32 on sm80 and newer).
-    """
+    """Bytes that storage offsets must be a multiple of for the efficient kernels."""
     return gemm_alignment(params, machine) * params.itemsize
 
 
@@ -135,17 +129,13 @@ def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
     return params.requires_grad and small and large
 
 
-def one_kv_head(params: AttentionParams, machine: Machine) -> bool:
-    """Key and value have one head that the release broadcasts without enable_gqa."""
-    return machine.torch >= (2, 14) and params.kv_heads == params.value_heads == 1
-
-
 def heads_differ(gqa: bool) -> Check:
     """Heads differ and no flag allows it; gqa: whether the backend looks at enable_gqa."""
 
     def check(params: AttentionParams, machine: Machine) -> bool:
-        grouped = gqa and params.enable_gqa
-        return not (grouped or params.same_heads or one_kv_head(params, machine))
+        # 2.14 and newer broadcast a single head of key and value without enable_gqa
+        one_head = machine.torch >= (2, 14) and params.kv_heads == params.value_heads == 1
+        return not ((gqa and params.enable_gqa) or params.same_heads or one_head)
 
     return check
 

@@ -44,8 +44,6 @@ RELEASES: dict[Release, Wheel] = {
     (2, 14, 1): Wheel("13.0", 92400, 92400),
     (2, 15, 0): Wheel("13.2", 92600, 92600),
 }
-
-
 # Builds for another CUDA than the PyPI wheel's. Of the cu130 build of 2.9 it is known that cuDNN comes first,
 # so that it was compiled with 9.9 at least; PyTorch's build scripts pin its cuDNN to 9.13.0.
 OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
@@ -113,9 +111,7 @@ def machine_for(
 
 
 def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
-    """What is known of a release's build for that CUDA, 13.0 or 13.0.1 (None: the PyPI wheel); None
-    where nothing is.
-    """
+    """A release's build for that CUDA, 13.0 or 13.0.1 (None: the PyPI wheel), if it is known."""
     wheel = RELEASES.get(release)
     if wheel is None or cuda is None:
         return wheel
@@ -311,9 +307,7 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
-    """The machine for the rules, from `environment.collect()`'s answer. A release or a capability
-    that cannot be read is one that the rules do not know.
-    """
+    """The machine of an environment; what cannot be read of it is unknown to the rules."""
     try:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:

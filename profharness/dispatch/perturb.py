@@ -18,12 +18,8 @@ EASY_LENGTH = 32  # a multiple of 8, more than one, and not 64 modulo 128
 EASY_HEADS = 8
 EASY_GROUP = 4
 LARGEST_SET = 3
-
-
 Oracle = Callable[[Config, str], Verdict]
 """Answers for (config, backend), the first reason first: PyTorch itself, or the rules."""
-
-
 Choose = Callable[[Config], str]
 """The backend that `auto` takes for a config, `none` or `unknown`."""
 

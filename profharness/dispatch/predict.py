@@ -29,8 +29,6 @@ _HEADER = re.compile(
     r"^(memory efficient kernel|flash attention kernel|cudnn attention kernel) not used because:$",
     re.IGNORECASE,
 )
-
-
 # Fragment (lower case) to code; first hit wins.
 CODES: tuple[tuple[str, str], ...] = (
     ("has been runtime disabled", "runtime_disabled"),
@@ -97,16 +95,12 @@ CUDNN_POINTS = (
     *(90000, 90501, 91000, 91100, 91101, 91400, 91501, 91900, 92201, 92400, 92401, 92402, 92501),
     92600,
 )
-
-
 # What may be missing of a machine that decides the order, with values on both sides of each limit.
 MISSING: dict[str, tuple[object, ...]] = {
     "cudnn": CUDNN_POINTS,
     "cuda": ("12.9", "13.0"),
     "cudnn_compiled": (90800, 90900),
 }
-
-
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 CPU_ORDER = ("flash", "math")

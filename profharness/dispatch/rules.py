@@ -257,12 +257,9 @@ EFFICIENT = (
     ZERO_LENGTH,
     _stride(singleton_ok=False),
     *_heads(gqa=(2, 14)),
-    Rule("nested", "requires_grad_and_nested", lambda p, _: p.requires_grad,
-         "Memory efficient attention currently doesn't support training with NT inputs.",
-         until=(2, 13), scope="nested"),
-    Rule("nested", "requires_grad_and_nested", lambda p, _: p.requires_grad,
-         "Memory efficient attention currently doesn't support training with NT inputs.",
-         (2, 14), scope="nested"),
+    Rule("nested", "requires_grad_and_nested",  # 2.13 alone does not ask
+         lambda p, m: p.requires_grad and m.torch[:2] != (2, 13),
+         "Memory efficient attention currently doesn't support training with NT inputs.", scope="nested"),
     NESTED_TRAINING,
     NESTED_BROADCAST,
     NESTED_ZERO_LENGTH,
@@ -325,9 +322,7 @@ CUDNN = (
 )  # fmt: skip
 
 
-MATH = (_disabled("math", "Math"),)  # fmt: skip
-
-
+MATH = (_disabled("math", "Math"),)
 CPU_FLASH = (
     _disabled("flash", "Flash"),
     Rule("nested", "nested", lambda p, _: p.nested,

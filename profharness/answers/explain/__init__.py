@@ -1,3 +1,1 @@
-"""Why a backend is chosen, for one config or many: joins the rules, PyTorch's own answers and the
-store.
-"""
+"""Why a backend is chosen: the rules, PyTorch's own answers and the store, joined."""

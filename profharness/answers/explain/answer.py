@@ -38,9 +38,9 @@ def explain_all(
     timeout_s: float = 120.0,
     store: Path | None = None,
 ) -> list[Explanation]:
-    """One answer per config and place, places side by side for each config; without places PyTorch
-    on this machine is asked. backends limits the advice; a store adds what was seen and the gains.
-    Raises CaptureError if PyTorch cannot be asked at all.
+    """One answer per config and place; without places PyTorch on this machine is asked. backends
+    limits the advice; a store adds what was seen and the gains. Raises CaptureError if PyTorch
+    cannot be asked at all.
     """
     if places:
         answers = [
@@ -58,9 +58,7 @@ def explain_all(
 
 
 def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
-    """The answers with observed, agree and the gains that the store can tell; a store that is not
-    there tells nothing. Raises StoreError for a file that is no store.
-    """
+    """The answers with observed, agree and gains. Raises StoreError for a file that is no store."""
     if not path.exists():
         return list(answers)
     from profharness.store import open_store  # loads sqlite; an answer by rule needs none
@@ -138,9 +136,7 @@ def _seen(cell: CellRow, memory: _Memory) -> str | None:
 
 
 def _alike(run: dict[str, Any], asked: dict[str, Any]) -> bool:
-    """Whether two environments have the same PyTorch release and the same device; what one does not
-    tell does not count.
-    """
+    """Whether release and device are the same, as far as both environments have them."""
     releases = {str(environment.get("torch", "")).split("+")[0] for environment in (run, asked)}
     if len(releases) > 1 or run.get("device_type") != asked.get("device_type"):
         return False
@@ -152,9 +148,7 @@ def _alike(run: dict[str, Any], asked: dict[str, Any]) -> bool:
 
 
 def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _Memory) -> Advice:
-    """Time before over time after, from the newest run that has both, else from two runs on alike
-    machines.
-    """
+    """Time before over after, from the newest run with both, else from two on alike machines."""
     if advice.config is None or advice.gain is not None:
         return advice
     before = _timed(memory.cells(answer.config, answer.environment), ("auto", chosen(answer)))

@@ -172,8 +172,6 @@ NEAR_8 = 1024  # multiples of 8 with their neighbours are asked up to here
 RESTLESS = 128  # still turning within so many values before that end: asked to the end of the range
 NEAR_64 = 65_536  # multiples of 64 too: some rules ask for a length modulo 128
 WAYS = 16  # parts that a stretch is cut into each round: few rounds, as each may start a worker
-
-
 Choose = Callable[[Sequence[Config]], list[str]]
 """What `auto` takes, one answer a config."""
 
@@ -266,9 +264,7 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
 
 
 def sweep(domain: Sequence[int]) -> list[int]:
-    """The indices that are asked first: all of a short range; else both ends, and the multiples of
-    8, of 64 and the powers of two with their neighbours, because the choice is not monotonic.
-    """
+    """The indices that are asked first, many because the choice is not monotonic."""
     if len(domain) <= ALL_OF:
         return list(range(len(domain)))
     low, high = domain[0], domain[-1]

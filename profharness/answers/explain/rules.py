@@ -71,9 +71,7 @@ def explanation_record(answer: Explanation) -> dict[str, Any]:
 
 
 def flat_record(answer: Explanation) -> dict[str, Any]:
-    """One flat row for a data frame: no nested values, `<backend>_eligible` and `<backend>_reasons`
-    (codes, the first one first) for each backend.
-    """
+    """One flat row for a data frame, with `<backend>_eligible` and `<backend>_reasons` (codes)."""
     environment = answer.environment
     facts = ("torch", "device_type", "gpu", "capability", "cudnn")
     row: dict[str, Any] = {
@@ -103,16 +101,12 @@ def environment_text(answer: Explanation) -> str:
 
 
 def chosen(answer: Explanation) -> str:
-    """What `auto` takes: PyTorch's own answer, or the rules' where those were asked; `unknown` where
-    PyTorch was asked and gave none.
-    """
+    """What `auto` takes: PyTorch's own answer, or that of the rules if only they were asked."""
     return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
 
 
 def settle(answer: Explanation) -> Explanation:
-    """The answer with `agree` filled: whether the witnesses that say something say the same; None
-    where fewer than two do.
-    """
+    """The answer with `agree`: whether all witnesses say the same; None where fewer than two do."""
     witnesses = (answer.predicted, answer.choice, answer.observed)
     names = [name for name in witnesses if name not in (None, "unknown")]
     return replace(answer, agree=len(set(names)) == 1 if len(names) > 1 else None)
