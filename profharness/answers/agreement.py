@@ -442,9 +442,9 @@ def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
     return points
 
 
-def cold_ratio(joined: Sequence[JoinedKernel]) -> tuple[float, float] | None:
-    """The lowest and highest ratio of ncu's kernel times to torch's or nsys's; None without a pair."""
-    ratios = [
+def cold_ratios(joined: Sequence[JoinedKernel]) -> list[float]:
+    """The ratios of ncu's kernel times to torch's, else nsys's."""
+    return [
         ncu.duration_ns / warm.duration_ns
         for each in joined
         if (ncu := each.rows.get("ncu"))
@@ -452,4 +452,3 @@ def cold_ratio(joined: Sequence[JoinedKernel]) -> tuple[float, float] | None:
         and ncu.duration_ns
         and warm.duration_ns
     ]
-    return (min(ratios), max(ratios)) if ratios else None

@@ -189,14 +189,19 @@ def _apart(
 def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
     """All events of a section by time, a range before what starts within it at the same moment."""
     ties = itertools.count()
-    streams = (
-        in_order(_range_events(section.ranges, ties)),
-        in_order(_launch_events(section.launches, ties)),
+    ranges = (
+        (
+            row.start_ns,
+            -row.duration_ns,
+            next(ties),
+            _event("user_annotation", row.name, row.pid, row.tid, row.duration_ns, {}),
+        )
+        for row in section.ranges
     )
+    launches = _launch_events(section.launches, ties)
     base: int | None = None
-    for start_ns, _, _, event in heapq.merge(*streams):
-        if base is None:
-            base = start_ns
+    for start_ns, _, _, event in heapq.merge(in_order(ranges), in_order(launches)):
+        base = start_ns if base is None else base
         end_ns = start_ns - base + event["dur"]
         loose = event["cat"] == "user_annotation" and not tracks.nests(
             event["pid"], event["tid"], start_ns - base, end_ns
@@ -240,23 +245,9 @@ def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]
         yield heapq.heappop(heap)
 
 
-def _range_events(ranges: Iterable[RangeRow], ties: Iterator[int]) -> Iterator[_Timed]:
-    for row in ranges:
-        event = _event("user_annotation", row.name, row.pid, row.tid, row.duration_ns, {})
-        yield row.start_ns, -row.duration_ns, next(ties), event
-
-
 def _event(cat: str, name: str, pid: Any, tid: Any, dur: int, args: dict[str, Any]) -> Event:
     """A complete event, without its `ts`; `dur` is in ns until it is written."""
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "pid": pid,
-        "tid": tid,
-        "dur": dur,
-        "args": args,
-    }
+    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "dur": dur, "args": args}
 
 
 def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterator[_Timed]:
@@ -341,26 +332,16 @@ def write_run_file(
         if output.suffix != ".gz":
             return write_run(store, run, file, chosen)
         # no time stamp and no name inside, so that the same run gives the same bytes
-        with igzip.GzipFile(
-            filename="", mode="wb", compresslevel=2, fileobj=file, mtime=0
-        ) as packed:
+        with igzip.GzipFile("", "wb", compresslevel=2, fileobj=file, mtime=0) as packed:
             return write_run(store, run, cast("IO[bytes]", packed), chosen)
 
 
 def write_run(store: Store, run: str, out: IO[bytes], profilers: tuple[str, ...]) -> int:
     """Write what these profilers saw of the run as plain JSON; the number of launches in it."""
-    ranges = store.ranges(run)
-    sections = (
-        Section(
-            store.launches(run, profiler=profiler),
-            [each for each in ranges if each.profiler == profiler],
-            profiler if len(profilers) > 1 else None,
-        )
-        for profiler in profilers
-    )
-    return write_chrome_trace(
-        out,
-        sections,
-        devices=store.devices(run),
-        properties={"traceName": f"profharness run {run}"},
-    )
+    ranges, sections = store.ranges(run), []
+    for profiler in profilers:
+        own = [row for row in ranges if row.profiler == profiler]
+        name = profiler if len(profilers) > 1 else None
+        sections.append(Section(store.launches(run, profiler=profiler), own, name))
+    properties = {"traceName": f"profharness run {run}"}
+    return write_chrome_trace(out, sections, devices=store.devices(run), properties=properties)

@@ -121,12 +121,11 @@ def _peak_notes(analyses: Sequence[CellAnalysis]) -> list[str]:
         rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peaks.flops_per_s.items())
         bandwidth = peaks.bandwidth_bytes_per_s
         memory = f"{bandwidth / 1e9:,.0f} GB/s; " if bandwidth else ""
-        lead = f"{peaks.device}, {peaks.source}: {memory}"
-        texts.append(f"{lead}TFLOP/s: {rates} ({peaks.origin})")
-    if not texts and analyses:
-        text = "no peaks are known for this device, so no share of peak is told"
-        texts.append(f"{text}; --peaks measure on it gives them")
-    return texts
+        texts.append(f"{peaks.device}, {peaks.source}: {memory}TFLOP/s: {rates} ({peaks.origin})")
+    if texts or not analyses:
+        return texts
+    text = "no peaks are known for this device, so no share of peak is told"
+    return [f"{text}; --peaks measure on it gives them"]
 
 
 def _scaled(value: float | None, by: float) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from profharness.answers.agreement import (
     JoinedKernel,
-    cold_ratio,
+    cold_ratios,
     disagreements,
     join,
     replacement,
@@ -256,9 +256,9 @@ def _values(each: JoinedKernel) -> dict[str, Any]:
 
 def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
     notes = [
-        Note(f"{each.kernel_short}: {point.text}", each.backend or "", "warning")
-        for each in joined
-        for point in each.disagreements
+        Note(f"{kernel.kernel_short}: {point.text}", kernel.backend or "", "warning")
+        for kernel in joined
+        for point in kernel.disagreements
     ]
     left = len(notes) - MAX_NOTES
     if left > 0:
@@ -288,11 +288,11 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
             f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` takes all three"
         )
         notes.append(Note(text))
-    if ratios := cold_ratio(joined):
-        low, high = ratios
+    ratios = cold_ratios(joined)
+    if ratios:
         text = (
-            f"ncu runs each kernel alone with cold caches: {low:.2f} to {high:.2f} times the "
-            "time in the running program; take times from torch or nsys, counters from ncu"
+            f"ncu runs each kernel alone with cold caches: {min(ratios):.2f} to {max(ratios):.2f} "
+            "times the time in the running program; take times from torch or nsys, counters from ncu"
         )
         notes.append(Note(text))
     return notes

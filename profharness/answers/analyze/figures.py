@@ -381,12 +381,7 @@ def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
 
 
 def _kernel(
-    role: str,
-    row: KernelRow,
-    ncu: KernelRow | None,
-    machine: Machine,
-    total_ns: float,
-    calls: int,
+    role: str, row: KernelRow, ncu: KernelRow | None, machine: Machine, total_ns: float, calls: int
 ) -> KernelFigures:
     counters = ncu.metrics if ncu else {}
     threads = math.prod(row.block) if row.block else None

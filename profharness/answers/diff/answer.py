@@ -392,7 +392,7 @@ def find_side(store: Store, text: str, configs: Sequence[Config]) -> Side:
     if colon:
         run = store.resolve(ref)
     else:
-        run = (store.latest_run_with(configs) if configs else None) or store.resolve("latest")
+        run = store.latest_run_with(configs) or store.resolve("latest")
         backend = text
     backends = dict.fromkeys(cell.backend for cell in store.cells(run))
     has = ", ".join(backends) or "none"
