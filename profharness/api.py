@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import profharness.store as stores
-from profharness import stats
+from profharness import jobs, stats
 from profharness.answers.agreement import with_predictions
+from profharness.answers.analyze.answer import analyze_stored
+from profharness.answers.analyze.figures import FIELDS, analyze_record
 from profharness.answers.diff.answer import diff_cells, find_side
+from profharness.answers.explain.answer import explain_all
+from profharness.answers.explain.rules import flat_record, named_places
 from profharness.answers.export import write_run_file
 from profharness.config import Config, expand_configs, split_names
 from profharness.errors import UsageError
@@ -84,14 +88,12 @@ def capture(
     refused cells are rows with their status and message. Raises UsageError for what cannot be
     meant, CaptureError when no worker starts.
     """
-    from profharness.jobs import capture_into_store
-
     counts = iterations, warmup, samples
     counters = split_names(metrics), split_names(sections)
     protocol = Protocol(*counts, float(timeout_s), seed, device, *counters)
     options = CaptureOptions(split_names(profilers), Path(out), protocol, note)
     path = store_path(store)
-    captured = capture_into_store(config_list(configs), split_names(backends), path, options)
+    captured = jobs.capture_into_store(config_list(configs), split_names(backends), path, options)
     return cells(captured.run.run, store=path)
 
 
@@ -203,9 +205,6 @@ def explain(
     where it is not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The
     whole answers are in the frame's `attrs["answers"]`.
     """
-    from profharness.answers.explain.answer import explain_all
-    from profharness.answers.explain.rules import flat_record, named_places
-
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     answers = explain_all(
         config_list(configs), places, device=device, timeout_s=timeout_s, store=store_path(store)
@@ -227,11 +226,9 @@ def analyze(
     `frame.explode("findings")` has one finding a row. Whole answers: `attrs["analyses"]`. What
     peaks may be, and errors: `analyze_stored`.
     """
-    from profharness.answers.analyze import answer, figures
-
     selection = Selection(run, config_list(configs), split_names(backends or ()))
-    analyses = answer.analyze_stored(store_path(store), selection, peaks)
-    return _frame(map(figures.analyze_record, analyses), list(figures.FIELDS), analyses=analyses)
+    analyses = analyze_stored(store_path(store), selection, peaks)
+    return _frame(map(analyze_record, analyses), list(FIELDS), analyses=analyses)
 
 
 def verify(
@@ -251,11 +248,9 @@ def verify(
     device, `kernels` what lies in kernels/; without backends both. Raises UsageError, CaptureError
     when no worker starts.
     """
-    from profharness.jobs import verify_into_store
-
     protocol = Protocol(timeout_s=float(timeout_s), seed=seed, device=device)
     options = VerifyOptions(split_names(cases), grad, Path(out), protocol)
-    verified = verify_into_store(
+    verified = jobs.verify_into_store(
         config_list(configs), split_names(backends), store_path(store), options
     )
     return stores.to_frame(verified.rows)
@@ -287,8 +282,6 @@ def bench(
     stored run was measured with. The whole answer is in the frame's `attrs["answer"]`. Raises
     UsageError, or CaptureError when no worker starts.
     """
-    from profharness import jobs
-
     options = BenchOptions(
         configs=config_list(configs),
         backends=split_names(backends),
@@ -342,8 +335,6 @@ def _frame(
     records: Iterable[dict[str, Any]], columns: list[str] | None = None, **attributes: Any
 ) -> pd.DataFrame:
     """A frame of the records, with the attributes in its `attrs`."""
-    import pandas as pd
-
-    frame = pd.DataFrame(records, columns=columns)
+    frame = stores.frame(list(records), columns)
     frame.attrs |= attributes
     return frame

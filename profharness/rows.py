@@ -164,7 +164,7 @@ class LaunchRow(NamedTuple):
     stream: int | None
     device: int
     start_ns: int
-    duration_ns: int
+    duration_ns: int | None
     kernel_kind: str
     cell: str | None
     iteration: int | None

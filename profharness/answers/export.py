@@ -264,7 +264,7 @@ def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterat
                 if len(recent) > RECENT_CALLS:
                     del recent[next(iter(recent))]
                 yield row.launch_ns, 0, next(ties), _call_event(row, flow)
-        yield row.start_ns, -row.duration_ns, next(ties), _launch_event(row, flow)
+        yield row.start_ns, -(row.duration_ns or 0), next(ties), _launch_event(row, flow)
 
 
 def _call_event(row: LaunchRow, flow: int) -> Event:
@@ -289,9 +289,11 @@ def _launch_event(row: LaunchRow, flow: int | None) -> Event:
         args["device"] = row.device
     if flow is not None:
         args["flow"] = flow
+    if row.duration_ns is None:  # ncu without its time metric
+        args["duration"] = "not measured"
     category = CATEGORIES.get(row.kernel_kind, "kernel")
     pid = (row.pid or 0) if on_host else row.device
-    return _event(category, row.kernel, pid, _title(row, on_host), row.duration_ns, args)
+    return _event(category, row.kernel, pid, _title(row, on_host), row.duration_ns or 0, args)
 
 
 def _title(row: LaunchRow, on_host: bool) -> str:

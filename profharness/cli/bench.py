@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -26,10 +26,8 @@ from profharness.config import split_names
 from profharness.errors import UsageError
 from profharness.files import atomic_file
 from profharness.run import BenchOptions, Protocol, parse_precision, parse_seconds
-
-if TYPE_CHECKING:
-    from profharness.views.document import Document
-
+from profharness.views.document import Document
+from profharness.views.renderers import RENDERERS
 
 FOLDER_FILES = {"json": "bench.json", "jsonl": "bench.jsonl", "csv": "bench.csv", "md": "bench.md"}
 ENVIRONMENT_FILE = "environment.json"
@@ -170,8 +168,6 @@ def _write_folder(
     document: Document, folder: Path, environment: dict[str, Any], *, force: bool
 ) -> None:
     """Every format and the environment, each file whole or not at all."""
-    from profharness.views.renderers import RENDERERS
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from profharness.rows import LaunchRow, RangeRow
-from profharness.store.queries import Selection, Store, open_store, query, to_frame
+from profharness.store.queries import Selection, Store, frame, open_store, query, to_frame
 
 if TYPE_CHECKING:
     from profharness.store.ingest import IngestResult, ingest_path
@@ -19,6 +19,7 @@ __all__ = [
     "RangeRow",
     "Selection",
     "Store",
+    "frame",
     "ingest_path",
     "open_store",
     "query",

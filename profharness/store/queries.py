@@ -521,17 +521,18 @@ def to_frame(rows: Sequence[Any]) -> pd.DataFrame:
     under the profiler's own name, without the unit, other dicts one column a key. Unknown values
     are missing, never 0.
     """
-    return _frame([_flat(row) for row in rows])
+    return frame([_flat(row) for row in rows])
 
 
 def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
     """The answer to any SELECT over the store's tables and views."""
     cursor = store.connection.execute(sql, params)
     columns = [column[0] for column in cursor.description or ()]
-    return _frame(cursor.fetchall(), columns)
+    return frame(cursor.fetchall(), columns)
 
 
-def _frame(rows: list[Any], columns: list[str] | None = None) -> pd.DataFrame:
+def frame(rows: list[Any], columns: list[str] | None = None) -> pd.DataFrame:
+    """A DataFrame of rows or records."""
     import pandas as pd
 
     return pd.DataFrame(rows, columns=columns)

@@ -90,6 +90,14 @@ def test_a_launch_has_all_its_columns_and_exact_times() -> None:
     assert trace["deviceProperties"][0]["numSms"] == 132
 
 
+def test_a_launch_without_a_time_says_so() -> None:
+    rows = [launch(1, 1000, profiler="ncu")._replace(duration_ns=None), launch(2, 1000)]
+    timed, untimed = complete(written(Section(rows)), "kernel")
+    assert (untimed["ts"], untimed["dur"]) == (0.5, 0)
+    assert untimed["args"]["duration"] == "not measured"
+    assert (timed["dur"], "duration" in timed["args"]) == (2.001, False)
+
+
 def test_every_cell_has_a_named_track() -> None:
     rows = [launch(1, 1000), launch(2, 9000, backend="math", cell="1")]
     events = written(Section(rows))["traceEvents"]

@@ -1,8 +1,9 @@
-"""Exact statistics of groups, whatever the blocks that their rows come in."""
+"""Exact statistics of groups in bounded memory, whatever the blocks that their rows come in."""
 
 from __future__ import annotations
 
 import statistics
+import tracemalloc
 from collections import defaultdict
 
 import numpy as np
@@ -12,15 +13,22 @@ from hypothesis import strategies as st
 from profharness.store.groups import Grouping
 
 ROW = st.tuples(
-    st.integers(-1, 3), st.integers(-1, 2), st.integers(0, 10**9), st.integers(0, 10**12)
+    st.integers(-1, 3),
+    st.integers(-1, 2),
+    st.integers(0, 10**9) | st.integers(0, 3),
+    st.integers(0, 10**12),
 )
 
 
-@given(rows=st.lists(ROW, min_size=1, max_size=60), block=st.integers(1, 20))
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=60),
+    block=st.integers(1, 20),
+    merge_rows=st.integers(1, 80),
+)
 def test_groups_equal_the_plain_reckoning(
-    rows: list[tuple[int, int, int, int]], block: int
+    rows: list[tuple[int, int, int, int]], block: int, merge_rows: int
 ) -> None:
-    grouping = Grouping()
+    grouping = Grouping(merge_rows=merge_rows)
     for at in range(0, len(rows), block):
         columns = [
             np.array(column, np.int64) for column in zip(*rows[at : at + block], strict=True)
@@ -42,3 +50,16 @@ def test_groups_equal_the_plain_reckoning(
             assert statistic.minimum[index] == min(durations)
             assert statistic.maximum[index] == max(durations)
             assert statistic.first[index] == min(start for _, start in expected[name])
+
+
+def test_memory_grows_with_the_durations_that_differ() -> None:
+    random = np.random.default_rng(0)
+    grouping = Grouping(merge_rows=5000)
+    tracemalloc.start()
+    for _ in range(300):
+        keys = [np.zeros(1000, np.int64), random.integers(0, 2, 1000)]
+        grouping.add(keys, random.integers(2000, 3000, 1000), random.integers(0, 10**12, 1000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grouping.finish().fine.count.sum() == 300_000
+    assert peak < 2_000_000  # 300,000 rows are 7 MB
