@@ -172,14 +172,15 @@ def emit(
     if format_ == "md" and output is not None:
         _write_markdown(document, output, images, force=force)
         return
-    options: dict[str, Any] = {}
     if format_ == "table":
+        from profharness.views.terminal import render_table  # loads rich, for this format alone
+
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        options = {
-            "width": shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns,
-            "color": output is None and sys.stdout.isatty() and not plain,
-        }
-    text = RENDERERS[format_](document, **options)
+        color = output is None and sys.stdout.isatty() and not plain
+        width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
+        text = render_table(document, width=width, color=color)
+    else:
+        text = RENDERERS[format_](document)
     if output is not None:
         with atomic_file(output, force=force) as file:
             file.write(text.encode())

@@ -161,7 +161,7 @@ def test_sdpa_op_is_the_innermost_implementation() -> None:
 )
 def test_groups_are_exact(rows: list[tuple[int, int, int, int]]) -> None:
     a, b, duration, start = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    found = group(pack([a, b]), duration, start)
+    found = group(pack([a, b]), duration, start, np.ones_like(start))
     keys = sorted({row[:2] for row in rows})
     assert sorted(zip(a[found.index].tolist(), b[found.index].tolist(), strict=True)) == keys
     for i, index in enumerate(found.index.tolist()):
