@@ -53,9 +53,7 @@ def profiler_tuple(names: Names) -> tuple[str, ...]:
 
 
 def config_list(configs: Configs) -> list[Config]:
-    """Grammar texts expanded, each config once; empty for None. Raises UsageError for a text that
-    is no config.
-    """
+    """Configs, each once, of grammar texts; empty for None. Raises UsageError for another text."""
     if configs is None:
         return []
     items = [configs] if isinstance(configs, str | Config) else configs

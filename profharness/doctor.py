@@ -1,6 +1,4 @@
-"""Checks of what is installed and works, each with a remedy. Nothing is changed, no kernel is
-launched.
-"""
+"""Checks of what is installed and works, each with a remedy. Nothing is changed or launched."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ DRIVER_BRANCHES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. state: `ok`, `warning` (works, but less than it could), `missing`, or `absent`
-    (optional, not there).
-    """
+    """One finding. state: `ok`, `warning` (works in part), `missing`, or `absent` (optional)."""
 
     name: str
     state: str
@@ -255,9 +251,7 @@ def check_importer(nsys: Tool) -> Check:
 
 
 def missing_libraries(path: Path) -> list[str] | None:
-    """The shared libraries that the loader does not find for an executable, by `ldd`; None if ldd
-    cannot tell.
-    """
+    """The shared libraries that an executable lacks, by `ldd`; None if ldd cannot tell."""
     done = run_briefly(["ldd", str(path)], LDD_TIMEOUT_S, {**os.environ, "LC_ALL": "C"})
     return parse_ldd(done.stdout) if done and done.returncode == 0 else None
 
@@ -321,9 +315,7 @@ def may_administer(status: Path = Path("/proc/self/status")) -> bool:
 
 
 def check_counters(text: str | None, *, privileged: bool = False) -> Check:
-    """Whether this user may read hardware counters. text is the driver's parameter file, None if
-    there is none; privileged: has CAP_SYS_ADMIN.
-    """
+    """Whether this user may read hardware counters. text: the driver's parameter file, if any."""
     if text is None:
         return Check("counters", "absent", "no NVIDIA kernel driver is loaded")
     if "RmProfilingAdminOnly: 0" in text:

@@ -48,9 +48,7 @@ PROFILED_CALLS = 10  # of a bench, for the kernel measurement
 
 @dataclass(frozen=True)
 class Listener:
-    """What hears of a job while it runs: `say` takes a sentence, `progress` opens a display of the
-    cells that a worker does.
-    """
+    """What hears of a job: `say` takes a sentence, `progress` displays a worker's cells."""
 
     say: Callable[[str], None] = lambda _: None
     progress: Callable[[], AbstractContextManager[Progress | None]] = contextlib.nullcontext
@@ -108,9 +106,7 @@ def bench_into_store(
     options: CaptureOptions | None = None,
     progress: Progress | None = None,
 ) -> Captured:
-    """Time the backends of each config in turns and ingest the run. The kernel measurement brings
-    traces with it.
-    """
+    """Time the backends of each config in turns and ingest the run, with traces for `kernel`."""
     options = options or CaptureOptions()
     plan = options.bench or BenchPlan()
     traced = "kernel" in plan.measurements and device_type(options.protocol.device) == "cuda"
@@ -125,9 +121,9 @@ def find_run_folder(text: str, out: Path) -> Path:
     """
     if (Path(text) / "run.json").exists():
         return Path(text)
-    folders = sorted(path.parent for path in out.glob(f"{text}*/run.json"))
-    if text == "latest":
-        folders = sorted(path.parent for path in out.glob("*/run.json"))[-1:]
+    pattern = "*" if text == "latest" else f"{text}*"
+    folders = sorted(path.parent for path in out.glob(f"{pattern}/run.json"))
+    folders = folders[-1:] if text == "latest" else folders
     if len(folders) != 1:
         many = f"{len(folders)} of them fit" if folders else "there is none"
         raise NotFoundError(

@@ -27,8 +27,8 @@ class _Hold:
     def __init__(self) -> None:
         self.caught: list[int] = []
         self.holds = self.done = False
-        found = {number: _unwrapped(number) for number in SIGNALS}
-        self.before = {number: handler for number, handler in found.items() if callable(handler)}
+        handlers = {number: _unwrapped(number) for number in SIGNALS}
+        self.before = {number: handler for number, handler in handlers.items() if callable(handler)}
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.holds:
@@ -88,18 +88,16 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def find_workers(folder: Path) -> list[int]:
-    """Processes of this Python whose last argument is the run folder: its workers, also those that
-    a dead tool has left behind.
-    """
-    found = []
+    """The workers of a run folder (their last argument), also those that a dead tool has left."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().split(b"\0")[:-1]
         except OSError:
             continue
         if words and words[0] == os.fsencode(sys.executable) and words[-1] == os.fsencode(folder):
-            found.append(int(path.name))
-    return found
+            pids.append(int(path.name))
+    return pids
 
 
 def kill(pid: int, number: signal.Signals) -> None:
@@ -184,9 +182,7 @@ def run_briefly(
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment with profharness importable, behind whatever the user put on the
-    path.
-    """
+    """This process's environment with profharness importable, last on the user's path."""
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}

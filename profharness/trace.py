@@ -40,9 +40,7 @@ def range_cell(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Grid, block and resources of a launch; None where the profiler cannot know (all None for an
-    op on the CPU).
-    """
+    """Grid, block and resources of a launch; None where not known, as for an op on the CPU."""
 
     grid: tuple[int, int, int] | None
     block: tuple[int, int, int] | None
@@ -54,9 +52,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One user range (record_function or NVTX) on one thread. parent is an index into the same
-    list, or None.
-    """
+    """One user range (record_function or NVTX) on one thread; parent is an index, or None."""
 
     name: str
     start_ns: int
@@ -113,8 +109,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One parsed file. Call `batches()` once, while the trace is open; `close()` gives its
-    temporary files back.
+    """One parsed file. Call `batches()` once; `close()` gives its temporary files back.
 
     kernels are canonical names (as Kineto prints them; a memcpy or memset under its trace name),
     kernel_kinds says for each `kernel memcpy memset op`. op_paths are folded stacks of

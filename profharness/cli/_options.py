@@ -232,9 +232,7 @@ def quiet_stdout() -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def capture_progress() -> Iterator[Progress]:
-    """A `Progress` for `capture`; with the current cell and the time left where stderr is a
-    terminal.
-    """
+    """A `Progress` for `capture`; a bar where stderr is a terminal."""
     if not sys.stderr.isatty():
         yield _line
         return

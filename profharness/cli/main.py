@@ -139,9 +139,7 @@ def _going_on(folder: Path) -> str:
 
 
 def _end_in_order() -> None:
-    """A signal that ends the process ends first what it started; one that is ignored (nohup) stays
-    so.
-    """
+    """An ending signal first ends what the process started; an ignored one (nohup) stays so."""
 
     def stop(number: int, _: FrameType | None) -> None:
         raise TerminatedError(number)

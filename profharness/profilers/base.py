@@ -35,9 +35,7 @@ LOADER = r"error while loading shared libraries: (?P<library>[^:\s]+)"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a tool left nothing to work with. code is stable; message says what failed, on what;
-    remedy what to do.
-    """
+    """Why a tool left nothing to work with. code is stable; remedy says what to do."""
 
     code: str
     message: str
@@ -81,9 +79,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one tool; the first that matches counts. timeout holds where the tool was ended
-    for taking too long.
-    """
+    """The rules of one tool; the first match counts. timeout: those for a tool that took too long."""
 
     tool: str
     rules: Sequence[Rule]
@@ -181,9 +177,7 @@ def how_ended(returncode: int) -> str:
 
 @dataclass(frozen=True)
 class Tool:
-    """One executable. version is its answer to --version (`2025.3.1.0`), None if it does not
-    answer; on_path says whether the shell would start the same file by its name.
-    """
+    """One executable. version is None if it does not answer; on_path: the shell starts it by name."""
 
     name: str
     path: Path

@@ -327,9 +327,7 @@ _VERSION = re.compile(rb"(\d{4}\.\d+\.\d+(?:\.\d+)?) \(build \d+\)")
 
 @dataclass(frozen=True, slots=True)
 class NcuFile:
-    """results counts what was profiled; version is that of the ncu that wrote the file, None if it
-    does not say.
-    """
+    """results counts what was profiled; version is that of the ncu that wrote it, None if unsaid."""
 
     results: int
     version: str | None

@@ -396,9 +396,7 @@ class NsysSession(ToolSession):
 
 
 def count_kernels(export: Path) -> int:
-    """Kernels in an nsys export; 0 where the table is missing too. Raises TraceFormatError for a
-    file that is no SQLite database or is cut off.
-    """
+    """Kernels in an nsys export; 0 without the table. Raises TraceFormatError for a damaged file."""
     with export.open("rb") as file:
         header = file.read(100)
     if not header.startswith(SQLITE_MAGIC) or len(header) < 100:

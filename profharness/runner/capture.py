@@ -95,9 +95,7 @@ def resume(folder: Path, progress: Progress | None = None) -> Path:
 
 
 def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell, ...]:
-    """One pending cell per config and backend, in that order. Raises UsageError for unknown
-    backends or an empty plan.
-    """
+    """One pending cell per config and backend. Raises UsageError for unknown names or no config."""
     _require(configs)
     unique = find_backends(backends)
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
@@ -110,9 +108,7 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
 def plan_checks(
     configs: Sequence[Config], backends: Sequence[str], cases: Sequence[str], *, grad: bool
 ) -> tuple[Cell, ...]:
-    """One pending cell per config, case and backend, the backends of a case side by side. Raises
-    UsageError for an unknown case or an empty plan.
-    """
+    """One pending cell per config, case and backend. Raises UsageError for unknown cases."""
     _require(configs)
     planned = [
         (config, case, backend)
@@ -200,7 +196,6 @@ def _program(folder: Path, run: Run) -> tuple[str, ...]:
 
 
 def _code(folder: Path, run: Run) -> dict[str, str]:
-    """What tells one version of the backends' code from another; no entry for one that is not there."""
     sources = read_sources(folder)
     backends = []
     for name in dict.fromkeys(cell.backend for cell in run.cells):
@@ -234,9 +229,7 @@ def _wrapped_pass(record: RunRecord, profiler: Profiler, tools: dict[str, Tool])
 
 
 def _tidy(folder: Path, run: Run) -> None:
-    """After a complete run the journal and the plan say nothing that run.json does not. The log
-    stays if a cell failed, and where PROFHARNESS_LOG asks for it.
-    """
+    # The journal and the plan say nothing that run.json does not. The log stays if a cell failed.
     for name in (JOURNAL_FILE, PLAN_FILE, SOURCES_FILE):
         (folder / name).unlink(missing_ok=True)
     went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems

@@ -91,9 +91,7 @@ class Journal:
                 yield msgspec.json.decode(line, type=JournalEntry)
 
     def append(self, entry: JournalEntry) -> None:
-        """Write an entry of the parent's own, on a line of its own even after a line that a crash
-        cut short.
-        """
+        """Write an entry of the parent's own, also after a line that a crash cut short."""
         data = (b"\n" if self._rest else b"") + msgspec.json.encode(entry) + b"\n"
         with self._path.open("ab") as file:
             file.write(data)
@@ -135,9 +133,7 @@ class Start:
         (self.folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
 
     def run(self, command: list[str]) -> None:
-        """Start the worker in a process group of its own and follow it to its end; afterwards
-        nothing of it is left.
-        """
+        """Follow the worker, in a process group of its own, to its end; nothing of it is left."""
         process: subprocess.Popen[bytes] | None = None
         try:
             with held():
@@ -294,9 +290,7 @@ def run_cells(
 
 
 def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
-    """The environment that a worker on this machine finds. Raises CaptureError when it cannot
-    start.
-    """
+    """The environment that a worker finds here. Raises CaptureError when it cannot start."""
     entries: list[JournalEntry] = []
     journal = Journal(folder / JOURNAL_FILE)
     start = Start(folder, protocol, {}, journal, entries.append, Session())
@@ -435,9 +429,7 @@ class RunRecord:
 
 
 def _checked(result: Cell, device: str) -> Cell:
-    """A cell of a verification with its dtypes filled in; what its worker died of or hung on failed
-    its check.
-    """
+    """A verified cell with its dtypes filled in; a worker that died or hung failed its check."""
     asked = parse_config(result.asked or result.config.label).resolve(device).label
     checks = result.checks or (Check("out", False, f"{result.status}: {result.message}"),)
     return replace(result, config=result.config.resolve(device), asked=asked, checks=checks)
@@ -457,9 +449,7 @@ def _cell_problem(profiler: str, result: Cell) -> Problem:
 def _cell_traces(
     folder: Path, profilers: tuple[str, ...], cells: tuple[Cell, ...]
 ) -> list[TraceFile]:
-    """The traces of finished cells that the worker wrote itself; what a dead worker left
-    half-written belongs to no result and is not named.
-    """
+    """The traces that the worker wrote of finished cells; half-written ones are left out."""
     return [
         TraceFile(profiler.name, path.name, (cell.cell,))
         for profiler in (PROFILERS[name] for name in profilers)

@@ -16,7 +16,7 @@ import numpy as np
 from profharness.config import Config
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import axes
-from profharness.store.groups import Grouped, Grouping, Groups
+from profharness.store.groups import Grouped, Grouping
 from profharness.store.schema import insert_row
 from profharness.trace import (
     CELL_RANGE_PREFIX,
@@ -270,21 +270,21 @@ def _row_ids(
     range_names = _name_ids(connection, "range_names", [item.name for item in trace.ranges])
     ranges = _insert_ranges(connection, trace_id, trace.ranges, range_names, cell, iteration)
     kernels = zip(trace.kernels, trace.kernel_kinds, strict=True)
+
+    def lookup(ids: Iterable[int]) -> Column:
+        return np.array([*ids, NONE], np.int64)
+
     return _Ids(
-        kernel=_lookup(_kernel_id(connection, name, kind) for name, kind in kernels),
-        launch_config=_lookup(_launch_config_id(connection, one) for one in trace.launch_configs),
-        op_path=_lookup(_op_path_id(connection, path) for path in trace.op_paths),
-        api=_lookup(_name_ids(connection, "apis", trace.apis)),
-        range=_lookup(ranges),
-        range_name=_lookup(range_names),
+        kernel=lookup(_kernel_id(connection, name, kind) for name, kind in kernels),
+        launch_config=lookup(_launch_config_id(connection, one) for one in trace.launch_configs),
+        op_path=lookup(_op_path_id(connection, path) for path in trace.op_paths),
+        api=lookup(_name_ids(connection, "apis", trace.apis)),
+        range=lookup(ranges),
+        range_name=lookup(range_names),
         cell=cell,
         iteration=iteration,
         origin=origin,
     )
-
-
-def _lookup(ids: Iterable[int]) -> Column:
-    return np.array([*ids, NONE], np.int64)
 
 
 def _insert_ranges(
@@ -363,27 +363,23 @@ def _insert_groups(
         (1, grouped.fine, op_paths),
     ):
         keys = dict(zip(_GROUP_KEYS, grouped.keys[groups.index].T, strict=True))
-        columns = _group_columns(groups) | keys | {"op_path_id": paths}
+        times = {
+            "total_ns": groups.total,
+            "median_ns": groups.median,
+            "min_ns": groups.minimum,
+            "max_ns": groups.maximum,
+        }
+        # One launch without a time leaves its group without one.
+        columns = {
+            name: np.where(groups.minimum == NONE, NONE, values) for name, values in times.items()
+        }
+        columns |= keys | {"launches": groups.count, "op_path_id": paths}
         columns["trace_id"] = np.full_like(paths, trace_id)
         columns["by_op"] = np.full_like(paths, by_op)
         columns["first_ns"] = groups.first - origin
         order = np.lexsort((groups.first, columns["cell_id"]))
         ordered = {name: column[order] for name, column in columns.items()}
         _insert_columns(connection, "launch_groups", ordered)
-
-
-def _group_columns(groups: Groups) -> dict[str, Column]:
-    """The statistics by column. One launch without a time leaves its group without one."""
-    times = {
-        "total_ns": groups.total,
-        "median_ns": groups.median,
-        "min_ns": groups.minimum,
-        "max_ns": groups.maximum,
-    }
-    columns = {
-        name: np.where(groups.minimum == NONE, NONE, values) for name, values in times.items()
-    }
-    return {"launches": groups.count, **columns}
 
 
 def _insert_cell_traces(

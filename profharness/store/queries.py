@@ -137,18 +137,19 @@ class Store:
             raise NotFoundError(f"{self.path} holds no run; `profharness capture` makes one")
         if ref in names:
             return ref
-        back = _steps_back(ref)
-        if back is not None:
+        head, tilde, number = ref.partition("~")
+        if head == LATEST and (number.isdecimal() or not tilde):
+            back = int(number) if tilde else 0
             # a run of `verify` has no profilers and nothing that anyone means by `latest`
             names = [str(row[0]) for row in rows if row[1] != NO_PROFILERS] or names
             if back < len(names):
                 return names[back]
             raise NotFoundError(f"{ref}: the store holds only {len(names)} run(s): {_some(names)}")
-        found = [name for name in names if ref and name.startswith(ref)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise NotFoundError(f"run {ref!r} is ambiguous; it could be {_some(found)}")
+        matching = [name for name in names if ref and name.startswith(ref)]
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            raise NotFoundError(f"run {ref!r} is ambiguous; it could be {_some(matching)}")
         raise NotFoundError(f"no run {ref!r} in {self.path}; there are {_some(names)}")
 
     def find_run(self, selection: Selection) -> str:
@@ -166,9 +167,7 @@ class Store:
     def rows(
         self, selection: Selection, *, by_op: bool = False
     ) -> tuple[list[KernelRow], list[CellRow]]:
-        """The selected kernels and cells; by_op is as for `kernels`. Raises NotFoundError where no
-        run is meant.
-        """
+        """The selected kernels and cells. Raises NotFoundError where no run is meant."""
         run = self.find_run(selection)
         configs, backends = selection.configs or None, selection.backends or None
         profilers = selection.profilers or None
@@ -210,15 +209,24 @@ class Store:
             "ORDER BY created DESC, run_id DESC, cell_id, trace_id, first_ns, group_id",
             values,
         )
+        # a share is of the cell's launches, or of the range's without a cell
+        wholes = [
+            (
+                row["trace_id"],
+                row["cell_id"],
+                row["range_name_id"] if row["cell_id"] is None else None,
+            )
+            for row in rows
+        ]
         totals: dict[tuple[Any, ...], float] = {}
-        for row in rows:
+        for whole, row in zip(wholes, rows, strict=True):
             part = UNKNOWN if row["total_ns"] is None else row["total_ns"]
-            totals[_whole(row)] = totals.get(_whole(row), 0) + part
+            totals[whole] = totals.get(whole, 0) + part
         occupancy_of = _occupancies(self.connection)
         metrics = _group_metrics(self.connection, rows, by_op)
         return [
-            _kernel_row(row, totals[_whole(row)], occupancy_of, values)
-            for row, values in zip(rows, metrics, strict=True)
+            _kernel_row(row, totals[whole], occupancy_of, values)
+            for row, whole, values in zip(rows, wholes, metrics, strict=True)
         ]
 
     def _selected(self, run: str | None) -> list[str] | None:
@@ -301,9 +309,7 @@ class Store:
         return data
 
     def peaks(self, run: str | None = None, source: str | None = None) -> Peaks | None:
-        """Peaks of the run's device: measured if the store has them, else from the data sheet;
-        source (`measured`, `data sheet`) asks for one of the two alone.
-        """
+        """Peaks of the run's device; source (`measured`, `data sheet`) asks for one kind alone."""
         return find_peaks(self.connection, self.environment(run), source)
 
     def add_peaks(self, peaks: Peaks, created: str, environment: Mapping[str, Any]) -> None:
@@ -387,23 +393,9 @@ def open_store(path: Path, *, write: bool = False) -> Store:
     return Store(path, connect(path, write=write))
 
 
-def _steps_back(ref: str) -> int | None:
-    """N of `latest~N`, 0 for `latest`, None for anything else."""
-    head, tilde, number = ref.partition("~")
-    if head != LATEST or (tilde and not number.isdecimal()):
-        return None
-    return int(number) if tilde else 0
-
-
 def _some(names: Sequence[str]) -> str:
     more = len(names) - CANDIDATES_SHOWN
     return ", ".join(names[:CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _whole(row: Record) -> tuple[Any, ...]:
-    """What a row's share is a part of: its cell's launches, or its range's without a cell."""
-    inner = row["range_name_id"] if row["cell_id"] is None else None
-    return row["trace_id"], row["cell_id"], inner
 
 
 def _kernel_row(
@@ -521,7 +513,12 @@ def to_frame(rows: Sequence[Any]) -> pd.DataFrame:
     under the profiler's own name, without the unit, other dicts one column a key. Unknown values
     are missing, never 0.
     """
-    return frame([_flat(row) for row in rows])
+    records = []
+    for row in rows:
+        names = [field.name for field in fields(row)] if is_dataclass(row) else row._fields
+        parts = [_columns(name, getattr(row, name)) for name in names]
+        records.append({key: value for part in parts for key, value in part.items()})
+    return frame(records)
 
 
 def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
@@ -536,14 +533,6 @@ def frame(rows: list[Any], columns: list[str] | None = None) -> pd.DataFrame:
     import pandas as pd
 
     return pd.DataFrame(rows, columns=columns)
-
-
-def _flat(row: Any) -> Record:
-    names = [field.name for field in fields(row)] if is_dataclass(row) else row._fields
-    flat: Record = {}
-    for name in names:
-        flat |= _columns(name, getattr(row, name))
-    return flat
 
 
 def _columns(name: str, value: Any) -> Record:

@@ -108,21 +108,16 @@ def insert_peaks(
 def find_peaks(
     connection: sqlite3.Connection, environment: Mapping[str, Any], source: str | None
 ) -> Peaks | None:
-    """Peaks of an environment's device: measured if there, else from the data sheet. source asks
-    for one of the two alone.
-    """
+    """Peaks of a device: measured if there, else from the data sheet; source asks for one alone."""
     device = device_name(environment)
     if device is None:
         return None
-    peaks = _measured_peaks(connection, device) if source in (None, MEASURED) else None
-    return peaks if peaks or source == MEASURED else data_sheet(device)
-
-
-def _measured_peaks(connection: sqlite3.Connection, device: str) -> Peaks | None:
-    """The newest measurement of a device."""
-    row = connection.execute(
-        "SELECT bandwidth_bytes_per_s, flops_per_s, l2_bytes, num_sms, origin FROM peaks "
-        "WHERE device = ? ORDER BY id DESC LIMIT 1",
-        (device,),
-    ).fetchone()
-    return Peaks(device, MEASURED, row[0], json.loads(row[1]), *row[2:]) if row else None
+    if source in (None, MEASURED):
+        row = connection.execute(
+            "SELECT bandwidth_bytes_per_s, flops_per_s, l2_bytes, num_sms, origin FROM peaks "
+            "WHERE device = ? ORDER BY id DESC LIMIT 1",
+            (device,),
+        ).fetchone()
+        if row:
+            return Peaks(device, MEASURED, row[0], json.loads(row[1]), *row[2:])
+    return None if source == MEASURED else data_sheet(device)
