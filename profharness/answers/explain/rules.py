@@ -238,22 +238,24 @@ def explain_by_rule(
     """What the rules say of a config on a place. backends limits the advice."""
     config = config.resolve(place.device)
     machine, device = place.machine, place.device
-    oracle, choose = rule_oracle(machine, device), rule_choice(machine, device)
     prediction = predict(from_config(config, device), machine)
     order = prediction.priority_order or (SDPA_BACKENDS if device == "cuda" else CPU_ORDER)
-    advised = (backends or FUSED_BACKENDS) if advice else ()
+    sides = sides_by_rule(prediction, order)
+    if advice:
+        oracle, choose = rule_oracle(machine, device), rule_choice(machine, device)
+        sides = [
+            replace(side, advice=advise(config, side.backend, oracle, choose))
+            if side.backend in (backends or FUSED_BACKENDS)
+            else side
+            for side in sides
+        ]
     return Explanation(
         config=config.label,
         environment=place.environment,
         source="rules",
         priority_order=prediction.priority_order,
         predicted=prediction.choice,
-        backends=tuple(
-            replace(side, advice=advise(config, side.backend, oracle, choose))
-            if side.backend in advised
-            else side
-            for side in sides_by_rule(prediction, order)
-        ),
+        backends=tuple(sides),
         caveats=(*prediction.hazards, *_caveats(place, prediction)),
     )
 
