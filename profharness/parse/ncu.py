@@ -21,7 +21,6 @@ from profharness.parse.ncu_csv import (
     DURATION,
     NcuLaunch,
     NcuReport,
-    NvtxRange,
     Triple,
     read_csv_file,
 )
@@ -56,24 +55,20 @@ _DEVICE_FIELDS = {
 def parse_ncu(path: Path) -> Trace:
     """Parse an .ncu-rep, or a .csv of `ncu --csv --page raw` (or its long form with metric names).
 
-    Kernels have their mangled names demangled as Kineto prints them; where a CSV has only ncu's
-    own demangled text, that. A kernel whose time was not measured has an unknown duration. The
-    process, thread and moment of a launch are unknown. Consecutive launches in the same range are
-    one call of it. Ranges of the domain `profharness` and of the default domain have plain names,
-    others `domain:name`. Metrics are all numeric ones but `device__attribute_*` and `nvlink__*`.
+    Mangled names are demangled as Kineto prints them; a CSV may have only ncu's demangled text.
+    A time not measured is an unknown duration. The process, thread and moment of a launch are
+    unknown. Consecutive launches in the same range are one call of it. Ranges of the domain
+    `profharness` and of the default domain have plain names, others `domain:name`. Metrics are
+    all numeric ones but `device__attribute_*` and `nvlink__*`.
 
     Raises TraceFormatError for a file that is neither, is cut off or cannot be read, and
     MissingReaderError where nothing can read a report.
     """
     path = Path(path)
-    environment: dict[str, object] = {}
     if path.name.lower().endswith(".csv"):
-        report = read_csv_file(path)
-    else:
-        known = check_file(path)
-        report = read_report(path, known=known)
-        environment |= {"ncu_version": known.version} if known.version else {}
-    return _trace(report, environment)
+        return _trace(read_csv_file(path), {})
+    file = check_file(path)
+    return _trace(read_report(path, file), {"ncu_version": file.version} if file.version else {})
 
 
 def nanoseconds(value: float, unit: str) -> int:
@@ -84,8 +79,7 @@ def nanoseconds(value: float, unit: str) -> int:
 def _trace(report: NcuReport, environment: dict[str, object]) -> Trace:
     launches, units = report.launches, report.units
     durations = [_duration(launch, units) for launch in launches]
-    configs = Ids()
-    kernels = Ids()
+    configs, kernels = Ids(), Ids()
     steps = np.array([UNKNOWN_STEP_NS if ns == NONE else ns for ns in durations], np.int64)
     ends = np.cumsum(steps, dtype=np.int64)
     starts = ends - steps
@@ -158,17 +152,14 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _range_name(item: NvtxRange) -> str:
-    plain = item.domain in (OWN_DOMAIN, DEFAULT_DOMAIN)
-    return item.name if plain else f"{item.domain}:{item.name}"
-
-
 def _open_ranges(launch: NcuLaunch) -> list[str]:
     """Names of the ranges open at a launch, outermost first. How domains nest is unknown; a cell's
     range goes outside, so that no other one cuts its call in two.
     """
-    names = list(dict.fromkeys(map(_range_name, (*launch.start_end, *launch.push_pop))))
-    return sorted(names, key=lambda name: range_cell(name) is None)
+    plain = (OWN_DOMAIN, DEFAULT_DOMAIN)
+    ranges = (*launch.start_end, *launch.push_pop)
+    names = [name if domain in plain else f"{domain}:{name}" for domain, name in ranges]
+    return sorted(dict.fromkeys(names), key=lambda name: range_cell(name) is None)
 
 
 def _ranges(
@@ -202,7 +193,6 @@ def _ranges(
 
 
 def _devices(launches: list[NcuLaunch]) -> tuple[Device, ...]:
-    """The devices that a report describes; one without a name or a core figure is left out."""
     devices: dict[int, Device] = {}
     for launch in launches:
         if launch.device not in devices:

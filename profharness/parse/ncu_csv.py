@@ -1,7 +1,7 @@
 """ncu's CSV: the table of `--csv --page raw`, and the long form with one line a metric.
 
-Lines are read one by one, because a program's own output may stand between them. Numbers are
-taken in whatever locale the file was written in.
+Lines are read one by one, because a program's own output may stand between them. Numbers may
+stand in any locale.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from profharness.errors import TraceFormatError
 from profharness.parse import NCU_HEADER, decode_text
@@ -45,8 +47,7 @@ _ITEM_PLAIN = re.compile(rf"(?P<domain>.*?):(?P<name>.+?){_ITEM_TAIL}:[^:]*", re
 Triple = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class NvtxRange:
+class NvtxRange(NamedTuple):
     """One NVTX range that was open at a launch."""
 
     domain: str
@@ -76,9 +77,7 @@ class NcuLaunch:
 
 @dataclass(frozen=True, slots=True)
 class NcuReport:
-    """A report's kernels, and the unit of each metric. skipped counts results that are no kernel:
-    whole ranges and graphs.
-    """
+    """A report's kernels and units by metric; skipped counts whole ranges and graphs."""
 
     launches: list[NcuLaunch]
     units: dict[str, str]
@@ -101,8 +100,7 @@ def read_text(path: Path) -> str:
 def read_csv_text(text: str, path: Path) -> NcuReport:
     """The kernels of ncu's CSV output; errors name `path`.
 
-    Raises TraceFormatError as `read_table` does, and where metrics stand under labels instead of
-    their names.
+    Raises TraceFormatError as `read_table` does, and for metrics under labels.
     """
     columns, records = read_table(text, path)
     if _is_long(columns):
@@ -111,11 +109,10 @@ def read_csv_text(text: str, path: Path) -> NcuReport:
 
 
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of ncu's table, without the lines around and between; all rows have
-    the header's columns. The first row holds the units (its ID is empty) but in the long form.
+    """The header and the rows of ncu's table; all rows have the header's columns. The first row
+    holds the units (its ID is empty), except in the long form.
 
-    Raises TraceFormatError where there is no table, or where the header, the units or a row are
-    missing or cut off.
+    Raises TraceFormatError where the header, the units or a row are missing or cut off.
     """
     lines = text.splitlines()
     at = next((at for at, line in enumerate(lines) if NCU_HEADER.match(line)), None)
@@ -139,10 +136,8 @@ def decimal_mark(cells: Iterable[str]) -> str:
 
     `1.234,5` and `0,25` tell; `84,480` alone could be either.
     """
-    seen = {".": 0, ",": 0}
-    for mark in islice(filter(None, map(_mark, cells)), WITNESSES):
-        seen[mark] += 1
-    return "," if seen[","] > seen["."] else "."
+    marks = Counter(islice(filter(None, map(_mark, cells)), WITNESSES))
+    return "," if marks[","] > marks["."] else "."
 
 
 def number(text: str, mark: str = ".") -> float | None:
@@ -165,16 +160,16 @@ def _finite(text: str) -> float | None:
 
 
 def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
-    """The ranges of an NVTX cell, in its order; numbered: each begins with its id (start/end).
-
-    A name may hold colons: the message at the end repeats it.
-    """
+    """The ranges of an NVTX cell, in its order; numbered: each begins with its id (start/end)."""
     body = re.sub(r'^\s*\d+\s+(?=")', "", cell).strip()
-    if not body:
-        return ()
-    items = body[1:-1].split('"  "') if body.startswith('"') else [body]
-    ranges = (_item(item, numbered) for item in items)
-    return tuple(item for item in ranges if item is not None)
+    ranges = []
+    for item in body[1:-1].split('"  "') if body.startswith('"') else [body]:
+        item = re.sub(r"^\d+:", "", item) if numbered else item
+        # a name may hold colons: the message at the end repeats it
+        match = _ITEM.fullmatch(item) or _ITEM_PLAIN.fullmatch(item)
+        if match:
+            ranges.append(NvtxRange(match["domain"] or DEFAULT_DOMAIN, match["name"]))
+    return tuple(ranges)
 
 
 def _cells(line: str) -> list[str]:
@@ -225,17 +220,14 @@ def _records(
 
 
 def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
-    return TraceFormatError(
-        path, f"line {count} after the header {what}; {AGAIN}", expected=EXPECTED
-    )
+    message = f"line {count} after the header {what}; {AGAIN}"
+    return TraceFormatError(path, message, expected=EXPECTED)
 
 
 def _widen(
     columns: list[str], records: list[list[str]], path: Path
 ) -> tuple[list[str], list[str], list[list[str]]]:
-    """The long form as a raw table: columns, units, rows by kernel. Rows without a metric are advice
-    and are left out.
-    """
+    """The long form as columns, units and rows by kernel. Rows without a metric are only advice."""
     place = {name: index for index, name in enumerate(columns)}
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
     own = [name for name in columns if name in OWN_COLUMNS]
@@ -246,11 +238,10 @@ def _widen(
         _, metrics = kernels.setdefault(row[0], ([row[place[column]] for column in own], {}))
         if "__" not in name:
             if name:
-                raise TraceFormatError(
-                    path,
-                    f"metrics under labels such as {name!r}; export the report with --page raw",
-                    expected=EXPECTED,
+                message = (
+                    f"metrics under labels such as {name!r}; export the report with --page raw"
                 )
+                raise TraceFormatError(path, message, expected=EXPECTED)
             continue
         if units.setdefault(name, row[unit_at]) != row[unit_at]:
             message = f"{name} in {units[name]} and in {row[unit_at]}; export with --page raw"
@@ -263,16 +254,15 @@ def _widen(
 def _report(columns: list[str], units: list[str], rows: list[list[str]]) -> NcuReport:
     place = {name: index for index, name in enumerate(columns)}
     metrics = [(name, index) for name, index in place.items() if name not in OWN_COLUMNS]
-    fixed = [pair for pair in metrics if pair[0].startswith(CONSTANTS)]
-    moving = [pair for pair in metrics if not pair[0].startswith(CONSTANTS)]
+    variable = [pair for pair in metrics if not pair[0].startswith(CONSTANTS)]
     mark = decimal_mark(row[index] for row in rows for _, index in metrics)
     devices: set[int] = set()
     launches = []
     for row in rows:
         device = (_whole(row[place["Device"]]) if "Device" in place else None) or 0
-        named = moving if device in devices else [*fixed, *moving]
+        shown = variable if device in devices else metrics
         devices.add(device)
-        launches.append(_launch(row, place, named, mark, device))
+        launches.append(_launch(row, place, shown, mark, device))
     return NcuReport(launches, {name: units[index] for name, index in metrics})
 
 
@@ -309,12 +299,6 @@ def _whole(text: str) -> int | None:
 def _triple(text: str) -> Triple | None:
     match = _TRIPLE.fullmatch(text.strip())
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-
-def _item(text: str, numbered: bool) -> NvtxRange | None:
-    bare = re.sub(r"^\d+:", "", text) if numbered else text
-    match = _ITEM.fullmatch(bare) or _ITEM_PLAIN.fullmatch(bare)
-    return NvtxRange(match["domain"] or DEFAULT_DOMAIN, match["name"]) if match else None
 
 
 def _mark(text: str) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError
 from profharness.parse.ncu_csv import (
     CONSTANTS,
+    DEVICE_PREFIX,
     OWN_COLUMNS,
     PUSH_POP,
     START_END,
@@ -49,10 +50,7 @@ def import_package() -> Any | None:
 
 
 def import_from_tool(ncu: Path) -> Any | None:
-    """The `ncu_report` module of the Nsight Compute that this ncu belongs to, else None.
-
-    Its folder is on sys.path only while it is imported.
-    """
+    """The `ncu_report` module of this ncu's Nsight Compute; its folder leaves sys.path again."""
     for folder in ncu.resolve().parents[:5]:
         if (folder / EXTRAS).is_file():
             sys.path.insert(0, str((folder / EXTRAS).parent))
@@ -64,9 +62,7 @@ def import_from_tool(ncu: Path) -> Any | None:
 
 
 def read_with(module: Any, path: Path) -> NcuReport | None:
-    """The report as the module reads it; None when it finds nothing in it, which is how it tells
-    of a file that it cannot read.
-    """
+    """The report as the module reads it; None when it finds nothing, its sign for a bad file."""
     context = module.load_report(str(path))
     if not context.num_ranges():
         return None
@@ -99,15 +95,19 @@ def _launch(action: Any, units: dict[str, str], devices: set[int]) -> NcuLaunch:
             if math.isfinite(value):
                 values[name] = value
     devices.add(device)
-    start_end, push_pop = _nvtx(action)
+    start_end, push_pop = [], []
+    if (state := action.nvtx_state()) is not None:
+        for domain in map(state.domain_by_id, sorted(state.domains())):
+            start_end += [NvtxRange(domain.name(), text) for text in domain.start_end_ranges()]
+            push_pop += [NvtxRange(domain.name(), text) for text in domain.push_pop_ranges()]
     return NcuLaunch(
         name=action.name(action.NameBase_MANGLED),
         values=values,
         texts=texts,
         device=device,
         stream=_index(action, "launch__stream_id"),
-        start_end=start_end,
-        push_pop=push_pop,
+        start_end=tuple(start_end),
+        push_pop=tuple(push_pop),
     )
 
 
@@ -116,28 +116,14 @@ def _index(action: Any, name: str) -> int | None:
     return None if metric is None else int(metric.as_uint64())
 
 
-def _nvtx(action: Any) -> tuple[tuple[NvtxRange, ...], tuple[NvtxRange, ...]]:
-    """The start/end ranges and the push/pop stacks of every domain at the launch."""
-    state = action.nvtx_state()
-    if state is None:
-        return (), ()
-    domains = [state.domain_by_id(number) for number in sorted(state.domains())]
-    return (
-        tuple(NvtxRange(one.name(), text) for one in domains for text in one.start_end_ranges()),
-        tuple(NvtxRange(one.name(), text) for one in domains for text in one.push_pop_ranges()),
-    )
-
-
 def report_to_csv(report: Path, output: Path) -> None:
-    """Write an .ncu-rep as the table that `ncu --csv --page raw --print-units base
-    --print-kernel-base mangled` prints, which `parse_ncu` reads back to the same launches and
-    metrics.
+    """Write an .ncu-rep as `ncu --csv --page raw --print-units base --print-kernel-base mangled`
+    prints it; `parse_ncu` reads the same launches and metrics back.
 
     Doubles are written in full, where ncu rounds to two decimals. Process ids and the threads of
-    ranges are 0, process and host names empty. Raises TraceFormatError for what is no report and
-    MissingReaderError where nothing can read it.
+    ranges are 0, process and host names empty. Raises what `read_report` raises.
     """
-    write_csv(read_report(report), output)
+    write_csv(read_report(report, check_file(report)), output)
 
 
 def write_csv(report: NcuReport, output: Path) -> None:
@@ -150,19 +136,17 @@ def write_csv(report: NcuReport, output: Path) -> None:
         writer.writerow([*("" for _ in COLUMNS), *(report.units.get(name, "") for name in names)])
         for index, launch in enumerate(report.launches):
             source = constants.setdefault(launch.device, launch)
-            cells = (
-                _value(source if name.startswith(CONSTANTS) else launch, name) for name in names
-            )
-            writer.writerow([*_own(index, launch, source), *cells])
+            sources = (source if name.startswith(CONSTANTS) else launch for name in names)
+            writer.writerow([*_own(index, launch, source), *map(_value, sources, names)])
 
 
 def _own(index: int, launch: NcuLaunch, source: NcuLaunch) -> list[str]:
     """The cells of ncu's own columns, in the order of COLUMNS."""
-    ranges = f"{UNKNOWN_ID}  {_items(launch.push_pop)}" if launch.push_pop else ""
+    capability = ("major", "minor")
     own = {
         "ID": str(index),
         "Process ID": UNKNOWN_ID,
-        PUSH_POP: ranges,
+        PUSH_POP: f"{UNKNOWN_ID}  {_items(launch.push_pop)}" if launch.push_pop else "",
         START_END: _items(launch.start_end, numbered=True),
         "Kernel Name": launch.name,
         "Context": _value(launch, "launch__context_id"),
@@ -171,8 +155,7 @@ def _own(index: int, launch: NcuLaunch, source: NcuLaunch) -> list[str]:
         "Grid Size": _dims(launch, "grid", launch.grid),
         "Device": str(launch.device),
         "CC": ".".join(
-            _value(source, f"device__attribute_compute_capability_{part}")
-            for part in ("major", "minor")
+            _value(source, f"{DEVICE_PREFIX}compute_capability_{n}") for n in capability
         ),
     }
     return [own.get(column, "") for column in COLUMNS]
@@ -214,14 +197,12 @@ class MissingReaderError(MissingExtraError):
         )
 
 
-def read_report(path: Path, *, known: NcuFile | None = None) -> NcuReport:
-    """The kernels of a report by the first way that can read it. known: what `check_file` said.
+def read_report(path: Path, file: NcuFile) -> NcuReport:
+    """The kernels of a report by the first way that can read it; file: what `check_file` said.
 
-    Raises TraceFormatError when the file is no whole report or no way understands it, and
-    MissingReaderError when there is no way.
+    Raises TraceFormatError when no way understands it, MissingReaderError when there is no way.
     """
-    known = known or check_file(path)
-    if not known.results:
+    if not file.results:
         return NcuReport([], {})
     tried = []
     for name, report in _attempts(path):
@@ -230,7 +211,7 @@ def read_report(path: Path, *, known: NcuFile | None = None) -> NcuReport:
         tried.append(name)
     if not tried:
         raise MissingReaderError(path)
-    made = f"ncu {known.version}" if known.version else "an unknown ncu"
+    made = f"ncu {file.version}" if file.version else "an unknown ncu"
     raise TraceFormatError(
         path,
         f"a report of {made} that {' and '.join(tried)} cannot read",
@@ -240,14 +221,12 @@ def read_report(path: Path, *, known: NcuFile | None = None) -> NcuReport:
 
 def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | None]]:
     """(name, report) of each way that this machine has; None where the way cannot read the file."""
-    module = import_package()
-    if module is not None:
+    if (module := import_package()) is not None:
         yield "ncu_report", read_with(module, path)
     tool = find_tool("ncu")
     if tool is None:
         return
-    module = import_from_tool(tool.path)
-    if module is not None:
+    if (module := import_from_tool(tool.path)) is not None:
         yield "Nsight Compute's ncu_report", read_with(module, path)
     output = import_csv(tool.path, path)
     yield "ncu --import", None if output is None else read_csv_text(output, path)
@@ -256,8 +235,7 @@ def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | None]]:
 def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) -> str | None:
     """What `ncu --import` prints of a report as CSV; None when it cannot read the report.
 
-    ncu and all that it started are gone when this returns. Raises TraceFormatError when it takes
-    longer than timeout_s or does not start.
+    Raises TraceFormatError when ncu does not start or takes longer than timeout_s.
     """
     argv = csv_argv(ncu, report.resolve())
     if "--print-kernel-base" not in argv:
