@@ -15,7 +15,7 @@ from typing import IO, cast
 
 from profharness.errors import ProfharnessError, TraceFormatError
 from profharness.parse import GZIP, SUFFIX
-from profharness.parse.nsys_export import MAGIC
+from profharness.parse.nsys_export import MAGIC, META_TABLES
 from profharness.scrub.nsys import FILTERED, PRIVATE_COLUMNS, STRINGS, columns_of, row_allowed
 from profharness.scrub.reports import private_columns
 from profharness.scrub.text import PRIVATE_KEYS, Cleaner, machine_names, windows
@@ -43,8 +43,8 @@ class PrivateDataError(ProfharnessError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something private: the file, where in it (a byte of the uncompressed content, or table and
-    column), what kind of thing, and the words, at most EXCERPT characters.
+    """Something private. where is a byte of the uncompressed content, or table and column; text
+    has at most EXCERPT characters.
     """
 
     path: Path
@@ -59,19 +59,19 @@ class Finding:
 def audit(path: Path, *, names: Iterable[str] | None = None) -> list[Finding]:
     """Everything private in a file, or in all files below a folder, their names included.
 
-    names: host and user names to look for, by default those of this machine. Raises
-    TraceFormatError for what cannot be read.
+    names: host and user names to look for, None: this machine's. Raises TraceFormatError for what
+    cannot be read.
     """
     cleaner = Cleaner(machine_names() if names is None else frozenset(names))
-    if path.is_dir():
-        files = [each for each in sorted(path.rglob("*")) if each.is_file()]
-        return [found for each in files for found in _file(each, path, cleaner)]
-    return list(_file(path, path.parent, cleaner))
+    if not path.is_dir():
+        return list(_file(path, path.parent, cleaner))
+    files = filter(Path.is_file, sorted(path.rglob("*")))
+    return [finding for file in files for finding in _file(file, path, cleaner)]
 
 
 def _file(path: Path, root: Path, cleaner: Cleaner) -> Iterator[Finding]:
-    for match in cleaner.find(str(path.relative_to(root))):
-        yield Finding(path, "its name", match.kind, match.text[:EXCERPT])
+    for kind, text in cleaner.find(str(path.relative_to(root))):
+        yield Finding(path, "its name", kind, text[:EXCERPT])
     try:
         name = path.name.lower().removesuffix(SUFFIX)
         if name.endswith(RAW_SUFFIXES):
@@ -115,8 +115,7 @@ def _stream(path: Path, file: IO[bytes], cleaner: Cleaner) -> Iterator[Finding]:
 
 
 def _text(text: str, cleaner: Cleaner) -> Iterator[tuple[str, str]]:
-    for match in cleaner.find(text):
-        yield match.kind, match.text
+    yield from cleaner.find(text)
     for key in _KEY.finditer(text):
         yield "private key", key["key"]
 
@@ -126,23 +125,16 @@ def _unescaped(data: bytes) -> str:
     text = data.decode("utf-8", "replace")
     if "\\" not in text:
         return text
-    return _ESCAPE.sub(
-        lambda m: chr(int(m[1], 16)) if m[1] else _PLAIN.get(m[2], m[2]),
-        text,
-    )
+    return _ESCAPE.sub(lambda m: chr(int(m[1], 16)) if m[1] else _PLAIN.get(m[2], m[2]), text)
 
 
 def _sqlite(path: Path, real: Path, cleaner: Cleaner) -> Iterator[Finding]:
     uri = real.resolve().as_uri() + "?mode=ro&immutable=1"
     with closing(sqlite3.connect(uri, uri=True)) as connection:
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
-        tables = [
-            str(row[0])
-            for row in connection.execute(
-                "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
-            )
-        ]
-        nsys = any(name in tables for name in ("META_DATA_EXPORT", "EXPORT_META_DATA"))
+        sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        tables = [str(name) for (name,) in connection.execute(sql)]
+        nsys = any(name in tables for name in META_TABLES)
         shown = False
         for table in tables:
             for finding in _table(connection, path, table, nsys, cleaner):

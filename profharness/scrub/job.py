@@ -1,6 +1,4 @@
-"""The copy of a run folder or of one trace that is fit to publish: whole, audited, or not at
-all.
-"""
+"""Copies of run folders and traces that are fit to publish: whole and audited, or not at all."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ _Kind = tuple[Callable[[Path], frozenset[str]], Callable[[Path, IO[bytes], Clean
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """What became of a source: the copy, its files, the source's files that it leaves out, and raw
-    reports with what stands in their place. All names are relative.
+    """What became of a source. files are the copy's, left_out the source's, replaced raw reports
+    with what stands in their place; all names are relative.
     """
 
     output: Path
@@ -41,9 +39,7 @@ class Scrubbed:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One trace: the file to read (an export in place of a raw report), and its name in the
-    copy.
-    """
+    """One trace: the file to read (an export for a raw report), and its name in the copy."""
 
     original: str
     source: Path
@@ -51,9 +47,7 @@ class _Job:
 
 
 def default_output(source: Path) -> Path:
-    """`<name>-scrubbed` beside the source; a file keeps its suffix, a raw report gets that of its
-    export.
-    """
+    """`<name>-scrubbed` beside the source, with its suffix or that of a raw report's export."""
     source = source.resolve()
     if source.is_dir():
         return source.with_name(f"{source.name}-scrubbed")
@@ -98,7 +92,7 @@ def _folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     write_run(copy, scrub_run(replace(run, traces=traces), cleaner))
     _check(copy, source, cleaner)
     used = {RUN_FILE, *jobs}
-    there = [str(each.relative_to(source)) for each in source.rglob("*") if each.is_file()]
+    there = [str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()]
     return Scrubbed(
         copy,
         (RUN_FILE, *dict.fromkeys(job.name for job in jobs.values())),
@@ -117,8 +111,8 @@ def _file(source: Path, copy: Path, work: Path) -> Scrubbed:
 
 
 def scrub_run(run: Run, cleaner: Cleaner) -> Run:
-    """The record with every text cleaned and without environment variables; what profharness
-    asks for by name (ids, statuses, codes, configs) keeps its value.
+    """The record with every text cleaned and without environment variables; what profharness asks
+    for by name (ids, statuses, codes, configs) keeps its value.
     """
     plain: dict[str, Any] = msgspec.to_builtins(run)
     kept = {key: plain[key] for key in ("run", "created", "profilers", "protocol", "schema")}
@@ -152,21 +146,17 @@ def _job(folder: Path, name: str, work: Path) -> _Job:
 
 
 def _once(traces: tuple[TraceFile, ...], jobs: dict[str, _Job]) -> tuple[TraceFile, ...]:
-    """The traces under their names in the copy; a report and its export are one trace, of the cells
-    of both.
-    """
-    found: dict[str, TraceFile] = {}
+    """The traces under their names in the copy; a report and its export are one, of both's cells."""
+    merged: dict[str, TraceFile] = {}
     for trace in traces:
         name = jobs[trace.path].name
-        first = found.get(name, replace(trace, path=name))
-        cells = tuple(dict.fromkeys((*first.cells, *trace.cells)))
-        found[name] = replace(first, cells=cells)
-    return tuple(found.values())
+        first = merged.get(name, replace(trace, path=name))
+        merged[name] = replace(first, cells=tuple(dict.fromkeys((*first.cells, *trace.cells))))
+    return tuple(merged.values())
 
 
 def _cleaner(jobs: Iterable[_Job], run: Run | None = None) -> Cleaner:
-    """The rules with the names of this machine and of those that the traces and the record tell
-    of."""
+    """The rules with the names of this machine and those in the traces and the record."""
     names = machine_names()
     if run is not None:
         names |= names_in([msgspec.json.encode(run).decode()])
@@ -214,7 +204,7 @@ def _writer(target: Path) -> Iterator[IO[bytes]]:
 def _check(copy: Path, source: Path, cleaner: Cleaner) -> None:
     findings = audit(copy, names=cleaner.names)
     if findings:
-        shown = "\n".join(f"  {each.where}: {each.kind}: {each.text}" for each in findings[:SHOWN])
+        shown = "\n".join(f"  {item.where}: {item.kind}: {item.text}" for item in findings[:SHOWN])
         raise PrivateDataError(
             f"{source}: the copy still holds {len(findings)} private thing(s), so it was thrown "
             f"away; please report this with its kinds, not its texts:\n{shown}"

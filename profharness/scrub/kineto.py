@@ -55,24 +55,21 @@ _encode = msgspec.json.Encoder().encode
 
 
 def private_names_in(path: Path) -> frozenset[str]:
-    """Host and user names that the trace tells of anywhere: before, in and behind its events.
-    Raises TraceFormatError when it cannot be read.
-    """
+    """Host and user names anywhere in the trace. Raises TraceFormatError if it cannot be read."""
+
+    def blocks(window: Window) -> Iterator[bytes]:
+        while window.fill():
+            yield window.buffer
+            window.seek(window.end)
+
     with closing(Window(path)) as window:
-        return names_in_stream(_blocks(window))
-
-
-def _blocks(window: Window) -> Iterator[bytes]:
-    while window.fill():
-        yield window.buffer
-        window.seek(window.end)
+        return names_in_stream(blocks(window))
 
 
 def scrub_kineto(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
-    """Write the copy as plain JSON, one event a line.
+    """Write the copy as plain JSON, one event a line: known keys of the header and all events.
 
-    Kept are the known keys of the header, all events with their times, ids and shapes; texts are
-    cleaned. Raises TraceFormatError when the file is no Kineto trace or is cut short.
+    Texts are cleaned. Raises TraceFormatError when the file is no Kineto trace or is cut short.
     """
     with closing(Window(path)) as window:
         layout = probe(window)
@@ -102,9 +99,8 @@ def _tail(window: Window, cleaner: Cleaner) -> bytes:
     try:
         trailer = decode_lenient(b"{" + (tail if mark == b"," else data[at:]))
     except ValueError:
-        raise window.error(
-            "the file does not close behind its events", offset=window.base, expected="}"
-        ) from None
+        message = "the file does not close behind its events"
+        raise window.error(message, offset=window.base, expected="}") from None
     kept = _known(trailer, cleaner) if isinstance(trailer, dict) else {}
     return b"," + bytes(_encode(kept)[1:-1]) if kept else b""
 
@@ -123,8 +119,8 @@ def _known(header: dict[str, Any], cleaner: Cleaner) -> dict[str, Any]:
 
 
 def _events(window: Window, layout: Layout) -> Iterator[tuple[bytes, bool]]:
-    """The events as bytes, and whether the stretch that each stands in may hold a secret (asked once
-    for many events: it costs a tenth); leaves the window at the closing bracket.
+    """The events as bytes, and whether the stretch around each may hold a secret (asked once for
+    many events: it costs a tenth); leaves the window at the closing bracket.
     """
     window.seek(layout.first)
     at = 0
@@ -188,9 +184,7 @@ def _cleaned(values: _RawEvent, clean: Any) -> dict[str, Any]:
 
 
 def _metadata(name: msgspec.Raw | None, args: Any, cleaner: Cleaner) -> Any:
-    """The args of a metadata event: names of processes and threads are the user's; those that
-    Kineto makes up are kept.
-    """
+    """The args of a metadata event; of names only those that Kineto makes up are kept."""
     kind = bytes(name or b"").strip(b'"')
     if not isinstance(args, dict):
         return {}
@@ -215,12 +209,10 @@ def _value(cleaner: Cleaner, texts: dict[bytes, bytes], value: msgspec.Raw | str
     data = bytes(value)
     if b'"' not in data:
         return value
-    found = texts.get(data)
-    if found is None:
+    if data not in texts:
         decoded = msgspec.json.decode(data)
         cleaned = cleaner.clean_json(decoded)
-        found = data if cleaned == decoded else bytes(_encode(cleaned))
         if len(texts) >= 1 << 15:
             texts.clear()
-        texts[data] = found
-    return msgspec.Raw(found)
+        texts[data] = data if cleaned == decoded else bytes(_encode(cleaned))
+    return msgspec.Raw(texts[data])

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from profharness.errors import TraceFormatError
-from profharness.parse.nsys_export import opened
+from profharness.parse.nsys_export import EXPECTED, opened
 from profharness.scrub.text import Cleaner, names_in, private_names
 
-EXPECTED = "an SQLite export of nsys"
 SYSTEM_TABLE = "TARGET_INFO_SYSTEM_ENV"
 _PLACE = "deviceId contextId greenContextId streamId correlationId #globalPid"
 TABLES: dict[str, str] = {
@@ -104,9 +103,7 @@ _Kept = dict[str, dict[str, str]]  # table to column to mark
 
 
 def columns_of(table: str) -> dict[str, str] | None:
-    """Column name to mark for a table that may be copied, also under a name such as
-    `NVTX_EVENTS_V2`; None for any other.
-    """
+    """Column name to mark for a table that may be copied, also one named with `_V2`; else None."""
     base = re.sub(r"_V\d+$", "", table)
     text = ENUM_COLUMNS if re.fullmatch(r"ENUM_[A-Z0-9_]+", table) else TABLES.get(base)
     if text is None:
@@ -124,14 +121,12 @@ def row_allowed(table: str, row: dict[str, object]) -> bool:
 
 
 def private_names_in(path: Path) -> frozenset[str]:
-    """Host and user names that the export tells of: in its system table, in its environment, and
-    in any text. Raises TraceFormatError for a file that is no export of nsys.
-    """
+    """Host and user names in an export's texts. Raises TraceFormatError if it is none of nsys."""
     with _opened(path, "read") as source:
-        return private_names(_told(source)) | names_in(_texts(source))
+        return private_names(_system_names(source)) | names_in(_texts(source))
 
 
-def _told(source: sqlite3.Connection) -> Iterator[str]:
+def _system_names(source: sqlite3.Connection) -> Iterator[str]:
     for table in (SYSTEM_TABLE, "META_DATA_CAPTURE"):
         if not {"name", "value"} <= set(_columns(source, table)):
             continue
@@ -149,17 +144,17 @@ def _texts(source: sqlite3.Connection) -> Iterator[str]:
             if kind.upper().startswith(("INT", "REAL")):
                 continue
             name = column.replace('"', '""')
-            found = " OR ".join([f'instr("{name}", ?)'] * len(HOMES))
-            where = f"typeof(\"{name}\") = 'text' AND ({found})"
+            matches = " OR ".join([f'instr("{name}", ?)'] * len(HOMES))
+            where = f"typeof(\"{name}\") = 'text' AND ({matches})"
             rows = source.execute(f'SELECT "{name}" FROM "{quoted}" WHERE {where}', HOMES)
             yield from (str(text) for (text,) in rows)
 
 
 def scrub_nsys(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
-    """Write the copy. Process and thread ids become small numbers, the same in every table; texts
-    are cleaned, and only texts that a copied row refers to are copied.
+    """Write the copy; raises TraceFormatError for a file that is no export of nsys.
 
-    Raises TraceFormatError for a file that is no export of nsys.
+    Process and thread ids become small numbers, the same in every table. Texts are cleaned; those
+    that no copied row refers to are left out.
     """
     with _opened(path, "copied") as source, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
         kept = _kept(source)
@@ -175,15 +170,11 @@ def scrub_nsys(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
 
 @contextmanager
 def _opened(path: Path, done: str) -> Iterator[sqlite3.Connection]:
-    with opened(path, path):  # refuses what is foreign, cut off or being written
-        pass
-    uri = path.resolve().as_uri() + "?mode=ro&immutable=1"
-    try:
-        with closing(sqlite3.connect(uri, uri=True)) as source:
-            source.text_factory = lambda data: data.decode("utf-8", "replace")
-            yield source
-    except (sqlite3.Error, OverflowError) as error:
-        raise TraceFormatError(path, f"cannot be {done}: {error}", expected=EXPECTED) from None
+    with opened(path, path) as export:  # refuses what is foreign, cut off or being written
+        try:
+            yield export.connection
+        except (sqlite3.Error, OverflowError) as error:
+            raise TraceFormatError(path, f"cannot be {done}: {error}", expected=EXPECTED) from None
 
 
 def _columns(source: sqlite3.Connection, table: str) -> list[str]:
@@ -238,9 +229,7 @@ def _copy(
 
 
 def _numbers(source: sqlite3.Connection, kept: _Kept) -> dict[int, int]:
-    """Process and thread ids to 1, 2, …: one numbering for both, because the first thread of a
-    process has its id.
-    """
+    """Process and thread ids to 1, 2, …; a process and its first thread share an id."""
     ids = {0}
     for table, columns in kept.items():
         for column in [column for column, mark in columns.items() if mark in ("#", "%")]:

@@ -1,6 +1,4 @@
-"""Raw reports of nsys and ncu: they hold the environment of their process, so a copy is made of
-their export.
-"""
+"""Raw reports of nsys and ncu hold the environment of their process; their exports are copied."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def private_names_in(path: Path) -> frozenset[str]:
 
 
 def private_columns(path: Path) -> list[str]:
-    """The columns that name a host or a process in some row, in a table that is whole or not; none
-    for another kind of CSV.
-    """
+    """The columns of an ncu table, whole or not, that name a host or a process in some row."""
     private: set[str] = set()
     head: list[str] = []
     try:
@@ -54,9 +50,9 @@ def private_columns(path: Path) -> list[str]:
 
 
 def scrub_ncu(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
-    """Write the copy: the same columns and rows, names emptied, processes numbered, texts cleaned;
-    lines around the table are left out. Raises TraceFormatError for another kind of CSV, and for
-    one that is cut off.
+    """Write the table alone: names emptied, processes numbered, texts cleaned.
+
+    Raises TraceFormatError for another kind of CSV, and for one that is cut off.
     """
     head, rows = read_table(read_text(path), path)
     text = io.TextIOWrapper(out, encoding="utf-8", newline="", write_through=True)
@@ -106,9 +102,8 @@ def check_name(source: Path, output: Path) -> None:
     made = EXPORTS.get(suffix)
     if made is None:
         if wrong in EXPORTS:
-            raise UsageError(
-                f"{output}: a copy is never a {wrong}; keep the suffix of {source.name}"
-            )
+            message = f"{output}: a copy is never a {wrong}; keep the suffix of {source.name}"
+            raise UsageError(message)
     elif not output.name.lower().endswith((made, f"{made}{SUFFIX}")):
         stem = stem if wrong in EXPORTS else output.stem
         raise UsageError(
@@ -118,11 +113,10 @@ def check_name(source: Path, output: Path) -> None:
 
 
 def exported(report: Path, made: Path) -> Path:
-    """An export of the report: the one beside it if it is newer than the report and an export of
-    that product, else a new one at `made`.
+    """The export beside the report if it is newer and of that product, else a new one at `made`.
 
-    Raises StaleExportError where the one beside it will not do and no tool is there to make
-    another, and what the exporters raise.
+    Raises StaleExportError where the one beside it will not do and none can be made, and what the
+    exporters raise.
     """
     stem, suffix = split_name(report.name)
     beside = report.with_name(f"{stem}{EXPORTS[suffix]}")

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -71,9 +71,7 @@ _NAMED = re.compile(
 
 
 def names_in(texts: Iterable[str]) -> frozenset[str]:
-    """The names worth looking for that texts give away: owners of home folders, and values of keys
-    and variables such as `host_name` and `USER`.
-    """
+    """Private names that texts give away: owners of home folders, values of `USER` and the like."""
     users, values = set[str](), set[str]()
     for text in texts:
         users.update(match["name"] or match["last"] for match in _HOME.finditer(text))
@@ -93,28 +91,22 @@ def windows(blocks: Iterable[bytes], overlap: int) -> Iterator[tuple[int, bytes]
 
 def names_in_stream(blocks: Iterable[bytes]) -> frozenset[str]:
     """The same of a file in blocks of at least OVERLAP bytes."""
-    return names_in(_texts(blocks))
+
+    def texts() -> Iterator[bytes]:
+        """Texts that overlap and do not end inside a word."""
+        window = b""
+        for _, window in windows(blocks, OVERLAP):
+            if any(gate in window for gate in _GATES):
+                yield window.rstrip(_WORD)
+        yield window[-OVERLAP:]
+
+    return names_in(text.decode("utf-8", "replace").replace("\\/", "/") for text in texts())
 
 
-def _texts(blocks: Iterable[bytes]) -> Iterator[str]:
-    """Texts that overlap and do not end inside a word."""
-    window = b""
-    for _, window in windows(blocks, OVERLAP):
-        if any(gate in window for gate in _GATES):
-            yield _text(window.rstrip(_WORD))
-    yield _text(window[-OVERLAP:])
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace").replace("\\/", "/")
-
-
-def private_names(found: Iterable[str]) -> frozenset[str]:
-    """Host and user names that are worth looking for: with and without domain, no common words."""
-    names: set[str] = set()
-    for name in found:
-        names |= {name.strip(), name.strip().partition(".")[0]}
-    return frozenset(filter(_worth_looking_for, names))
+def private_names(names: Iterable[str]) -> frozenset[str]:
+    """The names with and without their domain, without common words."""
+    variants = {part for name in names for part in (name.strip(), name.strip().partition(".")[0])}
+    return frozenset(filter(_worth_looking_for, variants))
 
 
 def _worth_looking_for(name: str) -> bool:
@@ -123,17 +115,17 @@ def _worth_looking_for(name: str) -> bool:
 
 
 def machine_names() -> frozenset[str]:
-    """This machine's host name and this user's name, as far as they are worth looking for."""
-    found = [socket.gethostname()]
+    """This machine's host name and this user's name, if they are no common words."""
+    names = [socket.gethostname()]
     with contextlib.suppress(OSError, KeyError, ImportError):
-        found.append(getpass.getuser())
-    return private_names(found)
+        names.append(getpass.getuser())
+    return private_names(names)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """kind names what is found. gate is found, at little cost, in every text that the pattern matches
-    in. replacement stands in a match's place, or gives what does (None: the match is harmless).
+    """One kind of private thing. Every text that the pattern matches in holds the cheaper gate.
+    replacement stands in a match's place, or gives what does (None: the match is harmless).
     """
 
     kind: str
@@ -143,8 +135,7 @@ class Rule:
 
     def replace(self, match: re.Match[str]) -> str | None:
         """What stands in the place of a match; None to let it be."""
-        fixed = self.replacement
-        return fixed if isinstance(fixed, str) else fixed(match)
+        return self.replacement if isinstance(self.replacement, str) else self.replacement(match)
 
     def clean(self, text: str) -> str:
         """The text with every match replaced."""
@@ -152,8 +143,8 @@ class Rule:
             return text
 
         def put(match: re.Match[str]) -> str:
-            instead = self.replace(match)
-            return match[0] if instead is None else instead
+            replacement = self.replace(match)
+            return match[0] if replacement is None else replacement
 
         return self.pattern.sub(put, text)
 
@@ -192,8 +183,8 @@ _HARMLESS = re.compile(
 _STRONG = re.compile(r"passw|passphrase|secret|PASS|PWD", re.IGNORECASE)
 
 
-# One of these stands, in small letters, in every text that a rule matches in; a search for words is
-# ten times cheaper than the gates.
+# Every text that a rule matches in holds one of these in small letters; a search for words is ten
+# times cheaper than the gates.
 _HINTS = (
     "token", "secret", "pass", "credential", "auth", "key", "pwd", "bearer", "ghp_", "gho_", "ghu_",
     "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "sk-", "k_live", "k_test", "akia", "asia", "aiza",
@@ -389,11 +380,8 @@ RULES = tuple(
 SECRETS = tuple(rule for rule in RULES if rule.kind == SECRET)
 
 
-@dataclass(frozen=True)
-class Match:
-    """One private thing in a text: its kind and its words (of a secret, what stands in its place in
-    a copy).
-    """
+class Match(NamedTuple):
+    """One private thing in a text; of a secret text is the placeholder."""
 
     kind: str
     text: str
@@ -419,13 +407,11 @@ class Cleaner:
 
     @property
     def byte_gates(self) -> list[re.Pattern[bytes]]:
-        """The gates for ASCII bytes: where none opens and `may_hold_bytes` denies secrets, nothing is
-        to be cleaned.
-        """
+        """The gates for ASCII bytes; where none opens, only secrets are to be cleaned."""
         return [re.compile(rule.gate.pattern.encode()) for rule in self._other]
 
     def rules(self, text: str) -> tuple[Rule, ...]:
-        """The rules that can match in a text, as far as a look tells."""
+        """The rules that can match in a text."""
         return (*SECRETS, *self._other) if may_hold(text) else self._other
 
     def find(self, text: str) -> Iterator[Match]:
@@ -437,11 +423,11 @@ class Cleaner:
             spans = covered.setdefault(rule.kind, [])
             for match in rule.pattern.finditer(text):
                 start, end = match.span()
-                instead = rule.replace(match)
-                if instead is None or any(a <= start and end <= b for a, b in spans):
+                replacement = rule.replace(match)
+                if replacement is None or any(a <= start and end <= b for a, b in spans):
                     continue
                 spans.append((start, end))
-                yield Match(rule.kind, instead if rule.kind == SECRET else match[0])
+                yield Match(rule.kind, replacement if rule.kind == SECRET else match[0])
 
     def clean(self, text: str) -> str:
         """The text with a placeholder for each thing that `find` finds; what resists is removed."""
@@ -453,12 +439,12 @@ class Cleaner:
             return self.clean(value)
         if isinstance(value, dict):
             return {
-                self.clean(str(key)): HIDDEN if is_secret(str(key), each) else self.clean_json(each)
-                for key, each in value.items()
+                self.clean(str(key)): HIDDEN if is_secret(str(key), item) else self.clean_json(item)
+                for key, item in value.items()
                 if key not in PRIVATE_KEYS
             }
         if isinstance(value, list | tuple):
-            return [self.clean_json(each) for each in value]
+            return [self.clean_json(item) for item in value]
         return value
 
 
