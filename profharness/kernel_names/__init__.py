@@ -1,6 +1,5 @@
 """Kernel identity: the canonical name of a GPU function, its family, what its name tells, and a
-short name to read. Here also stand PyTorch's own kernels of at::native, the kernels of kernels/,
-and ATen ops.
+short name. Here also stand at::native, the kernels of kernels/, and ATen ops.
 """
 
 from __future__ import annotations
@@ -61,11 +60,9 @@ _ATTENTION = {
 
 @lru_cache(maxsize=16384)
 def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
-    """What a canonical name (or nsys's and ncu's own spelling of it) says; kind is `kernel memcpy
-    memset op`.
+    """What a name in any profiler's spelling says; kind is `kernel memcpy memset op`.
 
-    A name that no rule knows has family `other`. Never raises; names beyond 16 KiB are read up to
-    there.
+    A name that no rule knows has family `other`. Never raises; only the first 16 KiB are read.
     """
     if kind == "op":
         short = clip(name.removeprefix("aten::"))
@@ -85,7 +82,6 @@ def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
 
 
 def _native(text: str, head: Head) -> KernelName | None:
-    """The at::native kernel that a normalised name stands for; None if it is none."""
     base = head.base
     if _SOFTMAX.match(base):
         return _softmax(text, head)
@@ -124,9 +120,7 @@ def _word(name: str | None) -> str | None:
 
 
 def _functor(argument: str) -> tuple[str | None, str | None]:
-    """What an elementwise kernel computes and on which type; the innermost functor, or the
-    function around a lambda.
-    """
+    """What an elementwise kernel computes (innermost functor or function) and on which type."""
     scalar = _LAMBDA.search(argument)
     for match in _FUNCTION.finditer(argument):
         if not match[1].startswith("gpu_kernel"):
@@ -167,24 +161,19 @@ def _reduce(text: str, head: Head) -> KernelName:
 
 
 def _arguments(text: str, head: Head, limit: int = 8) -> tuple[list[str], list[str]]:
-    """The template arguments, and those of them that are numbers."""
     arguments = template_arguments(text, head.end, limit)
     return arguments, [argument for argument in arguments if integer(argument) is not None]
 
 
 def _computed(head: Head, parts: list[str | None], family: str, dtype: str | None) -> KernelName:
-    """A kernel by what it computes and on which type; fp32 goes without saying."""
-    base, *rest = parts
+    base, *rest = parts  # fp32 goes without saying
     short = join_short(str(base), *rest, dtype if dtype != "fp32" else None).replace(",", ", ")
-    return KernelName(
-        head.name, short, family, "aten", dtype=dtype if dtype in DTYPES.values() else None
-    )
+    dtype = dtype if dtype in DTYPES.values() else None
+    return KernelName(head.name, short, family, "aten", dtype=dtype)
 
 
 def _softmax(text: str, head: Head) -> KernelName:
-    """`softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>`; cunn_ kernels say
-    vector width or type first.
-    """
+    """`softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>`, or `cunn_…`."""
     arguments, numbers = _arguments(text, head)
     types = [DTYPES[argument] for argument in arguments if argument in DTYPES]
     flags = [argument == "true" for argument in arguments if argument in ("true", "false")]
@@ -212,10 +201,8 @@ _TILED_FLAGS = {TILED_PARAMETERS.index(name): name.lower() for name in ("ONE", "
 
 
 def _own(text: str, head: Head) -> KernelName | None:
-    """The kernel of kernels/ that a normalised name stands for; None if it is none.
-
-    CUDA kernels are `name<T, …>`, `tiled_attention<T, BM, BN, …>` with a tile of BM queries and BN
-    keys. They are of family `other`, as any CUDA kernel of no known library.
+    """A kernel of kernels/: Triton's, or CUDA's `tiled_attention<T, BM, BN, …>` with a tile of BM
+    queries and BN keys.
     """
     if _TRITON.match(text):
         direction = "bwd" if "backward" in text else "fwd"
@@ -255,9 +242,7 @@ def _rest(arguments: list[str]) -> list[str]:
 
 
 def _op_family(op: str) -> tuple[str, str | None]:
-    """Family and direction of an op such as `aten::bmm`; `other` when it is none that stands for
-    one kernel.
-    """
+    """Family and direction of an op such as `aten::bmm`."""
     name = op.rpartition("::")[2].partition(".")[0]
     for word, family in _ATTENTION.items():
         if word in name:

@@ -21,7 +21,6 @@ READ = 2048  # an attention kernel's fields stand in the template; the parameter
 
 
 def parse_library(text: str, head: Head) -> KernelName | None:
-    """The library kernel that a normalised name stands for; None if it is none."""
     for rules, read in ((_ATTENTION, READ), (_PRODUCTS, None)):
         for anchor, parser in rules:
             match = anchor.match(text, head.end - len(head.path))
@@ -49,9 +48,7 @@ _FA2_SHORT = {
 
 
 def _fa2_flags(base: str, text: str) -> dict[str, bool]:
-    """Compile-time flags by name. Releases before softcap have one flag fewer, the first ones
-    fewer still.
-    """
+    """Compile-time flags by name; releases before softcap have one less, the first still fewer."""
     match = _FLAGS.search(text)
     if match is None or "combine" in base:
         return {}
@@ -118,7 +115,7 @@ def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
     in_name = re.search(r"Sm(\d+)", base)
     sm_match = in_name or re.search(r"cutlass::arch::Sm(\d+)", text)
     sm = sm_match[1] if sm_match else None
-    tiles = [tuple(map(int, found.groups())) for found in _TUPLE3.finditer(text[:700])]
+    tiles = [tuple(map(int, sizes)) for sizes in _TUPLE3.findall(text[:700])]
     tile = tiles[1 if sm != "80" and len(tiles) > 1 else 0] if tiles and in_name else None
     flags: dict[str, bool] = {}
     family = "flash_bwd" if direction == "bwd" else "flash"
@@ -230,8 +227,7 @@ def _direction(text: str) -> str:
     return "bwd" if "bwd" in text or "backward" in text else "fwd"
 
 
-def _flex(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    del match
+def _flex(_text: str, head: Head, _match: re.Match[str]) -> KernelName:
     return KernelName(head.name, head.base, "flex", "flex", direction=_direction(head.base))
 
 
@@ -339,9 +335,7 @@ def _xmma(_text: str, head: Head, match: re.Match[str]) -> KernelName:
 
 
 def _nvjet(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """`nvjet_[sm90_]hsh_256x128_64x4_…`: A, B and D types (h fp16, t bf16), tile, K step x
-    stages.
-    """
+    """`nvjet_[sm90_]hsh_256x128_64x4_…`: types of A, B, D (h fp16, t bf16), tile, K x stages."""
     return KernelName(
         head.name,
         head.base,
@@ -362,9 +356,8 @@ def _gemv(text: str, head: Head, _match: re.Match[str]) -> KernelName:
     dtype = _first_dtype(arguments)
     numbers = [argument for argument in arguments if argument.isdigit()]
     base = "gemvx" if "gemvx::" in head.path else head.base
-    return KernelName(
-        head.name, join_short(base, dtype, *numbers[:5]), "gemv", "cublas", dtype=dtype
-    )
+    short = join_short(base, dtype, *numbers[:5])
+    return KernelName(head.name, short, "gemv", "cublas", dtype=dtype)
 
 
 def _small_gemm(text: str, head: Head, _match: re.Match[str]) -> KernelName:
@@ -373,9 +366,7 @@ def _small_gemm(text: str, head: Head, _match: re.Match[str]) -> KernelName:
 
 
 def _cutlass3(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """`cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>` and its CUTLASS 2
-    sisters.
-    """
+    """`cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>`, also of CUTLASS 2."""
     tile = re.search(r"GemmShape<(\d+), (\d+), \d+>", text[:4096])
     element = re.search(r"cutlass::(?:half_t|bfloat16_t|float_e4m3_t)\b", text[:4096])
     return KernelName(

@@ -1,6 +1,4 @@
-"""Kernel names as text: demangling, one spelling for all profilers, and linear-time splitting of
-template arguments.
-"""
+"""Kernel names as text: demangling, one spelling, linear-time splitting of template arguments."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ class KernelName:
 
     backend is the library in one word: `flash2 flash2_pip fa3 fa4 efficient xformers cudnn
     flashinfer trtllm sage vllm flex triton cublas cutlass nccl cub aten cuda unknown`. arch is
-    `sm90` and the like, the code's and not the device's. head_dim is the bucket compiled for
-    (65536 stands for any in the efficient kernels); tile_m and tile_n count query and key rows in
-    attention, output rows and columns in GEMM; tile_k is a tile's third number where the name has
-    one: the depth of a step in GEMM, the head dim in cuDNN attention. causal and dropout are
-    compile-time flags.
+    the code's (`sm90`), not the device's. head_dim is the bucket compiled for; 65536 stands for
+    any in the efficient kernels. tile_m and tile_n count query and key rows in attention, output
+    rows and columns in GEMM. tile_k is a tile's third number: the depth of a step in GEMM, the
+    head dim in cuDNN attention. causal and dropout are compile-time flags.
     """
 
     name: str
@@ -57,8 +54,8 @@ class KernelName:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A function's path without template arguments, its last part, where in the text the path
-    ends, the name as given.
+    """A function's path without template arguments, its last part, where it ends in the text, and
+    the name as given.
     """
 
     path: str
@@ -95,9 +92,7 @@ _LAST_NAME = re.compile(r"([A-Za-z_]\w*)\s*(?:const)?[ *&]*$")
 
 
 def canonical(name: str) -> str:
-    """A mangled `_Z` name as c++filt prints it, which is what Kineto prints; anything else as it
-    is. Never raises.
-    """
+    """A mangled `_Z` name as c++filt and Kineto print it, else the name. Never raises."""
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
     import cxxfilt  # brings ctypes, which who reads a store does not need
@@ -112,26 +107,18 @@ def normalise(name: str) -> str:
     """One spelling for rules to read, whoever printed the name; the first 16 KiB of it.
 
     nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, Kineto `4`, `true`, `(anonymous
-    namespace)::`. Here: `4`, `true`, no anonymous namespace, `> >`. Not an identity: `T1` stays
-    what it is.
+    namespace)::`. Here: `4`, `true`, no anonymous namespace, `> >`.
     """
     text = name[:MAX_READ]
     if "(bool)" in text:
         text = _BOOL.sub(lambda match: "true" if match[1] == "1" else "false", text)
     if ")" in text:
-        text = _CAST.sub("", text)
-        text = text.replace("(anonymous namespace)::", "")
-    if "<unnamed>" in text:
-        text = text.replace("<unnamed>::", "")
-    if ">>" in text:
-        text = text.replace(">>", "> >").replace(">>", "> >")
-    return text.strip()
+        text = _CAST.sub("", text).replace("(anonymous namespace)::", "")
+    return text.replace("<unnamed>::", "").replace(">>", "> >").replace(">>", "> >").strip()
 
 
 def split_head(text: str, name: str) -> Head:
-    """The function's path in a normalised text, its return type left out; name is the text as it
-    was given.
-    """
+    """The function's path in a normalised text without its return type; name is as given."""
     start = _RETURN_TYPE.match(text)
     begin = start.end() if start else 0
     match = _PATH.match(text, begin)
@@ -142,10 +129,9 @@ def split_head(text: str, name: str) -> Head:
 
 
 def template_arguments(text: str, start: int, limit: int = 24) -> list[str]:
-    """Top-level template arguments of the list that opens at text[start]; [] if none does. Linear
-    in the text.
+    """At most `limit` top-level template arguments of the list that opens at text[start], else [].
 
-    A list that is cut off gives the arguments seen so far; at most `limit` of them.
+    Linear in the text. A list that is cut off gives the arguments seen so far.
     """
     if start >= len(text) or text[start] != "<":
         return []
@@ -178,18 +164,14 @@ def integer(argument: str) -> int | None:
 
 
 def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]:
-    """Fields of a KernelName from groups of a match; None for a group that took no part. Empty
-    without a match.
-    """
+    """Fields of a KernelName from groups of a match, None for an absent group; {} without one."""
     if match is None:
         return {}
     return {field: int(match[group]) if match[group] else None for field, group in groups.items()}
 
 
 def short_type(argument: str) -> str:
-    """A template argument in one word: `c10::Half` is fp16, `a::b::Name<…>` is Name, `(x::Mode)1`
-    is 1.
-    """
+    """An argument as a word: `c10::Half` is fp16, `a::b::Name<…>` Name, `(x::Mode)1` 1."""
     if argument in DTYPES:
         return DTYPES[argument]
     if argument.startswith("("):
@@ -204,12 +186,12 @@ def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
     parts: list[str] = []
     for argument in arguments:
         word = short_type(argument)
-        if word in ("int", "long") or (word in parts and not word.isdigit()):
-            if word not in ("true", "false") or len(arguments) > 3:
-                continue
-        elif word in ("true", "false") and len(arguments) > 3:
-            continue
-        parts.append(word)
+        if word in ("true", "false"):
+            is_shown = len(arguments) <= 3
+        else:
+            is_shown = word not in ("int", "long") and (word.isdigit() or word not in parts)
+        if is_shown:
+            parts.append(word)
     return parts if len(parts) <= most else [*parts[:most], "…"]
 
 
@@ -223,8 +205,8 @@ def generic_short(text: str, head: Head) -> str:
 
 def join_short(base: str, *parts: object) -> str:
     """`base<a,b>` of the parts that are not empty, None or False."""
-    said = [str(part) for part in parts if part not in ("", None, False)]
-    return f"{base}<{','.join(said)}>" if said else base
+    shown = [str(part) for part in parts if part not in ("", None, False)]
+    return f"{base}<{','.join(shown)}>" if shown else base
 
 
 def clip(text: str) -> str:

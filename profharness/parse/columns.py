@@ -65,9 +65,7 @@ class OpRows(NamedTuple):
 
 
 class NeedExactTimes(Exception):
-    """A timestamp is beyond what a double holds to the nanosecond; the file must be read again
-    with decimals.
-    """
+    """A double does not hold a timestamp to the nanosecond; the file has to be read with decimals."""
 
 
 class Ids(dict[Any, int]):
@@ -86,8 +84,7 @@ class Ids(dict[Any, int]):
 class Block:
     """One stretch of rows in a spool file: rows of `columns` int64, column after column.
 
-    order sorts blocks into file order; low and high bound the key (correlation, or start and end of
-    ops).
+    order sorts blocks into file order; low and high bound the correlation, or ops' start and end.
     """
 
     order: tuple[int, int]
@@ -101,8 +98,8 @@ class Block:
 
 @dataclass(slots=True)
 class RangeColumns:
-    """Ranges as they come: start and duration in ns, thread as an index, wide 1 for a start/end
-    range, which NVTX means to hold for the whole process.
+    """Ranges as they come: times in ns, thread as an index, wide 1 for a start/end range, which
+    NVTX means to hold for the whole process.
     """
 
     names: list[str] = field(default_factory=list)
@@ -112,7 +109,6 @@ class RangeColumns:
     wide: array[int] = field(default_factory=lambda: array("b"))
 
     def add(self, name: str, start: int, duration: int, thread: int, wide: bool = False) -> None:
-        """One more range."""
         self.names.append(name)
         self.start.append(start)
         self.duration.append(duration)
@@ -120,7 +116,7 @@ class RangeColumns:
         self.wide.append(wide)
 
     def extend(self, other: RangeColumns, threads: Ints) -> None:
-        """Append another process's ranges; threads maps its thread ids to those here."""
+        """Append another process's ranges; threads maps its thread ids to these."""
         self.names += other.names
         self.start += other.start
         self.duration += other.duration
@@ -215,9 +211,7 @@ class Collector:
             take[type(event)](event)
 
     def flush(self, part: int) -> None:
-        """Write the pending events as blocks of the given part of the file. Raises
-        NeedExactTimes.
-        """
+        """Write the pending events as blocks of a part of the file. Raises NeedExactTimes."""
         order = (part, self._sequence)
         self._sequence += 1
         pending = self._pending
@@ -387,9 +381,7 @@ class LaunchArgs(msgspec.Struct, gc=False):
 
 
 class Events:
-    """The union's classes and decoders for one file; `exact` reads ts as Decimal (beyond float's
-    exactness).
-    """
+    """The union's classes and decoders for one file; `exact` reads ts as Decimal."""
 
     def __init__(self, *, exact: bool) -> None:
         self.exact = exact
@@ -430,12 +422,10 @@ class Events:
         return launch(event.name, event.ts, LaunchArgs(correlation), event.pid, event.tid)
 
     def decode_one(self, data: bytes) -> tuple[Any, bool]:
-        """One event of a segment that did not decode as a whole: (event or None, whether it was
-        bad).
+        """(event or None, whether it was bad) of a segment that did not decode as a whole.
 
-        Events without a category and ones without a duration are none of ours and not bad. Numbers
-        that are not finite become null: Kineto writes `inf` for the bandwidth of a copy that took
-        no time.
+        Events without a category or a duration are not bad. Numbers that are not finite become
+        null: Kineto writes `inf` for the bandwidth of a copy that took no time.
         """
         try:
             return self.one.decode(data), False

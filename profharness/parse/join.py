@@ -39,13 +39,12 @@ def nothing(count: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals sorted by (thread, start, longest first). rows says where each stood before
-    sorting.
+    """Intervals sorted by (thread, start, longest first); rows is where each stood before.
 
-    parent is the last earlier interval of the thread that encloses this one's start, -1 for none:
-    every interval that encloses some t lies on the parent chain of the last one that starts at or
-    before t. nested says that this one and all its ancestors end within their parents, so that the
-    whole chain encloses whatever this one does.
+    parent is the last earlier interval of the thread that encloses this one's start, -1 for none.
+    Every interval that encloses some t lies on the parent chain of the last one that starts at or
+    before t. nested: this one and all its ancestors end within their parents, so the whole chain
+    encloses whatever this one does.
     """
 
     thread: Ints
@@ -57,9 +56,7 @@ class Intervals:
 
     @classmethod
     def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
-        """Sort intervals and find their parents. O(n log n); exact also where intervals overlap
-        without nesting.
-        """
+        """Sort intervals and find parents in O(n log n), exact also where intervals overlap."""
         stop = np.maximum(end, start + 1)
         rows = np.lexsort((-stop, start, thread))
         thread, start, stop = thread[rows], start[rows], stop[rows]
@@ -76,9 +73,7 @@ class Intervals:
         return enclosing[::-1]
 
     def innermost(self, thread: Ints, t: Ints) -> Ints:
-        """For each (thread, t) the index of the enclosing interval that starts last, -1 for
-        none.
-        """
+        """For each (thread, t) the index of the enclosing interval that starts last, else -1."""
         result = nothing(len(t))
         for number in np.unique(thread):
             low, high = np.searchsorted(self.thread, [number, number + 1])
@@ -196,9 +191,7 @@ class Ranges:
 
 @dataclass(slots=True)
 class Source:
-    """Merged tables, the spools by owner, and for each owner the arrays that map its string ids
-    to merged ones.
-    """
+    """Merged tables, the spools by owner, and by owner the arrays from its ids to merged ones."""
 
     tables: Tables
     spools: list[Spool]
@@ -238,9 +231,10 @@ def merge(tables: list[Tables], spools: list[Spool]) -> Source:
     merged = tables[0]
     maps: list[dict[str, Ints]] = [{}]
     for owner, other in enumerate(tables[1:], start=1):
-        mine: dict[str, Ints] = {}
-        for name in ID_TABLES.values():
-            mine[name] = getattr(merged, name).column(list(getattr(other, name)))
+        mine = {
+            name: getattr(merged, name).column(list(getattr(other, name)))
+            for name in ID_TABLES.values()
+        }
         maps.append(mine)
         merged.ranges.extend(other.ranges, mine["threads"])
         for name in ("gpu", "launches", "ops"):
@@ -263,9 +257,7 @@ class Linked:
 
 
 def linked_chunks(source: Source, *, rows: int = CHUNK_ROWS) -> Iterator[Linked]:
-    """GPU rows in file order, each with its launching call; of calls that share a correlation
-    the first in the file wins.
-    """
+    """GPU rows in file order with their launching calls; of equal correlations the first wins."""
     for blocks in _groups(source.tables.gpu, rows):
         gpu = source.gpu(blocks)
         count = len(gpu.correlation)
@@ -398,9 +390,7 @@ class Stacks:
 
 
 def _borders(blocks: list[Block], rows: int) -> Ints:
-    """Times that cut the ops into slices of about `rows` starts; blocks count at the time their
-    first op starts.
-    """
+    """Times that cut ops into slices of about `rows` starts; a block counts at its first op."""
     borders = []
     count = 0
     for block in sorted(blocks, key=lambda block: block.low):
