@@ -10,7 +10,7 @@ from nsys_spelling import as_nsys
 
 from profharness.kernel_names import TILED_PARAMETERS, parse_kernel_name
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from view_rows import cell, kernel, math_kernels
+from views.view_rows import cell, kernel, math_kernels
 
 from profharness.answers.agreement import (
     backend_of_op,

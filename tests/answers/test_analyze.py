@@ -26,7 +26,7 @@ from profharness.devices import Device, Peaks, data_sheet
 from profharness.rows import CellRow, KernelRow
 from profharness.store import ingest_path, open_store
 
-TRACES = Path(__file__).parents[1] / "traces"
+TRACES = Path(__file__).parents[2] / "traces"
 H200 = Device(
     0, "NVIDIA H200", 9, 0, 132, 150109880320, 1024, 2048, 65536, 65536, 49152, 232448, 233472, 32
 )

@@ -17,8 +17,8 @@ from nsys_spelling import as_nsys
 from profharness.kernel_names import FAMILIES, canonical, parse_kernel_name
 
 csv.field_size_limit(sys.maxsize)
-KERNELS = Path(__file__).resolve().parents[1] / "kernels"
-TABLE = Path(__file__).parent / "data" / "kernel_names.tsv.gz"
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+TABLE = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
 
 # The list's words for what a name is -> family by direction, and backend.
 EXPECTED: dict[str, tuple[dict[str, str], str]] = {

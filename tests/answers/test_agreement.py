@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report.view_rows import cell, kernel
+from views.view_rows import cell, kernel
 
 from profharness.answers.agreement import disagreements, with_predictions, witnesses
 from profharness.config import parse_config
@@ -18,7 +18,7 @@ from profharness.run import Cell, Protocol, Run, read_run, write_run
 from profharness.store import Store, ingest_path, open_store
 from profharness.views.kernels import kernels_document
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 H200 = ROOT / "traces" / "h200-torch2.11"
 CUDNN_OP = "aten::_scaled_dot_product_cudnn_attention"
 FLASH_OP = "aten::_scaled_dot_product_flash_attention"

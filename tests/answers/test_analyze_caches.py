@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_analysis import MACHINE, cell, evidence, kernel
+from test_analyze import MACHINE, cell, evidence, kernel
 
 from profharness.answers.analyze.answer import analyze
 from profharness.answers.analyze.figures import MEASURED

@@ -1,0 +1,50 @@
+"""The limits of the package's shape that docs/design.md states, held by the script that prints them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LIMITS = {
+    "names at the top": 31,
+    "import floors": 9,
+    "circles of files, type checking counted": 0,
+    "circles of folders, type checking counted": 0,
+    "imports inside functions": 60,
+    "longest file": 600,
+    "longest function": 60,
+}
+
+
+def printed(root: Path) -> dict[str, int]:
+    """The figures that the script prints for a checkout."""
+    command = [sys.executable, str(ROOT / "scripts" / "house.py"), "--root", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.findall(r"^(.*?)\s{2,}([\d,]+)", done.stdout, re.MULTILINE)
+    return {name: int(figure.replace(",", "")) for name, figure in found}
+
+
+def test_the_package_keeps_its_limits() -> None:
+    figures = printed(ROOT)
+    assert {name: figures[name] for name in LIMITS if figures[name] > LIMITS[name]} == {}
+
+
+def test_a_circle_under_type_checking_and_a_lazy_import_are_counted(tmp_path: Path) -> None:
+    package = tmp_path / "profharness"
+    package.mkdir()
+    guarded = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from profharness import other\n"
+    )
+    (package / "__init__.py").write_text("")
+    (package / "one.py").write_text(guarded)
+    (package / "other.py").write_text(
+        "def work():\n    from profharness import one\n    return one\n"
+    )
+    figures = printed(tmp_path)
+    assert figures["circles of files, type checking counted"] == 1
+    assert figures["imports inside functions"] == 1
+    assert figures["files"] == 3
