@@ -44,7 +44,7 @@ def _tune_tiled() -> Any:
 
 
 tune_tiled = _tune_tiled()
-TUNED = [tune_tiled.problem_of(shape)[0] for shape in tune_tiled.SHAPES]
+TUNED = [tune_tiled.problem_of(shape)[0] for shape in tune_tiled.TABLE]
 GENERAL = [
     Problem(8, 1000, 1000, 64, 2), Problem(32, 1, 4096, 128, 2), Problem(2, 3, 7, 33, 4),
     Problem(4, 300, 500, 1000, 4), Problem(64, 512, 512, 512, 2),
@@ -257,7 +257,7 @@ def test_the_plans_compile_for_hopper_without_a_gpu(resources: dict[Problem, str
         assert found is None or 16 <= int(found[1]) <= 255, f"{problem}: {told}"
 
 
-STACK = {TUNED[tune_tiled.SHAPES.index("4,4,128,4096,fp32")]: 64}
+STACK = {TUNED[tune_tiled.TABLE.index("4,4,128,4096,fp32")]: 64}
 """Bytes that may stand on the stack. This one keeps a few addresses there, written before the loops and
 read after them; measured, it is as fast as with none.
 """
