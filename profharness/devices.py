@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -155,6 +154,8 @@ def find_gpu(text: str) -> Gpu:
         key = ALIASES.get(_key(spelling), _key(spelling))
         if key in gpus:
             return gpus[key]
+    import difflib  # only a name that nobody knows needs it
+
     near = difflib.get_close_matches(key, gpus, n=4, cutoff=0.5)
     near += [name for name in gpus if key and key in name and name not in near][:4]
     names = ", ".join(gpus[name].name for name in (near or gpus))
