@@ -107,6 +107,15 @@ def test_imports_go_to_lower_layers_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_store_stores_and_does_not_judge() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path, name, _, line in everything()
+        if unit_of(path) == "store" and name.startswith("profharness.dispatch")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_worker_is_started_and_never_imported() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"

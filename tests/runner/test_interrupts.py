@@ -35,6 +35,13 @@ base.Grace.__init__.__defaults__ = (86400.0,) * 3
 base.HURRIED = base.Grace()
 main()
 """
+# Patient as long as nobody interrupts it.
+PATIENT = """
+from profharness.cli.main import main
+from profharness.profilers import base
+base.Grace.__init__.__defaults__ = (86400.0,) * 3
+main()
+"""
 STUBBORN = Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none"))
 
 
@@ -121,7 +128,7 @@ def test_many_interrupts_skip_nothing(tmp_path: Path, pause_s: float) -> None:
 
 def test_one_interrupt_is_told_and_waits_no_longer_than_a_user_does(tmp_path: Path) -> None:
     assert sum(astuple(base.HURRIED)) < 20
-    process = start(tmp_path, STUBBORN)
+    process = start(tmp_path, STUBBORN, ("-c", PATIENT))
     process.send_signal(signal.SIGTERM)
     code, errors = ended(process, tmp_path)
     assert code == 143
@@ -147,7 +154,7 @@ def test_an_interrupted_verification_names_its_folder_and_goes_on(tmp_path: Path
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until(lambda: any(b'"end"' in each.read_bytes() for each in journals(tmp_path)), process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     (folder,) = runs.iterdir()
     assert process.returncode == 130
     assert f"profharness capture --resume {folder} --store {store}" in errors
