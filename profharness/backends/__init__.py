@@ -1,5 +1,5 @@
 """What can compute attention: the built-in backends, and how a name finds one. What they need of
-torch stands in the worker, which alone calls it.
+torch stands in the worker, which alone calls it; packages stand in `libraries`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 
 from profharness.backends.base import (
     HALF,
-    Attention,
     Backend,
     GpuBackend,
-    RefusedError,
+    loaded,
     needs_module,
     outside_contract,
     wants,
 )
+from profharness.backends.libraries import LIBRARY_BACKENDS
 from profharness.backends.sources import (
     find_implementation,
     fingerprint,
@@ -46,23 +46,6 @@ def _in_worker(function: str, *arguments: Any) -> Callable[[], Any]:
         return getattr(module, function)(*arguments)
 
     return call
-
-
-def _loaded(name: str, function: str, *arguments: Any) -> Callable[[], Attention]:
-    """A `load` whose failure is an `absent` refusal: installed, but of no use here."""
-    load = _in_worker(function, *arguments)
-
-    def wrapped() -> Attention:
-        try:
-            attention: Attention = load()
-        except RefusedError:
-            raise
-        except Exception as error:
-            text = f"{name} is installed but cannot be loaded: {type(error).__name__}: {error}"
-            raise RefusedError("absent", text) from error
-        return attention
-
-    return wrapped
 
 
 def _flash_impl(
@@ -106,14 +89,14 @@ TORCH_BACKENDS = (
     GpuBackend(
         "flex",
         "flex_attention under torch.compile (Triton); causal as a block mask",
-        load=_loaded("flex_attention", "flex", None),
+        load=loaded("flex_attention", _in_worker("flex", None)),
         supports=outside_contract,
         absent=needs_module("triton", "pip install triton"),
     ),
     GpuBackend(
         "flex-flash",
         "flex_attention with kernel_options BACKEND FLASH (FA4 kernels)",
-        load=_loaded("flex_attention", "flex", {"BACKEND": "FLASH"}),
+        load=loaded("flex_attention", _in_worker("flex", {"BACKEND": "FLASH"})),
         supports=wants(dtypes=HALF),
         absent=_in_worker("flex_flash_absent"),
         packages=("flash-attn-4",),
@@ -143,45 +126,9 @@ TORCH_BACKENDS = (
     GpuBackend(
         NAIVE_COMPILED,
         "torch.compile of kernels/naive.py, which Inductor may replace by SDPA",
-        load=_loaded(NAIVE_COMPILED, "naive_compiled"),
+        load=loaded(NAIVE_COMPILED, _in_worker("naive_compiled")),
         supports=outside_contract,
         absent=_in_worker("naive_compiled_absent"),
-    ),
-)
-LIBRARY_BACKENDS = (
-    GpuBackend(
-        "flash-attn",
-        "flash_attn_func of the package flash-attn (FA2)",
-        load=_loaded("flash_attn", "flash_attn"),
-        supports=wants(dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256),
-        absent=needs_module("flash_attn.flash_attn_interface", "pip install flash-attn"),
-        packages=("flash-attn",),
-    ),
-    GpuBackend(
-        "xformers",
-        "memory_efficient_attention of the package xformers",
-        load=_loaded("xformers", "xformers"),
-        supports=outside_contract,
-        absent=needs_module("xformers.ops", "pip install xformers"),
-        packages=("xformers",),
-    ),
-    GpuBackend(
-        "sage",
-        "sageattn of the package sageattention (8-bit Q·K)",
-        load=_loaded("sageattention", "sage"),
-        supports=wants(
-            dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=128, forward_only=True
-        ),
-        absent=needs_module("sageattention", "pip install sageattention"),
-        packages=("sageattention",),
-    ),
-    GpuBackend(
-        "flashinfer",
-        "single_prefill_with_kv_cache of the package flashinfer-python",
-        load=_loaded("flashinfer", "flashinfer"),
-        supports=wants(dtypes=HALF, square_causal=True, forward_only=True, one_batch=True),
-        absent=needs_module("flashinfer", "pip install flashinfer-python"),
-        packages=("flashinfer-python",),
     ),
 )
 BACKENDS: dict[str, Backend] = {

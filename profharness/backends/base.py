@@ -128,3 +128,18 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
         return f"package {module} is not installed ({install})"
 
     return absent
+
+
+def loaded(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
+    """A `load` whose failure is an `absent` refusal: installed, but of no use here."""
+
+    def wrapped() -> Attention:
+        try:
+            return load()
+        except RefusedError:
+            raise
+        except Exception as error:
+            text = f"{name} is installed but cannot be loaded: {type(error).__name__}: {error}"
+            raise RefusedError("absent", text) from error
+
+    return wrapped

@@ -1,8 +1,4 @@
-"""How attention is called besides SDPA as it is: PyTorch's other ways, and other packages.
-
-`backends/__init__.py` names these functions. An adapter of a package turns SDPA's layout into the
-package's as a view and its output back as a view; it copies nothing unless it says so.
-"""
+"""PyTorch's other ways to call attention; `backends/__init__.py` names these functions."""
 
 from __future__ import annotations
 
@@ -205,62 +201,5 @@ def varlen() -> Attention:
         lengths = (offsets(batch, rows, q.device), offsets(batch, columns, q.device))
         out = varlen_attn(*packed, *lengths, rows, columns, **options)
         return out.unflatten(0, (batch, rows)).transpose(1, 2)
-
-    return attention
-
-
-def flash_attn() -> Attention:
-    """flash_attn_func takes [B, S, H, D], and fewer key heads by itself."""
-    from flash_attn import flash_attn_func
-
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
-        del enable_gqa
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal).transpose(1, 2)
-
-    return attention
-
-
-def xformers() -> Attention:
-    """memory_efficient_attention(query, key, value, attn_bias, p, scale) on [B, S, H, D], and for
-    grouped queries on [B, S, Hkv, Hq / Hkv, D] with key and value expanded. Its lower triangle is
-    top left, as SDPA's.
-    """
-    from xformers.ops import LowerTriangularMask, memory_efficient_attention
-
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        if enable_gqa:
-            groups, size = k.shape[2], q.shape[2] // k.shape[2]
-            q = q.unflatten(2, (groups, size))
-            k, v = (tensor.unsqueeze(3).expand(-1, -1, -1, size, -1) for tensor in (k, v))
-        bias = LowerTriangularMask() if is_causal else None
-        out = memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale)
-        return (out.flatten(2, 3) if enable_gqa else out).transpose(1, 2)
-
-    return attention
-
-
-def sage() -> Attention:
-    """sageattn takes SDPA's layout as HND, and fewer key heads by itself."""
-    from sageattention import sageattn
-
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
-        del enable_gqa
-        return sageattn(q, k, v, tensor_layout="HND", is_causal=is_causal, sm_scale=scale)
-
-    return attention
-
-
-def flashinfer() -> Attention:
-    """single_prefill_with_kv_cache takes one sequence, and fewer key heads by itself."""
-    from flashinfer import single_prefill_with_kv_cache
-
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
-        del enable_gqa
-        out = single_prefill_with_kv_cache(
-            q[0].transpose(0, 1), k[0], v[0], causal=is_causal, kv_layout="HND", sm_scale=scale
-        )
-        return out.transpose(0, 1)[None]
 
     return attention
