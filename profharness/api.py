@@ -13,6 +13,7 @@ from profharness import jobs, stats
 from profharness.answers.agreement import with_predictions
 from profharness.answers.analyze.answer import analyze_stored
 from profharness.answers.analyze.figures import FIELDS, analyze_record
+from profharness.answers.bench.rows import BenchRow
 from profharness.answers.diff.answer import diff_cells, find_side
 from profharness.answers.explain.answer import explain_all
 from profharness.answers.explain.rules import flat_record, named_places
@@ -176,8 +177,9 @@ def diff(
 
     What changed in the environment is in the frame's `attrs["environment"]`.
     """
+    chosen = config_list(configs)
     with open_store(store_path(store)) as opened:
-        sides = [find_side(opened, text, config_list(configs)) for text in (baseline, candidate)]
+        sides = [find_side(opened, text, chosen) for text in (baseline, candidate)]
     record = diff_cells(
         *sides, threshold=stats.THRESHOLD if threshold is None else threshold
     ).to_json()
@@ -298,7 +300,8 @@ def bench(
         out=Path(out),
     )
     answer = jobs.bench(options, store_path(store))
-    return _frame(map(dataclasses.asdict, answer.rows), answer=answer)
+    columns = [field.name for field in dataclasses.fields(BenchRow)]
+    return _frame(map(dataclasses.asdict, answer.rows), columns, answer=answer)
 
 
 def export(

@@ -246,7 +246,7 @@ def _split(text: str) -> list[str]:
 
 def _option(token: str, text: str) -> tuple[str, list[Any]]:
     """The field that a token sets, and its values."""
-    dtypes = _words(token) if token.startswith("{") else [token]
+    dtypes = _elements(token) if token.startswith("{") else [token]
     if all(dtype in DTYPES for dtype in dtypes):
         return "dtype", dtypes
     if token in FLAGS:
@@ -261,16 +261,16 @@ def _option(token: str, text: str) -> tuple[str, list[Any]]:
     if option.kind == "number":
         return option.field, list(_numbers(value, text))
     if option.kind == "real":
-        return option.field, [_real(key, word, text) for word in _words(value)]
-    for word in _words(value):
+        return option.field, [_real(key, word, text) for word in _elements(value)]
+    for word in _elements(value):
         if word not in option.allowed:
             raise UsageError(
                 f"config {text!r}: {key}={word!r}; allowed are {' '.join(option.allowed)}"
             )
-    return option.field, _words(value)
+    return option.field, _elements(value)
 
 
-def _words(value: str) -> list[str]:
+def _elements(value: str) -> list[str]:
     return [word.strip() for word in value.strip("{}").split(",")]
 
 

@@ -92,10 +92,14 @@ def find_workers(folder: Path) -> list[int]:
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            words = (path / "cmdline").read_bytes().split(b"\0")[:-1]
+            arguments = (path / "cmdline").read_bytes().split(b"\0")[:-1]
         except OSError:
             continue
-        if words and words[0] == os.fsencode(sys.executable) and words[-1] == os.fsencode(folder):
+        if (
+            arguments
+            and arguments[0] == os.fsencode(sys.executable)
+            and arguments[-1] == os.fsencode(folder)
+        ):
             pids.append(int(path.name))
     return pids
 

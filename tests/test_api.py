@@ -200,3 +200,25 @@ def test_a_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
         check=True,
     )
     assert found.stdout.startswith(str(site))
+
+
+def test_configs_may_come_from_a_generator_and_lists_stay_lists(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    profharness.ingest(ROOT / "traces" / "h200-torch2.11", store=path)
+    config = "2,8,512,64,fp16"
+    rows = profharness.diff("flash", "cudnn", configs=config, store=path)
+    same = profharness.diff("flash", "cudnn", configs=(text for text in [config]), store=path)
+    assert len(rows) == len(same)
+    assert {type(value) for value in rows["reasons"]} == {list}
+    answer = profharness.bench(run="latest", store=path).attrs["answer"]
+    assert None not in {cell.predicted for cell in answer.cells if cell.backend == "auto"}
+
+
+def test_an_empty_bench_has_its_columns_and_an_empty_name_is_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    profharness.ingest(ROOT / "tests" / "data" / "kineto_h200.json.gz", store=path)
+    empty = profharness.bench(run="latest", store=path)
+    assert len(empty) == 0 and "median_ns" in empty.columns
+    for ask in (profharness.kernels, profharness.analyze):
+        with pytest.raises(NotFoundError, match="no run ''"):
+            ask(run="", store=path)

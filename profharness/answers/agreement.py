@@ -314,7 +314,7 @@ def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | 
 
 def replacements(cells: Iterable[CellRow]) -> tuple[Replacement, ...]:
     """The replacements among the cells, in order."""
-    return tuple(each for each in map(replacement, cells) if each is not None)
+    return tuple(entry for entry in map(replacement, cells) if entry is not None)
 
 
 def replacement_text(took: str | None) -> str:
@@ -326,8 +326,8 @@ def replacement_text(took: str | None) -> str:
 def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
     """(where, sentence), one for each backend and way: `naive-compiled at b1-…-fp16`."""
     configs: dict[tuple[str, str | None], list[str]] = {}
-    for each in replaced:
-        configs.setdefault((each.backend, each.took), []).append(each.config)
+    for entry in replaced:
+        configs.setdefault((entry.backend, entry.took), []).append(entry.config)
     notes = []
     for (backend, took), labels in configs.items():
         more = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
@@ -446,9 +446,9 @@ def cold_ratios(joined: Sequence[JoinedKernel]) -> list[float]:
     """The ratios of ncu's kernel times to torch's, else nsys's."""
     return [
         ncu.duration_ns / warm.duration_ns
-        for each in joined
-        if (ncu := each.rows.get("ncu"))
-        and (warm := each.rows.get("torch") or each.rows.get("nsys"))
+        for kernel in joined
+        if (ncu := kernel.rows.get("ncu"))
+        and (warm := kernel.rows.get("torch") or kernel.rows.get("nsys"))
         and ncu.duration_ns
         and warm.duration_ns
     ]

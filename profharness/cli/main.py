@@ -124,9 +124,9 @@ def _going_on(folder: Path) -> str:
     """
     from profharness.run import read_run
 
-    words = sys.argv[1:]
-    name = next(word for word in words if word in COMMANDS)
-    rest = words[words.index(name) + 1 :]
+    arguments = sys.argv[1:]
+    name = next(word for word in arguments if word in COMMANDS)
+    rest = arguments[arguments.index(name) + 1 :]
     command: click.Command = import_module(COMMANDS[name][0]).command
     context = command.make_context(name, rest, resilient_parsing=True)
     store: list[str] = []

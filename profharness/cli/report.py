@@ -61,8 +61,8 @@ def command(
     if format_ is None and output is not None:
         format_ = SUFFIX_FORMATS.get(output.suffix.lower())
         if format_ is None:
-            known = " ".join(SUFFIX_FORMATS)
-            raise UsageError(f"-o {output}: no format has this suffix; use --format, or {known}")
+            suffixes = " ".join(SUFFIX_FORMATS)
+            raise UsageError(f"-o {output}: no format has this suffix; use --format, or {suffixes}")
     with open_store(store) as opened:
         document = report_document(opened, runs or ("latest",), bench=bench)
     if no_charts:

@@ -347,9 +347,9 @@ class Scanner:
 
     def _one(self, data: bytes) -> None:
         collector = self.collector
-        known = len(collector.events.extra)
+        categories = len(collector.events.extra)
         event, bad = collector.events.decode_one(data)
-        if len(collector.events.extra) != known:
+        if len(collector.events.extra) != categories:
             collector.register()
         if bad:
             collector.tables.skipped += 1
@@ -398,11 +398,11 @@ def _trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
         return {**trailer, **layout.header}
 
 
-def _processes(path: Path, layout: Layout, asked: int | None) -> int:
+def _processes(path: Path, layout: Layout, requested: int | None) -> int:
     if not layout.certain:
         return 1
-    if asked is not None:
-        return max(1, min(asked, 2))
+    if requested is not None:
+        return max(1, min(requested, 2))
     with path.open("rb") as file:
         ratio = GZIP_RATIO if file.read(len(GZIP)) == GZIP else 1
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

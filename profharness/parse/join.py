@@ -177,15 +177,15 @@ class Ranges:
         neither thread nor cell has a range, the process's innermost start/end range is the range.
         """
         inner, cell = nothing(len(t)), nothing(len(t))
-        known = np.flatnonzero(thread >= 0)
-        if not self.rows or not len(known):
+        launched = np.flatnonzero(thread >= 0)
+        if not self.rows or not len(launched):
             return inner, cell
-        thread, t = thread[known], t[known]
+        thread, t = thread[launched], t[launched]
         process = self.pids[thread]
         own, mine = self._own_cells.lookup(thread, t), self._all.lookup(thread, t)
-        cell[known] = np.where(own >= 0, own, self._any_cells.lookup(process, t))
-        mine = np.where(mine >= 0, mine, cell[known])
-        inner[known] = np.where(mine >= 0, mine, self._wide.lookup(process, t))
+        cell[launched] = np.where(own >= 0, own, self._any_cells.lookup(process, t))
+        mine = np.where(mine >= 0, mine, cell[launched])
+        inner[launched] = np.where(mine >= 0, mine, self._wide.lookup(process, t))
         return inner, cell
 
 

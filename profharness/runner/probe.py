@@ -138,7 +138,7 @@ AskProgress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeResult:
     """What a config's question came to: PyTorch's answer (None: its process left none), how the cell
     ended, and the environment of the process.
     """
@@ -156,7 +156,7 @@ def ask(
     advice: bool = True,
     timeout_s: float = 120,
     progress: AskProgress | None = None,
-) -> list[Asked]:
+) -> list[ProbeResult]:
     """One answer a config, in that order. device is `cuda`, `cpu` or `auto`; timeout_s the
     seconds that one config may take.
 
@@ -184,7 +184,8 @@ def ask(
         run_cells(folder, cells, protocol, (), on_entry, command=command)
         answers = _read_answers(folder / ANSWERS_FILE)
     return [
-        Asked(cell, answers.get(cell.cell), ended.get(cell.cell), environment) for cell in cells
+        ProbeResult(cell, answers.get(cell.cell), ended.get(cell.cell), environment)
+        for cell in cells
     ]
 
 

@@ -430,9 +430,9 @@ class RunRecord:
 
 def _checked(result: Cell, device: str) -> Cell:
     """A verified cell with its dtypes filled in; a worker that died or hung failed its check."""
-    asked = parse_config(result.asked or result.config.label).resolve(device).label
+    resolved = parse_config(result.asked or result.config.label).resolve(device).label
     checks = result.checks or (Check("out", False, f"{result.status}: {result.message}"),)
-    return replace(result, config=result.config.resolve(device), asked=asked, checks=checks)
+    return replace(result, config=result.config.resolve(device), asked=resolved, checks=checks)
 
 
 def _cell_problem(profiler: str, result: Cell) -> Problem:

@@ -70,8 +70,8 @@ def row_id(
     """The id of the row with this key, NULLs included; inserted, with more, if there is none."""
     where = " AND ".join(f"{column} IS ?" for column in key)
     row = connection.execute(f"SELECT id FROM {table} WHERE {where}", tuple(key.values()))
-    found = row.fetchone()
-    return int(found[0]) if found else insert_row(connection, table, {**key, **more()})
+    row_found = row.fetchone()
+    return int(row_found[0]) if row_found else insert_row(connection, table, {**key, **more()})
 
 
 def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:

@@ -157,7 +157,7 @@ class Store:
         if selection.run == ALL_RUNS:
             return ALL_RUNS
         if selection.run is not None or not selection.configs:
-            return self.resolve(selection.run or LATEST)
+            return self.resolve(LATEST if selection.run is None else selection.run)
         run = self.latest_run_with(selection.configs, selection.backends or None)
         if run is None:
             labels = ", ".join(config.label for config in selection.configs)

@@ -72,15 +72,19 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     evidence.
     """
     blocks: list[Block] = [Note(text) for text in _peak_notes(analyses)]
-    several = len({each.run for each in analyses}) > 1
-    for run, config in dict.fromkeys((each.run, each.config) for each in analyses):
-        own = [each for each in analyses if (each.run, each.config) == (run, config)]
+    several = len({analysis.run for analysis in analyses}) > 1
+    for run, config in dict.fromkeys((analysis.run, analysis.config) for analysis in analyses):
+        own = [
+            analysis for analysis in analyses if (analysis.run, analysis.config) == (run, config)
+        ]
         blocks.append(Heading(config.label, f"run {run}" if several else ""))
-        if any(each.figures for each in own):
-            blocks.append(Table.of(COLUMNS, [_values(each) for each in own if each.figures]))
+        if any(analysis.figures for analysis in own):
+            blocks.append(
+                Table.of(COLUMNS, [_values(analysis) for analysis in own if analysis.figures])
+            )
             blocks.append(Table(PHASE_COLUMNS, tuple(_phase_rows(own))))
-        for each in own:
-            blocks += _notes(each, full=full)
+        for analysis in own:
+            blocks += _notes(analysis, full=full)
     sweeps = sweep(analyses)
     for name, group in sweeps:
         blocks += _sweep(name, group)
@@ -94,8 +98,8 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
 def evidence_text(evidence: Sequence[Evidence], shown: int | None = None) -> str:
     """`name value unit (source); …` of the first ones, for reading."""
     parts = [
-        f"{each.name} {_value(each.value)}{' ' + each.unit if each.unit else ''} ({each.source})"
-        for each in evidence[:shown]
+        f"{item.name} {_value(item.value)}{' ' + item.unit if item.unit else ''} ({item.source})"
+        for item in evidence[:shown]
     ]
     return "; ".join(parts)
 
@@ -108,11 +112,11 @@ def _value(value: float | str) -> str:
 
 def _peaks(analyses: Sequence[CellAnalysis]) -> list[Peaks]:
     """Each device's peaks once."""
-    known: dict[tuple[str, str], Peaks] = {}
-    for each in analyses:
-        if peaks := each.machine.peaks:
-            known.setdefault((peaks.device, peaks.source), peaks)
-    return list(known.values())
+    roofs_by_device: dict[tuple[str, str], Peaks] = {}
+    for analysis in analyses:
+        if peaks := analysis.machine.peaks:
+            roofs_by_device.setdefault((peaks.device, peaks.source), peaks)
+    return list(roofs_by_device.values())
 
 
 def _peak_notes(analyses: Sequence[CellAnalysis]) -> list[str]:
@@ -132,13 +136,13 @@ def _scaled(value: float | None, by: float) -> float | None:
     return None if value is None else value / by
 
 
-def _values(each: CellAnalysis) -> dict[str, Any]:
+def _values(analysis: CellAnalysis) -> dict[str, Any]:
     """Everything that a row of one of the tables may show."""
-    figures, main = each.figures, each.main
+    figures, main = analysis.figures, analysis.main
     assert figures is not None
     return {
-        "backend": each.backend,
-        "bottleneck": each.bottleneck,
+        "backend": analysis.backend,
+        "bottleneck": analysis.bottleneck,
         "duration_ns": figures.duration_ns,
         "basis": figures.basis,
         "tflops": _scaled(figures.flops_per_s, 1e12),
@@ -149,16 +153,16 @@ def _values(each: CellAnalysis) -> dict[str, Any]:
         **{name: getattr(main, name, None) for name in ("blocks", "waves", "occupancy")},
         "intensity": figures.intensity,
         "kv_head": figures.kv_head_bytes,
-        "places": None if each.kv_places is None else ", ".join(each.kv_places) or "none",
+        "places": None if analysis.kv_places is None else ", ".join(analysis.kv_places) or "none",
     }
 
 
 def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
     """The phases of each way of execution once, under the backends that took it."""
     ways: dict[tuple[Any, ...], list[str]] = {}
-    for each in own:
-        if each.phases:
-            ways.setdefault(each.phases, []).append(each.backend)
+    for analysis in own:
+        if analysis.phases:
+            ways.setdefault(analysis.phases, []).append(analysis.backend)
     return [
         (", ".join(names), p.name, p.flops / 1e6, p.bytes / MB, p.intensity, p.bound)
         for phases, names in ways.items()
@@ -166,13 +170,15 @@ def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _notes(each: CellAnalysis, *, full: bool) -> list[Note]:
-    if each.status != "ok":
-        return [status_note(each.status, each.message or "no reason recorded", each.backend)]
-    named = each.finding("bottleneck")
+def _notes(analysis: CellAnalysis, *, full: bool) -> list[Note]:
+    if analysis.status != "ok":
+        return [
+            status_note(analysis.status, analysis.message or "no reason recorded", analysis.backend)
+        ]
+    named = analysis.finding("bottleneck")
     shown = [
         finding
-        for finding in each.findings
+        for finding in analysis.findings
         if full
         or finding is named
         or (finding.severity != "note" and (named is None or finding.evidence != named.evidence))
@@ -181,12 +187,14 @@ def _notes(each: CellAnalysis, *, full: bool) -> list[Note]:
     for finding in shown:
         evidence = evidence_text(finding.evidence, None if full else EVIDENCE_SHOWN)
         level = "warning" if finding.severity == "major" else "note"
-        notes.append(Note(f"{finding.sentence} [{finding.grade}: {evidence}]", each.backend, level))
-    for rank, remedy in enumerate(each.remedies, start=1):
+        notes.append(
+            Note(f"{finding.sentence} [{finding.grade}: {evidence}]", analysis.backend, level)
+        )
+    for rank, remedy in enumerate(analysis.remedies, start=1):
         most = "Measured:" if remedy.findings == ("faster_backend",) else "At most"
         gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
         because = ", ".join(remedy.findings)
-        notes.append(Note(f"{remedy.text}{gain} [{because}]", f"{each.backend}, remedy {rank}"))
+        notes.append(Note(f"{remedy.text}{gain} [{because}]", f"{analysis.backend}, remedy {rank}"))
     return notes
 
 
@@ -194,8 +202,8 @@ def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
     first = group[0]
     title = {"seq_len_kv": "seq_len"}.get(name, name)
     columns = (Column("swept", title, right=True, format="count"), *SWEEP_COLUMNS)
-    rows = [_values(each) | {"swept": getattr(each.config, name)} for each in group]
-    start, end = (getattr(each.config, name) for each in (first, group[-1]))
+    rows = [_values(analysis) | {"swept": getattr(analysis.config, name)} for analysis in group]
+    start, end = (getattr(analysis.config, name) for analysis in (first, group[-1]))
     return [
         Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}"),
         Table.of(columns, rows),
@@ -210,13 +218,15 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Char
         several = len({group[0].config for group in groups}) > 1
         rows = tuple(
             {
-                "x": getattr(each.config, name),
-                "y": each.figures.flops_per_s / 1e12,
-                "series": f"{each.backend} {group[0].config.label}" if several else each.backend,
+                "x": getattr(analysis.config, name),
+                "y": analysis.figures.flops_per_s / 1e12,
+                "series": f"{analysis.backend} {group[0].config.label}"
+                if several
+                else analysis.backend,
             }
             for group in groups
-            for each in group
-            if each.figures is not None and each.figures.flops_per_s
+            for analysis in group
+            if analysis.figures is not None and analysis.figures.flops_per_s
         )
         if rows:
             title = {"seq_len_kv": "seq_len"}.get(name, name)
@@ -229,11 +239,11 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Char
 def _roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
     """All cells below the roofs of their device and dtype; empty without peaks."""
     rows, roofs = [], []
-    for each in analyses:
-        figures, peaks = each.figures, each.machine.peaks
+    for analysis in analyses:
+        figures, peaks = analysis.figures, analysis.machine.peaks
         if figures is None or peaks is None or not figures.flops_per_s or not figures.rate:
             continue
-        rows.append(asdict(figures) | {"backend": each.backend})
+        rows.append(asdict(figures) | {"backend": analysis.backend})
         label = f"{peaks.device} {figures.rate}, {peaks.source}"
         roofs.append((label, peaks, peaks.flops_per_s[figures.rate]))
     return roofline_chart(

@@ -108,7 +108,7 @@ def bench_document(
             "winners": [record(winner) for winner in answer.winners],
             "losses": [record(loss) for loss in answer.losses],
             "conclusions": list(answer.conclusions),
-            "replaced": [record(each) for each in replaced],
+            "replaced": [record(entry) for entry in replaced],
             "cells": [record(cell, CELL_FIELDS) for cell in answer.cells],
             "environment": environment,
         },

@@ -230,9 +230,9 @@ def _map(chart: Chart) -> Any:
     tiles = base.mark_rect(stroke="#808080", strokeWidth=0.5).encode(
         color=_color(chart), description="text:N"
     )
-    words = base.mark_text(fontSize=11, color="#ffffff", aria=False).encode(text="series:N")
+    texts = base.mark_text(fontSize=11, color="#ffffff", aria=False).encode(text="series:N")
     width = max(min(WIDTH, 76 * len(places)), 76)
-    return (tiles + words).properties(width=width, height=_height(chart))
+    return (tiles + texts).properties(width=width, height=_height(chart))
 
 
 def _roofline(chart: Chart) -> Any:
@@ -252,13 +252,13 @@ def _roofline(chart: Chart) -> Any:
     }
     roof_base = alt.Chart(alt.Data(values=roofs)).encode(**axes)
     lines = roof_base.mark_line(color=INK, strokeDash=[5, 3], aria=False).encode(detail="roof:N")
-    words = (
+    texts = (
         alt.Chart(alt.Data(values=roofs[2::3]))
         .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
         .encode(**axes, text="roof:N")
     )
     points = _points(chart, alt.Chart(_data(chart)), 70, **axes)
-    return alt.layer(lines, words, points).properties(width=WIDTH, height=360)
+    return alt.layer(lines, texts, points).properties(width=WIDTH, height=360)
 
 
 def _dumbbell(chart: Chart) -> Any:

@@ -42,12 +42,13 @@ def backends_document(states: Sequence[BackendState]) -> Document:
         Column("summary", "what it is", shrink=True),
     )
     rows = tuple(
-        (each.backend, "yes" if each.runs else "no", each.device, each.summary) for each in states
+        (state.backend, "yes" if state.runs else "no", state.device, state.summary)
+        for state in states
     )
     notes = tuple(
-        Note((each.reason or "no reason given").splitlines()[0], each.backend)
-        for each in states
-        if not each.runs
+        Note((state.reason or "no reason given").splitlines()[0], state.backend)
+        for state in states
+        if not state.runs
     )
     blocks: tuple[Block, ...] = (Table(columns, rows), *notes)
     fields = ("backend", "runs", "reason", "device", "summary", "status", "code")

@@ -286,7 +286,7 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
         Column("again", "again"),
     )
     blocks: list[Block] = []
-    records, asked = [], []
+    records, probed = [], []
     for bisection in bisections:
         varied = {"config": bisection.config, "property": bisection.name}
         blocks += [
@@ -295,14 +295,14 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
             Note(_asked_text(bisection)),
         ]
         records += [varied | asdict(stretch) for stretch in bisection.stretches]
-        asked.append(varied | {"asked": bisection.asked, "possible": bisection.possible})
+        probed.append(varied | {"asked": bisection.asked, "possible": bisection.possible})
     return Document(
         schema="profharness.bisect/1",
         title="Where the choice flips",
         blocks=tuple(blocks),
         fields=("config", "property", "first", "last", "choice"),
         records=tuple(records),
-        extra={"asked": asked},
+        extra={"asked": probed},
     )
 
 

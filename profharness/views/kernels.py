@@ -198,15 +198,17 @@ def witness_document(
     """Three profilers side by side, rows newest run first; full lists every counter that ncu took."""
     joined = join(rows)
     blocks: list[Block] = []
-    configs = dict.fromkeys([*(cell.config for cell in cells), *(each.config for each in joined)])
+    configs = dict.fromkeys(
+        [*(cell.config for cell in cells), *(kernel.config for kernel in joined)]
+    )
     for config in configs:
-        own = [each for each in joined if each.config == config]
+        own = [kernel for kernel in joined if kernel.config == config]
         beside = [cell for cell in cells if cell.config == config]
         blocks.append(Heading(config or "outside of any config"))
         if own:
             blocks.append(_table(own))
         for cell in beside:
-            mine = [row for each in own for row in each.rows.values() if row.cell == cell.cell]
+            mine = [row for kernel in own for row in kernel.rows.values() if row.cell == cell.cell]
             blocks += cell_notes(cell, mine)
         blocks += _disagreements(own)
         if full:
@@ -214,43 +216,45 @@ def witness_document(
     blocks += _closing(rows, joined)
     extra = {
         "cells": [cell_record(cell) for cell in cells],
-        "witnesses": [witness_record(each) for each in joined],
+        "witnesses": [witness_record(kernel) for kernel in joined],
     }
     title, records = "Kernels under every profiler", tuple(map(kernel_record, rows))
     return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra)
 
 
-def witness_record(each: JoinedKernel) -> dict[str, Any]:
+def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
     """The JSON record of one kernel: what each profiler says, and where they disagree."""
     names = ("config", "backend", "kernel", "grid", "block")
     return {
-        **record(each, names),
+        **record(kernel, names),
         "profilers": {
-            profiler: record(row, ("run", *COMPARED)) for profiler, row in each.rows.items()
+            profiler: record(row, ("run", *COMPARED)) for profiler, row in kernel.rows.items()
         },
-        "disagreements": [record(point) for point in each.disagreements],
+        "disagreements": [record(point) for point in kernel.disagreements],
     }
 
 
 def _table(joined: Sequence[JoinedKernel]) -> Table:
     """One line a kernel; a column that no kernel here has a value for is left out."""
-    lines = [_values(each) for each in joined]
-    known = {key for line in lines for key, value in line.items() if value not in (None, "")}
-    return Table.of([column for key, column in COLUMNS.items() if key in known], lines)
+    lines = [_values(kernel) for kernel in joined]
+    filled = {key for line in lines for key, value in line.items() if value not in (None, "")}
+    return Table.of([column for key, column in COLUMNS.items() if key in filled], lines)
 
 
-def _values(each: JoinedKernel) -> dict[str, Any]:
-    achieved = each.metric(ACTIVE_WARPS)
-    moved = [value for name in (DRAM_READ, DRAM_WRITE) if (value := each.metric(name)) is not None]
+def _values(kernel: JoinedKernel) -> dict[str, Any]:
+    achieved = kernel.metric(ACTIVE_WARPS)
+    moved = [
+        value for name in (DRAM_READ, DRAM_WRITE) if (value := kernel.metric(name)) is not None
+    ]
     own = ("backend", "kernel_short", "grid", "block")
     common = ("shared_bytes", "registers_per_thread", "launches_per_call")
     return {
-        **{name: getattr(each, name) for name in own},
-        **{name: each.value(name) for name in common},
-        **{name: getattr(each.rows.get(name), "duration_ns", None) for name in TRACE_PROFILERS},
+        **{name: getattr(kernel, name) for name in own},
+        **{name: kernel.value(name) for name in common},
+        **{name: getattr(kernel.rows.get(name), "duration_ns", None) for name in TRACE_PROFILERS},
         "achieved": None if achieved is None else achieved / 100,
         "dram": sum(moved) if moved else None,
-        "disagree": tuple(dict.fromkeys(point.code for point in each.disagreements)) or "",
+        "disagree": tuple(dict.fromkeys(point.code for point in kernel.disagreements)) or "",
     }
 
 
@@ -269,10 +273,10 @@ def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
 def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
     """Every counter of every kernel that ncu saw, besides those that have a column."""
     rows = tuple(
-        (each.backend, each.kernel_short, name, value, unit)
-        for each in joined
-        if "ncu" in each.rows
-        for name, (value, unit) in sorted(each.rows["ncu"].metrics.items())
+        (kernel.backend, kernel.kernel_short, name, value, unit)
+        for kernel in joined
+        if "ncu" in kernel.rows
+        for name, (value, unit) in sorted(kernel.rows["ncu"].metrics.items())
         if name not in OWN_COLUMNS
     )
     return [Table(_COUNTERS, rows)] if rows else []

@@ -153,8 +153,8 @@ def steps_document(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> Docum
 def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float) -> Step:
     per_call = sum(launches_per_call(row, cell.iterations) for row in rows)
     times = [call_ns(row, cell.iterations) for row in rows]
-    known = [time for time in times if time is not None]
-    total = sum(known) if len(known) == len(times) else None
+    measured = [time for time in times if time is not None]
+    total = sum(measured) if len(measured) == len(times) else None
     longest = max(rows, key=lambda row: row.total_ns or 0)
     return Step(
         backend=cell.backend,
@@ -184,8 +184,8 @@ def _backends(
         return []
     kernel_ns = {cell.cell: _kernel_ns(cell, steps[cell.cell]) for cell in done}
     basis = {cell.cell: kernel_ns[cell.cell] or _median(cell, "event", "wall") for cell in done}
-    known = [time for time in basis.values() if time]
-    slowest = max(known, default=None)
+    measured = [time for time in basis.values() if time]
+    slowest = max(measured, default=None)
     tensors = tensor_bytes(config)
     rows = []
     for cell in done:

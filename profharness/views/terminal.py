@@ -34,7 +34,7 @@ def render_table(document: Document, *, width: int = 100, color: bool = False) -
     Tables with the same columns share their widths.
     """
     widths = _shared_widths([block for block in document.blocks if isinstance(block, Table)], width)
-    needed = [sum(each) + GAP * (len(each) - 1) for each in widths.values()]
+    needed = [sum(columns) + GAP * (len(columns) - 1) for columns in widths.values()]
     console = Console(
         file=io.StringIO(),
         width=max([width, *needed]),

@@ -52,7 +52,7 @@ class ClockReader:
     def between(self, begin: float, end: float) -> list[dict[str, Any]]:
         """The readings under way at some time between two moments of `time.perf_counter`."""
         kept = tuple(self._kept)
-        return [reading for asked, answered, reading in kept if asked <= end and begin <= answered]
+        return [reading for begun, answered, reading in kept if begun <= end and begin <= answered]
 
     def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
         """The reading nearest to a time too short for one of its own; empty without NVML."""
@@ -69,14 +69,14 @@ class ClockReader:
             self._begun.set()
             return  # no NVML, no clocks: the cells go without
         while True:
-            asked = time.perf_counter()
+            begun = time.perf_counter()
             reading = {}
             for name, question in questions.items():
                 with contextlib.suppress(Exception):
                     reading[name] = question()
             if reading:
                 self._latest = reading
-                self._kept.append((asked, time.perf_counter(), reading))
+                self._kept.append((begun, time.perf_counter(), reading))
             self._begun.set()
             time.sleep(PERIOD_S)
 

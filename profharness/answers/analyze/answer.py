@@ -52,19 +52,21 @@ def analyze(
     phases = phase_figures(config, kernels, figures.ridge)
     main = main_kernel(kernels)
     facts = Facts(config, cell.backend, machine, figures, kernels, phases, main)
-    found = [finding for rule in RULES for finding in rule(facts)]
-    found += _faster(cell, others)
-    by_code = {finding.code: finding for finding in reversed(found)}
+    findings = [finding for rule in RULES for finding in rule(facts)]
+    findings += _faster(cell, others)
+    by_code = {finding.code: finding for finding in reversed(findings)}
     word = bottleneck(facts, by_code)
     if word is not None:
-        found.insert(0, word[1])
-    found.sort(key=lambda each: (each.code != "bottleneck", SEVERITIES.index(each.severity)))
+        findings.insert(0, word[1])
+    findings.sort(
+        key=lambda finding: (finding.code != "bottleneck", SEVERITIES.index(finding.severity))
+    )
     return replace(
         empty,
         figures=figures,
         kernels=kernels,
         phases=phases,
-        findings=tuple(found),
+        findings=tuple(findings),
         remedies=remedies(config, cell.backend, by_code),
         bottleneck=word[0] if word else None,
         machine=machine,
@@ -98,7 +100,11 @@ def analyze_all(
             cell,
             by_cell.get(cell.cell, []),
             machine,
-            [each for each in ranked if each.config == cell.config and each.run == cell.run],
+            [
+                analysis
+                for analysis in ranked
+                if analysis.config == cell.config and analysis.run == cell.run
+            ],
         )
         for cell in cells
     ]
@@ -107,22 +113,22 @@ def analyze_all(
 def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
     """Cells of one backend whose configs differ in one number, under its name and in its order."""
     sweeps: list[tuple[str, list[CellAnalysis]]] = []
-    done = [each for each in analyses if each.figures is not None]
+    done = [analysis for analysis in analyses if analysis.figures is not None]
     for name in SWEPT:
         groups: dict[tuple[object, ...], list[CellAnalysis]] = {}
-        for each in done:
-            groups.setdefault(_but(each, name), []).append(each)
+        for analysis in done:
+            groups.setdefault(_but(analysis, name), []).append(analysis)
         for group in groups.values():
-            values = {getattr(each.config, name) for each in group}
+            values = {getattr(analysis.config, name) for analysis in group}
             if len(group) > 1 and len(values) == len(group):
-                group.sort(key=lambda each: getattr(each.config, name))
+                group.sort(key=lambda analysis: getattr(analysis.config, name))
                 sweeps.append((name, group))
     return sweeps
 
 
-def _but(each: CellAnalysis, name: str) -> tuple[object, ...]:
+def _but(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
     """What two cells of one sweep have in common."""
-    config = each.config
+    config = analysis.config
     same_length = config.seq_len_q == config.seq_len_kv
     same_heads = config.num_heads == config.num_kv_heads
     left_out = {name}
@@ -131,7 +137,7 @@ def _but(each: CellAnalysis, name: str) -> tuple[object, ...]:
     if name == "num_heads" and same_heads:
         left_out.add("num_kv_heads")
     values = [getattr(config, field.name) for field in fields(Config) if field.name not in left_out]
-    return (each.run, each.backend, same_length, same_heads, *values)
+    return (analysis.run, analysis.backend, same_length, same_heads, *values)
 
 
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
@@ -139,7 +145,9 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     rivals = [rival for rival in others if rival.backend != cell.backend]
     everyone = (cell, *rivals)
     common = (
-        name for name in CALL_MEASUREMENTS if all(each.samples.get(name) for each in everyone)
+        name
+        for name in CALL_MEASUREMENTS
+        if all(analysis.samples.get(name) for analysis in everyone)
     )
     name = next(common, None)
     if name is None or not rivals:
@@ -179,10 +187,10 @@ def analyze_stored(
     with open_store(path) as store:
         rows, cells = store.rows(selection)
         if not cells:
-            asked = [*(config.label for config in selection.configs), *selection.backends]
+            selected = [*(config.label for config in selection.configs), *selection.backends]
             raise NotFoundError(
                 f"run {store.find_run(selection)} has none of: "
-                f"{', '.join(asked) or 'captured cells'}; profharness.capture(…) makes them"
+                f"{', '.join(selected) or 'captured cells'}; profharness.capture(…) makes them"
             )
     if peaks == MEASURE:
         measure_here(path, cells)

@@ -181,7 +181,7 @@ class CellAnalysis:
 
     def finding(self, code: str) -> Finding | None:
         """The finding with this code, None if it was not made."""
-        return next((each for each in self.findings if each.code == code), None)
+        return next((finding for finding in self.findings if finding.code == code), None)
 
 
 SCHEMA = "profharness.analyze/1"
@@ -190,14 +190,14 @@ _LISTS = ("kernels", "phases", "findings", "remedies")
 FIELDS = (*_CELL, *(item.name for item in fields(Figures)), *_LISTS)
 
 
-def analyze_record(each: CellAnalysis) -> dict[str, Any]:
+def analyze_record(analysis: CellAnalysis) -> dict[str, Any]:
     """The JSON record of one cell; keys as in FIELDS."""
     record: dict[str, Any] = dict.fromkeys(FIELDS)
-    if each.figures is not None:
-        record |= asdict(each.figures)
-    record |= {name: getattr(each, name) for name in _CELL}
-    record["config"] = each.config.label
-    return record | {name: [asdict(item) for item in getattr(each, name)] for name in _LISTS}
+    if analysis.figures is not None:
+        record |= asdict(analysis.figures)
+    record |= {name: getattr(analysis, name) for name in _CELL}
+    record["config"] = analysis.config.label
+    return record | {name: [asdict(item) for item in getattr(analysis, name)] for name in _LISTS}
 
 
 KIB = 1024
@@ -311,10 +311,10 @@ def cell_figures(
 ) -> Figures:
     """Rates and shares of peak of one cell; config must have its dtype."""
     times = {name: float(median(values)) for name, values in cell.samples.items() if values}
-    known = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
+    call_times = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
     on_device = any(kernel.blocks is not None for kernel in kernels)
-    if on_device and len(known) == len(kernels):
-        times["kernel"] = sum(known)
+    if on_device and len(call_times) == len(kernels):
+        times["kernel"] = sum(call_times)
     basis = next((name for name in BASIS_SOURCE if times.get(name)), None)
     duration = times[basis] if basis else None
     work, moved = flops(config), compulsory_bytes(config)

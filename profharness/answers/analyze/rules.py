@@ -264,8 +264,8 @@ def full_precision(facts: Facts) -> list[Finding]:
         f"{ratio:.0f} times slower ({name} against {config.dtype}, {machine.peaks.source})."
     )
     evidence = tuple(
-        Evidence(f"{each} rate", round(rates[each] / 1e12, 1), "TFLOP/s", machine.peaks.source)
-        for each in (name, str(config.dtype))
+        Evidence(f"{kind} rate", round(rates[kind] / 1e12, 1), "TFLOP/s", machine.peaks.source)
+        for kind in (name, str(config.dtype))
     )
     return [Finding("fp32_products", text, "major" if ratio >= 4 else "minor", DERIVED, evidence)]
 
@@ -397,11 +397,11 @@ def readers(facts: Facts, kernel: KernelFigures) -> float | None:
     splits = 1
     if kernel.family == "flash_splitkv" and kernel.grid is not None:
         splits = kernel.grid[1]
-    elif any(each.role == "combine" for each in facts.kernels):
+    elif any(launched.role == "combine" for launched in facts.kernels):
         return None
     most = config.seq_len_q * config.num_heads // config.num_kv_heads
     times = kernel.blocks / heads / splits
-    counted = [each for each in (kernel.l1_bytes, kernel.l2_bytes) if each is not None]
+    counted = [size for size in (kernel.l1_bytes, kernel.l2_bytes) if size is not None]
     if not 1 <= times <= most or (
         counted and max(counted) < DISPROVED * _read_bytes(config, times)
     ):

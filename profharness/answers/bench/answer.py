@@ -69,8 +69,8 @@ def stored_configs(
     ]
     for dtype in dtypes:
         if all(config.dtype != dtype for config in held):
-            known = ", ".join(sorted({str(config.dtype) for config in held}))
-            raise NotFoundError(f"run {run} has no config in {dtype}; it has {known}")
+            dtypes = ", ".join(sorted({str(config.dtype) for config in held}))
+            raise NotFoundError(f"run {run} has no config in {dtype}; it has {dtypes}")
     return [config for config in held if config.dtype in dtypes]
 
 
@@ -80,10 +80,10 @@ def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] |
         return None
     held = {cell.backend for cell in store.cells(run)}
     return [
-        each
+        backend
         for name in names
-        for each in expand_backends([name], DEFAULT_BACKENDS)
-        if each in held or name not in (ALL, KERNELS)
+        for backend in expand_backends([name], DEFAULT_BACKENDS)
+        if backend in held or name not in (ALL, KERNELS)
     ]
 
 
@@ -228,7 +228,7 @@ def benched(
 
 def _plan_of(store: Store, run: str) -> BenchPlan | None:
     """The plan in the run's folder, which may be relative to the store's; None without one."""
-    path = next(each.path for each in store.runs() if each.run == run)
+    path = next(stored.path for stored in store.runs() if stored.run == run)
     for folder in (Path(path), store.path.parent / path):
         try:
             plan = read_plan(folder)
@@ -325,7 +325,7 @@ def conclude(
         sentences += _across_configs(ranked)
     if len(winners) <= SHOWN_WINNERS:
         timed = [row.config for row in ranked]
-        sentences += [_fastest(each) for each in winners if timed.count(each.config) > 1]
+        sentences += [_fastest(row) for row in winners if timed.count(row.config) > 1]
     sentences += _against_plain(ranked, samples_of)
     sentences += _regret_sentences(losses)
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
@@ -392,15 +392,15 @@ def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
     if not losses:
         return []
     count, sentences = len(losses), []
-    real = [each for each in losses if each.real]
-    unproven = [each for each in losses if each.open]
+    real = [loss for loss in losses if loss.real]
+    unproven = [loss for loss in losses if loss.open]
     if real:
         sentences.append(
             f"auto is slower than another correct backend on {len(real)} of {count} config(s); "
             f"most on {_cost(real[0])}"
         )
     if unproven:
-        reasons = " or ".join(dict.fromkeys(each.why_open for each in unproven))
+        reasons = " or ".join(dict.fromkeys(loss.why_open for loss in unproven))
         most = f"; most on {_cost(unproven[0])}, by the medians" if unproven[0].regret else ""
         sentences.append(
             f"auto is not told apart from the fastest other backend on {len(unproven)} of {count} "

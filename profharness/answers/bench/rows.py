@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from profharness import costs, stats
+from profharness.answers.agreement import with_predictions
 from profharness.config import Config, parse_config
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.errors import NotFoundError
@@ -226,7 +227,7 @@ def run_cells(
     the first counts. Raises NotFoundError for what the run does not have.
     """
     cells: dict[tuple[str, str], CellRow] = {}
-    for cell in store.cells(run):
+    for cell in with_predictions(store, store.cells(run)):
         cells.setdefault((cell.config, cell.backend), cell)
     held = {label: parse_config(label) for label, _ in cells}
     named = [("the baseline", baseline)] if baseline is not None else []
@@ -283,8 +284,8 @@ def verdicts(
     """
     right = {
         (check.asked, check.backend): True
-        for each in (run, *verifications)
-        for check in store.verifications(each)
+        for verified_run in (run, *verifications)
+        for check in store.verifications(verified_run)
         if check.passed
     }
     return right | dict.fromkeys(store.wrong(run), False)

@@ -91,7 +91,8 @@ class Diff:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars under schema `profharness.diff/1`."""
-        return {"schema": SCHEMA, **msgspec.to_builtins(self, enc_hook=str)}
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
+        return {"schema": SCHEMA, **plain}
 
 
 # What a change of a key can do, in order of weight. The sentences are about PyTorch's dispatch on

@@ -19,7 +19,7 @@ from profharness.dispatch.advice import BackendAnswer, LiveAnswer
 from profharness.dispatch.checks import hazards
 from profharness.dispatch.machine import from_config, machine_of, with_flags
 from profharness.dispatch.predict import predict
-from profharness.runner.probe import Asked, AskProgress, ask
+from profharness.runner.probe import AskProgress, ProbeResult, ask
 
 DECIDING = (
     "torch",
@@ -44,22 +44,22 @@ def explain_live(
     """One answer a config from PyTorch on this machine. backends limits the advice. Raises
     CaptureError if no worker starts or answers.
     """
-    asked = ask(configs, device=device, advice=advice, timeout_s=timeout_s, progress=progress)
-    return [_explanation(question, backends or SDPA_BACKENDS) for question in asked]
+    results = ask(configs, device=device, advice=advice, timeout_s=timeout_s, progress=progress)
+    return [_explanation(result, backends or SDPA_BACKENDS) for result in results]
 
 
-def _explanation(asked: Asked, advised: Sequence[str]) -> Explanation:
-    environment = asked.environment
+def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
+    environment = result.environment
     device = str(environment.get("device_type", "cpu"))
-    config = asked.cell.config.resolve(device)
+    config = result.cell.config.resolve(device)
     machine = machine_of(environment)
     params = with_flags(environment)(from_config(config, device))
     prediction = predict(params, machine)
-    answer = asked.answer
+    answer = result.answer
     if answer is None:
-        message = asked.ended.message if asked.ended is not None else None
+        message = result.ended.message if result.ended is not None else None
         error = f"PyTorch could not be asked: {message or 'its process left no answer'}"
-        answer = LiveAnswer(asked.cell.cell, config.label, error=error)
+        answer = LiveAnswer(result.cell.cell, config.label, error=error)
     sides = answer.backends or sides_by_rule(prediction, SDPA_BACKENDS)
     explanation = Explanation(
         config=config.label,

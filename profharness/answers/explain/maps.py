@@ -144,11 +144,11 @@ def _edges(
     edges = []
     for before, after in pairwise(values):
         where: dict[tuple[str, str], list[Value]] = {}
-        asked = [value for value in others if (before, value) in cells and (after, value) in cells]
-        for value in asked:
+        shared = [value for value in others if (before, value) in cells and (after, value) in cells]
+        for value in shared:
             where.setdefault((cells[before, value], cells[after, value]), []).append(value)
         edges += [
-            Edge(along, before, after, *choices, len(at) == len(asked), tuple(at))
+            Edge(along, before, after, *choices, len(at) == len(shared), tuple(at))
             for choices, at in where.items()
             if choices[0] != choices[1]
         ]
@@ -255,12 +255,12 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
     ]:
         ask([cut for left, right in gaps for cut in _cuts(left, right)])
     stretches: list[Stretch] = []
-    asked = sorted(choices)
-    for choice, group in groupby(asked, key=choices.__getitem__):
+    values = sorted(choices)
+    for choice, group in groupby(values, key=choices.__getitem__):
         indices = list(group)
         stretches.append(Stretch(domain[indices[0]], domain[indices[-1]], choice))
     label = _set(base, name, domain[0]).label
-    return Bisection(label, name, tuple(stretches), tuple(domain[i] for i in asked), len(domain))
+    return Bisection(label, name, tuple(stretches), tuple(domain[i] for i in values), len(domain))
 
 
 def sweep(domain: Sequence[int]) -> list[int]:
