@@ -43,11 +43,16 @@ def axes(name: str, triple: Triple | None) -> dict[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One stored run. source is `capture` (made by profharness) or `trace` (somebody's file)."""
+    """One stored run. source is `capture` (made by profharness) or `trace` (somebody's file).
+
+    kind is the command that made it (`capture bench verify explain`), or `trace`. warnings tell what
+    was wrong with its traces.
+    """
 
     run: str
     created: str
     source: str
+    kind: str
     path: str
     device: str | None
     torch: str | None
@@ -55,6 +60,7 @@ class RunRow:
     cells: int
     failed_cells: int
     launches: int
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

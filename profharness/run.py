@@ -32,6 +32,7 @@ BENCH_FILE = "bench.json"
 GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
 PRECISION = 0.01
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
+KINDS = ("capture", "bench", "verify", "explain")  # the commands that make runs
 STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
 
 
@@ -122,7 +123,10 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run. environment is `environment.collect()`'s answer, flat keys to JSON values."""
+    """A whole run. environment is `environment.collect()`'s answer, flat keys to JSON values.
+
+    kind is the command that made it: one of KINDS.
+    """
 
     run: str
     created: str
@@ -135,6 +139,16 @@ class Run:
     profharness: str = ""
     schema: str = SCHEMA
     problems: tuple[Problem, ...] = ()
+    kind: str | None = None
+
+
+def run_kind(folder: Path, run: Run) -> str:
+    """The command that made a run; a record without one is judged by what its folder holds."""
+    if run.kind in KINDS:
+        return run.kind
+    if any(cell.case is not None for cell in run.cells):
+        return "verify"
+    return "bench" if (folder / BENCH_FILE).is_file() else "capture"
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -259,7 +273,7 @@ def turn_order(seed: int, config: str, round_number: int, count: int) -> list[in
 @dataclass(frozen=True)
 class CaptureOptions:
     """Options besides configs and backends. out: the folder of the run folders; bench: time the
-    backends of each config in turns, as this plan says.
+    backends of each config in turns, as this plan says; kind: the command, unless that is bench.
     """
 
     profilers: tuple[str, ...] = ("torch",)
@@ -267,6 +281,7 @@ class CaptureOptions:
     protocol: Protocol = field(default_factory=Protocol)
     note: str | None = None
     bench: BenchPlan | None = None
+    kind: str = "capture"
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def _measure(answers: Sequence[Explanation], question: _Question) -> None:
     from profharness.jobs import capture_into_store
     from profharness.run import CaptureOptions, Protocol
 
-    options = CaptureOptions(protocol=Protocol(device=question.device))
+    options = CaptureOptions(protocol=Protocol(device=question.device), kind="explain")
     jobs = to_measure(answers)
     if not jobs:
         hint("--measure: there is no advice to measure")

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     # readable=False: what cannot be read is told with the other sources' failures
     type=click.Path(readable=False, path_type=Path),
 )
+@click.option(
+    "--strict", is_flag=True, help="Exit 1 where anything about a source gives a warning."
+)
 @store_option
-def command(sources: tuple[Path, ...], store: Path) -> None:
+def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
     """Take traces and run folders into the store.
 
     Run folders, and traces whoever made them: of the PyTorch profiler (Kineto JSON, .json or
@@ -37,7 +40,8 @@ def command(sources: tuple[Path, ...], store: Path) -> None:
 
     A source that is already there changes nothing. One that cannot be read leaves the store as it
     was, the others are taken in, and the exit code is 1. Of a run folder whose trace cannot be
-    read the rest is taken in, with a warning.
+    read the rest is taken in, with a warning. Warnings are stored with the run: `runs` and `kernels`
+    show them.
 
     \b
     Examples:
@@ -46,7 +50,7 @@ def command(sources: tuple[Path, ...], store: Path) -> None:
     """
     from profharness.store.ingest import find_sources, ingest_path
 
-    done = failed = 0
+    done = failed = warned = 0
     for given in sources:
         try:
             found = find_sources(given)
@@ -63,9 +67,12 @@ def command(sources: tuple[Path, ...], store: Path) -> None:
                 hint(f"error: {error}")
             else:
                 done += 1
+                warned += any(result.warnings for result in results)
                 _report(source, results)
     if failed:
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
+    if strict and warned:
+        raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
 
 
 def _report(source: Path, results: Sequence[IngestResult]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -26,8 +26,9 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
-from profharness.store import Selection
+from profharness.store import Selection, open_store
 from profharness.views.kernels import cell_notes, kernels_document, witness_document
+from profharness.views.runs import warning_notes, with_warnings
 
 
 @click.command()
@@ -110,13 +111,11 @@ def command(
         document = witness_document(rows, cells, full=full)
     else:
         document = kernels_document(rows, cells, full=full)
+    warnings = _warnings(store, rows, cells)
+    document = with_warnings(document, warnings)
     emit(document, format_, output, force=force)
     if chosen_format(format_, output) == "csv":
-        # A CSV has rows of kernels only.
-        for cell in cells:
-            if cell.status != "ok":
-                note = cell_notes(cell, [])[0]
-                hint(f"{cell.config} {note.label}: {note.text}")
+        _tell(cells, warnings)
     failed = unmet_expectations(expected, rows, cells) if expected else []
     if failed:
         raise GateError(f"--expect {','.join(expected)} is not met: " + "\n  ".join(failed))
@@ -151,6 +150,24 @@ def find_rows(
 
     selection = capture_missing(store, selection, Listener(hint, capture_progress))
     return predicted_rows(store, selection, by_op=by_op)
+
+
+def _warnings(
+    store: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
+) -> dict[str, tuple[str, ...]]:
+    """What was wrong with the traces of the runs that answer."""
+    with open_store(store) as opened:
+        return opened.warnings({row.run for row in rows} | {cell.run for cell in cells})
+
+
+def _tell(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> None:
+    """What a CSV, which has rows of kernels only, does not hold."""
+    for cell in cells:
+        if cell.status != "ok":
+            note = cell_notes(cell, [])[0]
+            hint(f"{cell.config} {note.label}: {note.text}")
+    for note in warning_notes(warnings):
+        hint(f"warning: {note.label}: {note.text}")
 
 
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:

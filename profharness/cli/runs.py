@@ -8,7 +8,7 @@ import click
 
 from profharness.cli._options import emit, hint, output_options, store_option
 from profharness.store import open_store
-from profharness.views.doctor import runs_document
+from profharness.views.runs import runs_document
 
 
 @click.command()

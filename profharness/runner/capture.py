@@ -63,7 +63,10 @@ def capture(
     tools = require_tools(profilers)
     names = tuple(profiler.name for profiler in profilers)
     cells = plan_cells(configs, backends)
-    folder, run = _make_run(options.out, options.protocol, cells, backends, names, options.note)
+    kind = options.kind if options.bench is None else "bench"
+    folder, run = _make_run(
+        options.out, kind, options.protocol, cells, backends, names, options.note
+    )
     if options.bench is not None:
         write_plan(folder, options.bench)
     return _carry_out(folder, run, tools, progress)
@@ -83,7 +86,7 @@ def verify(
     options = options or VerifyOptions()
     cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
     protocol = replace(options.protocol, iterations=0, warmup=0, samples=0)
-    folder, run = _make_run(options.out, protocol, cells, backends)
+    folder, run = _make_run(options.out, "verify", protocol, cells, backends)
     return _carry_out(folder, run, {}, progress)
 
 
@@ -129,6 +132,7 @@ def _require(configs: Sequence[Config]) -> None:
 
 def _make_run(
     out: Path,
+    kind: str,
     protocol: Protocol,
     cells: tuple[Cell, ...],
     backends: Sequence[str],
@@ -145,6 +149,7 @@ def _make_run(
         cells=cells,
         note=note,
         profharness=__version__,
+        kind=kind,
     )
     folder = out / run.run
     try:

@@ -4,6 +4,7 @@ already there. A raw trace of a run that cannot be read costs the run that trace
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import xxhash
 
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import is_trace, open_trace, sniff
-from profharness.run import RUN_FILE, Cell, Problem, Protocol, Run, TraceFile, read_run
+from profharness.run import RUN_FILE, Cell, Problem, Protocol, Run, TraceFile, read_run, run_kind
 from profharness.store.insert import (
     CellTrace,
     Inserted,
@@ -42,7 +43,10 @@ EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tel
 
 @dataclass(frozen=True, slots=True)
 class IngestResult:
-    """What became of a source: `new`, `unchanged` or `replaced`; launches and cells now stored."""
+    """What became of a source: `new`, `unchanged` or `replaced`; launches and cells now stored.
+
+    warnings are what is stored with the run: each begins with the trace or cell that it is about.
+    """
 
     run: str
     status: str
@@ -260,11 +264,15 @@ def _open(raw: Raw, opened: ExitStack) -> _Parsed:
 def _unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
     row = connection.execute(
         "SELECT run, (SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
-        "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) "
+        "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id), warnings "
         "FROM runs r WHERE content_hash = ?",
         (source.content_hash,),
     ).fetchone()
-    return IngestResult(row[0], "unchanged", source.path, row[2], row[1]) if row else None
+    if row is None:
+        return None
+    name, cells, launches, warnings = row
+    told = tuple(json.loads(warnings))
+    return IngestResult(name, "unchanged", source.path, launches, cells, told)
 
 
 def _write(
@@ -290,6 +298,7 @@ def _write(
         warnings += _update_cells(
             connection, run, cells, list(zip(profilers, results, strict=True))
         )
+    connection.execute("UPDATE runs SET warnings = ? WHERE id = ?", (to_json(warnings), run_id))
     return IngestResult(
         name,
         "replaced" if replaced else "new",
@@ -314,6 +323,7 @@ def _insert_run(
         "run": name,
         "created": run.created if run else _created(source.path, parsed[0]),
         "source": "capture" if run else "trace",
+        "kind": run_kind(source.path, run) if run else "trace",
         "path": str(source.path),
         "content_hash": source.content_hash,
         "environment_id": row_id(
@@ -326,6 +336,7 @@ def _insert_run(
         "note": run.note if run else None,
         "profharness": run.profharness if run else None,
         "problems": to_json(msgspec.to_builtins(_problems(source))),
+        "warnings": "[]",  # known when all is inserted
     }
     return insert_row(connection, "runs", row)
 
@@ -427,7 +438,6 @@ def _insert_raw(
         "path": raw.name,
         "content_hash": raw.content_hash,
         "skipped": trace.skipped,
-        "warnings": to_json(trace.warnings),
         "environment": to_json(trace.environment),
         # insert_trace knows these when it is done
         **dict.fromkeys(("launches", "dropped", "first_launch_id", "last_launch_id"), 0),

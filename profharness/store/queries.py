@@ -114,15 +114,27 @@ class Store:
         failed = ", ".join(f"'{status}'" for status in FAILED)
         rows = _records(
             self.connection,
-            "SELECT run, created, source, path, device, torch, profilers, "
+            "SELECT run, created, source, kind, path, device, torch, profilers, warnings, "
             "(SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells, (SELECT count(*) "
             f"FROM cells c WHERE c.run_id = r.id AND c.status IN ({failed})) AS failed_cells, "
             "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches "
             "FROM runs r ORDER BY created DESC, id DESC",
         )
+        lists = ("profilers", "warnings")
         return [
-            RunRow(**(row | {"profilers": tuple(json.loads(row["profilers"]))})) for row in rows
+            RunRow(**(row | {name: tuple(json.loads(row[name])) for name in lists})) for row in rows
         ]
+
+    def warnings(self, runs: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """What was wrong with the traces of these runs when they were taken in; runs without are
+        left out.
+        """
+        rows = self.connection.execute(
+            "SELECT run, warnings FROM runs WHERE warnings <> '[]' ORDER BY created DESC, id DESC"
+        )
+        stored = {run: tuple(json.loads(texts)) for run, texts in rows}
+        wanted = set(runs)
+        return {run: texts for run, texts in stored.items() if run in wanted}
 
     def resolve(self, ref: str) -> str:
         """The id of the run meant by an id, a unique prefix, `latest` or `latest~N`.

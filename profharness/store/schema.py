@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from profharness.errors import NotFoundError, StoreError
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 7  # 1 to 6 were never released
+SCHEMA_VERSION = 8  # 1 to 7 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 MAGIC = b"SQLite format 3\0"
@@ -29,10 +29,11 @@ CREATE TABLE environments (
 
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY, run TEXT NOT NULL UNIQUE, created TEXT NOT NULL,
-    source TEXT NOT NULL CHECK (source IN ('capture', 'trace')), path TEXT NOT NULL,
+    source TEXT NOT NULL CHECK (source IN ('capture', 'trace')), kind TEXT NOT NULL,
+    path TEXT NOT NULL,
     content_hash TEXT NOT NULL, environment_id INTEGER NOT NULL REFERENCES environments(id),
     device TEXT, torch TEXT, profilers TEXT NOT NULL, protocol TEXT, note TEXT, profharness TEXT,
-    problems TEXT NOT NULL) STRICT;
+    problems TEXT NOT NULL, warnings TEXT NOT NULL) STRICT;
 CREATE INDEX runs_created ON runs(created, id);
 CREATE INDEX runs_content ON runs(content_hash);
 CREATE INDEX runs_environment ON runs(environment_id);
@@ -88,7 +89,7 @@ CREATE TABLE traces (
     id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
     profiler TEXT NOT NULL, path TEXT NOT NULL, content_hash TEXT NOT NULL,
     launches INTEGER NOT NULL, dropped INTEGER NOT NULL, skipped INTEGER NOT NULL,
-    warnings TEXT NOT NULL, environment TEXT NOT NULL, first_launch_id INTEGER NOT NULL,
+    environment TEXT NOT NULL, first_launch_id INTEGER NOT NULL,
     last_launch_id INTEGER NOT NULL) STRICT;
 CREATE INDEX traces_run ON traces(run_id);
 
@@ -233,7 +234,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     from sqlite_utils import Database, Migrations  # imports pandas; an up-to-date store needs none
 
     migrations = Migrations(MIGRATION_SET)
-    migrations(name="007_initial")(_initial)
+    migrations(name="008_initial")(_initial)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

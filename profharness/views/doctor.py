@@ -1,11 +1,10 @@
-"""The answers of `doctor`, `backends` and `runs` as Documents."""
+"""The answers of `doctor` and `backends` as Documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from profharness.rows import RunRow
 from profharness.views.document import Block, Column, Document, Note, Table, record
 
 if TYPE_CHECKING:
@@ -55,26 +54,3 @@ def backends_document(states: Sequence[BackendState]) -> Document:
     return Document(
         "profharness.backends/1", "Backends", blocks, fields, tuple(map(record, states))
     )
-
-
-RUN_FIELDS = (
-    *("run", "created", "source", "device", "torch", "profilers"),
-    *("cells", "failed_cells", "launches", "path"),
-)
-RUN_COLUMNS = (
-    Column("run", "run"),
-    Column("created", "created"),
-    Column("device", "device", shrink=True),
-    Column("torch", "torch", shrink=True),
-    Column("profilers", "profilers", "names"),
-    Column("cells", "cells", "count", right=True),
-    Column("failed_cells", "failed", "count", right=True),
-    Column("launches", "launches", "count", right=True),
-)
-
-
-def runs_document(rows: Sequence[RunRow]) -> Document:
-    """The answer of `profharness runs`, in the given order."""
-    blocks = (Table.of(RUN_COLUMNS, rows),) if rows else ()
-    records = tuple(record(row, RUN_FIELDS) for row in rows)
-    return Document("profharness.runs/1", "Runs", blocks, RUN_FIELDS, records)

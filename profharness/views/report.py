@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from profharness import stats
@@ -15,7 +14,7 @@ from profharness.answers.diff.answer import diff_cells, find_side
 from profharness.answers.diff.model import Diff
 from profharness.config import parse_config
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
-from profharness.run import BENCH_FILE, Problem
+from profharness.run import Problem
 from profharness.store import Store
 from profharness.views.bench import bench_document, latency_charts, lengthless, rate_blocks
 from profharness.views.diff import diff_document
@@ -98,8 +97,7 @@ def _run_blocks(
     tf32 = bool(environment.get("tf32"))
     blocks += rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong)
     if bench is None:
-        path = next(row.path for row in store.runs() if row.run == run)
-        bench = (Path(path) / BENCH_FILE).is_file()
+        bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     if bench:
         document = bench_document(benched(store, run), charts=False)
         blocks += [Heading("Bench"), *_deeper(document.blocks)]

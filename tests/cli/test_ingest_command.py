@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from waiting import PATIENCE_S
 
 TRACE = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
+RUN = Path(__file__).parents[2] / "traces" / "h200-torch2.11"
 CAPBSET_DROP = 24
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2
 
@@ -83,6 +88,48 @@ def test_a_file_that_cannot_be_read_makes_no_store(open_folder: Path) -> None:
     done = ingest(open_folder, "secret.json")
     assert done.returncode == 1
     assert not (open_folder / "s.db").exists()
+
+
+def run_with_lost_trace(folder: Path) -> str:
+    """The sample run without one of its traces; that trace's name."""
+    name = "c0003.torch.json.gz"
+    shutil.copytree(RUN, folder / "run")
+    (folder / "run" / name).unlink()
+    return name
+
+
+def test_strict_fails_for_warnings_and_tells_what_was_taken_in(open_folder: Path) -> None:
+    name = run_with_lost_trace(open_folder)
+    (open_folder / "good.json.gz").write_bytes(TRACE.read_bytes())
+    assert ingest(open_folder, "--strict", "good.json.gz").returncode == 0
+    assert ingest(open_folder, "run").returncode == 0
+    for state in ("unchanged", "new"):
+        done = ingest(open_folder, "--strict", "run", "good.json.gz")
+        assert done.returncode == 1
+        assert f"run: {state}, run 20261121-151544-59c7" in done.stdout
+        assert f"warning: run: not taken in: run/{name}" in done.stderr
+        assert "--strict: 1 of 2 sources gave warnings" in done.stderr
+        (open_folder / "s.db").unlink()
+
+
+def test_runs_and_kernels_show_the_warnings_of_a_run(open_folder: Path) -> None:
+    name = run_with_lost_trace(open_folder)
+    ingest(open_folder, "run")
+    store = ("--store", str(open_folder / "s.db"))
+    for words in (
+        ("runs",),
+        ("kernels",),
+        ("kernels", "--profiler", "all"),
+        ("kernels", "--steps"),
+    ):
+        main = importlib.import_module(f"profharness.cli.{words[0]}").command
+        table = CliRunner().invoke(main, [*words[1:], *store])
+        assert "2 warnings, the first: not taken in:" in " ".join(table.stdout.split())
+        told = json.loads(CliRunner().invoke(main, [*words[1:], *store, "--format", "json"]).stdout)
+        texts = told.get("warnings") or told["rows"][0]["warnings"]
+        assert len(texts) == 2 and name in json.dumps(texts)
+    csv = CliRunner().invoke(main, [*store, "--format", "csv"])
+    assert "2 warnings, the first: not taken in:" in csv.stderr
 
 
 def test_the_help_names_every_kind_of_source(open_folder: Path) -> None:

@@ -18,7 +18,7 @@ from nsys_make import unpacked
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import open_trace
 from profharness.rows import Refusal
-from profharness.run import TraceFile, read_run, write_run
+from profharness.run import BENCH_FILE, TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.store.ingest import find_sources
 
@@ -189,11 +189,17 @@ def test_one_damaged_trace_costs_the_run_that_trace_alone(
     (problem,) = json.loads(problems)
     assert (problem["code"], problem["cells"]) == ("trace_unreadable", ["c1"])
     assert "more.json.gz" in problem["message"] and problem["remedy"]
-    assert ingest_path(store, folder)[0].status == "unchanged"
+    again = ingest_path(store, folder)[0]
+    assert (again.status, again.warnings) == ("unchanged", result.warnings)
+    with open_store(store) as opened:
+        assert opened.runs()[0].warnings == result.warnings
+        assert opened.warnings([result.run, "another"]) == {result.run: result.warnings}
     (folder / "more.json.gz").write_bytes((folder / "torch.json.gz").read_bytes())
     if damage != "another profiler's":
         assert ingest_path(store, folder)[0].status == "replaced"
-        assert json.loads(dump(store)["runs"][0][-1] or "[]") == []
+        assert sqlite3.connect(store).execute("SELECT problems FROM runs").fetchall() == [("[]",)]
+        with open_store(store) as opened:
+            assert not [text for text in opened.runs()[0].warnings if "not taken in" in text]
     check_integrity(store)
 
 
@@ -392,3 +398,28 @@ def test_a_folder_gives_an_nsys_report_once_and_no_table_of_somebody_else(tmp_pa
     (tmp_path / "ncu.csv").write_text('"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n')
     found = [path.name for path in find_sources(tmp_path)]
     assert found == ["a.sqlite", "b.nsys-rep", "ncu.csv"]
+
+
+def test_a_run_tells_which_command_made_it(
+    tmp_path: Path, kineto: Path, run_folder: Folder
+) -> None:
+    """By its record, or for a record that does not say, by what the folder holds."""
+    store = tmp_path / "p.db"
+    ingest_path(store, kineto)
+    for number, kind in enumerate(("capture", "bench", "verify", "explain", None, "?"), start=1):
+        folder = run_folder(run=f"r{number}")
+        write_run(folder, replace(read_run(folder), kind=kind))
+        ingest_path(store, folder)
+    folder = run_folder(run="r7")
+    (folder / BENCH_FILE).write_text("{}")
+    ingest_path(store, folder)
+    folder = run_folder(run="r8")
+    run = read_run(folder)
+    write_run(folder, replace(run, cells=(replace(run.cells[0], case="plain"),)))
+    ingest_path(store, folder)
+    with open_store(store) as opened:
+        kinds = {row.run: row.kind for row in opened.runs() if row.source == "capture"}
+        (foreign,) = [row.kind for row in opened.runs() if row.source == "trace"]
+    told = ("capture", "bench", "verify", "explain", "capture", "capture", "bench", "verify")
+    assert kinds == {f"r{number}": kind for number, kind in enumerate(told, start=1)}
+    assert foreign == "trace"

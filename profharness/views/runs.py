@@ -1,0 +1,50 @@
+"""The answer of `runs` as a Document, and what every answer says of a run with warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from profharness.rows import RunRow
+from profharness.views.document import Block, Column, Document, Note, Table, record
+
+RUN_FIELDS = (
+    *("run", "created", "source", "device", "torch", "profilers"),
+    *("cells", "failed_cells", "launches", "path", "kind", "warnings"),
+)
+RUN_COLUMNS = (
+    Column("run", "run"),
+    Column("kind", "kind"),
+    Column("created", "created"),
+    Column("device", "device", shrink=True),
+    Column("torch", "torch", shrink=True),
+    Column("profilers", "profilers", "names"),
+    Column("cells", "cells", "count", right=True),
+    Column("failed_cells", "failed", "count", right=True),
+    Column("launches", "launches", "count", right=True),
+)
+
+
+def runs_document(rows: Sequence[RunRow]) -> Document:
+    """The answer of `profharness runs`, in the given order."""
+    notes = warning_notes({row.run: row.warnings for row in rows if row.warnings})
+    blocks: tuple[Block, ...] = (Table.of(RUN_COLUMNS, rows), *notes) if rows else ()
+    records = tuple(record(row, RUN_FIELDS) for row in rows)
+    return Document("profharness.runs/1", "Runs", blocks, RUN_FIELDS, records)
+
+
+def with_warnings(document: Document, warnings: Mapping[str, Sequence[str]]) -> Document:
+    """A document with a line on each run whose traces gave warnings, and all of them beside its rows."""
+    blocks = (*document.blocks, *warning_notes(warnings))
+    told = [{"run": run, "text": text} for run, texts in warnings.items() for text in texts]
+    return replace(document, blocks=blocks, extra={**document.extra, "warnings": told})
+
+
+def warning_notes(warnings: Mapping[str, Sequence[str]]) -> list[Note]:
+    """A line a run: how many warnings its traces gave, the first one, and where the others are."""
+    notes = []
+    for run, texts in warnings.items():
+        count = f"{len(texts)} warnings, the first: " if len(texts) > 1 else ""
+        more = "; all of them: profharness runs --format json" if len(texts) > 1 else ""
+        notes.append(Note(f"{count}{texts[0]}{more}", run, "warning"))
+    return notes
