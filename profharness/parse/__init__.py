@@ -4,22 +4,15 @@ name.
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import re
-import shutil
-import tempfile
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from profharness.errors import ProfharnessError, TraceFormatError
+from profharness.errors import TraceFormatError
+from profharness.parse.packed import SUFFIX, first_bytes, is_packed, unpacked
 from profharness.trace import Trace
 
-GZIP = b"\x1f\x8b"
-SUFFIX = ".gz"
-_DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
 PARSERS: dict[str, str] = {
     "chrome": "profharness.parse.chrome:parse_chrome",
     "nsys": "profharness.parse.nsys:parse_nsys",
@@ -54,10 +47,7 @@ def sniff(path: Path) -> str | None:
     Raises TraceFormatError when the file cannot be read.
     """
     lower = path.name.lower()
-    try:
-        head = first_bytes(path, 64)
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    head = first_bytes(path, 64)
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
             return name if ".csv" not in suffix or is_ncu_csv(path) else None
@@ -101,7 +91,7 @@ def open_trace(path: Path) -> Trace:
 
 
 def is_ncu_csv(path: Path) -> bool:
-    """Whether a file, plain or packed, has ncu's header line in its first MiB. Raises OSError."""
+    """Whether a file, plain or packed, has ncu's header line in its first MiB. Raises TraceFormatError."""
     return any(map(NCU_HEADER.match, decode_text(first_bytes(path, SNIFFED)).splitlines()))
 
 
@@ -110,61 +100,3 @@ def decode_text(data: bytes) -> str:
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # PowerShell's `>` writes UTF-16
         return data.decode("utf-16", errors="replace")
     return data.decode("utf-8-sig", errors="replace")
-
-
-def is_packed(path: Path) -> bool:
-    """Whether a file is named `*.gz` and begins as gzip does. Raises OSError."""
-    if not path.name.lower().endswith(SUFFIX):
-        return False
-    with path.open("rb") as file:
-        return file.read(len(GZIP)) == GZIP
-
-
-def first_bytes(path: Path, size: int) -> bytes:
-    """The first `size` uncompressed bytes, fewer of a short or damaged file. Raises OSError."""
-    if not is_packed(path):
-        with path.open("rb") as file:
-            return file.read(size)
-    data = b""
-    try:
-        with gzip.open(path, "rb") as packed:
-            while len(data) < size and (more := packed.read(min(size - len(data), 1 << 13))):
-                data += more
-    except _DAMAGE:
-        pass  # who reads the whole says so
-    return data
-
-
-@contextmanager
-def unpacked(path: Path) -> Iterator[Path]:
-    """The file itself, or what it packs as a temporary file of the same name without `.gz`, which
-    is gone afterwards. Errors raised within name `path`.
-
-    Raises TraceFormatError for a damaged or unreadable file.
-    """
-    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
-        try:
-            plain = path
-            if is_packed(path):
-                plain = Path(folder) / path.name[: -len(SUFFIX)]
-                with gzip.open(path, "rb") as packed, plain.open("wb") as out:
-                    shutil.copyfileobj(packed, out, 1 << 20)
-        except _DAMAGE as error:
-            message = f"cannot be decompressed: {error}"
-            raise TraceFormatError(path, message, expected="a whole gzip file") from None
-        except OSError as error:
-            raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-        try:
-            yield plain
-        except ProfharnessError as error:
-            if plain != path:
-                _rename(error, plain, path)
-            raise
-
-
-def _rename(error: ProfharnessError, plain: Path, path: Path) -> None:
-    error.args = tuple(
-        arg.replace(str(plain), str(path)) if isinstance(arg, str) else arg for arg in error.args
-    )
-    if isinstance(error, TraceFormatError):
-        error.path = path

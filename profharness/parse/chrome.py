@@ -16,7 +16,6 @@ import msgspec
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
-from profharness.parse import GZIP
 from profharness.parse import join as link
 from profharness.parse.chrome_read import (
     BLOCK,
@@ -40,6 +39,7 @@ from profharness.parse.columns import (
     make_device,
     whole,
 )
+from profharness.parse.packed import is_packed
 from profharness.processes import start_python
 from profharness.trace import LaunchConfig, Trace
 
@@ -403,8 +403,7 @@ def _processes(path: Path, layout: Layout, requested: int | None) -> int:
         return 1
     if requested is not None:
         return max(1, min(requested, 2))
-    with path.open("rb") as file:
-        ratio = GZIP_RATIO if file.read(len(GZIP)) == GZIP else 1
+    ratio = GZIP_RATIO if is_packed(path) else 1
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     large = path.stat().st_size * ratio >= TWO_PROCESSES_FROM
     return 2 if large and (cpus or 1) > 1 else 1

@@ -4,19 +4,16 @@ are separated.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import stat
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import msgspec
 
 from profharness.errors import TraceFormatError
-from profharness.parse import GZIP
+from profharness.parse.packed import GzipReader, open_file
 
 BLOCK = 128 * 1024  # 32 to 256 KiB is the flat optimum: bigger buffers cost page faults
 MAX_PIECE = 32 * 1024 * 1024  # longest event, header or trailer that is held in memory
@@ -56,7 +53,7 @@ class Window:
         self.buffer = b""
         self.base = 0
         self.eof = False
-        self._file, self._seekable = _open(path)
+        self._file, _ = open_file(path)
 
     @property
     def end(self) -> int:
@@ -72,7 +69,7 @@ class Window:
 
     def seek(self, offset: int) -> None:
         """Drop everything before `offset` (not before `base`)."""
-        if offset > self.end and self._seekable:
+        if offset > self.end and not isinstance(self._file, GzipReader):
             self._file.seek(offset)
             self.base, self.buffer = offset, b""
         while offset > self.end:
@@ -102,40 +99,9 @@ class Window:
     def _read(self, size: int) -> bytes:
         try:
             return self._file.read(size) or b""
-        except EOFError:
-            raise self.error("the gzip stream is cut short", expected="a whole gzip file") from None
-        except (OSError, zlib.error, ValueError) as error:
-            message = f"cannot be read: {error}"
+        except OSError as error:
+            message = f"cannot be read: {error.strerror}"
             raise self.error(message, expected="an undamaged file") from None
-        # isal has error classes of its own that share no base with zlib's
-        except Exception as error:
-            if "isal" not in type(error).__module__:
-                raise
-            message = f"cannot be decompressed: {error}"
-            raise self.error(message, expected="an undamaged gzip file") from None
-
-
-def _open(path: Path) -> tuple[BinaryIO, bool]:
-    """The uncompressed bytes of a file, and whether they can be reached by seeking (not gzip)."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise TraceFormatError(path, "not a regular file", expected="a Kineto trace")
-        raw = path.open("rb", buffering=0)
-        try:
-            if raw.read(len(GZIP)) != GZIP:
-                raw.seek(0)
-                return cast(BinaryIO, raw), True
-        except OSError:
-            raw.close()
-            raise
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    raw.close()
-    try:
-        from isal import igzip
-    except ImportError:  # no wheel for this platform: zlib is slower by 1 to 2 s per GB
-        return cast(BinaryIO, gzip.open(path, "rb")), False
-    return cast(BinaryIO, igzip.open(path, "rb")), False
 
 
 def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:

@@ -13,8 +13,8 @@ from typing import IO, Any, cast
 import msgspec
 
 from profharness.errors import TraceFormatError, UsageError
-from profharness.parse import unpacked
 from profharness.parse.nsys_export import MAGIC
+from profharness.parse.packed import unpacked
 from profharness.run import RUN_FILE, Run, TraceFile, read_run, write_run
 from profharness.scrub import kineto, nsys, reports
 from profharness.scrub.audit import PrivateDataError, audit

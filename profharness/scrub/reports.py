@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import IO
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError, UsageError
-from profharness.parse import SUFFIX, unpacked
 from profharness.parse.ncu_csv import read_table, read_text
 from profharness.parse.ncu_readers import report_to_csv
 from profharness.parse.nsys_export import opened
+from profharness.parse.packed import SUFFIX, unpacked
 from profharness.profilers import require_tool
 from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import export_report

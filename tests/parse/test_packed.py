@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
+import random
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import pytest
 from profharness.errors import TraceFormatError
 from profharness.parse import is_trace, open_trace, sniff
 from profharness.parse.ncu_readers import import_package
+from profharness.parse.packed import ALWAYS_UNPACKED, MAX_RATIO, open_file
+from profharness.store import ingest_path
 
 DATA = Path(__file__).parents[1] / "data"
 CSV = '"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n"0","k","16"\n'
@@ -56,11 +61,105 @@ def test_errors_name_the_file_that_was_given(tmp_path: Path, name: str) -> None:
     assert caught.value.path == path
     for data in (gzip.compress(b"hello" * 99)[:-9], b"\x1f\x8bgarbage"):
         path.write_bytes(data)
-        with pytest.raises(TraceFormatError, match=rf"^{path}: cannot be decompressed"):
+        with pytest.raises(TraceFormatError, match=rf"^{path}, byte \d+: the gzip stream is "):
             open_trace(path)
     path.write_bytes(b"not gzip at all")
     with pytest.raises(TraceFormatError, match="not an "):
         open_trace(path)
+
+
+def content(path: Path) -> bytes:
+    """All that a packed file holds."""
+    file, packed = open_file(path)
+    assert packed
+    with closing(file):
+        return b"".join(iter(lambda: file.read(1000), b""))
+
+
+def test_members_follow_each_other_and_zeros_may_follow_them(tmp_path: Path) -> None:
+    path = tmp_path / "x.gz"
+    one, two = gzip.compress(b"one" * 999), gzip.compress(b"two")
+    for data in (
+        one + two,
+        one + two + bytes(100_000),
+        one + bytes(5) + two,
+        b"\x1f\x8b" + one[2:] + two,
+    ):
+        path.write_bytes(data)
+        assert content(path) == b"one" * 999 + b"two"
+    path.write_bytes(gzip.compress(b""))
+    assert content(path) == b""
+
+
+@pytest.mark.parametrize("tail", [b"g", b"garbage\n" * 50_000, b"\x1f"])
+def test_what_follows_a_whole_stream_is_told_as_such(tmp_path: Path, tail: bytes) -> None:
+    packed = {"x.csv.gz": gzip.compress(CSV.encode())}
+    names = ("kineto_h200.json.gz", "nsys_h200.sqlite.gz", "ncu_h200.ncu-rep.gz")
+    for name, data in (packed | {name: (DATA / name).read_bytes() for name in names}).items():
+        path = tmp_path / name
+        path.write_bytes(data + tail)
+        with pytest.raises(TraceFormatError, match="no gzip follows the whole gzip stream"):
+            open_trace(path)
+
+
+def test_any_damaged_byte_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    for name in ("kineto_h200.json.gz", "nsys_h200.sqlite.gz", "ncu_h200.ncu-rep.gz"):
+        whole = (DATA / name).read_bytes()
+        path = tmp_path / name
+        for at in (2, *(rng.randrange(10, len(whole) - 4) for _ in range(12)), len(whole) - 5):
+            data = bytearray(whole)
+            data[at] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+            with pytest.raises(TraceFormatError, match=rf"^{path}, byte \d+: the gzip stream is"):
+                open_trace(path)
+
+
+def test_a_damaged_trace_costs_a_run_folder_that_trace_alone(tmp_path: Path) -> None:
+    folder = shutil.copytree(DATA.parents[1] / "traces" / "h200-torch2.11", tmp_path / "run")
+    first = min(folder.glob("*.torch.json.gz"))
+    data = bytearray(first.read_bytes())
+    data[len(data) // 2] ^= 0x55
+    first.write_bytes(data)
+    (result,) = ingest_path(tmp_path / "s.db", folder)
+    assert result.cells == 24 and result.launches > 600
+    assert any("the gzip stream is damaged" in text for text in result.warnings)
+
+
+@pytest.mark.parametrize("name", ["x.json.gz", "x.csv.gz", "x.sqlite.gz", "x.ncu-rep.gz", "x.gz"])
+def test_a_bomb_is_counted_by_what_it_unpacks_to(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    starts = {
+        "x.csv.gz": CSV.encode(),
+        "x.sqlite.gz": b"SQLite format 3\0",
+        "x.ncu-rep.gz": b"NVR\0",
+    }
+    path = tmp_path / name
+    with gzip.open(path, "wb", 9) as file:
+        file.write(starts.get(name, b'{"traceEvents": ['))
+        for _ in range(200):
+            file.write(bytes([10]) * 1_000_000)
+    limit = max(ALWAYS_UNPACKED, MAX_RATIO * path.stat().st_size)
+    with pytest.raises(TraceFormatError, match=f"unpacks to more than {limit:,} bytes"):
+        open_trace(path)
+    assert list(temporary.iterdir()) == []
+
+
+def test_no_real_trace_comes_near_the_limit() -> None:
+    for path in (DATA.parents[1] / "traces").rglob("*.gz"):
+        assert len(content(path)) < MAX_RATIO / 4 * path.stat().st_size
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(TraceFormatError, match="not a regular file"):
+            open_trace(path)
 
 
 def test_a_trace_that_lies_there_twice_is_taken_in_once(tmp_path: Path) -> None:
