@@ -145,6 +145,13 @@ class KernelRow:
     device: int
     metrics: dict[str, tuple[float, str]] = field(default_factory=dict, hash=False)
 
+    @property
+    def call_ns(self) -> float | None:
+        """The time of its launches in one call; None for a foreign trace, or without a time."""
+        if self.total_ns is None or self.launches_per_call is None:
+            return None
+        return self.total_ns / self.launches * self.launches_per_call
+
 
 class LaunchRow(NamedTuple):
     """One launch; None where a profiler cannot know. Times in ns, on the trace's clock."""

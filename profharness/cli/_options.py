@@ -175,10 +175,11 @@ def emit(
     if format_ == "table":
         from profharness.views.terminal import render_table  # loads rich, for this format alone
 
+        on_terminal = output is None and sys.stdout.isatty()
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        color = output is None and sys.stdout.isatty() and not plain
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
-        text = render_table(document, width=width, color=color)
+        color = on_terminal and not plain
+        text = render_table(document, width=width, cut=on_terminal, color=color)
     else:
         text = RENDERERS[format_](document)
     if output is not None:

@@ -47,7 +47,12 @@ from profharness.views.runs import warning_notes, with_warnings
     metavar="RUN",
     help="An id, a unique prefix, latest, latest~1 or all.  [default: the latest that has them]",
 )
-@click.option("--full", is_flag=True, help="Whole kernel names.")
+@click.option(
+    "--full",
+    is_flag=True,
+    help="Kernels under their whole names, ops of next to no time too; with --profiler all every "
+    "counter that ncu took.",
+)
 @click.option(
     "--steps",
     is_flag=True,
@@ -79,9 +84,15 @@ def command(
     """Show which kernels each backend launched.
 
     Without --config: every config of the latest run. With --config, the latest run that has them
-    answers; if there is none, they are captured first. KiB is shared memory, n/call launches per
-    call, µs the median of one launch, share% the part of the cell's time on the device, occ% the
-    theoretical occupancy. A value that the profiler cannot know shows as -.
+    answers; if there is none, they are captured first. smem KiB is shared memory, n/call launches
+    per call, µs the median of one launch, µs/call the mean time of all its launches in a call (of a
+    foreign trace: total µs), share% the part of the cell's time on the device, occ% the theoretical
+    occupancy. A value that the profiler cannot know shows as -.
+
+    Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
+    the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows
+    of a block and the most splits that it combines; knob_7 is cuDNN's number of a variant.
+    docs/measuring.md has the rest.
 
     --profiler all puts the witnesses side by side: the same kernel's time under torch, nsys and
     ncu, its counters, and every point on which they disagree; with --run all each profiler's
@@ -106,7 +117,7 @@ def command(
     if steps:
         from profharness.views.steps import steps_document
 
-        document = steps_document(rows, cells)
+        document = steps_document(rows, cells, full=full)
     elif side_by_side:
         document = witness_document(rows, cells, full=full)
     else:

@@ -31,6 +31,7 @@ from profharness.views.document import (
     Note,
     Table,
     field_names,
+    format_value,
     record,
     status_note,
 )
@@ -41,20 +42,19 @@ _BEHIND_SHARE = ("cell", "kernel_kind", "min_ns", "max_ns")
 _ROW_FIELDS = [name for name in field_names(KernelRow) if name not in _BEHIND_SHARE]
 _PLACE = _ROW_FIELDS.index("share") + 1
 _ROW_FIELDS[_PLACE:_PLACE] = _BEHIND_SHARE
-FIELDS = tuple("op" if name == "op_path" else name for name in _ROW_FIELDS)
+FIELDS = (*("op" if name == "op_path" else name for name in _ROW_FIELDS), "call_ns")
 CELL_FIELDS = (
     *("run", "cell", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
     *("tuning", "refusals", "warnings"),
 )
 MINOR_SHARE = 0.005
 MAX_NOTES = 12
-OWN_COLUMNS = (ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, "gpu__time_duration.sum")
 COMPARED = (
     *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
     *("shared_bytes", "launches", "launches_per_call"),
 )
-# Every column that a table of kernels can have, in order. One of a KernelRow's fields stands in the
-# table of a profiler, one that `_values` fills in the table of several.
+# Every column that a table of kernels can have, in order: a key of FIELDS stands in the table of a
+# profiler, one that `_values` fills in the table of several.
 COLUMNS: dict[str, Column] = {
     column.key: column
     for column in (
@@ -64,11 +64,13 @@ COLUMNS: dict[str, Column] = {
         Column("kernel_short", "kernel", shrink=True),
         Column("grid", "grid", "triple", right=True),
         Column("block", "block", "triple", right=True),
-        Column("shared_bytes", "KiB", "kib", right=True),
+        Column("shared_bytes", "smem KiB", "kib", right=True),
         Column("registers_per_thread", "regs", "count", right=True),
         Column("launches", "n", "count", right=True),
         Column("launches_per_call", "n/call", "count", right=True),
         Column("duration_ns", "µs", "us", right=True),
+        Column("call_ns", "µs/call", "us", right=True),
+        Column("total_ns", "total µs", "us", right=True),
         Column("share", "share%", "percent", right=True),
         Column("occupancy", "occ%", "percent", right=True),
         *(Column(name, f"{name} µs", "us", right=True) for name in TRACE_PROFILERS),
@@ -79,12 +81,12 @@ COLUMNS: dict[str, Column] = {
     )
 }
 _COUNTERS = (
-    COLUMNS["backend"],
-    Column("kernel_short", "kernel", repeat=False, shrink=True),
     Column("metric", "metric"),
     Column("value", "value", "count", right=True),
     Column("unit", "unit"),
 )
+# What ncu knows of the launch and the machine; it lists these beside what it counted.
+_ATTRIBUTES = ("c2clink__", "device__", "launch__", "numa__", "nvlink__", "pcie__", "profiler__")
 
 # A heading's scope: run, and the config, or for a foreign trace the range.
 _Scope = tuple[str, str | None, str | None]
@@ -93,7 +95,7 @@ _Scope = tuple[str, str | None, str | None]
 def kernel_record(row: KernelRow) -> dict[str, Any]:
     """The JSON record of one kernel: durations in ns, sizes in bytes, grid and block as [x, y, z]."""
     plain = record(row)
-    plain["op"] = plain["op_path"]
+    plain |= {"op": row.op_path, "call_ns": row.call_ns}
     plain["metrics"] = {
         name: {"value": value, "unit": unit} for name, (value, unit) in row.metrics.items()
     }
@@ -158,9 +160,9 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
     hidden = {"kernel_short" if full else "kernel"}
-    hidden |= {"backend", "launches_per_call"} if foreign else {"launches"}
+    hidden |= {"backend", "launches_per_call", "call_ns"} if foreign else {"launches", "total_ns"}
     hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
-    own = (column for key, column in COLUMNS.items() if key in _ROW_FIELDS)
+    own = (column for key, column in COLUMNS.items() if key in FIELDS)
     return tuple(column for column in own if column.key not in hidden)
 
 
@@ -195,7 +197,9 @@ def _reason(cell: CellRow) -> str:
 def witness_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """Three profilers side by side, rows newest run first; full lists every counter that ncu took."""
+    """Three profilers side by side, rows newest run first; full shows whole kernel names, and lists
+    every counter that ncu took.
+    """
     joined = join(rows)
     blocks: list[Block] = []
     configs = dict.fromkeys(
@@ -206,7 +210,7 @@ def witness_document(
         beside = [cell for cell in cells if cell.config == config]
         blocks.append(Heading(config or "outside of any config"))
         if own:
-            blocks.append(_table(own))
+            blocks.append(_table(own, full=full))
         for cell in beside:
             mine = [row for kernel in own for row in kernel.rows.values() if row.cell == cell.cell]
             blocks += cell_notes(cell, mine)
@@ -234,10 +238,11 @@ def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
     }
 
 
-def _table(joined: Sequence[JoinedKernel]) -> Table:
+def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
     """One line a kernel; a column that no kernel here has a value for is left out."""
     lines = [_values(kernel) for kernel in joined]
     filled = {key for line in lines for key, value in line.items() if value not in (None, "")}
+    filled.discard("kernel_short" if full else "kernel")
     return Table.of([column for key, column in COLUMNS.items() if key in filled], lines)
 
 
@@ -246,7 +251,7 @@ def _values(kernel: JoinedKernel) -> dict[str, Any]:
     moved = [
         value for name in (DRAM_READ, DRAM_WRITE) if (value := kernel.metric(name)) is not None
     ]
-    own = ("backend", "kernel_short", "grid", "block")
+    own = ("backend", "kernel_short", "kernel", "grid", "block")
     common = ("shared_bytes", "registers_per_thread", "launches_per_call")
     return {
         **{name: getattr(kernel, name) for name in own},
@@ -271,15 +276,20 @@ def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
 
 
 def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
-    """Every counter of every kernel that ncu saw, besides those that have a column."""
-    rows = tuple(
-        (kernel.backend, kernel.kernel_short, name, value, unit)
-        for kernel in joined
-        if "ncu" in kernel.rows
-        for name, (value, unit) in sorted(kernel.rows["ncu"].metrics.items())
-        if name not in OWN_COLUMNS
-    )
-    return [Table(_COUNTERS, rows)] if rows else []
+    """Every metric of every kernel that ncu saw, counted ones first."""
+    blocks: list[Block] = []
+    for kernel in joined:
+        metrics = kernel.rows["ncu"].metrics if "ncu" in kernel.rows else {}
+        rows = [(name, *metrics[name]) for name in sorted(metrics, key=_place)]
+        if rows:
+            grid = format_value(COLUMNS["grid"], kernel.grid)
+            detail = ", ".join(filter(None, (kernel.backend, f"grid {grid}")))
+            blocks += [Heading(kernel.kernel, detail, level=3), Table(_COUNTERS, tuple(rows))]
+    return blocks
+
+
+def _place(metric: str) -> tuple[bool, str]:
+    return metric.startswith(_ATTRIBUTES), metric
 
 
 def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[Note]:

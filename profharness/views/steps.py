@@ -4,8 +4,9 @@ math in a report.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -107,28 +108,38 @@ class Step:
     profiler: str | None
 
 
-def steps_of(cell: CellRow, rows: Sequence[KernelRow]) -> list[Step]:
-    """The steps of one cell in the order of STEPS, launch gaps last; rows are one profiler's."""
+def steps_of(cell: CellRow, rows: Sequence[KernelRow], *, full: bool = False) -> list[Step]:
+    """The steps of one cell in the order of STEPS, launch gaps last; rows are one profiler's. full:
+    with whole kernel names.
+    """
     grouped: dict[str, list[KernelRow]] = {}
     for role, row in assign_roles(rows):
         grouped.setdefault(STEP_OF.get(role, OTHER), []).append(row)
     busy = sum(call_ns(row, cell.iterations) or 0 for row in rows)
     whole = max(busy, _median(cell, "event", "wall") or 0)
-    steps = [_step(cell, name, mine, whole) for name, mine in grouped.items()]
+    names = attrgetter("kernel" if full else "kernel_short")
+    steps = [_step(cell, name, mine, whole, names) for name, mine in grouped.items()]
     if rows and rows[0].kernel_kind != "op" and whole > busy:
         gap = whole - busy
         steps.append(Step(cell.backend, GAPS, None, None, gap, gap / whole, None, (), None))
     return sorted(steps, key=lambda step: ORDER[step.step])
 
 
-def steps_document(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> Document:
-    """The answer of `kernels --steps`: a step table and a table of backends for every config."""
+def steps_document(
+    rows: Sequence[KernelRow], cells: Sequence[CellRow], *, full: bool = False
+) -> Document:
+    """The answer of `kernels --steps`: a step table and a table of backends for every config. full
+    shows whole kernel names.
+    """
+    columns = (*STEP_COLUMNS[:-1], replace(STEP_COLUMNS[-1], shrink=not full))
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
     for run, label in dict.fromkeys((cell.run, cell.config) for cell in cells):
         own = [cell for cell in cells if (cell.run, cell.config) == (run, label)]
         steps = {
-            cell.cell: steps_of(cell, [r for r in rows if (r.run, r.cell) == (run, cell.cell)])
+            cell.cell: steps_of(
+                cell, [r for r in rows if (r.run, r.cell) == (run, cell.cell)], full=full
+            )
             for cell in own
         }
         on_gpu = any(row.kernel_kind != "op" for row in rows)
@@ -136,7 +147,7 @@ def steps_document(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> Docum
         shown = [step for cell in own for step in steps[cell.cell]]
         blocks.append(Heading(label))
         if shown:
-            blocks.append(Table.of(STEP_COLUMNS, shown))
+            blocks.append(Table.of(columns, shown))
         blocks += _backends(config, own, steps)
         for cell in own:
             if cell.status != "ok":
@@ -150,7 +161,13 @@ def steps_document(rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> Docum
     return Document(SCHEMA, "Steps", tuple(blocks), FIELDS, tuple(records))
 
 
-def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float) -> Step:
+def _step(
+    cell: CellRow,
+    name: str,
+    rows: Sequence[KernelRow],
+    whole_ns: float,
+    name_of: Callable[[KernelRow], str],
+) -> Step:
     per_call = sum(launches_per_call(row, cell.iterations) for row in rows)
     times = [call_ns(row, cell.iterations) for row in rows]
     measured = [time for time in times if time is not None]
@@ -164,7 +181,7 @@ def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float) 
         call_ns=total,
         share=total / whole_ns if total is not None and whole_ns else None,
         tile=parse_kernel_name(longest.kernel, longest.kernel_kind).tile,
-        kernels=tuple(dict.fromkeys(row.kernel_short for row in rows)),
+        kernels=tuple(dict.fromkeys(map(name_of, rows))),
         profiler=longest.profiler,
     )
 
@@ -208,10 +225,19 @@ def _backends(
         f"output {tensors.output / (1 << 20):.2f} MiB, one score matrix in fp32 "
         f"{tensors.scores / (1 << 20):.2f} MiB: backends with a softmax of their own hold score "
         "matrices and grow with S^2, fused ones hold what is of the output's size and grow with S; "
-        "speed-up is of kernel times, against the slowest; launch gaps are the event time less the "
-        "kernels, refilling the flushed L2 included"
     )
-    return [Table.of(BACKEND_COLUMNS, rows), Note(text)]
+    if any("event" in cell.samples for cell in done):
+        text += (
+            "speed-up is of kernel times, against the slowest; launch gaps are the event time less "
+            "the kernels, refilling the flushed L2 included"
+        )
+        return [Table.of(BACKEND_COLUMNS, rows), Note(text)]
+    text += "speed-up is of the CPU's wall clock, against the slowest"
+    columns = [
+        replace(column, title="wall µs") if column.key == "event_ns" else column
+        for column in BACKEND_COLUMNS
+    ]
+    return [Table.of(columns, rows), Note(text)]
 
 
 def _kernel_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:

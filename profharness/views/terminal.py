@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -26,14 +27,19 @@ from profharness.views.document import (
 
 GAP = 2
 MIN_SHRUNK = 12
+ROUNDS = 4  # of telling cut names apart; names of one kind need two
+_WORD_END = re.compile(r"[^\W_]*$")
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
 
-def render_table(document: Document, *, width: int = 100, color: bool = False) -> str:
-    """Headings, aligned tables and wrapped notes; lines grow past width rather than cut a number.
-    Tables with the same columns share their widths.
+def render_table(
+    document: Document, *, width: int = 100, cut: bool = False, color: bool = False
+) -> str:
+    """Headings, aligned tables and notes wrapped at width. Tables with the same columns share their
+    widths. cut: names are cut so that tables fit the width, numbers never are.
     """
-    widths = _shared_widths([block for block in document.blocks if isinstance(block, Table)], width)
+    tables = [block for block in document.blocks if isinstance(block, Table)]
+    widths = _shared_widths(tables, width if cut else None)
     needed = [sum(columns) + GAP * (len(columns) - 1) for columns in widths.values()]
     console = Console(
         file=io.StringIO(),
@@ -67,13 +73,17 @@ def render_table(document: Document, *, width: int = 100, color: bool = False) -
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n" if text else ""
 
 
-def _shared_widths(tables: Iterable[Table], width: int) -> dict[tuple[Column, ...], list[int]]:
-    """Column widths by column set, shrinkable columns cut to fit width."""
+def _shared_widths(
+    tables: Iterable[Table], width: int | None
+) -> dict[tuple[Column, ...], list[int]]:
+    """Column widths by column set, shrinkable columns cut to fit width; None: nothing is cut."""
     natural: dict[tuple[Column, ...], list[int]] = {}
     for table in tables:
         sizes = natural.setdefault(table.columns, [cell_len(c.title) for c in table.columns])
         for row in formatted_rows(table):
             sizes[:] = [max(size, cell_len(text)) for size, text in zip(sizes, row, strict=True)]
+    if width is None:
+        return natural
     return {columns: fit_widths(columns, sizes, width) for columns, sizes in natural.items()}
 
 
@@ -110,9 +120,52 @@ def _print_table(console: Console, table: Table, widths: list[int]) -> None:
             overflow="ellipsis",
             justify="right" if column.right else "left",
         )
-    for row in formatted_rows(table):
-        grid.add_row(*(Text(text) for text in row))
+    rows = formatted_rows(table)
+    shown = [
+        distinct_cuts([row[place] for row in rows], size) if column.shrink else {}
+        for place, (column, size) in enumerate(zip(table.columns, widths, strict=True))
+    ]
+    for row in rows:
+        grid.add_row(*(Text(cuts.get(text, text)) for cuts, text in zip(shown, row, strict=True)))
     console.print(grid)
+
+
+def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
+    """The texts longer than width, each with its cut. Where two cuts would be the same, they show
+    where the texts differ instead of their ends.
+    """
+    cuts = {text: f"{_fitting(text, width - 1)}…" for text in texts if cell_len(text) > width}
+    for _ in range(ROUNDS):
+        alike: dict[str, list[str]] = {}
+        for text, cut in cuts.items():
+            alike.setdefault(cut, []).append(text)
+        for group in alike.values():
+            if len(group) > 1:
+                cuts |= {text: _from_difference(text, group, width) for text in group}
+    return cuts
+
+
+def _from_difference(text: str, group: Sequence[str], width: int) -> str:
+    """The start that the group shares, and the text from the word in which the group differs."""
+    shared = min(group)
+    other = max(group)  # of sorted texts, the first and the last share the least
+    while not other.startswith(shared):
+        shared = shared[:-1]
+    head = _fitting(shared, width // 3)
+    word = len(shared) - len(_WORD_END.search(shared)[0])  # type: ignore[index]
+    start = word if len(shared) - word <= width // 4 else len(shared)
+    rest, room = text[start:], width - cell_len(head) - 1
+    if cell_len(rest) > room:
+        return f"{head}…{_fitting(rest, room - 1)}…"
+    return f"{head}…{_fitting(text[::-1], room)[::-1]}"
+
+
+def _fitting(text: str, width: int) -> str:
+    """The longest start of the text that takes no more than width places."""
+    end = min(len(text), max(width, 0))
+    while cell_len(text[:end]) > width:
+        end -= 1
+    return text[:end]
 
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:

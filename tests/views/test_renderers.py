@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from view_rows import kernel, sample
 
+from profharness.kernel_names import parse_kernel_name
 from profharness.views.document import Column, Document, Heading, Note, Table
 from profharness.views.kernels import FIELDS, kernels_document
 from profharness.views.renderers import RENDERERS, escape_markdown
-from profharness.views.terminal import MIN_SHRUNK
+from profharness.views.terminal import MIN_SHRUNK, distinct_cuts
 
 GOLDEN = Path(__file__).parent / "golden"
+DATA = Path(__file__).parents[1] / "data"
 CONTRACT = [
     "run",
     "config",
@@ -86,7 +89,7 @@ def test_an_empty_answer_still_has_its_shape() -> None:
 
 
 def test_a_terminal_table_fits_and_keeps_numbers_whole() -> None:
-    text = RENDERERS["table"](kernels_document(*sample()), width=100)
+    text = RENDERERS["table"](kernels_document(*sample()), width=100, cut=True)
     assert max(map(len, text.splitlines())) <= 100
     for number in ("65535,16,1", "1234.57", "2.5", "48.0", "12.5"):
         assert number in text
@@ -95,7 +98,7 @@ def test_a_terminal_table_fits_and_keeps_numbers_whole() -> None:
 
 @given(width=st.integers(1, 200))
 def test_numbers_survive_any_width(width: int) -> None:
-    text = RENDERERS["table"](kernels_document(*sample()), width=width)
+    text = RENDERERS["table"](kernels_document(*sample()), width=width, cut=True)
     table = [line for line in text.splitlines() if line.startswith("math")]
     assert "65535,16,1" in table[0]
     assert "1234.57" in text
@@ -146,8 +149,41 @@ def test_a_table_refuses_ragged_rows() -> None:
 
 
 def test_shrinking_stops_before_a_name_is_gone() -> None:
-    text = RENDERERS["table"](_document("n" * 80), width=5)
+    text = RENDERERS["table"](_document("n" * 80), width=5, cut=True)
     assert "n" * (MIN_SHRUNK - 1) + "…" in text
+
+
+@given(width=st.integers(1, 200))
+def test_a_name_is_whole_unless_a_terminal_cuts_it(width: int) -> None:
+    assert "n" * 80 in RENDERERS["table"](_document("n" * 80), width=width)
+
+
+def measured_names() -> list[str]:
+    data = json.loads((DATA / "h200_kernel_rows.json").read_text(encoding="utf-8"))
+    return list(dict.fromkeys(parse_kernel_name(name).short for name in data["kernels"]))
+
+
+@pytest.mark.parametrize("width", range(MIN_SHRUNK, 64))
+def test_cut_names_of_real_kernels_stay_apart(width: int) -> None:
+    names = measured_names()
+    shown = [distinct_cuts(names, width).get(name, name) for name in names]
+    assert len(names) > 10
+    assert len(set(shown)) == len(names)
+    assert max(map(len, shown)) <= width
+
+
+def test_a_cut_shows_where_names_differ() -> None:
+    names = ["elementwise<4, mul>", "elementwise<4, add>", "another_elementwise"]
+    assert list(distinct_cuts(names, 12).values()) == [
+        "elem…4, mul>",
+        "elem…4, add>",
+        "another_ele…",
+    ]
+
+
+@given(texts=st.lists(st.text(min_size=1), unique=True), width=st.integers(MIN_SHRUNK, 40))
+def test_a_cut_never_takes_more_than_its_width(texts: list[str], width: int) -> None:
+    assert all(cell_len(cut) <= width for cut in distinct_cuts(texts, width).values())
 
 
 def test_csv_columns_are_flat() -> None:
