@@ -101,6 +101,11 @@ def backend_that_ran(cell: CellRow) -> str | None:
     return backend_of_op(cell.sdpa_op) or cell.choice
 
 
+def is_another(backend: str, cell: CellRow) -> bool:
+    """Whether a backend is neither the one that was asked for in the cell nor the one that ran."""
+    return backend not in (cell.backend, backend_that_ran(cell))
+
+
 def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
     """The backends of the kernels' families; none for math, which has no kernels of its own."""
     return {FAMILY_BACKENDS[row.family] for row in rows if row.family in FAMILY_BACKENDS}

@@ -343,7 +343,7 @@ def test_without_peaks_device_or_kernels_nothing_is_made_up() -> None:
 
 def test_a_wrong_backend_is_never_the_faster_one() -> None:
     cells = [
-        cell(backend=name, event=(time, time))
+        cell(backend=name, event=(time,) * 6)
         for name, time in (("math", 90_000), ("mine", 1_000), ("flash", 20_000))
     ]
 
@@ -354,6 +354,28 @@ def test_a_wrong_backend_is_never_the_faster_one() -> None:
 
     assert best(set()) == "mine"
     assert best({(SQUARE, "mine")}) == "flash"
+
+
+def advised(mine: CellRow, *others: CellRow) -> bool:
+    return analyze_all([mine, *others], [], MACHINE)[0].finding("faster_backend") is not None
+
+
+def test_what_ran_is_never_advised() -> None:
+    """The samples of `auto`, which took flash, and of flash differ by the order of the cells alone."""
+    slow, fast = (99_000,) * 6, (80_000,) * 6
+    auto = replace(cell(backend="auto", event=slow), choice="flash", sdpa_op=None)
+    assert not advised(auto, cell(backend="flash", event=fast))
+    assert not advised(auto, cell(backend="flash", event=fast), cell(backend="math", event=slow))
+    assert advised(auto, cell(backend="math", event=fast))
+    by_op = replace(auto, choice=None, sdpa_op="aten::_scaled_dot_product_flash_attention_for_cpu")
+    assert not advised(by_op, cell(backend="flash", event=fast))
+
+
+def test_samples_that_overlap_are_no_advice() -> None:
+    mine = cell(backend="math", event=(70_000, 71_000, 100_000, 100_000, 110_000, 72_000))
+    rival = cell(backend="flash", event=(60_000, 75_000, 76_000, 77_000, 120_000, 130_000))
+    assert not advised(mine, rival)
+    assert not advised(cell(backend="math", event=(9_000,)), cell(backend="flash", event=(10,)))
 
 
 def test_sweeps_are_cells_that_differ_in_one_number() -> None:

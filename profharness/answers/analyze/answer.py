@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 
+from profharness import stats
+from profharness.answers.agreement import is_another
 from profharness.answers.analyze.figures import (
     MEASURED,
     SEVERITIES,
@@ -141,7 +143,9 @@ def _but(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
 
 
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
-    """The fastest other backend by the same measurement, if it is clearly faster."""
+    """The fastest other backend by the same measurement, if the samples show it to be clearly faster
+    and it is not what ran in the cell.
+    """
     rivals = [rival for rival in others if rival.backend != cell.backend]
     everyone = (cell, *rivals)
     common = (
@@ -155,7 +159,10 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     mine = median(cell.samples[name])
     times = {rival.backend: median(rival.samples[name]) for rival in rivals}
     best = min(times, key=lambda backend: times[backend])
-    if times[best] * FASTER >= mine or times[best] <= 0:
+    if times[best] * FASTER >= mine or times[best] <= 0 or not is_another(best, cell):
+        return []
+    fastest = next(rival for rival in rivals if rival.backend == best)
+    if stats.compare(fastest.samples[name], cell.samples[name]).verdict != "slower":
         return []
     factor = mine / times[best]
     evidence = (

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from profharness import stats
+from profharness.answers.agreement import backend_that_ran, is_another
 from profharness.answers.bench.rows import (
     CHOSEN,
     REFERENCES,
@@ -201,12 +202,12 @@ def benched(
         return samples[row.config, row.backend][ranking]
 
     figures = [row for row in rows if row.measurement == ranking]
-    choices = {cell.config: cell.choice for cell in cells if cell.backend == CHOSEN}
+    asked = {cell.config: cell for cell in reversed(cells) if cell.backend == CHOSEN}
     winners, losses = [], []
     for label in dict.fromkeys(row.config for row in figures):
         alike = [row for row in figures if row.config == label and row.ranked]
         winners += [_winner(alike, samples_of)] if alike else []
-        losses += _losses(alike, choices.get(label), samples_of)
+        losses += _losses(alike, asked.get(label), samples_of)
     losses.sort(key=lambda loss: -loss.regret)
     against_config = baseline is not None
     conclusions = conclude(figures, winners, losses, samples_of, against_config=against_config)
@@ -257,23 +258,23 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
     )
 
 
-def _losses(alike: Sequence[BenchRow], choice: str | None, samples_of: SamplesOf) -> list[Loss]:
-    """The loss of `auto` on one config; none where it was not timed, or timed alone."""
+def _losses(alike: Sequence[BenchRow], asked: CellRow | None, samples_of: SamplesOf) -> list[Loss]:
+    """The loss of `auto` on one config, asked is its cell; none where it was not timed, or alone."""
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
     others = [row for row in alike if row.backend not in OWN_CHOICE]
-    if chosen is None or not others:
+    if chosen is None or asked is None or not others:
         return []
     best = _best(others)
     chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
     verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
     loss = Loss(
         config=chosen.config,
-        choice=choice,
+        choice=backend_that_ran(asked),
         chosen_ns=chosen_ns,
         best=best.backend,
         best_ns=best_ns,
         regret=max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
-        real=verdict == "slower" and choice != best.backend,
+        real=verdict == "slower" and is_another(best.backend, asked),
         code=selecting(best),
         verdict=verdict,
         why_open=why_open(best, chosen) if verdict == "unknown" else "",
