@@ -15,8 +15,8 @@ from typing import Any
 
 from profharness.backends.base import RefusedError
 from profharness.backends.cuda_source import nvrtc_version
-from profharness.environment import driver_version
-from profharness.errors import NotFoundError, ProfharnessError
+from profharness.environment import EXTRAS, driver_version, installed_versions, lacking
+from profharness.errors import NotFoundError, ProfharnessError, pip_line
 from profharness.processes import run_briefly
 from profharness.profilers import PROFILERS, find_tool, tool_missing
 from profharness.profilers.base import Tool, ToolError, version_key
@@ -26,7 +26,6 @@ LDD_TIMEOUT_S = 20.0
 IMPORTER = "QdstrmImporter"
 TORCH_MIN = (2, 5)
 SQLITE_MIN = (3, 37, 0)  # STRICT tables
-KERNELS_REMEDY = "pip install 'profharness[kernels]'"
 DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
 LOCK_FILE = "nsight-compute-lock"
 CAP_SYS_ADMIN = 21
@@ -85,6 +84,8 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         *check_compilers(environment),
         *check_profilers(driver),
         ncu_reader(),
+        check_extra("report"),
+        check_extra("web"),
         check_counters(read(DRIVER_PARAMETERS), privileged=may_administer()),
         check_tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
         *check_injection(os.environ.get("CUDA_INJECTION64_PATH")),
@@ -151,8 +152,17 @@ def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
     version = None if isinstance(environment, str) else environment.get("triton")
     triton = Check("Triton", "ok", str(version))
     if not version:
-        triton = Check("Triton", "absent", "not installed", KERNELS_REMEDY)
+        triton = Check("Triton", "absent", "not installed", pip_line("kernels"))
     return [triton, check_nvrtc()]
+
+
+def check_extra(extra: str) -> Check:
+    """Whether the packages of an extra are installed, and what they are for."""
+    missing, purpose = lacking(extra), EXTRAS[extra].purpose
+    if not missing:
+        return Check(f"extra {extra}", "ok", f"{purpose}: {installed_versions(extra)}")
+    detail = f"{purpose}: no {', no '.join(missing)}"
+    return Check(f"extra {extra}", "absent", detail, pip_line(extra))
 
 
 def check_nvrtc() -> Check:
@@ -297,7 +307,7 @@ def ncu_reader() -> Check:
     module = ncu.path.resolve().parent / "extras" / "python" / "ncu_report.py" if ncu else None
     if module is not None and module.is_file():
         return Check("ncu-report", "ok", f"not installed, but in ncu's folder: {module}")
-    return Check("ncu-report", "absent", "not installed", 'pip install "profharness[ncu]"')
+    return Check("ncu-report", "absent", "not installed", pip_line("ncu"))
 
 
 def read(path: Path) -> str | None:

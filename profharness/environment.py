@@ -1,10 +1,57 @@
-"""The NVIDIA driver and GPU as NVML sees them, without torch, and the variables that are recorded."""
+"""The NVIDIA driver and GPU as NVML sees them, without torch, the extras that are installed, and
+the variables that are recorded.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Optional packages of pyproject.toml. modules: name to import -> name to install."""
+
+    modules: dict[str, str]
+    purpose: str
+
+
+EXTRAS = {
+    "kernels": Extra(
+        {"cuda.bindings": "cuda-bindings", "cuda.core": "cuda-core", "triton": "triton"},
+        "backends in CUDA and Triton",
+    ),
+    "ncu": Extra({"ncu_report": "ncu-report"}, "reading reports of Nsight Compute"),
+    "report": Extra(
+        {"altair": "altair", "vl_convert": "vl-convert-python"}, "charts in HTML and Markdown"
+    ),
+    "web": Extra({"datasette": "datasette"}, "`profharness serve`"),
+}
+
+
+def lacking(extra: str) -> list[str]:
+    """The packages of an extra that are not installed. None of them is imported whole."""
+    return [package for name, package in EXTRAS[extra].modules.items() if not _found(name)]
+
+
+def _found(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):  # its package is missing, or hidden
+        return False
+
+
+def installed_versions(extra: str) -> str:
+    """`altair 6.3.0, vl-convert-python 1.9.0`: what is installed of an extra."""
+    versions = []
+    for package in EXTRAS[extra].modules.values():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    return ", ".join(versions)
 
 
 @contextlib.contextmanager

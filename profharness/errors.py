@@ -42,8 +42,13 @@ class MissingExtraError(ProfharnessError):
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(
-            f'{feature} needs a package that is not installed; pip install "profharness[{extra}]" brings it'
+            f"{feature} needs a package that is not installed; {pip_line(extra)} brings it"
         )
+
+
+def pip_line(extra: str) -> str:
+    """The command that installs an extra of pyproject.toml."""
+    return f"pip install 'profharness[{extra}]'"
 
 
 class TraceFormatError(ProfharnessError):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from profharness.doctor import (
     check_compilers,
     check_counters,
     check_dcgm,
+    check_extra,
     check_importer,
     check_injection,
     check_ncu_driver,
@@ -33,6 +36,7 @@ from profharness.doctor import (
     process_names,
     run_checks,
 )
+from profharness.environment import EXTRAS
 from profharness.profilers.base import Tool
 
 LDD = """\tlinux-vdso.so.1 (0x00007ffc)
@@ -311,6 +315,30 @@ def test_what_compiles_kernels() -> None:
         assert (absent.state, "profharness[kernels]" in absent.remedy) == ("absent", True)
 
 
+def test_the_extras_are_those_of_the_build_file() -> None:
+    """`test` apart, and with packages that can be installed but not imported left out."""
+    text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    offered = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert set(EXTRAS) == set(offered) - {"test"}
+    for name, extra in EXTRAS.items():
+        packages = {re.split(r"[<>=]", requirement)[0] for requirement in offered[name]}
+        assert set(extra.modules.values()) <= packages
+
+
+@pytest.mark.parametrize("extra", ["report", "web"])
+def test_an_extra_is_told_with_its_versions_or_its_remedy(
+    extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = EXTRAS[extra].modules
+    there = check_extra(extra)
+    assert there.state == "ok" and all(package in there.detail for package in modules.values())
+    first = next(iter(modules))
+    monkeypatch.setitem(sys.modules, first, None)
+    absent = check_extra(extra)
+    assert absent.state == "absent" and f"no {modules[first]}" in absent.detail
+    assert absent.remedy == f"pip install 'profharness[{extra}]'"
+
+
 def test_nvrtc_that_is_not_installed_is_told_with_its_remedy() -> None:
     code = (
         "import sys; sys.modules['cuda'] = None\n"
@@ -331,6 +359,7 @@ def test_run_checks_without_a_worker(clean: Path, tmp_path: Path) -> None:
     assert states["torch"] == "missing"
     assert states["nsys"] == states["Python"] == states["SQLite"] == states["store"] == "ok"
     assert {"nsys importer", "ncu", "counters", "TMPDIR", "ncu-report"} <= set(states)
+    assert {"extra report", "extra web"} <= set(states)
     assert set(states.values()) <= {"ok", "warning", "missing", "absent"}
     assert all(check.remedy for check in checks if check.state in ("warning", "missing"))
     assert not (tmp_path / "store.db").exists()

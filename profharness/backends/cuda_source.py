@@ -21,11 +21,12 @@ from profharness.backends.cuda_launch import (
     read_cached,
     write_cached,
 )
+from profharness.errors import pip_line
 
 __all__ = ["CompileError", "CompiledSource", "CudaSource"]
 
 LOG = logging.getLogger(__name__)
-REMEDY = "pip install 'profharness[kernels]'"
+REMEDY = pip_line("kernels")
 LOG_MARK = "compilation log:"
 
 

@@ -29,6 +29,10 @@ from profharness.errors import UsageError
 
 GROUP = "profharness.backends"
 FOLDER = "kernels"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# where setup.py puts the folder in a wheel; beside site-packages there may be a foreign `kernels`
+_IN_WHEEL = _PACKAGE / "_kernels"
+SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
 FUNCTION = "attention"
 DEVICES = ("cuda", "cpu")
 _CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
@@ -164,12 +168,15 @@ class _Implementation:
 
 def _of_file(path: Path, function: str, text: str) -> Backend:
     """Its name is the text as given, without the folder if that leads outside the working one."""
-    if not path.is_file():
+    file = path
+    if not path.is_file() and path.parent == Path(FOLDER):
+        file = SHIPPED / path.name
+    if not file.is_file():
         raise UsageError(f"backend {text!r}: there is no file {path}")
     outside = path.is_absolute() or ".." in path.parts
     shown = path.name if outside else path.as_posix()
     name = f"{shown}:{function}" if text.endswith(f".py:{function}") else shown
-    return from_source(name, f"{path.resolve()}:{function}", "implementation in a file")
+    return from_source(name, f"{file.resolve()}:{function}", "implementation in a file")
 
 
 def _by_name(name: str) -> Backend | None:
@@ -177,7 +184,9 @@ def _by_name(name: str) -> Backend | None:
         path = folder / f"{name}.py"
         if path.is_file():
             source = f"{path.resolve()}:{FUNCTION}"
-            return from_source(name, source, f"implementation in {FOLDER}/{name}.py")
+            own = folder != SHIPPED
+            summary = f"implementation in {FOLDER}/{name}.py" if own else "comes with profharness"
+            return from_source(name, source, summary)
     points = metadata.entry_points(group=GROUP, name=name)
     values = {point.value: point for point in points}
     if len(values) > 1:
@@ -193,9 +202,8 @@ def _by_name(name: str) -> Backend | None:
 
 
 def _folders() -> list[Path]:
-    """`kernels/` of the working directory, then that of the checkout."""
-    places = (Path.cwd(), Path(__file__).resolve().parents[2])
-    folders = dict.fromkeys((place / FOLDER).resolve() for place in places)
+    """`kernels/` of the working directory, then the one that comes with profharness."""
+    folders = dict.fromkeys([(Path.cwd() / FOLDER).resolve(), SHIPPED])
     return [folder for folder in folders if folder.is_dir()]
 
 

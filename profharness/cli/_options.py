@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from profharness.config import Config, expand_configs, grammar_lines, parse_config_lines
-from profharness.errors import UsageError
+from profharness.environment import lacking
+from profharness.errors import MissingExtraError, ProfharnessError, UsageError
 from profharness.files import (
     DEFAULT_STORE,
     RUNS_FOLDER,
@@ -156,6 +159,34 @@ def hint(text: str) -> None:
 def chosen_format(format_: str | None, output: Path | None) -> str:
     """The format of --format, else what the suffix of -o says, else `table`."""
     return format_ or SUFFIX_FORMATS.get(output.suffix.lower() if output else "", "table")
+
+
+def require_charts(format_: str | None, output: Path | None) -> None:
+    """Before anything is measured. Raises MissingExtraError where charts could not be drawn."""
+    chosen = chosen_format(format_, output)
+    if lacking("report") and (chosen == "html" or (chosen == "md" and output is not None)):
+        raise MissingExtraError("drawing a chart", "report")
+
+
+@contextlib.contextmanager
+def measured(*show: str) -> Iterator[None]:
+    """Around the output of what was just measured: an error says first that it is stored. show: the
+    arguments that show it again, but for --store.
+    """
+    try:
+        yield
+    except (ProfharnessError, OSError):
+        again = shlex.join(["profharness", *show, *store_arguments()])
+        hint(f"what was measured is stored; see it with: {again}")
+        raise
+
+
+def store_arguments() -> list[str]:
+    """`--store FILE`, where the command was told so."""
+    context = click.get_current_context()
+    if context.get_parameter_source("store") is not ParameterSource.COMMANDLINE:
+        return []
+    return ["--store", str(context.params["store"])]
 
 
 def emit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from profharness.cli._options import (
     emit,
     format_option,
     hint,
+    measured,
     out_option,
     read_configs,
+    require_charts,
     store_option,
     timeout_option,
 )
@@ -155,13 +158,16 @@ def command(
         max_time_s=parse_seconds(max_time),
         **others,
     )
+    if output is None or not _is_folder(output):
+        require_charts(format_, output)
     answer = bench(options, store, Listener(hint, capture_progress))
-    document = bench_document(answer, explain=explain, raw=raw)
-    if output is not None and _is_folder(output):
-        _write_folder(document, output, answer.environment, force=force)
-        emit(document, "table")
-    else:
-        emit(document, format_, output, force=force)
+    with contextlib.nullcontext() if options.run else measured("bench", "--run", answer.run):
+        document = bench_document(answer, explain=explain, raw=raw)
+        if output is not None and _is_folder(output):
+            _write_folder(document, output, answer.environment, force=force)
+            emit(document, "table")
+        else:
+            emit(document, format_, output, force=force)
 
 
 def _write_folder(

@@ -18,7 +18,7 @@ from profharness.views.doctor import doctor_document
 def command(
     ctx: click.Context, format_: str | None, output: Path | None, force: bool, store: Path
 ) -> None:
-    """Check Python, torch, CUDA, cuDNN, GPU, driver, Triton, NVRTC, nsys, ncu, permissions and SQLite.
+    """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
 
     Whatever is missing comes with its remedy; exit code 1 if something that every capture needs is
     missing. Nothing is changed.

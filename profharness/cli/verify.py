@@ -13,6 +13,7 @@ from profharness.cli._options import (
     config_options,
     device_option,
     emit,
+    measured,
     out_option,
     output_options,
     read_configs,
@@ -84,7 +85,8 @@ def command(
     options = VerifyOptions(split_names(cases) or VerifyOptions.cases, grad, out, protocol)
     with capture_progress() as progress:
         verified = verify_into_store(configs, split_names(backend), store, options, progress)
-    emit(verify_document(verified.rows, full=full), format_, output, force=force)
+    with measured("report", verified.run):
+        emit(verify_document(verified.rows, full=full), format_, output, force=force)
     wrong = failures(verified.rows)
     if wrong:
         backends = ", ".join(dict.fromkeys(row.backend for row in wrong))

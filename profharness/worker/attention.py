@@ -18,8 +18,8 @@ from profharness.backends.sources import find_implementation
 from profharness.rows import REPLACEMENTS
 
 PLAIN_MISSING = (
-    "there is no kernels/naive.py in the working directory or beside the package; run in a "
-    "checkout of profharness"
+    "there is no kernels/naive.py in the working directory or in profharness; install profharness "
+    "again"
 )
 FA4_REMEDY = "pip install flash-attn-4"
 needs_triton = needs_module("triton", "pip install triton")

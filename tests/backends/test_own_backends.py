@@ -203,6 +203,24 @@ def test_kernels_without_an_implementation_is_told(tmp_path: Path) -> None:
     assert "UsageError: --backend kernels stands for nothing" in done.stderr
 
 
+def test_a_file_of_kernels_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name that it has in a checkout, unless the working directory has its own."""
+    monkeypatch.chdir(tmp_path)
+    shipped = find_backend("kernels/naive.py")
+    assert shipped.file == ROOT / "kernels" / "naive.py"
+    assert shipped.name == "kernels/naive.py"
+    assert find_backend("naive").summary == "comes with profharness"
+    assert find_backend("kernels/tiled.py:one_block").name == "kernels/tiled.py:one_block"
+    with pytest.raises(UsageError, match=r"no file kernels/none\.py"):
+        find_backend("kernels/none.py")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "naive.py").write_text(GOOD)
+    assert find_backend("kernels/naive.py").file == tmp_path / "kernels" / "naive.py"
+    assert find_backend("naive").summary == "implementation in kernels/naive.py"
+
+
 def test_names_that_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b", "kernels"):

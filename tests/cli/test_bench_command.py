@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -160,3 +161,34 @@ def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> N
     cells = json.loads(record.read_text())["cells"]
     assert [cell["status"] for cell in cells] == ["ok", "pending"]
     assert cells[0]["samples"]["wall"]
+
+
+def test_a_chart_that_cannot_be_drawn_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    for name in ("b.html", "b.md"):
+        code = (
+            "import sys\nsys.modules['altair'] = None\nfrom profharness.cli.main import main\n"
+            f"sys.argv = ['profharness', 'bench', '--config', '1,1,8,8', '-o', {name!r}]\nmain()"
+        )
+        argv = [sys.executable, "-c", code]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "pip install 'profharness[report]'" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_measured_is_named_when_it_cannot_be_written(tmp_path: Path) -> None:
+    """The folder of -o goes away while the cells run; the implementation removes it."""
+    (tmp_path / "gone").mkdir()
+    code = WRONG + "\nimport pathlib, shutil\nshutil.rmtree('gone', ignore_errors=True)\n"
+    (tmp_path / "mine.py").write_text(code.replace("'gone'", repr(str(tmp_path / "gone"))))
+    store = ("--store", "s.db")
+    done = bench(
+        tmp_path, "--config", "1,1,8,8", "--backend", "mine.py", "-o", "gone/b.csv", *store, *QUICK
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "what was measured is stored" in line]
+    again = shlex.split(line.partition("see it with: profharness bench ")[2])
+    assert again[-2:] == ["--store", "s.db"]
+    shown = bench(tmp_path, *again)
+    assert shown.returncode == 0 and "mine.py" in shown.stdout

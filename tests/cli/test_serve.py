@@ -172,7 +172,7 @@ def test_without_a_store_or_the_extra_it_says_so(store: Path, tmp_path: Path) ->
     )
     command = [sys.executable, "-c", code, "serve", "--store", str(store)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 1 and 'pip install "profharness[web]"' in done.stderr
+    assert done.returncode == 1 and "pip install 'profharness[web]'" in done.stderr
     command = [sys.executable, "-m", "profharness", "serve", "--store", str(tmp_path / "no.db")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1 and "no store here" in done.stderr

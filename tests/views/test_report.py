@@ -264,7 +264,7 @@ def test_a_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) 
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert 'pip install "profharness[report]"' in done.stderr
+    assert "pip install 'profharness[report]'" in done.stderr
     assert not list(tmp_path.glob("o.html"))
 
 
