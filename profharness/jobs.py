@@ -23,6 +23,7 @@ from profharness.cases import NONE, VerificationRow
 from profharness.config import Config, parse_config
 from profharness.environment import gpu_present
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
+from profharness.processes import STEP_S, deferred, let_through
 from profharness.profilers import find_profilers, require_tools
 from profharness.run import (
     PRECISION,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from profharness.store import IngestResult
 
 
+LEAVING_S = 5.0  # that an interrupted job waits for the store to be made
 PROFILED_CALLS = 10  # of a bench, for the kernel measurement
 
 
@@ -144,6 +146,7 @@ def _opened_meanwhile(store: Path) -> Iterator[None]:
     """Makes the store while the worker starts: its schema and imports cost as long as a cell.
 
     Whatever is wrong with the store shows when the run is taken in, with the run folder complete.
+    Signals are deferred: an exception amid an import would leave a lock for which the thread waits.
     """
 
     def prepare() -> None:
@@ -152,11 +155,16 @@ def _opened_meanwhile(store: Path) -> Iterator[None]:
             open_store(store, write=True).close()
 
     thread = threading.Thread(target=prepare, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+    with deferred():
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            thread.join(LEAVING_S)
+            raise
+        while thread.is_alive():
+            thread.join(STEP_S)
+            let_through()
 
 
 def _take_in(folder: Path, store: Path) -> Captured:

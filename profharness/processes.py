@@ -16,15 +16,18 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.02
+STEP_S = 0.1  # of a wait that interrupts may end
 END_GRACE_S = 2.0
 
 
 class _Hold:
     """The handler inside of a held block. While handlers are being changed, and where an exception
-    of that moment left it installed, it does what the handler before it does.
+    of that moment left it installed, it does what the handler before it does. passes: `let_through`
+    may end the block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, passes: bool) -> None:
+        self.passes = passes
         self.caught: list[int] = []
         self.holds = self.done = False
         handlers = {number: _unwrapped(number) for number in SIGNALS}
@@ -46,7 +49,7 @@ def _unwrapped(number: signal.Signals) -> Any:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
+def held(*, passes: bool = False) -> Iterator[None]:
     """Signals that would end the block wait until it is done, and are then raised again.
 
     Only the main thread can be interrupted; in another this does nothing. Handlers of Python alone
@@ -55,7 +58,7 @@ def held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    hold = _Hold()
+    hold = _Hold(passes=passes)
     try:
         for number in hold.before:
             signal.signal(number, hold)
@@ -67,6 +70,33 @@ def held() -> Iterator[None]:
             signal.signal(number, handler)
         for late in dict.fromkeys(hold.caught):
             signal.raise_signal(late)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Signals that would end the block come where it calls `let_through`, and at its end. Anywhere
+    else they would break off what another thread waits for, such as an import that holds its lock.
+    """
+    if _holds():
+        yield
+        return
+    with held(passes=True):
+        yield
+
+
+def let_through() -> None:
+    """Raise the signals that a deferred block has put off; nothing inside of a held one."""
+    for hold in _holds() if threading.current_thread() is threading.main_thread() else ():
+        while hold.passes and hold.caught:
+            number = hold.caught[0]
+            hold.caught = [each for each in hold.caught if each != number]
+            hold.before[signal.Signals(number)](number, None)
+
+
+def _holds() -> list[_Hold]:
+    """The hold that signals go to now, if any."""
+    handlers = (_unwrapped(number) for number in SIGNALS)
+    return [handler for handler in handlers if isinstance(handler, _Hold)][:1]
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
@@ -81,6 +111,7 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
     """Wait for the end of a process that long; whether it came. Interrupts come through."""
     deadline = time.monotonic() + seconds
     while not has_ended(process):
+        let_through()
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)
@@ -147,12 +178,21 @@ def run_group(
     try:
         with held():  # an interrupt inside of Popen() would leave a child that nobody knows
             process = start_group(argv, log, environment, **options)
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
+        return _waited(process, timeout_s)
     finally:
         if process is not None:
             _end_group(process)
+
+
+def _waited(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit code of a process; None when it goes on for longer. Interrupts come through."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(max(0.0, min(STEP_S, deadline - time.monotonic())))
+        let_through()
+        if time.monotonic() > deadline:
+            return None
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -23,6 +23,7 @@ from profharness.cases import derive_cases
 from profharness.config import Config
 from profharness.errors import CaptureError, Interrupted, UsageError
 from profharness.logs import log_wanted
+from profharness.processes import deferred, let_through
 from profharness.profilers import Profiler, find_profilers, open_session, require_tools
 from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
@@ -169,7 +170,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
     profilers = find_profilers(run.profilers)
     inside = tuple(profiler.name for profiler in profilers if profiler.session is None)
     try:
-        with interrupts_name(folder):
+        with interrupts_name(folder), deferred():
             if inside or not profilers:
                 command = partial(worker_argv, program=_program(folder, run))
                 cells = record.begin_pass(None)
@@ -177,6 +178,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
             for profiler in profilers:
                 if profiler.session is not None:
                     _wrapped_pass(record, profiler, tools)
+            let_through()
     finally:
         record.save()
     record.explain_pending()

@@ -19,7 +19,14 @@ import msgspec
 
 from profharness.config import parse_config
 from profharness.errors import CaptureError
-from profharness.processes import child_environment, has_ended, held, start_group
+from profharness.processes import (
+    child_environment,
+    has_ended,
+    held,
+    let_through,
+    start_group,
+    wait_for,
+)
 from profharness.profilers import PROFILERS, Profiler
 from profharness.profilers.base import Ended, Outcome, Session
 from profharness.run import (
@@ -39,6 +46,7 @@ from profharness.run import (
 POLL_S = 0.01
 SAVE_EVERY_S = 1.0
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
+REAPED_S = 5.0  # after SIGKILL
 LOG_FILE = "worker.log"
 LOG_TAIL_BYTES = 4000
 MAX_LOG_BYTES = 1 << 20
@@ -200,6 +208,7 @@ class Start:
         timeout_s = self.protocol.timeout_s
         while not has_ended(process):
             self.take()
+            let_through()
             limit = timeout_s if self.cell is not None else max(START_TIMEOUT_S, timeout_s)
             if time.monotonic() - self.since > limit:
                 return None
@@ -214,7 +223,7 @@ class Start:
         finally:
             with held():
                 self.session.clear(process, at_once=self.at_once)
-                process.wait()
+                wait_for(process, REAPED_S)  # one that hangs in a driver cannot be ended
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         try:

@@ -19,8 +19,8 @@ import pytest
 from fake_tools import Behaviour, Scenario, install
 from waiting import PATIENCE_S, until
 
-from profharness.jobs import resume_into_store
-from profharness.processes import has_ended, held, wait_for
+from profharness.jobs import _opened_meanwhile, resume_into_store
+from profharness.processes import deferred, has_ended, held, let_through, wait_for
 from profharness.profilers import base
 from profharness.run import read_run
 from profharness.store import open_store
@@ -40,6 +40,22 @@ PATIENT = """
 from profharness.cli.main import main
 from profharness.profilers import base
 base.Grace.__init__.__defaults__ = (86400.0,) * 3
+main()
+"""
+# SIGTERM at the n-th import after the run folder is there, in whatever thread it is.
+AIMED = """
+import os, signal, sys
+left, seen = int(sys.argv.pop(1)), False
+def hook(event, arguments):
+    global left, seen
+    if event == "os.mkdir" and "runs/" in str(arguments[0]):
+        seen = True
+    elif event == "import" and seen:
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.addaudithook(hook)
+from profharness.cli.main import main
 main()
 """
 STUBBORN = Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none"))
@@ -169,6 +185,49 @@ def test_an_interrupted_verification_names_its_folder_and_goes_on(tmp_path: Path
     assert {(row.case, row.backend) for row in rows} == {
         (cell.case, cell.backend) for cell in stopped.cells
     }
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 5, 8, 13, 21, 55, 100, 200, 350, 500])
+def test_a_signal_at_any_moment_of_the_start_ends_a_capture(tmp_path: Path, moment: int) -> None:
+    argv = [
+        *(sys.executable, "-c", AIMED, str(moment), "capture", "--config", "1,1,8,8"),
+        *("--backend", "math", "--device", "cpu", "--out", str(tmp_path / "runs")),
+        *("--store", str(tmp_path / "s.db")),
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (143, False), done.stderr
+    assert f"capture --resume {tmp_path / 'runs'}" in done.stderr
+    assert running((tmp_path / "runs",)) == []
+
+
+def test_deferred_signals_come_where_they_are_let_through_and_at_the_end() -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt), deferred():
+        signal.raise_signal(signal.SIGINT)
+        steps.append("put off")
+        with held():
+            let_through()
+            steps.append("held")
+        with deferred():
+            steps.append("within")
+        let_through()
+        steps.append("never")
+    with pytest.raises(KeyboardInterrupt):
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+        steps.append("never")
+    assert steps == ["put off", "held", "within"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_is_prepared_in_a_thread_is_not_broken_off(tmp_path: Path) -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt), _opened_meanwhile(tmp_path / "s.db"):
+        signal.raise_signal(signal.SIGINT)
+        steps.append("goes on")
+        let_through()
+        steps.append("never")
+    assert steps == ["goes on"]
 
 
 def test_held_signals_come_after_the_block() -> None:
