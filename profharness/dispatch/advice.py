@@ -105,6 +105,8 @@ CHANGES = (
            "pad the one query to {a.seq_len_q} and slice the output"),
     Change("pad keys", ("seq_len_one", "known_bug"), _pad_keys,
            "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added ones"),
+    Change("triangle in the mask", ("causal_mask",), lambda c: replace(c, causal=False),
+           "put the triangle of is_causal into attn_mask, and leave is_causal out"),
     Change("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
            "say is_causal=True instead of attn_mask, which holds only if the mask is lower triangular", exact=False),
     Change("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: replace(c, mask="none"),
@@ -200,6 +202,10 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
         yield f"q, k, v = (each.to({dtype}) for each in (q, k, v))"
         if before.mask.startswith("float") and after.mask.startswith("float"):
             yield f"attn_mask = attn_mask.to({dtype})"
+    if before.causal and before.mask != "none" and after.mask == before.mask and not after.causal:
+        above = f"{after.seq_len_q}, {after.seq_len_kv}, dtype=torch.bool, device=q.device).triu(1)"
+        hidden = "False" if after.mask.startswith("bool") else '-float("inf")'
+        yield f"attn_mask = attn_mask.masked_fill(torch.ones({above}, {hidden})"
     if before.mask == "float_grad" and after.mask == "float":
         yield "attn_mask = attn_mask.detach()"
 

@@ -21,7 +21,7 @@ from profharness.dispatch.machine import (
     rules_know,
     with_flags,
 )
-from profharness.dispatch.rules import Rule, active_rules
+from profharness.dispatch.rules import RAISED_LATER, Rule, active_rules
 from profharness.rows import Refusal
 
 _SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
@@ -37,6 +37,7 @@ CODES: tuple[tuple[str, str], ...] = (
     ("to be 4 dimensional", "not_4d"),
     ("does not support non-null attn_mask", "mask"),
     ("attn_mask requires a gradient", "mask_grad"),
+    ("explicit attn_mask should not be set when is_causal", RAISED_LATER),
     ("same last dimension and to be less than or equal to", "head_dim"),
     ("only supports gpu architectures", "capability"),
     ("compute capability", "capability"),
@@ -177,6 +178,11 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
     return Verdict(eligible, tuple(reasons), tuple(certain))
 
 
+def raises_later(verdict: Verdict) -> bool:
+    """Whether the dispatcher settles on the backend, whose own code then raises."""
+    return [reason.code for reason in verdict.certain] == [RAISED_LATER]
+
+
 def priority_order(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
     """Backends in the order in which PyTorch tries them; empty where it cannot be known."""
     orders = _orders(machine, device)
@@ -215,10 +221,12 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str]:
-    """Every backend that might be the first eligible one."""
+    """Every backend that might be the first eligible one; `none` where its call then raises."""
     choices: set[str] = set()
     for backend in order:
         eligible = verdicts[backend].eligible
+        if raises_later(verdicts[backend]):
+            return choices | {"none"}
         if eligible is not False:
             choices.add(backend)
         if eligible:

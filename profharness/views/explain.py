@@ -74,7 +74,7 @@ def verdict(answer: Explanation) -> str:
     if choice == "unknown":
         lead = "what auto runs is not known"
     elif choice == "none":
-        lead = "auto raises, because no backend takes this config"
+        lead = _why_none(answer)
     else:
         lead = f"auto runs {choice}, because {_because(choice, answer)}"
     others = [
@@ -95,6 +95,14 @@ def verdict(answer: Explanation) -> str:
         if side.eligible is None
     ]
     return "; ".join([lead, *others]) + "."
+
+
+def _why_none(answer: Explanation) -> str:
+    taking = [side.backend for side in answer.backends if side.eligible]
+    if not taking:
+        return "auto raises, because no backend takes this config"
+    takes = "takes" if len(taking) == 1 else "take"
+    return f"auto raises: PyTorch settles on math, though {_and(taking)} alone {takes} this config"
 
 
 def _because(choice: str, answer: Explanation) -> str:

@@ -93,7 +93,7 @@ class LiveDispatch:
             except RuntimeError:
                 return "unknown"
 
-        asks_advice = self.advice and name != "math"
+        asks_advice = self.advice and (name != "math" or eligible is False)
         advised = advise(config, name, oracle, choose) if asks_advice else ()
         can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
         reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))

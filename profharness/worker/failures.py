@@ -14,12 +14,13 @@ from profharness.backends.base import Backend, ImplementationError, RefusedError
 from profharness.backends.sources import where
 from profharness.config import Config
 from profharness.dispatch.predict import clean, code, is_header
+from profharness.dispatch.rules import CAUSAL_MASK
 from profharness.rows import Refusal
 from profharness.run import Cell
 from profharness.worker.program import DeadContextError
 from profharness.worker.workspace import Workspace
 
-REFUSALS = ("No available kernel", "No viable backend")
+REFUSALS = ("No available kernel", "No viable backend", CAUSAL_MASK)
 HEADERS = {"memory": "efficient", "flash": "flash", "cudnn": "cudnn"}
 MAX_MESSAGE = 4000  # a compiler's output can be megabytes
 OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
@@ -79,7 +80,7 @@ def reasons_beforehand(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception says that no permitted backend takes the call."""
+    """Whether an exception says that no permitted backend, or not math, takes the call."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in REFUSALS)
 
 
@@ -95,6 +96,9 @@ def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refusal, ...]:
     """The reasons for a backend among the warnings (`auto` and the like: all), else the error's."""
+    first_line = str(error).splitlines()[0]
+    if CAUSAL_MASK in first_line:  # what was heard is of backends that were passed over before
+        return (Refusal(code(first_line), first_line),)
     reasons: dict[Refusal, None] = {}
     for subject, text in reasons_by_backend(texts):
         if not subject or subject == backend:
@@ -103,7 +107,6 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
             reasons[Refusal(code(text), f"{subject}: {text}")] = None
     if reasons:
         return tuple(reasons)
-    first_line = str(error).splitlines()[0]
     if REFUSALS[1] in str(error):
         return (Refusal("runtime_disabled", first_line),)
     return (Refusal("no_text", f"PyTorch gave no reason: {first_line}", "inferred"),)

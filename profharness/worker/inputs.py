@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from profharness.backends.base import Attention, ImplementationError
 from profharness.config import Config
+from profharness.dispatch.rules import CAUSAL_MASK
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -132,8 +134,13 @@ def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None
 
 
 def fused_choice(config: Config, inputs: Inputs) -> int:
-    """PyTorch's own answer, nothing launched. Raises RuntimeError where no backend fits."""
+    """PyTorch's own answer, nothing launched. Raises RuntimeError where no backend fits, and where
+    math is the answer, whose call would raise.
+    """
     tensors = (inputs.query, inputs.key, inputs.value)
     grouped = config.num_kv_heads != config.num_heads
     options = {"attn_mask": inputs.mask, "dropout_p": config.dropout, "is_causal": config.causal}
-    return int(torch._fused_sdp_choice(*tensors, **options, scale=config.scale, enable_gqa=grouped))
+    choice = torch._fused_sdp_choice(*tensors, **options, scale=config.scale, enable_gqa=grouped)
+    if choice == SDPBackend.MATH.value and config.causal and inputs.mask is not None:
+        raise RuntimeError(CAUSAL_MASK)
+    return int(choice)

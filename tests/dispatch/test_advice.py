@@ -184,6 +184,7 @@ EXAMPLES = {
     "no causal": "2,4,1,16,fp32,causal,seq_kv=24",
     "pad queries": "2,4,1,16,fp32,seq_kv=24,scale=0.3",
     "pad keys": "2,4,8,16,fp32,seq_kv=1",
+    "triangle in the mask": "2,4,8,16,fp32,seq_kv=24,causal,mask=float_bh",
     "causal for mask": "2,4,24,16,fp32,mask=bool",
     "no mask": "2,4,24,16,fp32,mask=float",
     "bf16": "2,4,24,16,fp32,mask=float",
@@ -218,6 +219,12 @@ def test_what_is_not_the_same_is_not_called_so() -> None:
     code = call_code(config, replace(config, mask="none"))
     ((same, close, _),) = run_codes([(config.label, code)])
     assert (same, close) == (True, False)
+
+
+def test_a_mask_of_booleans_takes_the_triangle_too() -> None:
+    config = parse_config("2,4,24,16,fp32,causal,mask=bool_2d")
+    code = call_code(config, replace(config, causal=False), "math")
+    assert run_codes([(config.label, code)]) == [(True, True, False)]
 
 
 def test_many_changes_at_once_still_make_one_program() -> None:

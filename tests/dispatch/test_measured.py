@@ -60,9 +60,15 @@ for line in sys.stdin:
                               ("math", torch.backends.cuda.enable_math_sdp)):
         set_flag(backend in p["enabled"])
     try:
-        answer = names[torch._fused_sdp_choice(
-            q, k, v, attn_mask=mask(p["mask"], p), dropout_p=p["dropout"],
-            is_causal=p["is_causal"], enable_gqa=p["enable_gqa"])]
+        call = dict(attn_mask=mask(p["mask"], p), dropout_p=p["dropout"],
+                    is_causal=p["is_causal"], enable_gqa=p["enable_gqa"])
+        answer = names[torch._fused_sdp_choice(q, k, v, **call)]
+        if answer == "math" and p["is_causal"] and p["mask"]:
+            # whatever else is wrong with the call, it must not run
+            try:
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, **call)
+            except (RuntimeError, IndexError):
+                answer = "none"
     except RuntimeError as error:
         known = "No available kernel", "No viable backend"
         answer = "none" if any(text in str(error) for text in known) else str(error)

@@ -9,7 +9,7 @@ import pytest
 
 from profharness.config import LAYOUTS, MASKS, SDPA_BACKENDS, parse_config
 from profharness.dispatch.machine import AttentionParams, Machine, Mask, from_config, machine_for
-from profharness.dispatch.predict import judge, predict, priority_order, undecided
+from profharness.dispatch.predict import judge, predict, predict_cell, priority_order, undecided
 from profharness.errors import UsageError
 
 PLAIN = AttentionParams(2, 8, 8, 512, 512, 64)
@@ -337,3 +337,20 @@ def test_every_mask_and_layout_of_the_grammar_is_understood(mask: str, layout: s
     for device in ("cuda", "cpu"):
         choice = predict(from_config(config, device), machine_for("H200", "2.15")).choice
         assert choice in ("flash", "efficient", "cudnn", "math")
+
+
+def test_math_raises_for_causal_with_a_mask_and_nothing_after_it_is_asked() -> None:
+    config = parse_config("2,8,64,64,fp16,causal,mask=bool")
+    for release, choice in (("2.11", "cudnn"), ("2.8", "efficient")):
+        told = predict(from_config(config, "cuda"), machine_for("H200", release))
+        assert told.choice == choice
+        assert [reason.code for reason in told.backends["math"].reasons] == ["causal_mask"]
+    grouped = replace(from_config(config, "cuda"), kv_heads=2, enable_gqa=True)
+    told = predict(grouped, machine_for("H200", "2.8"))
+    assert told.priority_order == ("flash", "efficient", "math", "cudnn")
+    assert told.choice == "none"  # cuDNN would take it, but comes after math
+    assert told.backends["cudnn"].eligible is True
+    off = replace(grouped, enabled=frozenset({"cudnn", "efficient"}))
+    assert predict(off, machine_for("H200", "2.8")).choice == "cudnn"
+    environment = {"torch": "2.11.0", "device_type": "cuda", "capability": "9.0", "cudnn": 91900}
+    assert predict_cell(config, "math", environment) == "refused"

@@ -146,6 +146,8 @@ def test_choice_order_and_surroundings(answers: dict[str, Explanation]) -> None:
     for text in list(CASES)[:-1]:
         answer = answers[text]
         expected = "math" if CASES[text] else "flash"
+        if "mask=float_grad" in text and "causal" in text:
+            expected = "none"  # math, whose call raises
         assert (answer.choice, answer.predicted, answer.agree) == (expected, expected, True)
         assert (answer.source, answer.error) == ("live", None)
         assert answer.priority_order == ("flash", "math")
@@ -184,6 +186,20 @@ def test_inputs_that_do_not_fit_are_an_error_and_the_rules_still_answer(
     assert "do not fit into memory" in answer.error
     assert (answer.choice, answer.agree, answer.predicted) == (None, None, "math")
     assert {reason.source for reason in side(answer, "flash").reasons} == {"rule"}
+
+
+def test_math_with_causal_and_a_mask_is_refused_and_the_way_out_is_told() -> None:
+    configs = [parse_config(f"2,4,16,32,causal,mask={mask}") for mask in ("bool", "float_grad")]
+    runs, raises = explain_live(configs, device="cpu")
+    assert (runs.choice, runs.predicted, runs.agree) == ("flash", "flash", True)
+    assert (raises.choice, raises.predicted, raises.agree) == ("none", "none", True)
+    for answer in (runs, raises):
+        math = side(answer, "math")
+        (reason,) = math.reasons
+        assert (math.eligible, reason.code) == (False, "causal_mask")
+        assert "attn_mask should not be set when is_causal=True" in reason.message
+        (way,) = math.advice
+        assert (way.verified, way.steps) == (True, ("triangle in the mask",))
 
 
 def random_config(rng: random.Random) -> Config:

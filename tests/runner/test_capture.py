@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from waiting import HANG, PATIENCE_S, alive, until
 
+from profharness.answers.agreement import disagreements, with_predictions
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, TraceFormatError, UsageError
 from profharness.jobs import capture_into_store
 from profharness.run import JOURNAL_FILE, RUN_FILE, CaptureOptions, Cell, Protocol, Run, read_run
 from profharness.runner import capture, resume
 from profharness.runner.supervise import run_cells
+from profharness.store import open_store
 
 QUICK = Protocol(iterations=2, warmup=1, samples=5, timeout_s=PATIENCE_S, device="cpu")
 
@@ -56,6 +58,20 @@ def test_cells_have_samples_choice_and_traces(run: tuple[Path, Run]) -> None:
     assert min(cells["flash"].samples["wall"]) > 0
     assert cells["math"].choice == "math"
     assert {trace.path for trace in record.traces} == {path.name for path in folder.glob("*.gz")}
+
+
+def test_math_refuses_a_mask_beside_causal_and_every_witness_says_so(tmp_path: Path) -> None:
+    store = tmp_path / "s.db"
+    configs = expand_configs("1,2,16,16,causal,mask=bool")
+    capture_into_store(configs, ["auto", "flash", "math"], store, quick(tmp_path / "runs"))
+    with open_store(store) as opened:
+        cells = with_predictions(opened, opened.cells())
+    assert [cell.status for cell in cells] == ["ok", "ok", "refused"]
+    assert [cell.predicted for cell in cells] == ["flash", "eligible", "refused"]
+    (refusal,) = cells[2].refusals
+    assert refusal.code == "causal_mask"
+    assert refusal.message.endswith("Explicit attn_mask should not be set when is_causal=True")
+    assert [disagreements(cell, []) for cell in cells] == [[], [], []]
 
 
 def test_refusals_have_a_code_and_the_text(run: tuple[Path, Run]) -> None:

@@ -245,7 +245,7 @@ def explain_by_rule(
         oracle, choose = rule_oracle(machine, device), rule_choice(machine, device)
         sides = [
             replace(side, advice=advise(config, side.backend, oracle, choose))
-            if side.backend in (backends or FUSED_BACKENDS)
+            if side.backend in (backends or FUSED_BACKENDS) or (not backends and not side.eligible)
             else side
             for side in sides
         ]
