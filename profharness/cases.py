@@ -60,14 +60,18 @@ class VerificationRow:
 
 
 def _small(config: Config) -> Config:
-    """The config with no more batch and heads than show a mistake; heads per key head are kept."""
+    """The config with no more batch and heads than show a mistake, its tensors in order; heads per
+    key head are kept.
+    """
     group = config.num_heads // config.num_kv_heads
     kv_heads = max(1, min(config.num_kv_heads, MAX_HEADS // group))
     return replace(
-        config,
+        replace(config.contiguous(), layout=config.layout),
         batch=min(config.batch, MAX_BATCH),
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
+        kv_batch=None,
+        mask_strides=None,
     )
 
 
@@ -108,7 +112,7 @@ def _narrower(change: int) -> Derive:
 
 
 def _plain(config: Config) -> Config:
-    return replace(_small(config), layout="contiguous")
+    return _small(config).contiguous()
 
 
 # How each case changes the config; None where it does not apply.

@@ -18,6 +18,14 @@ DTYPES = ("fp16", "bf16", "fp32")
 SDPA_BACKENDS = ("flash", "efficient", "cudnn", "math")  # the ones that SDPA chooses between
 OWN_CHOICE = ("auto", "all-disabled")  # settings that leave the choice to PyTorch
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
+# Which dimensions a mask really has, those it is broadcast over written as 1; the fewer-dimensional
+# ones lack the outer dimensions.
+MASK_SHAPES = tuple(
+    "".join(letters)
+    for dims in ("bhqk", "hqk", "qk")
+    for letters in itertools.product(*(f"{letter}1" for letter in dims))
+)
+WHOLE_MASKS = {"bool_2d": "qk", "float_bh": "bhqk"}  # the shape of a mask is 11qk, but for these
 LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
 MAX_CONFIGS = 100_000
 
@@ -26,8 +34,9 @@ class Option(NamedTuple):
     """One thing that a config text can say, and the field of Config that it sets.
 
     kind: `number` (a set or a range), `real`, `choice` (one of allowed), `word` (a choice that is
-    written without its name) or `flag`. short: what stands before the number in a label; without
-    one the label has the text of the grammar. example: a value for the help.
+    written without its name), `strides` (elements, joined by `x`) or `flag`. short: what stands
+    before the number in a label; without one the label has the text of the grammar. example: a
+    value for the help.
     """
 
     name: str
@@ -52,6 +61,8 @@ class Option(NamedTuple):
             return str(value)
         if self.kind == "real":  # without an exponent: a label splits on `-`
             value = format(Decimal(repr(value)).normalize(), "f")
+        if self.kind == "strides":
+            value = "x".join(map(str, value))
         return f"{self.name}={value}"
 
 
@@ -60,6 +71,7 @@ OPTIONS = (
     Option("batch", "batch", "number", "b"),
     Option("heads", "num_heads", "number", "h"),
     Option("kv_heads", "num_kv_heads", "number", "kv"),
+    Option("kv_batch", "kv_batch", "number", "kb"),
     Option("seq", "seq_len_q", "number", "s"),  # both lengths
     Option("seq_q", "seq_len_q", "number", "sq"),
     Option("seq_kv", "seq_len_kv", "number", "skv"),
@@ -68,9 +80,14 @@ OPTIONS = (
     Option("dtype", "dtype", "word", allowed=DTYPES),
     Option("causal", "causal", "flag"),
     Option("mask", "mask", "choice", allowed=MASKS),
+    Option("mask_shape", "mask_shape", "choice", allowed=MASK_SHAPES),
     Option("dropout", "dropout", "real", example="0.1"),
     Option("scale", "scale", "real", example="0.125"),
     Option("layout", "layout", "choice", allowed=LAYOUTS),
+    Option("q_strides", "q_strides", "strides", example="393216x64x1536x1"),
+    Option("k_strides", "k_strides", "strides"),
+    Option("v_strides", "v_strides", "strides"),
+    Option("mask_strides", "mask_strides", "strides"),
     Option("bwd", "bwd", "flag"),
     Option("deterministic", "deterministic", "flag"),
 )
@@ -78,7 +95,7 @@ POSITIONS = ("batch", "heads", "seq", "head_dim")  # the four numbers that every
 KEYED = {
     option.name: option
     for option in OPTIONS
-    if option.kind in ("number", "real", "choice") and option.name not in POSITIONS
+    if option.kind in ("number", "real", "choice", "strides") and option.name not in POSITIONS
 }
 FIELDS = {option.name: option.field for option in OPTIONS}
 NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
@@ -96,10 +113,17 @@ def grammar_lines() -> list[str]:
     keyed = KEYED.values()
     numbers = " ".join(f"{option.name}=" for option in keyed if option.kind == "number")
     reals = [f"{option.name}={option.example}" for option in keyed if option.kind == "real"]
+    strides = " ".join(f"{option.name}=" for option in keyed if option.kind == "strides")
     return [
         "  ".join([" ".join(DTYPES), *FLAGS]),
         "  ".join([numbers, *reals]),
-        *(f"{option.name}={'|'.join(option.allowed)}" for option in keyed if option.allowed),
+        *(
+            f"{option.name}={'|'.join(option.allowed)}"
+            for option in keyed
+            if option.allowed and option.allowed != MASK_SHAPES
+        ),
+        "mask_shape=b1qk (of bhqk, with 1 for a dimension that it is broadcast over; hqk, qk)",
+        f"{strides} as 393216x64x1536x1, in elements",
     ]
 
 
@@ -114,6 +138,9 @@ class Config:
     deterministic: under torch.use_deterministic_algorithms. layout says how the three inputs lie
     in memory: `bshd` is a transposed [batch, seq_len, heads, head_dim], `strided_last` has a last
     stride of 2, `offset1` a storage offset of one element, `broadcast_batch` batch stride 0.
+    kv_batch is the batch of key and value where it is another one. mask_shape says which of
+    [batch, heads, seq_len_q, seq_len_kv] the mask has, where that differs from what mask says.
+    Strides, in elements, are those of tensors that lie otherwise than layout says.
     """
 
     batch: int
@@ -131,6 +158,31 @@ class Config:
     bwd: bool = False
     head_dim_v: int | None = None
     deterministic: bool = False
+    kv_batch: int | None = None
+    mask_shape: str | None = None
+    q_strides: tuple[int, ...] | None = None
+    k_strides: tuple[int, ...] | None = None
+    v_strides: tuple[int, ...] | None = None
+    mask_strides: tuple[int, ...] | None = None
+
+    @property
+    def key_batch(self) -> int:
+        """The batch of key and value."""
+        return self.batch if self.kv_batch is None else self.kv_batch
+
+    @property
+    def output_batch(self) -> int:
+        """The batch of the output: a batch of 1 is broadcast over the other one."""
+        return max(self.batch, self.key_batch)
+
+    @property
+    def mask_dims(self) -> tuple[int, ...]:
+        """The mask's shape; empty without a mask."""
+        if self.mask == "none":
+            return ()
+        letters = self.mask_shape or WHOLE_MASKS.get(self.mask, "11qk")
+        sizes = {"b": self.batch, "h": self.num_heads, "q": self.seq_len_q, "k": self.seq_len_kv}
+        return tuple(sizes.get(letter, 1) for letter in letters)
 
     @property
     def value_dim(self) -> int:
@@ -158,6 +210,10 @@ class Config:
         """The config with its dtype filled in: fp16 on `cuda`, fp32 on `cpu`."""
         default = "fp16" if device_type == "cuda" else "fp32"
         return self if self.dtype else replace(self, dtype=default)
+
+    def contiguous(self) -> Config:
+        """The config with query, key and value laid out in order."""
+        return replace(self, layout="contiguous", q_strides=None, k_strides=None, v_strides=None)
 
     def matches(self, stored: Config) -> bool:
         """Whether a stored config is this one, or this one in any dtype where none is given here."""
@@ -231,9 +287,33 @@ def _product(fields: dict[str, list[Any]], text: str) -> list[Config]:
         if config.num_heads % config.num_kv_heads:
             message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
             raise UsageError(f"config {text!r}: {message}; grouped queries need a divisor")
-        same = config.head_dim_v == config.head_dim
-        configs.append(replace(config, head_dim_v=None) if same else config)
+        configs.append(_canonical(config, text))
     return list(dict.fromkeys(configs))
+
+
+def _canonical(config: Config, text: str) -> Config:
+    """The config with what goes without saying left out. Raises UsageError for what cannot be."""
+    if config.head_dim_v == config.head_dim:
+        config = replace(config, head_dim_v=None)
+    if config.kv_batch == config.batch:
+        config = replace(config, kv_batch=None)
+    if config.kv_batch is not None and 1 not in (config.kv_batch, config.batch):
+        message = f"kv_batch={config.kv_batch} and batch={config.batch}"
+        raise UsageError(f"config {text!r}: {message}; one of them must be 1 to be broadcast")
+    if (config.mask_shape or config.mask_strides) and config.mask == "none":
+        raise UsageError(f"config {text!r}: says a mask's shape or strides and no mask=")
+    if config.mask_shape == WHOLE_MASKS.get(config.mask, "11qk"):
+        config = replace(config, mask_shape=None)
+    strides = {name: getattr(config, f"{name}_strides") for name in ("q", "k", "v", "mask")}
+    for name, given in strides.items():
+        wanted = len(config.mask_dims) if name == "mask" else 4
+        if given and len(given) != wanted:
+            raise UsageError(
+                f"config {text!r}: {name}_strides has {len(given)} numbers; {wanted} are wanted"
+            )
+    if any(strides[name] for name in "qkv") and config.layout != "contiguous":
+        raise UsageError(f"config {text!r}: says strides and layout={config.layout}; say one")
+    return config
 
 
 def _split(text: str) -> list[str]:
@@ -262,6 +342,8 @@ def _option(token: str, text: str) -> tuple[str, list[Any]]:
         return option.field, list(_numbers(value, text))
     if option.kind == "real":
         return option.field, [_real(key, word, text) for word in _elements(value)]
+    if option.kind == "strides":
+        return option.field, [_strides(key, word, text) for word in _elements(value)]
     for word in _elements(value):
         if word not in option.allowed:
             raise UsageError(
@@ -284,6 +366,14 @@ def _real(key: str, word: str, text: str) -> float:
     if not abs(value) < float("inf"):
         raise UsageError(f"config {text!r}: {key}={word!r} is not a finite number")
     return value
+
+
+def _strides(key: str, word: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,15}(x\d{1,15})*", word):
+        raise UsageError(
+            f"config {text!r}: {key}={word!r} is no list of strides such as 393216x64x1536x1"
+        )
+    return tuple(map(int, word.split("x")))
 
 
 def _numbers(token: str, text: str) -> Iterator[int]:

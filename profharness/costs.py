@@ -5,6 +5,7 @@ Conventions and their sources stand in docs/measuring.md, "FLOPs and bytes".
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from profharness.config import Config
@@ -50,23 +51,34 @@ def tensor_bytes(config: Config) -> TensorBytes:
     item = ITEM_BYTES[config.dtype]
     rows, columns, dims = config.seq_len_q, config.seq_len_kv, config.head_dim + config.value_dim
     seen = min(rows, columns) if config.causal else columns
-    heads, kv_heads = config.batch * config.num_heads, config.batch * config.num_kv_heads
-    stored = 1 if config.layout == "broadcast_batch" else config.batch
-    mask = 0
-    if config.mask != "none":
-        mask = (heads if config.mask == "float_bh" else 1) * rows * columns
-        mask *= item if config.mask.startswith("float") else 1  # a bool is one byte a score
-    gradients = item * (heads * rows * config.head_dim + kv_heads * columns * dims)
+    heads = config.output_batch * config.num_heads
+    query, key, value = (
+        _stored(count, config.layout, strides)
+        for count, strides in (
+            (config.batch, config.q_strides),
+            (config.key_batch, config.k_strides),
+            (config.key_batch, config.v_strides),
+        )
+    )
+    mask = math.prod(config.mask_dims) if config.mask != "none" else 0
+    mask *= item if config.mask.startswith("float") else 1  # a bool is one byte a score
+    gradients = item * config.batch * config.num_heads * rows * config.head_dim
+    gradients += item * config.key_batch * config.num_kv_heads * columns * dims
     return TensorBytes(
-        query=stored * config.num_heads * rows * config.head_dim * item,
-        key=stored * config.num_kv_heads * seen * config.head_dim * item,
-        value=stored * config.num_kv_heads * seen * config.value_dim * item,
+        query=query * config.num_heads * rows * config.head_dim * item,
+        key=key * config.num_kv_heads * seen * config.head_dim * item,
+        value=value * config.num_kv_heads * seen * config.value_dim * item,
         mask=mask,
         output=heads * rows * config.value_dim * item,
         statistics=STATISTIC_BYTES * heads * rows,
         gradients=gradients + (mask if config.mask == "float_grad" else 0),
         scores=heads * rows * columns * MATH_BYTES,
     )
+
+
+def _stored(batch: int, layout: str, strides: tuple[int, ...] | None) -> int:
+    """How many of a batch lie in memory."""
+    return 1 if layout == "broadcast_batch" or (strides and strides[0] == 0) else batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +120,7 @@ def flops(config: Config, convention: str = "exact") -> int:
     count, key-value heads do not. Raises UsageError for an unknown convention.
     """
     if convention == "exact":
-        scores = 2 * config.batch * config.num_heads * score_count(config)
+        scores = 2 * config.output_batch * config.num_heads * score_count(config)
         key_products, value_products = (4, 3) if config.bwd else (1, 1)
         return scores * (key_products * config.head_dim + value_products * config.value_dim)
     if convention != "flash-attention":
@@ -118,7 +130,7 @@ def flops(config: Config, convention: str = "exact") -> int:
     rows, columns = config.seq_len_q, config.seq_len_kv
     seen_twice = max(0, columns - rows) + columns if config.causal else 2 * columns
     dims = config.head_dim + config.value_dim
-    forward = config.batch * config.num_heads * rows * seen_twice * dims
+    forward = config.output_batch * config.num_heads * rows * seen_twice * dims
     return forward * 7 // 2 if config.bwd else forward
 
 
@@ -158,7 +170,7 @@ def phases(config: Config, execution: str = "fused") -> tuple[Phase, ...]:
 def _fused(config: Config) -> tuple[Phase, ...]:
     tensors = tensor_bytes(config)
     query, key, value, output = tensors.query, tensors.key, tensors.value, tensors.output
-    heads = config.batch * config.num_heads
+    heads = config.output_batch * config.num_heads
     scores = heads * score_count(config)
     softmax = tensors.mask + (tensors.statistics if config.bwd else 0)
     per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
@@ -187,7 +199,7 @@ def _unfused(config: Config) -> tuple[Phase, ...]:
     tensors = tensor_bytes(config)
     whole = tensor_bytes(replace(config, causal=False))  # causal saves nothing
     key, value, matrix = whole.key, whole.value, tensors.scores
-    scores = config.batch * config.num_heads * config.seq_len_q * config.seq_len_kv
+    scores = config.output_batch * config.num_heads * config.seq_len_q * config.seq_len_kv
     widen = MATH_BYTES // ITEM_BYTES[str(config.dtype)]
     repeated = config.num_heads // config.num_kv_heads
     per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim

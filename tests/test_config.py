@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from profharness.config import (
     DTYPES,
     LAYOUTS,
+    MASK_SHAPES,
     MASKS,
+    WHOLE_MASKS,
     Config,
     expand_configs,
     parse_config,
@@ -23,8 +25,15 @@ def configs(draw: st.DrawFn) -> Config:
     kv_heads = draw(st.integers(1, 64))
     head_dim = draw(st.integers(1, 8192))
     head_dim_v = draw(st.one_of(st.none(), st.integers(1, 8192)))
+    batch = draw(st.integers(1, 10**6))
+    mask = draw(st.sampled_from(MASKS))
+    shape = None if mask == "none" else draw(st.sampled_from([None, *MASK_SHAPES]))
+    strides = st.lists(st.integers(0, 10**12), min_size=4, max_size=4).map(tuple)
+    q_strides, k_strides = (draw(st.one_of(st.none(), strides)) for _ in range(2))
+    layout = "contiguous" if q_strides or k_strides else draw(st.sampled_from(LAYOUTS))
+    kv_batch = draw(st.sampled_from([None, 1 if batch > 1 else 7]))
     return Config(
-        batch=draw(st.integers(1, 10**6)),
+        batch=batch,
         num_heads=kv_heads * draw(st.integers(1, 8)),
         num_kv_heads=kv_heads,
         seq_len_q=draw(st.integers(1, 10**6)),
@@ -32,15 +41,19 @@ def configs(draw: st.DrawFn) -> Config:
         head_dim=head_dim,
         dtype=draw(st.sampled_from([None, *DTYPES])),
         causal=draw(st.booleans()),
-        mask=draw(st.sampled_from(MASKS)),
+        mask=mask,
         dropout=draw(
             st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True, allow_subnormal=False))
         ),
         scale=draw(st.one_of(st.none(), st.floats(-1e6, 1e6, allow_nan=False))),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=layout,
         bwd=draw(st.booleans()),
         head_dim_v=None if head_dim_v == head_dim else head_dim_v,
         deterministic=draw(st.booleans()),
+        kv_batch=kv_batch,
+        mask_shape=None if shape == WHOLE_MASKS.get(mask, "11qk") else shape,
+        q_strides=q_strides,
+        k_strides=k_strides,
     )
 
 
@@ -71,6 +84,12 @@ def test_any_text_is_configs_or_a_usage_error(text: str) -> None:
         ("2,8,512,64,head_dim_v=32,deterministic", "b2-h8-s512-d64-dv32-deterministic"),
         ("2,8,512,64,head_dim_v=64,mask=bool_2d", "b2-h8-s512-d64-mask=bool_2d"),
         ("2,8,512,64,scale=-2,layout=bshd", "b2-h8-s512-d64-scale=-2-layout=bshd"),
+        ("2,8,512,64,kv_batch=1", "b2-h8-kb1-s512-d64"),
+        ("2,8,512,64,kv_batch=2", "b2-h8-s512-d64"),
+        ("2,8,9,4,mask=bool,mask_shape=b1qk", "b2-h8-s9-d4-mask=bool-mask_shape=b1qk"),
+        ("2,8,9,4,mask=float_bh,mask_shape=bhqk", "b2-h8-s9-d4-mask=float_bh"),
+        ("2,1,9,4,k_strides=0x4x4x1", "b2-h1-s9-d4-k_strides=0x4x4x1"),
+        ("2,1,9,4,mask=bool_2d,mask_strides=0x1", "b2-h1-s9-d4-mask=bool_2d-mask_strides=0x1"),
     ],
 )
 def test_labels(text: str, label: str) -> None:
@@ -107,6 +126,11 @@ def test_repeats_are_one_config() -> None:
         ("2,8,512,64,scale=nan", "'nan'"),
         ("2,8,{512,64", "braces"),
         ("0,8,512,64", "'0'"),
+        ("2,8,512,64,kv_batch=3", "kv_batch=3"),
+        ("2,8,512,64,mask_shape=b1qk", "no mask="),
+        ("2,8,512,64,q_strides=64x1", "q_strides has 2 numbers"),
+        ("2,8,512,64,q_strides=a", "q_strides='a'"),
+        ("2,8,512,64,q_strides=1x2x3x4,layout=bshd", "say one"),
         ("2,8,4096:128:*2,64", "never reaches"),
         ("2,8,1:9:*1,64", "never reaches"),
         ("2,8,512,64,causal,causal", "second time"),

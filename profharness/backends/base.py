@@ -76,6 +76,8 @@ def outside_contract(config: Config) -> str | None:
         return f"an attention mask (mask={config.mask}) cannot be passed; causal can"
     if config.dropout:
         return "dropout cannot be passed"
+    if config.kv_batch is not None:
+        return f"key and value have another batch (kv_batch={config.kv_batch})"
     return None
 
 

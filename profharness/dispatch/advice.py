@@ -74,9 +74,9 @@ def _sixteenth(config: Config) -> Config | None:
 
 # Better changes first: those that keep the output, then those that cost something.
 CHANGES = (
-    Change("contiguous", ("last_dim_stride",), lambda c: replace(c, layout="contiguous"),
+    Change("contiguous", ("last_dim_stride",), Config.contiguous,
            "make the last dimension of q, k and v contiguous (a copy of each)"),
-    Change("aligned copy", ("alignment",), lambda c: replace(c, layout="contiguous"),
+    Change("aligned copy", ("alignment",), Config.contiguous,
            "copy q, k and v with clone(), so that their storage offset is 0"),
     Change("pad head_dim", ("head_dim_multiple",),
            lambda c: _padded(c, rounded_up(c.head_dim), rounded_up(c.value_dim)),
@@ -174,7 +174,7 @@ def _arguments(config: Config) -> Iterator[str]:
 def _before_call(before: Config, after: Config) -> Iterator[str]:
     if before.deterministic and not after.deterministic:
         yield "torch.use_deterministic_algorithms(False)  # or (True, warn_only=True)"
-    if before.layout != after.layout:
+    if before.contiguous() != before and after.contiguous() == after:
         # contiguous() gives a tensor back as it is where only its storage offset is odd
         copy = "clone" if before.layout == "offset1" else "contiguous"
         yield f"q, k, v = (each.{copy}() for each in (q, k, v))"

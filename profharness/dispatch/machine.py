@@ -280,10 +280,10 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
     dtype = str(config.resolve(device).dtype)
     mask = None
     if config.mask != "none":
-        lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}
-        shape = (*lead.get(config.mask, (1, 1)), config.seq_len_q, config.seq_len_kv)
         kind = "bool" if config.mask.startswith("bool") else "float"
-        mask = Mask(shape, kind, requires_grad=config.mask == "float_grad")
+        last = config.mask_strides[-1] if config.mask_strides else 1
+        mask = Mask(config.mask_dims, kind, config.mask == "float_grad", last)
+    strides = [given for given in (config.q_strides, config.k_strides, config.v_strides) if given]
     return AttentionParams(
         batch=config.batch,
         heads=config.num_heads,
@@ -291,6 +291,7 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
         seq_q=config.seq_len_q,
         seq_kv=config.seq_len_kv,
         head_dim=config.head_dim,
+        batch_kv=config.kv_batch,
         head_dim_v=config.head_dim_v,
         dtype=dtype,
         device=device,
@@ -299,8 +300,11 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
         mask=mask,
         dropout=config.dropout,
         requires_grad=config.bwd,
-        last_stride=2 if config.layout == "strided_last" else 1,
-        batch_stride_zero=config.layout == "broadcast_batch",
+        last_stride=max(
+            (given[-1] for given in strides), default=2 if config.layout == "strided_last" else 1
+        ),
+        batch_stride_zero=config.layout == "broadcast_batch"
+        or (config.batch > 1 and any(given[0] == 0 for given in strides)),
         storage_offset_bytes=DTYPES[dtype][1] if config.layout == "offset1" else 0,
         deterministic="error" if config.deterministic else "off",
     )

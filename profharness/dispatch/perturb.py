@@ -71,12 +71,13 @@ def _easy_heads(config: Config) -> Config:
 # The order also decides which of several reasons is named first.
 PROPERTIES: dict[str, Callable[[Config], Config]] = {
     "dtype": lambda c: replace(c, dtype="fp16"),
-    "mask": lambda c: replace(c, mask="none"),
+    "mask": lambda c: replace(c, mask="none", mask_shape=None, mask_strides=None),
     "dropout": lambda c: replace(c, dropout=0.0),
     "causal": lambda c: replace(c, causal=False),
     "deterministic": lambda c: replace(c, deterministic=False),
     "bwd": lambda c: replace(c, bwd=False),
-    "layout": lambda c: replace(c, layout="contiguous"),
+    "layout": Config.contiguous,
+    "kv_batch": lambda c: replace(c, kv_batch=None),
     "kv_heads": lambda c: replace(c, num_kv_heads=c.num_heads),
     "heads": _easy_heads,
     "head_dim_v": lambda c: replace(c, head_dim_v=None),

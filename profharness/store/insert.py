@@ -76,10 +76,14 @@ def row_id(
 
 def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
     """Ids of attention configs."""
-    return {
-        config: row_id(connection, "configs", {"label": config.label, **asdict(config)})
-        for config in set(configs)
-    }
+    ids = {}
+    for config in set(configs):
+        row = {
+            name: to_json(value) if isinstance(value, tuple) else value
+            for name, value in asdict(config).items()
+        }
+        ids[config] = row_id(connection, "configs", {"label": config.label, **row})
+    return ids
 
 
 def sdpa_op(path: str) -> str | None:

@@ -52,7 +52,8 @@ CREATE TABLE configs (
     num_kv_heads INTEGER NOT NULL, seq_len_q INTEGER NOT NULL, seq_len_kv INTEGER NOT NULL,
     head_dim INTEGER NOT NULL, head_dim_v INTEGER, dtype TEXT, causal INTEGER NOT NULL,
     mask TEXT NOT NULL, dropout REAL NOT NULL, scale REAL, layout TEXT NOT NULL,
-    bwd INTEGER NOT NULL, deterministic INTEGER NOT NULL) STRICT;
+    bwd INTEGER NOT NULL, deterministic INTEGER NOT NULL, kv_batch INTEGER, mask_shape TEXT,
+    q_strides TEXT, k_strides TEXT, v_strides TEXT, mask_strides TEXT) STRICT;
 CREATE INDEX configs_label ON configs(label);
 
 CREATE TABLE cells (

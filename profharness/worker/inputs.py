@@ -42,20 +42,36 @@ def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
             return torch.empty(shape, device=device, dtype=dtype)
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
-    def tensor(heads: int, rows: int, head_dim: int = config.head_dim) -> Any:
-        made = _laid_out(config.layout, (config.batch, heads, rows, head_dim), filled)
+    def tensor(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Any:
+        made = _laid_out(config.layout, shape, strides, filled)
         return made.requires_grad_() if config.bwd else made
 
-    query = tensor(config.num_heads, config.seq_len_q)
-    key = tensor(config.num_kv_heads, config.seq_len_kv)
-    value = tensor(config.num_kv_heads, config.seq_len_kv, config.value_dim)
+    keys = (config.key_batch, config.num_kv_heads, config.seq_len_kv)
+    query = tensor(
+        (config.batch, config.num_heads, config.seq_len_q, config.head_dim), config.q_strides
+    )
+    key = tensor((*keys, config.head_dim), config.k_strides)
+    value = tensor((*keys, config.value_dim), config.v_strides)
     grad = None
     if config.bwd and generator is not None:
-        grad = filled(config.batch, config.num_heads, config.seq_len_q, config.value_dim)
+        grad = filled(*output_shape(config))
     return Inputs(query, key, value, _mask(config, device, filled, generator), grad)
 
 
-def _laid_out(layout: str, shape: tuple[int, int, int, int], filled: Callable[..., Any]) -> Any:
+def output_shape(config: Config) -> tuple[int, int, int, int]:
+    """[B, Hq, Sq, Dv]."""
+    return config.output_batch, config.num_heads, config.seq_len_q, config.value_dim
+
+
+def _laid_out(
+    layout: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    filled: Callable[..., Any],
+) -> Any:
+    if strides:
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        return filled(elements).as_strided(shape, strides)
     batch, heads, rows, head_dim = shape
     if layout == "bshd":
         return filled(batch, rows, heads, head_dim).transpose(1, 2)
@@ -71,15 +87,25 @@ def _laid_out(layout: str, shape: tuple[int, int, int, int], filled: Callable[..
 def _mask(config: Config, device: str, filled: Callable[..., Any], generator: Any) -> Any:
     if config.mask == "none":
         return None
-    lead = {"bool_2d": (), "float_bh": (config.batch, config.num_heads)}.get(config.mask, (1, 1))
-    shape = (*lead, config.seq_len_q, config.seq_len_kv)
+    shape, strides = config.mask_dims, config.mask_strides
     if config.mask.startswith("float"):
-        return filled(*shape).requires_grad_(config.mask == "float_grad")
-    if generator is None:
-        return torch.empty(shape, device=device, dtype=torch.bool)
-    mask = torch.rand(shape, device=device, generator=generator) < 0.75
-    mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
-    return mask
+        made = _laid_out("contiguous", shape, strides, filled) if strides else filled(*shape)
+        return made.requires_grad_(config.mask == "float_grad")
+
+    def kept(*sizes: int) -> Any:
+        if generator is None:
+            return torch.empty(sizes, device=device, dtype=torch.bool)
+        return torch.rand(sizes, device=device, generator=generator) < 0.75
+
+    if not strides:
+        mask = kept(*shape)
+    else:  # a dimension of stride 0 cannot be written as a whole
+        mask = _laid_out("contiguous", shape, strides, kept)
+        stored = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
+        mask = mask.as_strided(stored, strides)
+    if generator is not None:
+        mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
+    return mask.as_strided(shape, strides) if strides else mask
 
 
 def make_forward(
@@ -120,7 +146,7 @@ def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None
     """Raises ImplementationError for an output of the named backend that is no tensor like SDPA's."""
     if not isinstance(output, torch.Tensor):
         raise ImplementationError(f"{name} returned {type(output).__name__}, not a tensor")
-    shape = (config.batch, config.num_heads, config.seq_len_q, config.value_dim)
+    shape = output_shape(config)
     if tuple(output.shape) != shape:
         raise ImplementationError(
             f"{name} returned shape {list(output.shape)}; it must be {list(shape)}, [B, H, Sq, Dv]"

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profharness.config import Config
-from profharness.worker.inputs import Inputs
+from profharness.worker.inputs import Inputs, output_shape
 
 MAX_SCORES = 1 << 24  # scores held at once; fp64 and a few temporaries of them stay below 1 GiB
 ORDERS = ("plain", "scaled_first", "reversed")
@@ -97,14 +97,14 @@ def batched_out(config: Config, inputs: Inputs, dtype: Any) -> Any:
         return None
     made = _results(config, inputs, dtype)["out"]
     with torch.no_grad():
-        for batch in range(config.batch):
+        for batch in range(config.output_batch):
             key, value = (
-                tensor[batch].to(dtype).repeat_interleave(group, dim=0)
+                tensor[batch % config.key_batch].to(dtype).repeat_interleave(group, dim=0)
                 for tensor in (inputs.key, inputs.value)
             )
             for first in range(0, config.num_heads, step):
                 heads = slice(first, min(first + step, config.num_heads))
-                query = inputs.query[batch, heads].to(dtype)
+                query = inputs.query[batch % config.batch, heads].to(dtype)
                 scores = query @ key[heads].transpose(-2, -1) * default_scale(config)
                 place = (batch, heads, 0, rows)
                 made[batch, heads] = (
@@ -117,7 +117,7 @@ def _places(config: Config, variant: Variant) -> Iterator[tuple[int, slice, int,
     """(batch, query heads, key head, rows) of blocks that hold at most MAX_SCORES scores."""
     group = config.num_heads // config.num_kv_heads
     step = max(1, MAX_SCORES // (group * config.seq_len_kv))
-    for batch in range(config.batch):
+    for batch in range(config.output_batch):
         for kv in range(config.num_kv_heads):
             heads = slice(kv * group, (kv + 1) * group)
             if variant.interleaved:
@@ -133,7 +133,7 @@ def default_scale(config: Config) -> float:
 def _results(config: Config, inputs: Inputs, dtype: Any) -> dict[str, Any]:
     """Zeros to add to; key and value gradients of a narrow dtype add up in fp32."""
     query = inputs.query
-    shape = (config.batch, config.num_heads, config.seq_len_q, config.value_dim)
+    shape = output_shape(config)
     made = {"out": torch.zeros(shape, dtype=dtype, device=query.device)}
     if config.bwd:
         wide = torch.promote_types(dtype, torch.float32)
@@ -154,8 +154,10 @@ def _block(
 ) -> None:
     """The query heads of one key head, some rows of them: [G, rows, D] against [Skv, D]."""
     batch, heads, kv, rows = place
-    query = inputs.query[batch, heads, rows].to(dtype)
-    key, value = inputs.key[batch, kv].to(dtype), inputs.value[batch, kv].to(dtype)
+    query = inputs.query[batch % config.batch, heads, rows].to(dtype)
+    key, value = (
+        tensor[batch % config.key_batch, kv].to(dtype) for tensor in (inputs.key, inputs.value)
+    )
     scale = default_scale(config) if variant.scale is None else variant.scale
     scores = _scores(query, key, scale, variant.order)
     if terms:
@@ -195,9 +197,10 @@ def _add(
     batch, heads, kv, rows = place
     query, key, grad = factors
     wide = into["dk"].dtype
-    into["dq"][batch, heads, rows] = (inner @ key).to(wide)
-    into["dk"][batch, kv] += (inner.transpose(-2, -1) @ query).to(wide).sum(0)
-    into["dv"][batch, kv] += (weights.transpose(-2, -1) @ grad).to(wide).sum(0)
+    mine, theirs = (batch % len(into[name]) for name in ("dq", "dk"))  # 0 in a batch of 1
+    into["dq"][mine, heads, rows] += (inner @ key).to(wide)
+    into["dk"][theirs, kv] += (inner.transpose(-2, -1) @ query).to(wide).sum(0)
+    into["dv"][theirs, kv] += (weights.transpose(-2, -1) @ grad).to(wide).sum(0)
 
 
 def _weights(
@@ -209,7 +212,7 @@ def _weights(
 ) -> Any:
     batch, heads, _, rows = place
     if inputs.mask is not None:
-        full = (config.batch, config.num_heads, config.seq_len_q, config.seq_len_kv)
+        full = (config.output_batch, config.num_heads, config.seq_len_q, config.seq_len_kv)
         mask = inputs.mask.detach().broadcast_to(full)[batch, heads, rows]
         hides = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if hides else scores + mask.to(scores.dtype)

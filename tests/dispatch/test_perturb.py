@@ -217,7 +217,7 @@ def test_no_property_is_a_blocker_that_cannot_be(name: str) -> None:
     """Each entry of the registry blocks when the oracle says so, alone and under its name."""
     text = (
         "3,16,7,300,bf16,kv_heads=4,head_dim_v=99,mask=bool,dropout=0.5,causal,deterministic,bwd,"
-        "layout=bshd"
+        "layout=bshd,kv_batch=1"
     )
     config = parse_config(text.replace("300", "299"))
 

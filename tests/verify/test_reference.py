@@ -73,6 +73,30 @@ def test_the_reference_is_torchs_math_in_fp64(
         torch.testing.assert_close(found[name], wanted, rtol=1e-11, atol=1e-11, msg=name)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3,2,7,5,kv_batch=1",
+        "1,2,7,5,kv_batch=3,kv_heads=1",
+        "2,4,7,5,mask=bool,mask_shape=b1qk",
+        "2,4,7,5,mask=bool,mask_shape=b1qk,mask_strides=7x0x0x1",
+        "2,4,7,5,mask=float,mask_shape=h1k",
+        "2,4,7,5,q_strides=420x5x60x1,k_strides=0x35x5x1",
+    ],
+)
+def test_unequal_batches_mask_shapes_and_strides(text: str) -> None:
+    config = parse_config(f"{text},bwd,fp32")
+    inputs = make_inputs(config, "cpu", 1)
+    assert inputs.query.stride() == (config.q_strides or inputs.query.contiguous().stride())
+    assert inputs.key.stride() == (config.k_strides or inputs.key.contiguous().stride())
+    if inputs.mask is not None:
+        assert tuple(inputs.mask.shape) == config.mask_dims
+        assert config.mask_strides in (None, inputs.mask.stride())
+    found = attend(config, inputs, torch.float64).tensors
+    for name, wanted in zip(("out", *GRADIENTS), torch_in_fp64(config, inputs), strict=True):
+        torch.testing.assert_close(found[name], wanted, rtol=1e-11, atol=1e-11, msg=name)
+
+
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config("1,4,33,8,fp32,kv_heads=2,causal,bwd")
     inputs = make_inputs(config, "cpu", 0)

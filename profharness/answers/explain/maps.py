@@ -16,15 +16,18 @@ Value = int | float | str | bool | None
 
 
 def get(config: Config, name: str) -> Value:
-    """A property's value; `seq` is seq_len_q, head_dim_v is filled in where it is head_dim."""
-    value: Value = getattr(config, "value_dim" if name == "head_dim_v" else FIELDS[name])
+    """A property's value; `seq` is seq_len_q, head_dim_v and kv_batch are filled in."""
+    filled = {"head_dim_v": "value_dim", "kv_batch": "key_batch"}
+    value: Value = getattr(config, filled.get(name, FIELDS[name]))
     return value
 
 
 def put(config: Config, name: str, value: int) -> Config | None:
     """The config with a numeric property set: kv_heads follows heads and head_dim_v head_dim where
-    they were the same. None where no such config exists (kv_heads that does not divide heads).
+    they were the same, and strides are left out. None where no such config exists (kv_heads that
+    does not divide heads).
     """
+    config = replace(config, q_strides=None, k_strides=None, v_strides=None, mask_strides=None)
     if name == "seq":
         return replace(config, seq_len_q=value, seq_len_kv=value)
     if name == "head_dim_v":
@@ -52,8 +55,9 @@ def varying(configs: Sequence[Config]) -> list[str]:
     omitted = {"seq_q", "seq_kv"} if square else {"seq"}
     if all(config.num_kv_heads == config.num_heads for config in configs):
         omitted.add("kv_heads")
-    if all(config.head_dim_v is None for config in configs):
-        omitted.add("head_dim_v")
+    for name in ("head_dim_v", "kv_batch"):
+        if all(getattr(config, name) is None for config in configs):
+            omitted.add(name)
     return [
         name
         for name in FIELDS
