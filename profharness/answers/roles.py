@@ -1,4 +1,6 @@
-"""What each kernel of a cell computes: its role, decided from family, op stack and order."""
+"""What each kernel of a cell computes: its role, decided from family, op stack and order. In a trace
+of somebody else, what is not attention has the name of the op that asked for it.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,19 @@ _FUSED_BWD = frozenset({"flash_bwd", "efficient_bwd", "cudnn_bwd"})
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _FRONT = "aten::scaled_dot_product_attention"
 _SPLIT_K = re.compile(r"splitKreduce")
+
+
+# What the op stack of a foreign trace's attention has in it. A batched product may be attention's
+# that somebody wrote out; a linear layer's is none.
+_ATTENTION_PART = re.compile(
+    r"^aten::(_?scaled_dot_product|_?softmax|_safe_softmax)|ScaledDot|Softmax"
+)
+_PRODUCT_OF_ATTENTION = re.compile(
+    r"^aten::(_?scaled_dot_product|baddbmm|bmm)|ScaledDot|BmmBackward"
+)
+_ATTENTION_NAME = re.compile(r"attn|attention|flash|fmha|sdpa", re.IGNORECASE)
+_NODE = re.compile(r"(\w+?)Backward\d*")
+_CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 _Table = tuple[tuple[str, re.Pattern[str]], ...]
@@ -102,12 +117,48 @@ def role(row: KernelRow) -> str:
 
 
 def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
-    """Every row of one cell (and one profiler) with its role, in the order of first_ns."""
+    """Every row of one cell or foreign range (and one profiler) with its role, by first_ns."""
     ordered = sorted(rows, key=lambda row: (row.first_ns, row.kernel, row.op_path or ""))
-    roles = [role(row) for row in ordered]
+    roles = [
+        neutral_role(row) if row.cell is None and not shows_attention(row) else role(row)
+        for row in ordered
+    ]
     _number_gemms(ordered, roles)
     _own_kernel(ordered, roles)
     return list(zip(roles, ordered, strict=True))
+
+
+def shows_attention(row: KernelRow) -> bool:
+    """Whether a row of a foreign trace belongs to attention by its name, its family or its op stack.
+    A batched product without a stack may; what else ran in its range decides.
+    """
+    if row.family == "triton":
+        if _ATTENTION_NAME.search(row.kernel):
+            return True
+    elif row.family in _FUSED_BWD or row.family in _FUSED:
+        return True
+    named = _first(_NAMED, row.kernel)
+    if named not in (None, "helper", "mask"):
+        return True
+    path = _path(row)
+    if is_gemm(row):
+        return not path or any(_PRODUCT_OF_ATTENTION.search(part) for part in path)
+    return any(_ATTENTION_PART.search(part) for part in path)
+
+
+def neutral_role(row: KernelRow) -> str:
+    """The op that asked for a kernel outside of attention (`linear`, `layer_norm_bwd`); without an
+    op stack its family.
+    """
+    parts = [part.removeprefix(f"{_AUTOGRAD}: ") for part in _path(row)]
+    if not parts:
+        return row.family
+    if any("AccumulateGrad" in part for part in parts):
+        return "grad_accumulate"
+    node = _NODE.fullmatch(parts[0])
+    if node is None:
+        return parts[0].rpartition("::")[2].strip("_") or row.family
+    return _CAPITAL.sub("_", node[1]).lower() + "_bwd"
 
 
 def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
@@ -215,7 +266,8 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
     under_math = any(MATH_OP in _path(rows[n]) for n in products)
     if softmax is None and "softmax_bwd" not in roles and not under_math:
         for n in products:
-            roles[n] = "helper_bwd" if roles[n] == "gemm_bwd" else "helper"
+            outside = "helper_bwd" if roles[n] == "gemm_bwd" else "helper"
+            roles[n] = outside if rows[n].cell is not None else neutral_role(rows[n])
         return
     forward = [n for n in products if roles[n] == "qk"]
     backward = [n for n in products if roles[n] == "gemm_bwd"]
@@ -253,8 +305,13 @@ def _name_phase(
     forward = len(names[0]) == 1
     fallback = "qk+pv" if forward else "gemm_bwd"
     counts = {n: _per_call(rows[n], calls) for n in main}
+    # of a foreign trace attention's products are known by their number alone
+    unlike = sum(counts.values()) != sum(map(len, names))
     for n in products:
-        roles[n] = fallback
+        foreign = rows[n].cell is None and MATH_OP not in _path(rows[n])
+        roles[n] = neutral_role(rows[n]) if foreign and unlike else fallback
+    if unlike:
+        return
     early = [n for n in main if softmax is not None and n < softmax]
     if softmax is None:
         early = main[: len(names[0])]
@@ -289,6 +346,8 @@ def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
     """A backend from outside PyTorch: the longest kernel that no ATen op launched is attention."""
     if set(roles) & {"attention", "attention_bwd", "qk", "qk+pv"}:
         return
+    if any(row.cell is None for row in rows):
+        return  # nobody knows that a foreign trace has attention in it
     own = [
         n
         for n, row in enumerate(rows)

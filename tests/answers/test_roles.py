@@ -161,6 +161,70 @@ def test_cpu_math_where_one_row_holds_several_products() -> None:
     )
 
 
+def foreign(rows: list[KernelRow]) -> list[tuple[str, str]]:
+    """Role and op of rows in a trace that profharness did not make."""
+    outside = [
+        replace(row, cell=None, config=None, backend=None, launches_per_call=None, launches=4)
+        for row in rows
+    ]
+    return [(name, row.kernel.removeprefix("aten::")) for name, row in assign_roles(outside)]
+
+
+def test_the_layers_around_attention_have_their_own_names() -> None:
+    """One training step of a transformer layer on math, as Kineto records it."""
+    node = f"{NODE}AddmmBackward0;AddmmBackward0"
+    rows = [
+        op("aten::mm", "aten::linear;aten::matmul", 1, 0),
+        op("aten::bmm", f"{MATH};aten::matmul", 1, 1),
+        op("aten::_softmax", f"{MATH};aten::_safe_softmax;aten::softmax", 1, 2),
+        op("aten::bmm", f"{MATH};aten::matmul", 1, 3),
+        op("aten::clone", "aten::reshape", 1, 4),
+        op("aten::addmm", "aten::linear", 1, 5),
+        op("aten::bernoulli_", "aten::dropout", 1, 6),
+        op("aten::native_layer_norm", "aten::layer_norm", 1, 7),
+        op("aten::mm", node, 1, 8),
+        op("NativeLayerNormBackward0", f"{NODE}NativeLayerNormBackward0", 1, 9),
+        op("aten::_softmax_backward_data", f"{NODE}SafeSoftmaxBackward0", 1, 10),
+    ]
+    assert foreign(rows) == [
+        ("linear", "mm"),
+        ("qk", "bmm"),
+        ("softmax", "_softmax"),
+        ("pv", "bmm"),
+        ("reshape", "clone"),
+        ("linear", "addmm"),
+        ("dropout", "bernoulli_"),
+        ("layer_norm", "native_layer_norm"),
+        ("addmm_bwd", "mm"),
+        ("native_layer_norm_bwd", "NativeLayerNormBackward0"),
+        ("softmax_bwd", "_softmax_backward_data"),
+    ]
+
+
+def test_attention_that_somebody_wrote_out_is_known_by_its_batched_products() -> None:
+    rows = [
+        op("aten::bmm", "aten::matmul", 1, 1),
+        op("aten::_softmax", "aten::softmax", 1, 2),
+        op("aten::bmm", "aten::matmul", 1, 3),
+    ]
+    assert [name for name, _ in foreign(rows)] == ["qk", "softmax", "pv"]
+    more = [*rows, op("aten::bmm", "aten::einsum", 1, 4)]
+    assert [name for name, _ in foreign(more)] == ["matmul", "softmax", "matmul", "einsum"]
+
+
+def test_kernels_of_a_foreign_trace_without_a_stack_have_their_family() -> None:
+    product, *_ = bare("gemm", "ampere_sgemm_128x64_tn")
+    rows = [
+        replace(product, first_ns=0),
+        *bare("elementwise", "void at::native::vectorized_elementwise_kernel<MulFunctor>"),
+        *bare("other", "void my_fused_thing(float*)"),
+        *bare("triton", "layer_norm_kernel"),
+    ]
+    rows = [replace(row, first_ns=at) for at, row in enumerate(rows)]
+    assert [name for name, _ in foreign(rows)] == ["gemm", "elementwise", "other", "triton"]
+    assert [name for name, _ in foreign(bare("triton", "my_attn_fwd"))] == ["attention"]
+
+
 def test_own_kernel_outside_of_pytorch() -> None:
     row = rows_of("b2h8s512d64-fp16", "flash")[0]
     own = replace(row, kernel="my_attention(float*)", family="other", op_path=None, first_ns=0)
