@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from profharness.devices import Device
-from profharness.kernel_names import canonical
-from profharness.parse.columns import Ids, make_device
+from profharness.errors import TraceFormatError
+from profharness.parse.columns import MAX_NS, Ids, make_device, whole
+from profharness.parse.demangle import canonical_names
 from profharness.parse.ncu_csv import (
     CONSTANTS,
     DEFAULT_DOMAIN,
@@ -29,13 +30,21 @@ from profharness.profilers.ncu import check_file
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Metrics, Range, Trace, range_cell
 
 OWN_DOMAIN = "profharness"
+NO_NAME = "unknown"
 UNKNOWN_STEP_NS = 1  # what a kernel without a time takes in the order of launches
 # Units of time as ncu writes them: <= 2024 the long words, from 2025 the short ones.
 NANOSECONDS = {
     "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6,
     "s": 1e9, "second": 1e9,
 }  # fmt: skip
+# Places in the table of metrics: so many a value, above which most of a report's kernels and metrics
+# have nothing in common, and so many in any case.
+PLACES_A_VALUE, MIN_PLACES = 64, 1 << 20
 EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
+SIZES = (
+    "launch__grid_", "launch__block_", "launch__registers_per_thread",
+    "launch__shared_mem_per_block",
+)  # fmt: skip
 _DEVICE_FIELDS = {
     "compute_major": "compute_capability_major",
     "compute_minor": "compute_capability_minor",
@@ -66,26 +75,34 @@ def parse_ncu(path: Path) -> Trace:
     """
     path = Path(path)
     if path.name.lower().endswith(".csv"):
-        return _trace(read_csv_file(path), {})
+        return _trace(read_csv_file(path), {}, path)
     file = check_file(path)
-    return _trace(read_report(path, file), {"ncu_version": file.version} if file.version else {})
+    environment: dict[str, object] = {"ncu_version": file.version} if file.version else {}
+    return _trace(read_report(path, file), environment, path)
 
 
 def nanoseconds(value: float, unit: str) -> int:
-    """A time of ncu's in ns, rounded. Raises KeyError for a unit that is none of time."""
+    """A time of ncu's in ns, rounded. Raises KeyError for a unit that is none of time, and
+    OverflowError for more than a double holds.
+    """
     return round(value * NANOSECONDS[unit])
 
 
-def _trace(report: NcuReport, environment: dict[str, object]) -> Trace:
+def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Trace:
     launches, units = report.launches, report.units
     durations = [_duration(launch, units) for launch in launches]
+    if sum(durations) >= MAX_NS:
+        message = f"the times of its kernels add up to {sum(durations) / 1e9:.0f} s"
+        raise TraceFormatError(path, message, expected="times that a machine can take")
     configs, kernels = Ids(), Ids()
+    names = [launch.name or NO_NAME for launch in launches]
+    canonical, intricate = canonical_names(names)
     steps = np.array([UNKNOWN_STEP_NS if ns == NONE else ns for ns in durations], np.int64)
     ends = np.cumsum(steps, dtype=np.int64)
     starts = ends - steps
     ranges, inner, cells = _ranges(launches, starts.tolist(), ends.tolist())
     columns = {
-        "kernel": kernels.column([canonical(launch.name) for launch in launches]),
+        "kernel": kernels.column([canonical[name] for name in names]),
         "launch_config": configs.column([_launch_config(launch, units) for launch in launches]),
         "range": inner,
         "cell_range": cells,
@@ -112,14 +129,16 @@ def _trace(report: NcuReport, environment: dict[str, object]) -> Trace:
         skipped=report.skipped,
         batches=lambda: iter([batch] if launches else []),
         close=lambda: None,
-        warnings=_warnings(report, durations),
-        metrics=_metrics(report),
+        warnings=(*report.warnings, *intricate, *_warnings(report, durations)),
+        metrics=_metrics(report, durations, path),
     )
 
 
 def _duration(launch: NcuLaunch, units: dict[str, str]) -> int:
     value, unit = launch.values.get(DURATION), units.get(DURATION, "")
-    return NONE if value is None or unit not in NANOSECONDS else nanoseconds(value, unit)
+    if value is None or unit not in NANOSECONDS or not 0 <= value * NANOSECONDS[unit] < MAX_NS:
+        return NONE
+    return nanoseconds(value, unit)
 
 
 def _launch_config(launch: NcuLaunch, units: dict[str, str]) -> LaunchConfig:
@@ -148,8 +167,8 @@ def _bytes(launch: NcuLaunch, units: dict[str, str], name: str) -> int | None:
 
 
 def _whole(value: float | None) -> int | None:
-    """Old reports write integers as doubles."""
-    return None if value is None else round(value)
+    """Old reports write integers as doubles. None for what no count can be."""
+    return None if value is None else whole(round(value))
 
 
 def _open_ranges(launch: NcuLaunch) -> list[str]:
@@ -206,18 +225,26 @@ def _devices(launches: list[NcuLaunch]) -> tuple[Device, ...]:
     return tuple(devices[index] for index in sorted(devices))
 
 
-def _metrics(report: NcuReport) -> Metrics | None:
-    """All numeric metrics but the machine's constants, in the order of their names."""
+def _metrics(report: NcuReport, durations: list[int], path: Path) -> Metrics | None:
+    """All numeric metrics but the machine's constants, in the order of their names. A time that is
+    no kernel's is left out.
+    """
     seen = {name for launch in report.launches for name in launch.values}
     names = sorted(name for name in seen if not name.startswith(CONSTANTS))
     if not names:
         return None
+    filled = sum(len(launch.values) for launch in report.launches)
+    if len(report.launches) * len(names) > max(MIN_PLACES, PLACES_A_VALUE * filled):
+        message = f"{len(report.launches)} kernels with {len(names)} metrics, but {filled} values"
+        raise TraceFormatError(path, message, expected="kernels that have most metrics in common")
     place = {name: index for index, name in enumerate(names)}
     values = np.full((len(report.launches), len(names)), np.nan)
     for row, launch in zip(values, report.launches, strict=True):
         for name, value in launch.values.items():
             if name in place:
                 row[place[name]] = value
+    if DURATION in place and report.units.get(DURATION, "") in NANOSECONDS:
+        values[np.array(durations) == NONE, place[DURATION]] = np.nan
     return Metrics(names, [report.units.get(name, "") for name in names], values)
 
 
@@ -225,10 +252,11 @@ def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:
     texts = []
     if not report.launches:
         texts.append("the report holds no kernel; a filter of ncu's may have matched none")
-    if unknown := durations.count(NONE):
-        texts.append(
-            f"{unknown} of {len(durations)} kernels have no time; ask ncu for {DURATION} as well"
-        )
+    texts += _timeless(report, durations)
+    if nameless := sum(not launch.name for launch in report.launches):
+        texts.append(f"{nameless} of {len(durations)} kernels have no name")
+    if odd := _impossible(report.launches):
+        texts.append(f"{odd} sizes of launches (grid, block, registers, memory) are impossible")
     if report.skipped:
         texts.append(f"{report.skipped} results of whole ranges or graphs are left out")
     rounded = [
@@ -238,6 +266,36 @@ def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:
     ]
     if rounded:
         texts.append(
-            f"shared memory is rounded to {rounded[0]} and left out; export with --print-units base"
+            f"shared memory is rounded to {rounded[0][:40]} and left out; "
+            "export with --print-units base"
         )
     return tuple(texts)
+
+
+def _timeless(report: NcuReport, durations: list[int]) -> list[str]:
+    """Warnings on kernels without a time, by cause."""
+    unit = report.units.get(DURATION, "")
+    untimed = [
+        DURATION in launch.values
+        for launch, ns in zip(report.launches, durations, strict=True)
+        if ns == NONE
+    ]
+    impossible, of = sum(untimed), f"of {len(durations)} kernels have"
+    texts = []
+    if impossible and unit not in NANOSECONDS:
+        texts.append(f"{impossible} {of} no time: {DURATION} is in {unit[:40]!r}")
+    elif impossible:
+        texts.append(f"{impossible} {of} a time below zero or beyond reason, which is left out")
+    if missing := len(untimed) - impossible:
+        texts.append(f"{missing} {of} no time; ask ncu for {DURATION} as well")
+    return texts
+
+
+def _impossible(launches: list[NcuLaunch]) -> int:
+    """How many figures of launch configurations are below zero or too large to be one."""
+    return sum(
+        _whole(value) is None
+        for launch in launches
+        for name, value in launch.values.items()
+        if name.startswith(SIZES)
+    )

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -34,15 +34,19 @@ LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
 EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
 AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
 
+DAMAGED = "{n} lines look like damaged rows and are left out"
 WITNESSES = 1000  # numbers that have to tell their decimal mark
 _MARKS = " \u00a0\u202f'\u2019\ufffd"  # what locales put between thousands besides , and .
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
 _NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
-_TRIPLE = re.compile(r"\(\s*(\d+),\s*(\d+),\s*(\d+)\s*\)")
-_ITEM_TAIL = r":[^:]*:[^:]*:[^:]*:[^:]*:[^:]*"  # payload type and value, colour type and value, …
-_ITEM = re.compile(rf"(?P<domain>.*?):(?P<name>.+){_ITEM_TAIL}:(?P=name)", re.DOTALL)
-_ITEM_PLAIN = re.compile(rf"(?P<domain>.*?):(?P<name>.+?){_ITEM_TAIL}:[^:]*", re.DOTALL)
+_WHOLE = re.compile(r"\d{1,18}")  # an integer that the store can hold
+_TRIPLE = re.compile(r"\(\s*(\d{1,18}),\s*(\d{1,18}),\s*(\d{1,18})\s*\)")
+_NO_VALUE = re.compile(r"(?:\(!\)\s*)?(?:n/?a|[+-]?nan|[+-]?inf(?:inity)?|-*)", re.IGNORECASE)
+_PROFILED = re.compile(r'==PROF== Profiling "')  # ncu says so for each result, before the table
+ITEM_TAIL = 5  # parts between a range's name and its message: payload, colour, type of message
+MAX_DOMAIN_PARTS = 8  # parts of a domain's name, which may hold colons
+MOST = 0.9  # of the kernels: a metric that so many have is missing in the others
 
 Triple = tuple[int, int, int]
 
@@ -77,11 +81,43 @@ class NcuLaunch:
 
 @dataclass(frozen=True, slots=True)
 class NcuReport:
-    """A report's kernels and units by metric; skipped counts whole ranges and graphs."""
+    """A report's kernels and units by metric; skipped counts whole ranges and graphs. warnings say
+    what of the file could not be read or looks incomplete.
+    """
 
     launches: list[NcuLaunch]
     units: dict[str, str]
     skipped: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Doubts:
+    """What is doubtful in a table: how often, and the line of the first behind the header."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def add(self, text: str, line: int | None = None) -> None:
+        """Count one more; `{n}` in the text stands for the count."""
+        self.counts[text] += 1
+        if line is not None:
+            self.lines.setdefault(text, line)
+
+    def texts(self) -> tuple[str, ...]:
+        """One warning for each kind, in the order of the first of each."""
+        at = {text: f" (line {line} after the header)" for text, line in self.lines.items()}
+        return tuple(
+            text.replace("{n}", str(count)) + at.get(text, "")
+            for text, count in self.counts.items()
+        )
+
+
+class Row(NamedTuple):
+    """One row of the table and its line, counted from the header's."""
+
+    line: int
+    cells: list[str]
 
 
 def read_csv_file(path: Path) -> NcuReport:
@@ -100,12 +136,19 @@ def read_text(path: Path) -> str:
 def read_csv_text(text: str, path: Path) -> NcuReport:
     """The kernels of ncu's CSV output; errors name `path`.
 
-    Raises TraceFormatError as `read_table` does, and for metrics under labels.
+    Raises TraceFormatError as `read_table` does, for metrics under labels, and for a device that is
+    no number.
     """
-    columns, records = read_table(text, path)
+    doubts = Doubts()
+    columns, rows = _table(text, path, doubts)
+    kernels = [row for row in rows if row.cells[0]]
     if _is_long(columns):
-        return _report(*_widen(columns, records, path))
-    return _report(columns, records[0], [row for row in records if row[0]])
+        units, blocks = _gathered(columns, kernels, path, doubts)
+    else:
+        kernels = _distinct(kernels, doubts)
+        units, blocks = _blocks(columns, rows[0].cells, kernels, doubts)
+    _check_ids([block.id for block in blocks], text, doubts)
+    return _report(units, blocks, path, doubts)
 
 
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
@@ -114,6 +157,11 @@ def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
 
     Raises TraceFormatError where the header, the units or a row are missing or cut off.
     """
+    columns, rows = _table(text, path, Doubts())
+    return columns, [row.cells for row in rows]
+
+
+def _table(text: str, path: Path, doubts: Doubts) -> tuple[list[str], list[Row]]:
     lines = text.splitlines()
     at = next((at for at, line in enumerate(lines) if NCU_HEADER.match(line)), None)
     if at is None:
@@ -123,12 +171,12 @@ def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
         raise TraceFormatError(path, f"the header is cut off; {AGAIN}", expected=EXPECTED)
     columns = _cells(header)
     ended = text.endswith(("\n", "\r"))
-    records = list(_records(lines[at + 1 :], columns, path, header=header, ended=ended))
-    if not records or (records[0][0] and not _is_long(columns)):
+    rows = list(_records(lines[at + 1 :], columns, path, doubts, header=header, ended=ended))
+    if not rows or (rows[0].cells[0] and not _is_long(columns)):
         missing = "first row" if _is_long(columns) else "row of units"
         message = f"no {missing} behind the header, so the table is cut off; {AGAIN}"
         raise TraceFormatError(path, message, expected=EXPECTED)
-    return columns, records
+    return columns, rows
 
 
 def decimal_mark(cells: Iterable[str]) -> str:
@@ -165,11 +213,22 @@ def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
     ranges = []
     for item in body[1:-1].split('"  "') if body.startswith('"') else [body]:
         item = re.sub(r"^\d+:", "", item) if numbered else item
-        # a name may hold colons: the message at the end repeats it
-        match = _ITEM.fullmatch(item) or _ITEM_PLAIN.fullmatch(item)
-        if match:
-            ranges.append(NvtxRange(match["domain"] or DEFAULT_DOMAIN, match["name"]))
+        if (found := _nvtx_range(item.split(":"))) is not None:
+            ranges.append(found)
     return tuple(ranges)
+
+
+def _nvtx_range(parts: list[str]) -> NvtxRange | None:
+    """One item's parts between its colons. A name may hold colons: the message at the end repeats it,
+    and where it does not, all that could be the name is taken for it.
+    """
+    for domain in range(1, min(len(parts) - ITEM_TAIL, MAX_DOMAIN_PARTS + 1)):
+        count, odd = divmod(len(parts) - ITEM_TAIL - domain, 2)
+        name = ":".join(parts[domain : domain + count])
+        if not odd and name and parts[domain : domain + count] == parts[-count:]:
+            return NvtxRange(":".join(parts[:domain]) or DEFAULT_DOMAIN, name)
+    name = ":".join(parts[1 : -ITEM_TAIL - 1])
+    return NvtxRange(parts[0] or DEFAULT_DOMAIN, name) if name else None
 
 
 def _cells(line: str) -> list[str]:
@@ -187,9 +246,10 @@ def _is_open(line: str) -> bool:
 
 
 def _records(
-    lines: list[str], columns: list[str], path: Path, *, header: str, ended: bool
-) -> Iterator[list[str]]:
-    """The unit row and the kernels' rows; other lines are not ncu's table.
+    lines: list[str], columns: list[str], path: Path, doubts: Doubts, *, header: str, ended: bool
+) -> Iterator[Row]:
+    """The unit row and the kernels' rows. Other lines are not ncu's table, but those that look like
+    a row are counted.
 
     ncu quotes every cell, what a spreadsheet saved may not: such rows are looked for once the
     header or a row is of that kind. ended: the last line has its line break.
@@ -197,6 +257,8 @@ def _records(
     bare = not header.startswith('"')
     for count, line in enumerate(lines, start=1):
         if not line.startswith(('"', ",")) and not line[:1].isdigit():
+            if _resembles(line, columns, bare=bare):
+                doubts.add(DAMAGED, count)
             continue
         try:
             cells = _cells(line)
@@ -204,11 +266,18 @@ def _records(
             if not line.startswith('"'):
                 continue
             raise _bad_row(path, count, f"cannot be read ({error})") from None
-        if cells == columns or (cells[0] and not cells[0].isdecimal()):
+        if cells == columns:
+            doubts.add("the header stands {n} times more", count)
+            continue
+        if cells[0] and not _WHOLE.fullmatch(cells[0]):
+            if _resembles(line, columns, bare=bare):
+                doubts.add(DAMAGED, count)
             continue
         quoted = line.startswith('"')
         whole = len(cells) == len(columns)
         if not (quoted or whole or (bare and len(cells) > 1)):
+            if _resembles(line, columns, bare=bare):
+                doubts.add(DAMAGED, count)
             continue  # a program's own numbers
         last = count == len(lines) and not ended
         if (quoted and _is_open(line)) or (not quoted and last and not line.endswith('"')):
@@ -216,7 +285,13 @@ def _records(
         if not whole:
             raise _bad_row(path, count, f"has {len(cells)} of {len(columns)} columns")
         bare = bare or not quoted
-        yield cells
+        yield Row(count, cells)
+
+
+def _resembles(line: str, columns: list[str], *, bare: bool) -> bool:
+    """Whether a line that is no row has so many borders of cells that it must have been one."""
+    quoted = line.count('","') >= max(3, len(columns) // 2)
+    return quoted or (bare and line.count(",") >= max(5, len(columns) - 2))
 
 
 def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
@@ -224,81 +299,178 @@ def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
     return TraceFormatError(path, message, expected=EXPECTED)
 
 
-def _widen(
-    columns: list[str], records: list[list[str]], path: Path
-) -> tuple[list[str], list[str], list[list[str]]]:
-    """The long form as columns, units and rows by kernel. Rows without a metric are only advice."""
+class Block(NamedTuple):
+    """One kernel: the cells of ncu's own columns and of metrics, both by column."""
+
+    line: int
+    id: int
+    own: dict[str, str]
+    metrics: dict[str, str]
+
+
+def _distinct(rows: list[Row], doubts: Doubts) -> list[Row]:
+    """The rows without exact copies of earlier ones, which a file that was doubled has."""
+    seen: set[tuple[str, ...]] = set()
+    kept = []
+    for row in rows:
+        if (key := tuple(row.cells)) in seen:
+            doubts.add("{n} rows are exact copies of earlier ones and are left out", row.line)
+            continue
+        seen.add(key)
+        kept.append(row)
+    return kept
+
+
+def _blocks(
+    columns: list[str], units: list[str], rows: list[Row], doubts: Doubts
+) -> tuple[dict[str, str], list[Block]]:
+    """Units and kernels of the wide form."""
+    place = {name: index for index, name in enumerate(columns)}
+    if len(place) < len(columns):
+        doubts.add("columns stand twice in the header; the last of each counts")
+    own = [(name, index) for name, index in place.items() if name in OWN_COLUMNS]
+    metrics = [(name, index) for name, index in place.items() if name not in OWN_COLUMNS]
+    if odd := [name for name, _ in metrics if "__" not in name]:
+        shown = ", ".join(repr(name[:40]) for name in odd[:3])
+        doubts.add(f"{len(odd)} columns of unknown names: {shown}")
+    blocks = [
+        Block(
+            line,
+            int(cells[0]),
+            {name: cells[index] for name, index in own},
+            {name: cells[index] for name, index in metrics if cells[index]},
+        )
+        for line, cells in rows
+    ]
+    return {name: units[index] for name, index in metrics}, blocks
+
+
+def _gathered(
+    columns: list[str], rows: list[Row], path: Path, doubts: Doubts
+) -> tuple[dict[str, str], list[Block]]:
+    """Units and kernels of the long form. Rows without a metric are only advice."""
     place = {name: index for index, name in enumerate(columns)}
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
-    own = [name for name in columns if name in OWN_COLUMNS]
+    own = [(name, place[name]) for name in columns if name in OWN_COLUMNS]
     units: dict[str, str] = {}
-    kernels: dict[str, tuple[list[str], dict[str, str]]] = {}
-    for row in records:
-        name = row[name_at]
-        _, metrics = kernels.setdefault(row[0], ([row[place[column]] for column in own], {}))
+    kernels: dict[int, Block] = {}
+    for line, row in rows:
+        name, unit = row[name_at], row[unit_at]
+        number = int(row[0])
+        if number not in kernels:
+            kernels[number] = Block(line, number, {key: row[index] for key, index in own}, {})
+        kernel = kernels[number]
+        if any(kernel.own[key] != row[index] for key, index in own if key != "ID"):
+            doubts.add("{n} rows disagree with the first row of their kernel, which counts", line)
         if "__" not in name:
             if name:
                 message = (
-                    f"metrics under labels such as {name!r}; export the report with --page raw"
+                    f"metrics under labels such as {name[:40]!r}; export the report with --page raw"
                 )
                 raise TraceFormatError(path, message, expected=EXPECTED)
             continue
-        if units.setdefault(name, row[unit_at]) != row[unit_at]:
-            message = f"{name} in {units[name]} and in {row[unit_at]}; export with --page raw"
+        if units.setdefault(name, unit) != unit:
+            message = (
+                f"{name[:80]} in {units[name][:40]} and in {unit[:40]}; export with --page raw"
+            )
             raise TraceFormatError(path, message, expected=EXPECTED)
-        metrics[name] = row[value_at]
-    rows = [[*head, *(cells.get(name, "") for name in units)] for head, cells in kernels.values()]
-    return [*own, *units], ["" for _ in own] + list(units.values()), rows
+        if name in kernel.metrics:
+            doubts.add("{n} rows tell a metric of a kernel again; the first counts", line)
+        kernel.metrics.setdefault(name, row[value_at])
+    blocks = list(kernels.values())
+    _check_metrics(blocks, doubts)
+    return units, blocks
 
 
-def _report(columns: list[str], units: list[str], rows: list[list[str]]) -> NcuReport:
-    place = {name: index for index, name in enumerate(columns)}
-    metrics = [(name, index) for name, index in place.items() if name not in OWN_COLUMNS]
-    variable = [pair for pair in metrics if not pair[0].startswith(CONSTANTS)]
-    mark = decimal_mark(row[index] for row in rows for _, index in metrics)
+def _check_metrics(blocks: list[Block], doubts: Doubts) -> None:
+    """Doubt kernels that lack what nearly all others have, as the last one of a file cut off does."""
+    have = Counter(name for block in blocks for name in block.metrics)
+    enough = max(2, min(len(blocks) - 1, MOST * len(blocks)))
+    common = {name for name, count in have.items() if count >= enough}
+    for block in blocks:
+        if missing := len(common - block.metrics.keys()):
+            doubts.counts["{n} values are missing that nearly all other kernels have"] += missing
+
+
+def _check_ids(ids: list[int], text: str, doubts: Doubts) -> None:
+    """Doubt tables with gaps or repetitions in their ids, or with fewer than ncu says it profiled."""
+    known = set(ids)
+    if gaps := max(known, default=-1) + 1 - len(known):
+        doubts.counts["the ids of kernels have gaps: {n} are missing"] = gaps
+    if again := len(ids) - len(known):
+        doubts.counts["{n} kernels have the id of an earlier one; these may be several tables"] = (
+            again
+        )
+    profiled = len(_PROFILED.findall(text))
+    if profiled > len(ids):
+        doubts.add(f"ncu says that it profiled {profiled} kernels, the table has {len(ids)}")
+
+
+def _report(units: dict[str, str], blocks: list[Block], path: Path, doubts: Doubts) -> NcuReport:
+    mark = decimal_mark(cell for block in blocks for cell in block.metrics.values())
     devices: set[int] = set()
     launches = []
-    for row in rows:
-        device = (_whole(row[place["Device"]]) if "Device" in place else None) or 0
-        shown = variable if device in devices else metrics
+    for block in blocks:
+        device = _device(block, path)
+        launches.append(_launch(block, mark, device, device in devices, doubts))
         devices.add(device)
-        launches.append(_launch(row, place, shown, mark, device))
-    return NcuReport(launches, {name: units[index] for name, index in metrics})
+    numeric = {name for launch in launches for name in launch.values}
+    for block, launch in zip(blocks, launches, strict=True):
+        for name, text in launch.texts.items():
+            if name in numeric and not _NO_VALUE.fullmatch(text):
+                doubts.add("{n} values of metrics are no numbers and are left out", block.line)
+    return NcuReport(launches, units, warnings=doubts.texts())
 
 
-def _launch(
-    row: list[str], place: dict[str, int], metrics: list[tuple[str, int]], mark: str, device: int
-) -> NcuLaunch:
+def _device(block: Block, path: Path) -> int:
+    text = block.own.get("Device", "")
+    if text and not _WHOLE.fullmatch(text):
+        raise _bad_row(path, block.line, f"has {text[:40]!r} for a device")
+    return int(text or 0)
+
+
+def _launch(block: Block, mark: str, device: int, again: bool, doubts: Doubts) -> NcuLaunch:
+    """again: the device's attributes stand in an earlier launch."""
     values: dict[str, float] = {}
     texts: dict[str, str] = {}
-    for name, index in metrics:
-        cell = row[index]
+    for name, cell in block.metrics.items():
+        if again and name.startswith(CONSTANTS):
+            continue
         value = number(cell, mark)
         if value is not None:
             values[name] = value
         elif cell:
             texts[name] = cell
-    own = {column: row[place[column]] for column in OWN_COLUMNS if column in place}
+    own = block.own
     return NcuLaunch(
         name=own["Kernel Name"],
         values=values,
         texts=texts,
         device=device,
-        stream=_whole(own.get("Stream", "")),
+        stream=_stream(block, doubts),
         start_end=nvtx_ranges(own.get(START_END, ""), numbered=True),
         push_pop=nvtx_ranges(own.get(PUSH_POP, "")),
-        grid=_triple(own.get("Grid Size", "")),
-        block=_triple(own.get("Block Size", "")),
+        grid=_triple(block, "Grid Size", doubts),
+        block=_triple(block, "Block Size", doubts),
     )
 
 
-def _whole(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+def _stream(block: Block, doubts: Doubts) -> int | None:
+    text = block.own.get("Stream", "")
+    if not text or _WHOLE.fullmatch(text):
+        return int(text) if text else None
+    doubts.add("{n} cells of Stream could not be read", block.line)
+    return None
 
 
-def _triple(text: str) -> Triple | None:
-    match = _TRIPLE.fullmatch(text.strip())
-    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+def _triple(block: Block, column: str, doubts: Doubts) -> Triple | None:
+    text = block.own.get(column, "").strip()
+    match = _TRIPLE.fullmatch(text)
+    if match:
+        return int(match[1]), int(match[2]), int(match[3])
+    if text:
+        doubts.add(f"{{n}} cells of {column} could not be read", block.line)
+    return None
 
 
 def _mark(text: str) -> str | None:

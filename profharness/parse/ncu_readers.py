@@ -5,15 +5,12 @@ module inside Nsight Compute, and ncu itself.
 from __future__ import annotations
 
 import csv
-import importlib
-import math
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError
 from profharness.parse.ncu_csv import (
@@ -28,92 +25,14 @@ from profharness.parse.ncu_csv import (
     Triple,
     read_csv_text,
 )
+from profharness.parse.ncu_native import find_extras, has_package, read_native
 from profharness.processes import run_group
 from profharness.profilers import find_tool
 from profharness.profilers.ncu import NcuFile, check_file, child_environment, csv_argv
 
-MODULE = "ncu_report"
-EXTRAS = Path("extras", "python", f"{MODULE}.py")
-KERNEL = 0  # IAction.workload_type(); 1 and up are ranges, command lists and graphs
-STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # IMetric.kind()
 IMPORT_TIMEOUT_S = 600.0
 UNKNOWN_ID = "0"
 COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
-
-
-def import_package() -> Any | None:
-    """The installed `ncu_report` module; None where there is none or it does not load."""
-    try:
-        return importlib.import_module(MODULE)
-    except ImportError:
-        return None
-
-
-def import_from_tool(ncu: Path) -> Any | None:
-    """The `ncu_report` module of this ncu's Nsight Compute; its folder leaves sys.path again."""
-    for folder in ncu.resolve().parents[:5]:
-        if (folder / EXTRAS).is_file():
-            sys.path.insert(0, str((folder / EXTRAS).parent))
-            try:
-                return import_package()
-            finally:
-                sys.path.pop(0)
-    return None
-
-
-def read_with(module: Any, path: Path) -> NcuReport | None:
-    """The report as the module reads it; None when it finds nothing, its sign for a bad file."""
-    context = module.load_report(str(path))
-    if not context.num_ranges():
-        return None
-    units: dict[str, str] = {}
-    devices: set[int] = set()
-    parts = [context.range_by_idx(place) for place in range(context.num_ranges())]
-    actions = [part.action_by_idx(index) for part in parts for index in range(part.num_actions())]
-    kernels = [action for action in actions if action.workload_type() == KERNEL]
-    launches = [_launch(action, units, devices) for action in kernels]
-    return NcuReport(launches, units, skipped=len(actions) - len(kernels))
-
-
-def _launch(action: Any, units: dict[str, str], devices: set[int]) -> NcuLaunch:
-    device = _index(action, "launch__device_id")
-    if device is None:
-        device = _index(action, "device__attribute_device_index") or 0
-    values: dict[str, float] = {}
-    texts: dict[str, str] = {}
-    for name in action.metric_names():
-        if device in devices and name.startswith(CONSTANTS):
-            continue
-        metric = action.metric_by_name(name)
-        if name not in units:
-            units[name] = metric.unit()
-        kind = metric.kind()
-        if kind == STRING:
-            texts[name] = metric.as_string()
-        elif kind in FLOATS or kind in INTEGERS:
-            value = float(metric.as_uint64() if kind in INTEGERS else metric.as_double())
-            if math.isfinite(value):
-                values[name] = value
-    devices.add(device)
-    start_end, push_pop = [], []
-    if (state := action.nvtx_state()) is not None:
-        for domain in map(state.domain_by_id, sorted(state.domains())):
-            start_end += [NvtxRange(domain.name(), text) for text in domain.start_end_ranges()]
-            push_pop += [NvtxRange(domain.name(), text) for text in domain.push_pop_ranges()]
-    return NcuLaunch(
-        name=action.name(action.NameBase_MANGLED),
-        values=values,
-        texts=texts,
-        device=device,
-        stream=_index(action, "launch__stream_id"),
-        start_end=tuple(start_end),
-        push_pop=tuple(push_pop),
-    )
-
-
-def _index(action: Any, name: str) -> int | None:
-    metric = action.metric_by_name(name)
-    return None if metric is None else int(metric.as_uint64())
 
 
 def report_to_csv(report: Path, output: Path) -> None:
@@ -206,30 +125,43 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
         return NcuReport([], {})
     tried = []
     for name, report in _attempts(path):
-        if report is not None:
-            return report
-        tried.append(name)
+        if isinstance(report, NcuReport):
+            return _counted(report, file)
+        tried.append(f"{name} ({report})" if report else name)
     if not tried:
         raise MissingReaderError(path)
     made = f"ncu {file.version}" if file.version else "an unknown ncu"
     raise TraceFormatError(
         path,
         f"a report of {made} that {' and '.join(tried)} cannot read",
-        expected="a report no newer than its reader; pip install -U ncu-report, or use a newer ncu",
+        expected="a whole report no newer than its reader; copy it again, pip install -U "
+        "ncu-report, or use a newer ncu",
     )
 
 
-def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | None]]:
-    """(name, report) of each way that this machine has; None where the way cannot read the file."""
-    if (module := import_package()) is not None:
-        yield "ncu_report", read_with(module, path)
+def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
+    """(name, report) of each way that this machine has; instead of a report how the way failed, ""
+    where it just cannot read the file.
+    """
+    if has_package() and (report := read_native(path)) is not None:
+        yield "ncu_report", report
     tool = find_tool("ncu")
     if tool is None:
         return
-    if (module := import_from_tool(tool.path)) is not None:
-        yield "Nsight Compute's ncu_report", read_with(module, path)
+    folder = find_extras(tool.path)
+    if folder is not None and (report := read_native(path, folder)) is not None:
+        yield "Nsight Compute's ncu_report", report
     output = import_csv(tool.path, path)
-    yield "ncu --import", None if output is None else read_csv_text(output, path)
+    yield "ncu --import", "" if output is None else read_csv_text(output, path)
+
+
+def _counted(report: NcuReport, file: NcuFile) -> NcuReport:
+    """The report, with a warning where the file's blocks count more results than were read."""
+    found = len(report.launches) + report.skipped
+    if found == file.results:
+        return report
+    text = f"the file counts {file.results} results, {found} of them could be read"
+    return replace(report, warnings=(*report.warnings, text))
 
 
 def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) -> str | None:

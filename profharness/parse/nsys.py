@@ -34,10 +34,10 @@ from profharness.parse.columns import (
     make_device,
     whole,
 )
+from profharness.parse.demangle import canonical_names
 from profharness.parse.nsys_export import (
     META_TABLES,
     Export,
-    canonical_names,
     memcpy_name,
     memset_name,
     opened,
@@ -194,7 +194,7 @@ class _Kernels:
                 ids = values[: len(NAMES)]
                 known = filter(None, (string(number) for number in ids if number is not None))
                 texts[ids] = next(known, "unknown")
-        canonical, left = canonical_names(list(dict.fromkeys(texts.values())))
+        canonical, self.warnings = canonical_names(texts.values())
         kernel_of, config_of = [], []
         for table, values in variants:
             config = NO_CONFIG
@@ -213,9 +213,6 @@ class _Kernels:
         self.configs = list(configs)
         self.kernel_of = np.array(kernel_of, np.int64)
         self.config_of = np.array(config_of, np.int64)
-        self.warnings = (
-            [f"{left} kernel names are too intricate to demangle and stay mangled"] if left else []
-        )
 
 
 def _config(values: tuple[Any, ...]) -> LaunchConfig:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import signal
 import sqlite3
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from profharness.errors import TraceFormatError
-from profharness.kernel_names import canonical
-from profharness.processes import start_python
-
-SAFE_REFERENCES = 24  # back references in one name; see `_expands`
-CHILD_SECONDS = 20.0  # of all names together, should the next not work
-NAME_SECONDS = 0.5  # processor time of one name
-CHILD_BYTES = 512 * 1024 * 1024
-MAX_DEMANGLED = 65536  # characters of a demangled name; a longer one stays mangled
-MAX_CHILDREN = 4
-
-CHILD = "from profharness.parse.nsys_export import main; main()"
 
 # nsys's own numbers, as its ENUM tables have them, in Kineto's words
 COPY_KINDS = {
@@ -37,8 +22,6 @@ MEMORY_KINDS = {
     6: "Managed Static", 7: "Unknown",
 }  # fmt: skip
 
-_REFERENCE = re.compile(r"S[0-9A-Z]*_|T[0-9]*_")
-
 
 def memcpy_name(copy: int, source: int, target: int) -> str:
     """`Memcpy HtoD (Pinned -> Device)` for nsys's numbers."""
@@ -49,63 +32,6 @@ def memcpy_name(copy: int, source: int, target: int) -> str:
 def memset_name(memory: int) -> str:
     """`Memset (Device)` for nsys's number of the kind of memory."""
     return f"Memset ({MEMORY_KINDS.get(memory, 'Unknown')})"
-
-
-def canonical_names(mangled: Sequence[str]) -> tuple[dict[str, str], int]:
-    """(mangled to canonical name, number of names that had to stay mangled).
-
-    A child process with limits on time and memory demangles names whose back references could
-    multiply beyond all bounds; a name that breaks the limits stays as it is.
-    """
-    names = {name: name if _expands(name) else canonical(name) for name in mangled}
-    doubtful = [name for name in names if _expands(name)]
-    names.update(_demangle_apart(doubtful))
-    left = sum(names[name] == name and name.startswith("_Z") for name in doubtful)
-    return names, left
-
-
-def _expands(name: str) -> bool:
-    """Whether demangling could make more than a few MB of one name.
-
-    Each reference repeats at most what is there; k references multiply by at most 3 ** (k / 3).
-    """
-    return name.startswith("_Z") and len(_REFERENCE.findall(name)) > SAFE_REFERENCES
-
-
-def _demangle_apart(names: list[str]) -> Mapping[str, str]:
-    """The names that children demangle; a child starts behind the name that ended the last one."""
-    demangled: dict[str, str] = {}
-    rest = [name for name in names if "\n" not in name]
-    for _ in range(MAX_CHILDREN):
-        if not rest:
-            break
-        child = start_python(CHILD, stderr=subprocess.DEVNULL)
-        try:
-            output, _ = child.communicate("\n".join(rest).encode(), timeout=CHILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-        answers = output.decode("utf-8", "replace").split("\n")[:-1]
-        demangled.update(zip(rest, answers, strict=False))
-        rest = rest[len(answers) + 1 :]
-    return demangled
-
-
-def main() -> None:
-    """Entry of the child: names on stdin, one canonical name a line on stdout."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # the parent's limit still holds
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
-    for name in sys.stdin.buffer.read().decode("utf-8", "replace").split("\n"):
-        signal.setitimer(signal.ITIMER_PROF, NAME_SECONDS)  # its signal ends this process
-        try:
-            demangled = canonical(name)
-        except MemoryError:
-            demangled = name
-        too_long = len(demangled) > MAX_DEMANGLED or "\n" in demangled
-        sys.stdout.buffer.write((name if too_long else demangled).encode() + b"\n")
-        sys.stdout.buffer.flush()
 
 
 MAGIC = b"SQLite format 3\0"

@@ -10,21 +10,29 @@ import stat
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from waiting import PATIENCE_S, alive, start_limits_with, until, written_pid
 
+from profharness.cli.ingest import command as ingest
 from profharness.errors import MissingExtraError, TraceFormatError
 from profharness.parse import load_parser, open_trace, sniff
+from profharness.parse import ncu_native as native
 from profharness.parse import ncu_readers as readers
 from profharness.parse.ncu import nanoseconds, parse_ncu
-from profharness.parse.ncu_readers import import_package, report_to_csv
+from profharness.parse.ncu_native import MODULE, has_package
+from profharness.parse.ncu_readers import report_to_csv
 from profharness.profilers.ncu import check_file
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Trace
 
 DATA = Path(__file__).parents[1] / "data"
+# Places in the report: a block's start, fields that are none there, an id of a name.
+BLOCK, FIELDS, NAME_OF_A_KERNEL = 501004, 38181, 580747
 Kernel = tuple[str, LaunchConfig]
 
 
@@ -174,31 +182,89 @@ def test_without_a_reader_all_three_ways_are_named(report: Path, table: Path) ->
     assert parse_ncu(table).num_launches == 82
 
 
-def test_the_module_inside_nsight_compute(report: Path, tmp_path: Path) -> None:
-    """Laid out as NVIDIA does (the package's files in extras/python), in a process of its own: the
-    module is found from ncu's own place, reads the report, and sys.path is as before.
-    """
-    package = import_package()
-    assert package is not None
-    tool = install(tmp_path / "2025.3.1" / "target" / "linux", "exit 1")
-    extras = tmp_path / "2025.3.1" / "extras" / "python"
+def bring_extras(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for the module of an Nsight Compute whose ncu does nothing, laid out as NVIDIA does."""
+    tool = install(folder / "2025.3.1" / "target" / "linux", "exit 1")
+    monkeypatch.setenv("PROFHARNESS_NCU", str(tool))
+    extras = folder / "2025.3.1" / "extras" / "python"
     extras.mkdir(parents=True)
-    for file in Path(package.__file__).parent.iterdir():
+    return extras
+
+
+def test_the_module_inside_nsight_compute(
+    report: Path, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's own files in extras/python: the module is found from ncu's own place."""
+    spec = find_spec(MODULE)
+    assert has_package() and spec is not None and spec.origin is not None
+    extras = bring_extras(tmp_path, monkeypatch)
+    for file in Path(spec.origin).parent.iterdir():
         name = "ncu_report.py" if file.name == "__init__.py" else file.name
         (extras / name).symlink_to(file)
-    code = (
-        "import sys\nfrom pathlib import Path\n"
-        "from profharness.parse.ncu_readers import import_from_tool, read_with\n"
-        "tool, report = map(Path, sys.argv[1:])\nbefore = list(sys.path)\n"
-        "module = import_from_tool(tool)\nassert sys.path == before\n"
-        "assert import_from_tool(report) is None\n"
-        "print(module.__file__, len(read_with(module, report).launches))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(tool), str(report)],
-        capture_output=True, text=True, check=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert found.stdout.split() == [str(extras / "ncu_report.py"), "82"]
+    monkeypatch.setitem(sys.modules, MODULE, None)
+    same(parse_ncu(report), parse_ncu(table))
+    assert MODULE not in {name for name, module in sys.modules.items() if module}
+
+
+FAULTS = {
+    "abort": ("import os\nos.abort()", r"was ended by SIGABRT"),
+    "loop": ("while True:\n    pass", r"was ended after 1 s of work"),
+    "sleep": ("import time\ntime.sleep(86400)", r"was ended after 1 s of work"),
+    "memory": ("held = bytearray(1 << 40)", r"took too much memory"),
+    "error": ("raise AttributeError('unit')", r"failed with code 1"),
+    "silent": ("import os\nos._exit(0)", r"ended without a result"),
+}
+
+
+@pytest.mark.usefixtures("no_package")
+@pytest.mark.parametrize(("body", "why"), FAULTS.values(), ids=FAULTS)
+def test_what_becomes_of_the_module_costs_one_file(
+    report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, why: str
+) -> None:
+    """A module in the real one's place does, in the child, what the real one does with some file."""
+    extras = bring_extras(tmp_path, monkeypatch)
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    (extras / "ncu_report.py").write_text(f"def load_report(path):\n{lines}")
+    monkeypatch.setattr(native, "CPU_S", 0.1)
+    monkeypatch.setattr(native, "CPU_S_PER_MB", 0.1)
+    monkeypatch.setattr(native, "WAITING", 2 if "sleep" in body else 60)
+    match = rf"h200\.ncu-rep: a report of ncu .* \({why}\) and ncu --import cannot read"
+    with pytest.raises(TraceFormatError, match=match) as caught:
+        parse_ncu(report)
+    assert caught.value.path == report
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the module's files are Linux's")
+def test_a_report_whose_damage_makes_the_module_abort_costs_itself_alone(
+    report: Path, tmp_path: Path
+) -> None:
+    """64 bytes of another place in the file stand where a block begins: `Check failed: count >= 0`."""
+    data = report.read_bytes()
+    path = tmp_path / "damaged.ncu-rep"
+    path.write_bytes(data[:BLOCK] + data[FIELDS : FIELDS + 64] + data[BLOCK + 64 :])
+    match = r"damaged\.ncu-rep: .* ncu_report \(was ended by SIGABRT\) cannot read"
+    with pytest.raises(TraceFormatError, match=match):
+        parse_ncu(path)
+    result = CliRunner().invoke(ingest, [str(path), str(report), "--store", str(tmp_path / "s.db")])
+    assert result.exit_code == 1 and "82 launches" in result.output, result.output
+
+
+def test_what_the_module_gives_none_for_is_counted(report: Path, tmp_path: Path) -> None:
+    """One byte of the place of a kernel's name among the report's strings."""
+    data = bytearray(report.read_bytes())
+    data[NAME_OF_A_KERNEL] = ord("b")
+    path = tmp_path / "damaged.ncu-rep"
+    path.write_bytes(data)
+    trace = parse_ncu(path)
+    assert trace.num_launches == 82 and "unknown" in trace.kernels
+    assert "1 of 82 kernels have no name" in trace.warnings
+    assert "1 names or metrics in the report could not be read" in trace.warnings
+
+
+def test_results_that_the_module_does_not_find_are_counted(report: Path) -> None:
+    known = check_file(report)
+    counted = readers.read_report(report, replace(known, results=90))
+    assert counted.warnings == ("the file counts 90 results, 82 of them could be read",)
 
 
 @pytest.mark.usefixtures("no_package")

@@ -13,7 +13,7 @@ import pytest
 
 from profharness.errors import TraceFormatError
 from profharness.parse import is_trace, open_trace, sniff
-from profharness.parse.ncu_readers import import_package
+from profharness.parse.ncu_native import has_package
 from profharness.parse.packed import ALWAYS_UNPACKED, MAX_RATIO, open_file
 from profharness.store import ingest_path
 
@@ -47,7 +47,7 @@ def test_a_packed_table_and_report(tmp_path: Path) -> None:
     assert batch.duration_ns.tolist() == [16]
     path.write_bytes(gzip.compress(b"config,time\n1,2\n"))
     assert sniff(path) is None
-    if import_package() is None:
+    if not has_package():
         pytest.skip("reading a report needs the package ncu-report")
     assert open_trace(DATA / "ncu_h200.ncu-rep.gz").num_launches == 82
 

@@ -13,7 +13,7 @@ import pytest
 
 from profharness.errors import TraceFormatError, UsageError
 from profharness.parse import open_trace
-from profharness.parse.ncu_readers import import_package
+from profharness.parse.ncu_native import has_package
 from profharness.profilers.base import ToolError
 from profharness.run import TraceFile, read_run, write_run
 from profharness.scrub import scrub
@@ -129,7 +129,7 @@ def test_a_name_that_a_copy_cannot_bear(
 
 
 def test_packed_reports(tmp_path: Path) -> None:
-    if import_package() is None:
+    if not has_package():
         pytest.skip("reading a report needs the package ncu-report")
     report = tmp_path / "k.ncu-rep.gz"
     report.write_bytes((DATA / "ncu_h200.ncu-rep.gz").read_bytes())

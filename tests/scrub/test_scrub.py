@@ -23,7 +23,7 @@ import pytest
 
 from profharness.errors import TraceFormatError, UsageError
 from profharness.parse import open_trace
-from profharness.parse.ncu_readers import import_package
+from profharness.parse.ncu_native import has_package
 from profharness.run import Problem, TraceFile, read_run, write_run
 from profharness.scrub import PrivateDataError, audit, scrub
 from profharness.scrub.job import default_output
@@ -374,7 +374,7 @@ def test_a_csv_of_ncu_loses_host_and_process(tmp_path: Path) -> None:
 def test_a_report_of_ncu_is_replaced_by_a_csv_that_says_the_same(tmp_path: Path) -> None:
     report = tmp_path / "k.ncu-rep"
     report.write_bytes(gzip.decompress((DATA / "ncu_h200.ncu-rep.gz").read_bytes()))
-    if import_package() is None:
+    if not has_package():
         pytest.skip("reading a report needs the package ncu-report")
     done = scrub(report)
     assert done.replaced == (("k.ncu-rep", "k-scrubbed.csv"),)

@@ -8,7 +8,11 @@ import resource
 from nsys_make import FLASH, FLASH_CANONICAL
 
 from profharness.kernel_names import canonical
-from profharness.parse.nsys_export import SAFE_REFERENCES, canonical_names, memcpy_name, memset_name
+from profharness.parse.demangle import MAX_DEMANGLED, canonical_names
+from profharness.parse.demangle import _expands as expands
+from profharness.parse.nsys_export import memcpy_name, memset_name
+
+REFERENCES = 40  # more than are demangled in this process
 
 
 def bomb(levels: int) -> str:
@@ -41,16 +45,16 @@ def test_transfers_are_named_as_kineto_names_them() -> None:
 
 
 def test_plain_names_are_demangled_here() -> None:
-    names, left = canonical_names([FLASH, "plain", "_Znonsense"])
+    names, warnings = canonical_names([FLASH, "plain", "_Znonsense"])
     assert names == {FLASH: FLASH_CANONICAL, "plain": "plain", "_Znonsense": "_Znonsense"}
-    assert left == 0
+    assert warnings == []
 
 
 def test_a_name_of_many_references_goes_through_a_child_and_comes_back() -> None:
-    name = "_Z1f" + "3abc" + "S_" * (SAFE_REFERENCES + 5)
-    names, left = canonical_names([name, FLASH])
+    name = "_Z1f" + "3abc" + "S_" * (REFERENCES)
+    names, warnings = canonical_names([name, FLASH])
     assert names[name] == canonical(name) != name
-    assert (names[FLASH], left) == (FLASH_CANONICAL, 0)
+    assert (names[FLASH], warnings) == (FLASH_CANONICAL, [])
 
 
 def test_a_small_bomb_doubles() -> None:
@@ -67,12 +71,22 @@ def cpu_seconds() -> float:
 def test_a_bomb_stays_mangled_and_costs_nothing_but_time() -> None:
     begun = cpu_seconds()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    good = "_Z1f" + "3abc" + "S_" * (SAFE_REFERENCES + 5)
+    good = "_Z1f" + "3abc" + "S_" * (REFERENCES)
     bombs = [bomb(40), bomb(60)]
-    names, left = canonical_names([*bombs, good])
+    names, warnings = canonical_names([*bombs, good])
     assert [names[name] for name in bombs] == bombs
     assert names[good] == canonical(good)
-    assert left == 2
+    assert warnings == ["2 kernel names are too intricate to demangle and stay mangled"]
     assert cpu_seconds() - begun < 30
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 50_000  # KiB
+
+
+def test_a_name_that_grows_within_bounds_stays_mangled_where_it_is_too_long() -> None:
+    """So few references are demangled here, and what comes out is not kept."""
+    name = bomb(8).replace("4pair", "400" + "a" * 400)
+    assert not expands(name)
+    assert len(canonical(name)) > MAX_DEMANGLED
+    names, warnings = canonical_names([name, FLASH])
+    assert names == {name: name, FLASH: FLASH_CANONICAL}
+    assert warnings == ["1 kernel names are too intricate to demangle and stay mangled"]
