@@ -151,7 +151,7 @@ def _opened_meanwhile(store: Path) -> Iterator[None]:
 
     def prepare() -> None:
         _ = stores.ingest_path  # imports the parsers
-        with contextlib.suppress(ProfharnessError):
+        with contextlib.suppress(ProfharnessError, OSError):
             open_store(store, write=True).close()
 
     thread = threading.Thread(target=prepare, daemon=True)

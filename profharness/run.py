@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 
 from profharness.config import Config
-from profharness.errors import TraceFormatError, UsageError
+from profharness.errors import CaptureError, TraceFormatError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.rows import MEASUREMENTS, Refusal
 
@@ -28,6 +29,7 @@ RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
+EXIT_UNWRITABLE = 72  # of a worker that cannot write to the run folder
 BENCH_FILE = "bench.json"
 GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
 PRECISION = 0.01
@@ -152,10 +154,25 @@ def run_kind(folder: Path, run: Run) -> str:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write run.json whole or not at all (a temporary file beside it, then a rename)."""
+    """Write run.json whole or not at all (a temporary file beside it, then a rename). Raises
+    CaptureError.
+    """
     temporary = folder / f".{RUN_FILE}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
-    temporary.replace(folder / RUN_FILE)
+    try:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+        temporary.replace(folder / RUN_FILE)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise unwritable(folder, error.strerror) from None
+
+
+def unwritable(folder: Path, why: str | None) -> CaptureError:
+    """The error of a run folder that cannot be written to; what stands in it can be gone on with."""
+    return CaptureError(
+        f"{folder}: cannot be written to: {why}; mend that, then go on with what is kept: "
+        f"profharness capture --resume {shlex.quote(str(folder))}"
+    )
 
 
 def read_run(folder: Path) -> Run:

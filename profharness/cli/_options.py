@@ -151,8 +151,8 @@ def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Confi
 
 
 def hint(text: str) -> None:
-    """One line to stderr, which never is part of the result."""
-    with contextlib.suppress(BrokenPipeError):
+    """One line to stderr, which never is part of the result; a stderr that is full fails nothing."""
+    with contextlib.suppress(OSError):
         click.echo(text, err=True)
 
 
@@ -282,7 +282,7 @@ def capture_progress() -> Iterator[Progress]:
 
         def show(step: Step) -> None:
             if step.notice is not None:
-                click.echo(step.notice, err=True)
+                hint(step.notice)
                 return
             bar.update(
                 task,
@@ -297,8 +297,6 @@ def capture_progress() -> Iterator[Progress]:
 def _line(step: Step) -> None:
     cell = step.cell
     if step.notice is not None:
-        click.echo(step.notice, err=True)
+        hint(step.notice)
     elif cell.status != "pending" and step.stage == cell.status:
-        click.echo(
-            f"[{step.done}/{step.total}] {cell.config} {cell.backend}: {step.stage}", err=True
-        )
+        hint(f"[{step.done}/{step.total}] {cell.config} {cell.backend}: {step.stage}")

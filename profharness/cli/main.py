@@ -4,6 +4,8 @@ errors into exit codes.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shlex
 import signal
@@ -11,6 +13,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 import click
 from click.core import ParameterSource
@@ -38,6 +41,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "new-kernel": ("profharness.cli.new_kernel", "Start an attention implementation of your own."),
 }
 EXIT_INTERRUPTED = 130
+STDOUT = "stdout"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -82,24 +87,98 @@ def main() -> None:
     """Run the command line; exit codes: 0 ok, 1 an error with its remedy, 2 wrong usage, 3 a gate
     was not met, 130 interrupted, 143 ended by SIGTERM.
     """
+    _open_streams()
     _end_in_order()
+    try:
+        code = _run()
+    except OSError as error:
+        code = _failed(error)
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code of the command line; errors are told. Raises OSError where the machine fails."""
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         click.echo("interrupted", err=True)
-        sys.exit(_interrupted(stop))
+        return _interrupted(stop)
     except BrokenPipeError:
-        # whoever read the output has enough; keep the interpreter from complaining at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        _silence(sys.stdout)  # whoever read the output has enough
+        return 0
     except ProfharnessError as error:
         click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+        return error.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _open_streams() -> None:
+    """A closed stream gets a descriptor again, else the next file that is opened would be written to
+    in its place. What is written to a closed stdout fails, what is written to a closed stderr is lost.
+    """
+    for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # takes the lowest number that is free: this one
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    old = sys.stdout
+    if old is not None and not isinstance(getattr(old, "buffer", None), io.BufferedWriter):
+        return  # a caller's own
+    number = os.open(os.devnull, os.O_RDONLY) if old is None else old.fileno()
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Stdout(number, "w", closefd=False)),
+        encoding="utf-8" if old is None else old.encoding,
+        errors="replace" if old is None else old.errors,
+        line_buffering=old is not None and bool(old.line_buffering),
+    )
+
+
+class _Stdout(io.FileIO):
+    """stdout, whose errors tell whose they are."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = STDOUT
+            raise
+
+
+def _silence(stream: TextIO) -> None:
+    """What a stream still holds would raise once more when the interpreter closes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _failed(error: OSError) -> int:
+    """Tell what of the machine failed: stdout, the working folder, or a file or TMPDIR."""
+    why = error.strerror or str(error)
+    place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    text = f"{place}: {why}" if place else why
+    if place == STDOUT:
+        _silence(sys.stdout)
+        text += "; the result was not written"
+    elif error.errno in NO_ROOM:
+        text += "; free some space there and in TMPDIR, then run it again"
+    elif not _folder_is_there():
+        text = "the working folder was deleted; go to one that exists"
+    try:
+        click.echo(f"error: {text}", err=True)
+    except OSError:
+        _silence(sys.stderr)
+    return 1
+
+
+def _folder_is_there() -> bool:
+    try:
+        return Path.cwd().exists()
+    except OSError:
+        return False
 
 
 def _interrupted(stop: BaseException) -> int:

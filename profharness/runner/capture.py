@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,6 +30,8 @@ from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
     JOURNAL_FILE,
     PLAN_FILE,
+    RUN_FILE,
+    BenchPlan,
     CaptureOptions,
     Cell,
     Problem,
@@ -37,7 +40,9 @@ from profharness.run import (
     VerifyOptions,
     read_plan,
     read_run,
+    unwritable,
     write_plan,
+    write_run,
 )
 from profharness.runner.supervise import LOG_FILE, Progress, RunRecord, run_cells, worker_argv
 
@@ -68,8 +73,6 @@ def capture(
     folder, run = _make_run(
         options.out, kind, options.protocol, cells, backends, names, options.note
     )
-    if options.bench is not None:
-        write_plan(folder, options.bench)
     return _carry_out(folder, run, tools, progress)
 
 
@@ -139,6 +142,7 @@ def _make_run(
     backends: Sequence[str],
     profilers: tuple[str, ...] = (),
     note: str | None = None,
+    bench: BenchPlan | None = None,
 ) -> tuple[Path, Run]:
     """A run and its folder in out, with the sources of its backends."""
     now = datetime.now(UTC)
@@ -160,7 +164,17 @@ def _make_run(
             f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
         ) from None
     # by the texts as given: the name of a file elsewhere does not say where it lies
-    write_sources(folder, find_backends(backends).values())
+    try:
+        write_sources(folder, find_backends(backends).values())
+        if bench is not None:
+            write_plan(folder, bench)
+        write_run(folder, run)
+    except (OSError, CaptureError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        why = getattr(error if isinstance(error, OSError) else error.__context__, "strerror", error)
+        raise CaptureError(
+            f"cannot write to {out}: {why}; nothing was run; choose another folder with --out"
+        ) from None
     return folder, run
 
 
@@ -170,7 +184,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
     profilers = find_profilers(run.profilers)
     inside = tuple(profiler.name for profiler in profilers if profiler.session is None)
     try:
-        with interrupts_name(folder), deferred():
+        with interrupts_name(folder), _writes(folder), deferred():
             if inside or not profilers:
                 command = partial(worker_argv, program=_program(folder, run))
                 cells = record.begin_pass(None)
@@ -184,6 +198,15 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
     record.explain_pending()
     _tidy(folder, record.run)
     return folder
+
+
+@contextlib.contextmanager
+def _writes(folder: Path) -> Iterator[None]:
+    """A CaptureError instead of an OSError of the block, which names the run folder, or TMPDIR."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(folder, f"{error.filename or folder}: {error.strerror}") from None
 
 
 @contextlib.contextmanager
@@ -239,6 +262,9 @@ def _tidy(folder: Path, run: Run) -> None:
     # The journal and the plan say nothing that run.json does not. The log stays if a cell failed.
     for name in (JOURNAL_FILE, PLAN_FILE, SOURCES_FILE):
         (folder / name).unlink(missing_ok=True)
+    # what processes that were killed before have left
+    for path in (*folder.glob(f".{RUN_FILE}.*"), *folder.glob("c*.torch.json*.tmp")):
+        path.unlink(missing_ok=True)
     went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems
     if went_well and not log_wanted():
         (folder / LOG_FILE).unlink(missing_ok=True)

@@ -5,6 +5,7 @@ hangs and replaced when it dies, and run.json is kept whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from profharness.processes import (
 from profharness.profilers import PROFILERS, Profiler
 from profharness.profilers.base import Ended, Outcome, Session
 from profharness.run import (
+    EXIT_UNWRITABLE,
     JOURNAL_FILE,
     PLAN_FILE,
     Cell,
@@ -40,12 +42,14 @@ from profharness.run import (
     Protocol,
     Run,
     TraceFile,
+    unwritable,
     write_run,
 )
 
 POLL_S = 0.01
 SAVE_EVERY_S = 1.0
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
+ROOM_BYTES = 1 << 16  # with less of it a dead worker proves nothing against its cell
 REAPED_S = 5.0  # after SIGKILL
 LOG_FILE = "worker.log"
 LOG_TAIL_BYTES = 4000
@@ -292,10 +296,31 @@ def run_cells(
         finally:
             with held():
                 session.discard()
+        if start.returncode == EXIT_UNWRITABLE or (start.cell and free_bytes(folder) < ROOM_BYTES):
+            raise unwritable(folder, why_unwritable(folder))
         if start.cell is not None:
             start.end_cell()
         elif pending and not start.has_environment:
             raise start.failure()
+
+
+def free_bytes(folder: Path) -> int:
+    """What a user may still write to the folder's file system; 0 where the folder is gone."""
+    try:
+        state = os.statvfs(folder)
+    except OSError:
+        return 0
+    return state.f_bavail * state.f_frsize
+
+
+def why_unwritable(folder: Path) -> str:
+    """Why a worker could not write to the folder, as far as it shows from outside."""
+    if not folder.is_dir():
+        return os.strerror(errno.ENOENT)
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return os.strerror(errno.EROFS)
+    free = free_bytes(folder)
+    return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free); see worker.log"
 
 
 def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:

@@ -5,6 +5,8 @@ whatever happens becomes the cell's result.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -40,7 +42,7 @@ from profharness.worker.inputs import (
     make_forward,
     make_inputs,
 )
-from profharness.worker.program import Program, Stage, run_each
+from profharness.worker.program import Program, Stage, UnwritableError, run_each
 from profharness.worker.workspace import Workspace, open_workspace
 
 NVTX_DOMAIN = "profharness"
@@ -84,10 +86,26 @@ def with_torch_profiler(call: Callable[[], Any], cell: str, workspace: Workspace
             call()
             workspace.sync()
         profiled_calls(call, cell, workspace.plan.protocol.iterations, workspace.sync)
-    plain = workspace.folder / f"{cell}.torch.json"
-    session.export_chrome_trace(str(plain))
-    Path(f"{plain}.gz").write_bytes(igzip.compress(plain.read_bytes(), 2))
-    plain.unlink()
+    _write_trace(session, workspace.folder / f"{cell}.torch.json")
+
+
+def _write_trace(session: profile, plain: Path) -> None:
+    """Leave a trace packed. Raises UnwritableError: Kineto only logs that it could not write."""
+    packed = Path(f"{plain}.gz")
+    try:
+        session.export_chrome_trace(str(plain))
+        data = plain.read_bytes()
+        if not data.rstrip().endswith(b"}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        packed.write_bytes(igzip.compress(data, 2))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            packed.unlink(missing_ok=True)
+        raise UnwritableError(f"{plain.name}: {error.strerror}") from None
+    finally:
+        for path in (plain, Path(f"{plain}.tmp")):  # Kineto's own temporary file
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 @dataclass

@@ -20,7 +20,14 @@ from typing import Any, NoReturn
 import msgspec
 
 from profharness.logs import start_log
-from profharness.run import JOURNAL_FILE, PLAN_FILE, Cell, JournalEntry, Plan
+from profharness.run import (
+    EXIT_UNWRITABLE,
+    JOURNAL_FILE,
+    PLAN_FILE,
+    Cell,
+    JournalEntry,
+    Plan,
+)
 
 EXIT_DEAD_CONTEXT = 70
 EXIT_PARENT_GONE = 71
@@ -29,6 +36,14 @@ PARENT_POLL_S = 0.5
 
 class DeadContextError(Exception):
     """The CUDA context is lost; this process can compute nothing more. args: the cell's result."""
+
+
+class UnwritableError(SystemExit):
+    """The run folder cannot be written to: the program ends, and the cell has no result."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(EXIT_UNWRITABLE)
+        self.what = what
 
 
 def end_with(parent: int) -> None:
@@ -63,7 +78,8 @@ class Program:
 
 def run_program(folder: Path, module: str) -> NoReturn:
     """Do the work of a plan by the `body` of a module, and leave: 0 when it is done, EXIT_DEAD_CONTEXT
-    when a new process has to go on after the cell whose result the DeadContextError carries.
+    when a new process has to go on after the cell whose result the DeadContextError carries,
+    EXIT_UNWRITABLE when the run folder cannot be written to.
     """
     # without Python's handler an interrupt ends also a program that waits inside of CUDA
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -73,7 +89,12 @@ def run_program(folder: Path, module: str) -> NoReturn:
     journal = os.open(folder / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(entry: JournalEntry) -> None:
-        os.write(journal, msgspec.json.encode(entry) + b"\n")
+        data = msgspec.json.encode(entry) + b"\n"
+        try:
+            while data:
+                data = data[os.write(journal, data) :]
+        except OSError as error:
+            raise UnwritableError(f"{JOURNAL_FILE}: {error.strerror}") from None
 
     # loads torch, so after the parent's watch
     from profharness.worker import environment
@@ -82,13 +103,17 @@ def run_program(folder: Path, module: str) -> NoReturn:
     if device == "auto":
         device = environment.default_device()
     keys = environment.collect(device)
-    write(JournalEntry("environment", environment=keys))
     code = 0
     try:
+        write(JournalEntry("environment", environment=keys))
         importlib.import_module(module).body(Program(folder, plan, device, keys, write))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         code = EXIT_DEAD_CONTEXT
+    except UnwritableError as error:
+        with contextlib.suppress(OSError):
+            print(error.what, file=sys.stderr, flush=True)
+        code = EXIT_UNWRITABLE
     if plan.wrapped:  # what a profiler injected writes its last records at exit
         sys.exit(code)
     os._exit(code)  # all is on disk, and tearing torch and CUDA down would only take time

@@ -1,0 +1,70 @@
+"""Streams and a working folder that cannot be used: one line of error, exit code 1."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import PATIENCE_S
+
+from profharness.store.schema import connect
+
+RUN = f"exec {sys.executable} -m profharness "
+
+
+def shell(text: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", text],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a store that holds nothing."""
+    connect(tmp_path / "profharness.db", write=True).close()
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["--version", "--help", "runs --format json", "kernels --help"])
+@pytest.mark.parametrize(
+    ("stream", "why"), [("> /dev/full", "No space left"), (">&-", "Bad file descriptor")]
+)
+def test_a_stdout_that_takes_nothing(folder: Path, command: str, stream: str, why: str) -> None:
+    before = (folder / "profharness.db").read_bytes()
+    done = shell(f"{RUN}{command} {stream}", folder)
+    assert done.returncode == 1
+    *hints, line = done.stderr.splitlines()
+    assert line.startswith(f"error: stdout: {why}"), done.stderr
+    assert len(hints) == (1 if command.startswith("runs") else 0), done.stderr
+    assert (folder / "profharness.db").read_bytes() == before
+
+
+@pytest.mark.parametrize("stream", ["2> /dev/full", "2>&-"])
+def test_a_stderr_that_takes_nothing_changes_no_exit_code(folder: Path, stream: str) -> None:
+    assert shell(f"{RUN}runs --format json {stream}", folder).returncode == 0
+    assert shell(f"{RUN}runs --no-such {stream}", folder).returncode in (1, 2)
+    assert shell(f"{RUN}kernels --run nothing {stream}", folder).returncode == 1
+
+
+def test_all_streams_closed(folder: Path) -> None:
+    assert shell(f"{RUN}runs --format json <&- >&- 2>&-", folder).returncode == 1
+
+
+@pytest.mark.parametrize("command", ["ingest x.json", "capture --config 1,1,8,8", "runs"])
+def test_a_deleted_working_folder_is_told(tmp_path: Path, command: str) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+    root = Path(__file__).resolve().parents[2]
+    done = shell(f"cd {place} && rmdir {place} && {RUN}{command}", tmp_path, PYTHONPATH=str(root))
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 4, done.stderr
