@@ -1,7 +1,5 @@
 """Joins in bounded pieces: kernel to launch call by correlation, call to the ranges around it by
 time, and the result as launch batches in a temporary file.
-
-An interval encloses t when start <= t < end; one of no duration encloses its own start.
 """
 
 from __future__ import annotations
@@ -10,12 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from profharness.parse.columns import (
     Block,
     GpuRows,
-    Ids,
     Ints,
     LaunchRows,
     OpRows,
@@ -23,105 +19,15 @@ from profharness.parse.columns import (
     Spool,
     Tables,
 )
+from profharness.parse.intervals import Intervals, nothing
 from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, Range
 
 CHUNK_ROWS = 65536  # GPU rows joined at once
 SLICE_ROWS = 262144  # ops (by start) in one time slice
+MAX_DEPTH = 100  # ops in one stack; PyTorch nests a few dozen
 ID_TABLES = {
     "kernel": "kernels", "config": "configs", "api": "apis", "thread": "threads", "name": "names",
 }  # fmt: skip
-
-
-def nothing(count: int) -> Ints:
-    """A column of NONE."""
-    return np.full(count, NONE, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """Intervals sorted by (thread, start, longest first); rows is where each stood before.
-
-    parent is the last earlier interval of the thread that encloses this one's start, -1 for none.
-    Every interval that encloses some t lies on the parent chain of the last one that starts at or
-    before t. nested: this one and all its ancestors end within their parents, so the whole chain
-    encloses whatever this one does.
-    """
-
-    thread: Ints
-    start: Ints
-    stop: Ints
-    parent: Ints
-    nested: NDArray[np.bool_]
-    rows: Ints
-
-    @classmethod
-    def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
-        """Sort intervals and find parents in O(n log n), exact also where intervals overlap."""
-        stop = np.maximum(end, start + 1)
-        rows = np.lexsort((-stop, start, thread))
-        thread, start, stop = thread[rows], start[rows], stop[rows]
-        parent = _parents(thread, start, stop)
-        return cls(thread, start, stop, parent, _nested(parent, stop), rows)
-
-    def chain(self, at: int, t: int) -> list[int]:
-        """Indices of every interval on the chain from `at` that encloses t, outermost first."""
-        enclosing = []
-        while at >= 0:
-            if self.stop[at] > t:
-                enclosing.append(at)
-            at = int(self.parent[at])
-        return enclosing[::-1]
-
-    def innermost(self, thread: Ints, t: Ints) -> Ints:
-        """For each (thread, t) the index of the enclosing interval that starts last, else -1."""
-        result = nothing(len(t))
-        for number in np.unique(thread):
-            low, high = np.searchsorted(self.thread, [number, number + 1])
-            if low == high:
-                continue
-            mine = np.flatnonzero(thread == number)
-            last = np.searchsorted(self.start[low:high], t[mine], side="right") - 1
-            result[mine] = np.where(last >= 0, last + low, -1)
-        active = np.flatnonzero(result >= 0)
-        while len(active):
-            active = active[self.stop[result[active]] <= t[active]]
-            result[active] = self.parent[result[active]]
-            active = active[result[active] >= 0]
-        return result
-
-    def enclosing(self) -> Ints:
-        """For each interval the nearest one that encloses all of it, -1 for none."""
-        above = self.parent.copy()
-        active = np.flatnonzero(above >= 0)
-        while len(active):
-            active = active[self.stop[above[active]] < self.stop[active]]
-            above[active] = self.parent[above[active]]
-            active = active[above[active] >= 0]
-        return above
-
-
-def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
-    candidate = np.arange(-1, len(start) - 1, dtype=np.int64)
-    candidate[1:][thread[1:] != thread[:-1]] = -1
-    active = np.flatnonzero(candidate >= 0)
-    while len(active):
-        active = active[stop[candidate[active]] <= start[active]]
-        # what lies between a candidate and its own candidate ended before the candidate began
-        candidate[active] = candidate[candidate[active]]
-        active = active[candidate[active] >= 0]
-    return candidate
-
-
-def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
-    """Whether each interval ends within its parent, and so do all of its ancestors."""
-    has = parent >= 0
-    wrong = has & (stop[parent] < stop)
-    while wrong.any():
-        spread = wrong | (has & wrong[parent])
-        if (spread == wrong).all():
-            break
-        wrong = spread
-    return ~wrong
 
 
 class _RangeIndex:
@@ -306,12 +212,38 @@ class OpSlice:
     paths: Ints  # stack id of each op, -1 until it is needed
 
 
+class StackIds(dict[tuple[int, ...], int]):
+    """Numbers of stacks, each (id of the stack above, names of the ops below it, outermost first).
+
+    A stack deeper than MAX_DEPTH keeps its outermost ops and the innermost one; deep counts these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, ...]] = []
+        self.deep = 0
+        self._depths: list[int] = []
+
+    def __missing__(self, key: tuple[int, ...]) -> int:
+        above, *names = key
+        depth = len(names) + (self._depths[above] if above >= 0 else 0)
+        if depth > MAX_DEPTH and above >= 0:
+            self.deep += 1
+            number = self[self.rows[above][0], *names]
+        else:
+            number = len(self.rows)
+            self.rows.append(key)
+            self._depths.append(depth)
+        self[key] = number
+        return number
+
+
 class Stacks:
     """Folded op stacks of launches, looked up slice by slice."""
 
     def __init__(self, source: Source, *, rows: int = SLICE_ROWS) -> None:
         self._source = source
-        self.paths = Ids()  # (id of the stack above, name) to id
+        self.paths = StackIds()
         self.borders = _borders(source.tables.ops, rows)
         self._cache: dict[int, OpSlice] = {}
 
@@ -336,11 +268,11 @@ class Stacks:
         nested = ops.intervals.nested[at[has]]
         self._name_paths(ops, at[has[nested]])
         result[has[nested]] = ops.paths[at[has[nested]]]
-        for row in has[~nested]:
-            path = -1
-            for index in ops.intervals.chain(int(at[row]), int(t[row])):
-                path = self.paths[path, int(ops.names[index])]
-            result[row] = path
+        odd = has[~nested]
+        chains = ops.intervals.chains(at[odd], t[odd], MAX_DEPTH)
+        for row, chain in zip(odd.tolist(), chains, strict=True):
+            inner_first = ops.names[chain[chain >= 0]].tolist()
+            result[row] = self.paths[-1, *reversed(inner_first)]
         return result
 
     def _name_paths(self, ops: OpSlice, at: Ints) -> None:
@@ -351,7 +283,7 @@ class Stacks:
         while len(level):
             level = level[(paths[level] < 0) & ~marked[level]]
             marked[level] = True
-            level = parents[level]
+            level = np.unique(parents[level])
             level = level[level >= 0]
         rows = np.flatnonzero(marked)  # ascending, so that parents come first
         if not len(rows):
@@ -384,8 +316,9 @@ class Stacks:
         """The stacks as text, outermost first, by id."""
         names = [name.replace(";", ",") for name in self._source.tables.names]
         texts: list[str] = []
-        for above, name in self.paths:
-            texts.append(names[name] if above < 0 else f"{texts[above]};{names[name]}")
+        for above, *below in self.paths.rows:
+            own = ";".join(names[name] for name in below)
+            texts.append(own if above < 0 else f"{texts[above]};{own}")
         return texts
 
 

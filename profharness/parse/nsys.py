@@ -35,6 +35,7 @@ from profharness.parse.columns import (
     whole,
 )
 from profharness.parse.demangle import canonical_names
+from profharness.parse.intervals import nothing
 from profharness.parse.nsys_export import (
     META_TABLES,
     Export,
@@ -144,7 +145,7 @@ def _parse(path: Path, shown: Path) -> Trace:
             rows, key = chunk.gpu, chunk.gpu.correlation
             chunk.gpu = rows._replace(correlation=np.where(key >= 0, key % CORRELATIONS, NONE))
             kernel, config = kernels.kernel_of[rows.kernel], kernels.config_of[rows.kernel]
-            output.write(chunk, kernel, config, link.nothing(len(key)))
+            output.write(chunk, kernel, config, nothing(len(key)))
         launches = output.file.rows
         if lost:
             warnings.append(

@@ -1,0 +1,147 @@
+"""Which intervals of a thread enclose a moment, in n log n however they overlap.
+
+An interval encloses t when start <= t < end; one of no duration encloses its own start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profharness.parse.columns import Ints
+from profharness.trace import NONE
+
+STEPS = 16  # that are taken one by one before the rest is searched for
+
+
+def nothing(count: int) -> Ints:
+    """A column of NONE."""
+    return np.full(count, NONE, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Intervals sorted by (thread, start, longest first); rows is where each stood before.
+
+    parent is the last earlier interval of the thread that encloses this one's start, -1 for none.
+    Every interval that encloses some t lies on the parent chain of the last one that starts at or
+    before t. nested: this one and all its ancestors end within their parents, so the whole chain
+    encloses whatever this one does.
+    """
+
+    thread: Ints
+    start: Ints
+    stop: Ints
+    parent: Ints
+    nested: NDArray[np.bool_]
+    rows: Ints
+
+    @classmethod
+    def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
+        """Sort intervals and find parents in O(n log n), exact also where intervals overlap."""
+        stop = np.maximum(end, start + 1)
+        rows = np.lexsort((-stop, start, thread))
+        thread, start, stop = thread[rows], start[rows], stop[rows]
+        parent = _parents(thread, start, stop)
+        return cls(thread, start, stop, parent, _nested(parent, stop), rows)
+
+    def chains(self, at: Ints, t: Ints, depth: int) -> Ints:
+        """A row of `depth` indices for each pair: the intervals on the chain from `at` that enclose
+        t, innermost first, then -1.
+        """
+        columns = np.full((depth, len(at)), NONE, np.int64)
+        active, at = np.arange(len(at)), self._ending_after(at.copy(), t)
+        for column in columns:
+            active, at = active[at >= 0], at[at >= 0]
+            if not len(active):
+                break
+            column[active] = at
+            at = self._ending_after(self.parent[at], t[active])
+        return columns.T
+
+    def innermost(self, thread: Ints, t: Ints) -> Ints:
+        """For each (thread, t) the index of the enclosing interval that starts last, else -1."""
+        result = nothing(len(t))
+        if not len(t):
+            return result
+        order = np.argsort(thread, kind="stable")
+        numbers, begins = np.unique(thread[order], return_index=True)
+        for number, mine in zip(numbers, np.split(order, begins[1:]), strict=True):
+            low, high = np.searchsorted(self.thread, [number, number + 1])
+            if low < high:
+                last = np.searchsorted(self.start[low:high], t[mine], side="right") - 1
+                result[mine] = np.where(last >= 0, last + low, -1)
+        return self._ending_after(result, t)
+
+    def enclosing(self) -> Ints:
+        """For each interval the nearest one that encloses all of it, -1 for none."""
+        return self._ending_after(self.parent.copy(), self.stop - 1)
+
+    def _ending_after(self, at: Ints, t: Ints) -> Ints:
+        """For each index in `at` itself or the nearest on its chain that ends after t; -1 for none."""
+        return _climb(at, self.parent, self.thread, self.stop, t)
+
+
+def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
+    before = np.arange(-1, len(start) - 1, dtype=np.int64)
+    before[1:][thread[1:] != thread[:-1]] = -1
+    # what lies between a candidate and its own candidate ended before the candidate began
+    return _climb(before, before, thread, stop, start)
+
+
+def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
+    """For each element of `at` the last index at or before it, on its thread, that stops after t.
+
+    above leads from an index past others that cannot be the answer. It may be `at` itself, and then
+    gets shorter with every step. A few steps find nearly all; overlaps take the rest to a search.
+    """
+    active = np.flatnonzero(at >= 0)
+    for _ in range(STEPS):
+        active = active[stop[at[active]] <= t[active]]
+        if not len(active):
+            return at
+        at[active] = above[at[active]]
+        active = active[at[active] >= 0]
+    if len(active):
+        found = _last_above(stop, at[active], t[active])
+        strange = thread[found] != thread[at[active]]
+        at[active] = np.where(strange, -1, found)
+    return at
+
+
+def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
+    """For each pair the largest index up to `last` whose value is above the limit, -1 for none, by
+    a tree of maxima.
+    """
+    tree = [values]
+    while len(tree[-1]) > 1:
+        below = tree[-1]
+        pairs = np.append(below, np.iinfo(np.int64).min) if len(below) % 2 else below
+        tree.append(np.maximum(pairs[::2], pairs[1::2]))
+    node, found_at = last.copy(), nothing(len(last))
+    searching = np.arange(len(last))
+    for level, maxima in enumerate(tree):
+        here = maxima[node[searching]] > limits[searching]
+        found_at[searching[here]] = level
+        searching = searching[~here]
+        # what lies left of a node with an odd number includes its twin
+        node[searching] = (node[searching] >> 1) - 1 + (node[searching] & 1)
+        searching = searching[node[searching] >= 0]
+    for level in range(len(tree) - 1, 0, -1):
+        down = np.flatnonzero(found_at >= level)
+        right = np.minimum(2 * node[down] + 1, len(tree[level - 1]) - 1)
+        node[down] = np.where(tree[level - 1][right] > limits[down], right, 2 * node[down])
+    return np.where(found_at >= 0, node, -1)
+
+
+def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
+    """Whether each interval ends within its parent, and so do all of its ancestors."""
+    wrong = (parent >= 0) & (stop[parent] < stop)
+    above = parent.copy()
+    while wrong.any() and (above >= 0).any():  # each time twice as many ancestors are looked at
+        has = np.flatnonzero(above >= 0)
+        wrong[has] |= wrong[above[has]]
+        above[has] = above[above[has]]
+    return ~wrong
