@@ -83,7 +83,8 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
         for result in results:
             counts = f"{result.launches:,} launches"
             counts += f", {result.cells} cells" if result.cells else ""
-            line = f"{source}: {result.status}, run {result.run}: {counts}\n"
+            kept = f" (stored from {result.kept})" if result.kept else ""
+            line = f"{source}: {result.status}, run {result.run}{kept}: {counts}\n"
             stream.write(line.encode())
 
 

@@ -21,6 +21,7 @@ import xxhash
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import is_trace, open_trace, sniff
 from profharness.run import RUN_FILE, Cell, Problem, Protocol, Run, TraceFile, read_run, run_kind
+from profharness.store import growth
 from profharness.store.insert import (
     CellTrace,
     Inserted,
@@ -45,7 +46,8 @@ EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tel
 class IngestResult:
     """What became of a source: `new`, `unchanged` or `replaced`; launches and cells now stored.
 
-    warnings are what is stored with the run: each begins with the trace or cell that it is about.
+    kept is the folder that the run is stored from, where the source is a copy of it. warnings are
+    what is stored with the run: each begins with the trace or cell that it is about.
     """
 
     run: str
@@ -54,6 +56,7 @@ class IngestResult:
     launches: int
     cells: int
     warnings: tuple[str, ...] = ()
+    kept: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,17 +265,22 @@ def _open(raw: Raw, opened: ExitStack) -> _Parsed:
 
 
 def _unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
+    """What is stored of this content, or of the run that this folder is a copy of."""
+    run, kept = source.run, None
+    if run and all(raw.problem is None for raw in source.raws):
+        kept = growth.kept_elsewhere(connection, source.path, run)
+    where, value = ("run", run.run) if run and kept else ("content_hash", source.content_hash)
     row = connection.execute(
         "SELECT run, (SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
         "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id), warnings "
-        "FROM runs r WHERE content_hash = ?",
-        (source.content_hash,),
+        f"FROM runs r WHERE {where} = ?",
+        (value,),
     ).fetchone()
     if row is None:
         return None
     name, cells, launches, warnings = row
     told = tuple(json.loads(warnings))
-    return IngestResult(name, "unchanged", source.path, launches, cells, told)
+    return IngestResult(name, "unchanged", source.path, launches, cells, told, kept)
 
 
 def _write(
@@ -283,7 +291,8 @@ def _write(
 ) -> IngestResult:
     run = source.run
     name = run.run if run else f"trace-{source.content_hash[:10]}"
-    replaced = forget_run(connection, name)
+    before = growth.stored(connection, name)
+    forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
     _insert_devices(connection, run_id, [item.trace for item in parsed])
     cells = _insert_cells(connection, run_id, run.cells) if run else None
@@ -299,13 +308,31 @@ def _write(
             connection, run, cells, list(zip(profilers, results, strict=True))
         )
     connection.execute("UPDATE runs SET warnings = ? WHERE id = ?", (to_json(warnings), run_id))
+    _check_growth(connection, source, name, before)
     return IngestResult(
         name,
-        "replaced" if replaced else "new",
+        "new" if before is None else "replaced",
         source.path,
         sum(result.launches for result in results),
         len(cells or ()),
         tuple(warnings),
+    )
+
+
+def _check_growth(
+    connection: sqlite3.Connection, source: Source, name: str, before: growth.Held | None
+) -> None:
+    """Raise TraceFormatError where what was just inserted is less than what it replaced."""
+    after = growth.stored(connection, name)
+    lost = after.lacks(before) if before and after else []
+    if not lost:
+        return
+    damaged = [raw.problem for raw in source.raws if raw.problem is not None]
+    reason = f" ({damaged[0]})" if damaged else ""
+    raise TraceFormatError(
+        source.path,
+        f"holds less of run {name} than the store, which keeps what it has: missing are "
+        f"{growth.told(lost)}{reason}; `profharness runs --delete {name}` lets this one in",
     )
 
 

@@ -18,7 +18,7 @@ from nsys_make import unpacked
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import open_trace
 from profharness.rows import Refusal
-from profharness.run import BENCH_FILE, TraceFile, read_run, write_run
+from profharness.run import BENCH_FILE, Cell, TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.store.ingest import find_sources
 
@@ -139,15 +139,15 @@ def test_calls_with_different_kernel_counts_are_told(tmp_path: Path, run_folder:
     assert f"c0: {differing.warnings[0]}" in result.warnings
 
 
-def test_same_run_with_other_content_is_replaced(tmp_path: Path, run_folder: Folder) -> None:
+def test_a_run_that_grew_is_replaced(tmp_path: Path, run_folder: Folder) -> None:
     store = tmp_path / "p.db"
-    ingest_path(store, run_folder())
+    ingest_path(store, run_folder(samples=[7], cells={"c0": ["flash"]}))
     ingest_path(store, run_folder(run="20261121-bbbb"))
-    folder = run_folder(samples=[7], cells={"c0": ["flash"]})
+    folder = run_folder(samples=[7, 8])
     (result,) = ingest_path(store, folder)
-    assert (result.status, result.launches) == ("replaced", 6)
+    assert (result.status, result.launches) == ("replaced", 9)
     with open_store(store) as opened:
-        assert opened.cells("20261121-aaaa")[0].samples == {"event": (7,)}
+        assert opened.cells("20261121-aaaa")[0].samples == {"event": (7, 8)}
         assert len(opened.cells("20261121-bbbb")) == 3
         assert len(opened.runs()) == 2
         assert len(list(opened.launches("20261121-bbbb"))) == 9
@@ -155,8 +155,11 @@ def test_same_run_with_other_content_is_replaced(tmp_path: Path, run_folder: Fol
     fresh = tmp_path / "fresh.db"
     ingest_path(fresh, run_folder(run="20261121-bbbb"))
     ingest_path(fresh, folder)
-    counts = {name: len(rows) for name, rows in dump(fresh).items()}
-    assert {name: len(rows) for name, rows in dump(store).items()} == counts
+    found, expected = (
+        {name: len(rows) for name, rows in dump(path).items() if name != "range_names"}
+        for path in (store, fresh)  # a name stays when its last range goes
+    )
+    assert found == expected
 
 
 def add_damaged(folder: Path, damage: str) -> None:
@@ -331,9 +334,75 @@ def test_failure_in_the_middle_of_the_transaction_rolls_back(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ingest_path(store, run_folder(samples=[7]), progress=interrupt)
+        ingest_path(store, run_folder(samples=[4] * 5), progress=interrupt)
     assert dump(store) == before
-    assert ingest_path(store, run_folder(samples=[7]))[0].status == "replaced"
+    assert ingest_path(store, run_folder(samples=[4] * 5))[0].status == "replaced"
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "emptied", "pending", "samples", "cells"])
+def test_a_smaller_folder_never_replaces_a_stored_run(
+    tmp_path: Path, run_folder: Folder, damage: str
+) -> None:
+    store, folder = tmp_path / "p.db", run_folder()
+    ingest_path(store, folder)
+    before = dump(store)
+    run = read_run(folder)
+    first, *others = run.cells
+    if damage == "missing":
+        (folder / "torch.json.gz").unlink()
+    elif damage == "damaged":
+        (folder / "torch.json.gz").write_bytes((folder / "torch.json.gz").read_bytes()[:99])
+    elif damage == "emptied":
+        write_run(folder, replace(run, traces=()))
+    elif damage == "pending":
+        write_run(folder, replace(run, cells=(replace(first, status="pending"), *others)))
+    elif damage == "samples":
+        write_run(folder, replace(run, cells=(replace(first, samples={}), *others)))
+    else:
+        write_run(folder, replace(run, cells=(first,)))
+    told = {
+        "missing": r"9 launches of torch\.json\.gz \(.*named in run.json but missing",
+        "damaged": r"9 launches of torch\.json\.gz \(.*torch\.json\.gz",
+        "emptied": r"9 launches of torch\.json\.gz",
+        "pending": "4 measurements of cell c0",
+        "samples": "4 measurements of cell c0",
+        "cells": "4 measurements of cell c1, the result of cell c9",
+    }[damage]
+    for _ in range(2):
+        with pytest.raises(TraceFormatError, match=f"the store, which keeps what it has.*{told}"):
+            ingest_path(store, folder)
+        assert dump(store) == before
+    with open_store(store, write=True) as opened:
+        opened.delete_run(run.run)
+    assert ingest_path(store, folder)[0].status == "new"
+
+
+def test_a_copy_beside_its_source_changes_nothing(tmp_path: Path, run_folder: Folder) -> None:
+    """Its record differs, as that of a scrubbed copy does; once the source is gone it takes over."""
+    store, folder = tmp_path / "p.db", run_folder()
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    write_run(copy, replace(read_run(folder), note="scrubbed"))
+    ingest_path(store, folder)
+    before = dump(store)
+    for _ in range(2):
+        results = [*ingest_path(store, folder), *ingest_path(store, copy)]
+        assert [(result.status, result.kept) for result in results] == [
+            ("unchanged", None),
+            ("unchanged", folder),
+        ]
+        assert dump(store) == before
+    write_run(copy, replace(read_run(copy), cells=(*read_run(copy).cells, more_cell(folder))))
+    assert ingest_path(store, copy)[0].status == "replaced"
+    with pytest.raises(TraceFormatError, match="the result of cell c10"):
+        ingest_path(store, folder)
+    shutil.rmtree(copy)
+    write_run(folder, replace(read_run(folder), cells=(*read_run(folder).cells, more_cell(folder))))
+    assert ingest_path(store, folder)[0].status == "replaced"
+
+
+def more_cell(folder: Path) -> Cell:
+    return replace(read_run(folder).cells[-1], cell="c10")
 
 
 def test_folder_of_runs_and_traces_is_walked_in_order(

@@ -1,0 +1,86 @@
+"""What a run folder holds against what the store has of its run: a damaged or smaller folder never
+replaces a whole run, and a copy beside its source changes nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from profharness.run import RUN_FILE, Run
+
+SHOWN = 5
+PENDING = "pending"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How much there is of a run: samples and checks of each cell that has a result, launches of each
+    raw trace by its path. A launch count of None is not known yet.
+    """
+
+    cells: Mapping[str, int]
+    traces: Mapping[str, int | None]
+
+    def lacks(self, other: Held) -> list[str]:
+        """What the other has and this has not, in words; empty where nothing is missing."""
+        texts = [
+            (f"{counted} measurements" if counted else "the result") + f" of cell {cell}"
+            for cell, number in other.cells.items()
+            if (counted := number - self.cells.get(cell, 0)) > 0 or cell not in self.cells
+        ]
+        for path, launches in other.traces.items():
+            missing = (launches or 0) - (self.traces.get(path, 0) or 0)
+            if missing > 0:
+                texts.append(f"{missing:,} launches of {path}")
+        return texts
+
+
+def recorded(run: Run) -> Held:
+    """What a run's record says that it holds; its traces are not parsed."""
+    cells = {
+        cell.cell: sum(map(len, cell.samples.values())) + len(cell.checks)
+        for cell in run.cells
+        if cell.status != PENDING
+    }
+    return Held(cells, dict.fromkeys((trace.path for trace in run.traces), None))
+
+
+def stored(connection: sqlite3.Connection, run: str) -> Held | None:
+    """What the store has of a run; None where there is no such run."""
+    row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
+    if row is None:
+        return None
+    cells = connection.execute(
+        "SELECT cell, (SELECT count(*) FROM samples s WHERE s.cell_id = c.id) "
+        "+ (SELECT count(*) FROM verifications v WHERE v.cell_id = c.id) "
+        f"FROM cells c WHERE run_id = ? AND status <> '{PENDING}'",
+        row,
+    )
+    traces = connection.execute("SELECT path, launches FROM traces WHERE run_id = ?", row)
+    return Held(dict(cells.fetchall()), dict(traces.fetchall()))
+
+
+def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | None:
+    """The folder that the run is stored from, where this one is a mere copy of it."""
+    row = connection.execute("SELECT path FROM runs WHERE run = ?", (run.run,)).fetchone()
+    if row is None:
+        return None
+    source = Path(row[0])
+    if not (source / RUN_FILE).is_file() or source.resolve() == folder.resolve():
+        return None
+    here, there = recorded(run), stored(connection, run.run)
+    same = (
+        there is not None
+        and here.cells == there.cells
+        and here.traces.keys() == there.traces.keys()
+    )
+    return source if same else None
+
+
+def told(texts: list[str]) -> str:
+    """The first few texts, and how many there are besides."""
+    more = len(texts) - SHOWN
+    return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")
