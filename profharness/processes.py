@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +21,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.02
 STEP_S = 0.1  # of a wait that interrupts may end
 END_GRACE_S = 2.0
+ALONE_S = 0.5  # that what a tool left in the background has to end by itself
+LOG_BYTES = 10_000_000  # of what a tool and its target print
+KEPT_BYTES = 1_000_000  # of its head, and of its tail, where it was more
+CUT = re.compile(rb"\n\[(\d+) bytes are left out here\]\n")
+MAX_TEXT_BYTES = 1 << 20
+BRIEF_BYTES = 1 << 20
+STARTED_BY = "PROFHARNESS_STARTED_BY"
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
 
 
 class _Hold:
@@ -99,12 +110,64 @@ def _holds() -> list[_Hold]:
     return [handler for handler in handlers if isinstance(handler, _Hold)][:1]
 
 
+class Group(subprocess.Popen[bytes]):
+    """A child that leads a process group and a session. What its logs hold is kept short; paused_s
+    are the seconds that it was stopped together with this process.
+    """
+
+    logs: tuple[Path, ...] = ()
+    cut_bytes: int = 0  # what was cut out of the first log
+    paused_s: float = 0.0
+
+    def shorten_logs(self) -> None:
+        """Cut the middle out of logs that have grown too long."""
+        for log in self.logs:
+            cut = shorten(log)
+            self.cut_bytes += cut if log == self.logs[0] else 0
+
+
+def shorten(log: Path) -> int:
+    """Cut the middle out of a file that takes more than LOG_BYTES, and tell there how much it was;
+    the bytes by which what stood behind has moved. Those that write to it go on, at its end.
+    """
+    try:
+        state = log.stat()
+        if min(state.st_size, state.st_blocks * 512) <= LOG_BYTES:
+            return 0
+        with log.open("r+b") as file, log.open("ab", buffering=0) as end:
+            file.seek(KEPT_BYTES)
+            earlier = CUT.match(file.read(100))
+            file.seek(state.st_size - KEPT_BYTES)
+            tail = file.read(KEPT_BYTES)
+            left_out = state.st_size - 2 * KEPT_BYTES
+            told = left_out + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
+            mark = b"\n[%d bytes are left out here]\n" % told
+            file.truncate(KEPT_BYTES)
+            end.write(mark + tail)
+    except OSError:  # it is gone, or the disk is full
+        return 0
+    return left_out - len(mark)
+
+
+def read_end(path: Path, begin: int = 0, limit: int = MAX_TEXT_BYTES) -> str:
+    """The end of a text file, not before the byte `begin`; empty where there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(begin, file.seek(0, os.SEEK_END) - limit))
+            return file.read(limit).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether a process has ended. An exception inside of Popen.poll(), which a signal raises, can
     leave its lock taken: no wait() would return any more.
     """
     with held():
-        return process.poll() is not None
+        ended = process.poll() is not None
+        if isinstance(process, Group):
+            process.shorten_logs()
+        return ended
 
 
 def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
@@ -116,6 +179,116 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
+
+
+@contextlib.contextmanager
+def stopped_together(process: Group, mark: Mapping[str, str]) -> Iterator[None]:
+    """While the block runs, Ctrl-Z (SIGTSTP) stops what `orphans_adopted` has marked too, and SIGCONT
+    lets it go on. Only where nobody else handles it.
+    """
+
+    def stop(number: int, _: FrameType | None) -> None:
+        begin = time.monotonic()
+        pids = _marked(mark)
+        # SIGSTOP: a group without a shell of its own takes no notice of SIGTSTP
+        for pid in pids:
+            kill(pid, signal.SIGSTOP)
+        try:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)  # here it stands still
+        finally:
+            signal.signal(number, stop)
+            for pid in pids:
+                kill(pid, signal.SIGCONT)
+            process.paused_s += time.monotonic() - begin
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTSTP, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def orphans_adopted(tell: Callable[[str], None] = lambda _: None) -> Iterator[dict[str, str]]:
+    """What a child started in the block, with this variable in its environment, leaves in sessions of
+    its own comes to this process when its parent ends (Linux), and is ended after the block. tell gets
+    a sentence on each that has lost the variable: it may be somebody else's.
+    """
+    mark = {STARTED_BY: secrets.token_hex(8)}
+    adopts, before = _adopt(1), set(_adopted())
+    try:
+        yield mark
+    finally:
+        with held():
+            _end_marked(mark)
+            for pid, name in _adopted().items():
+                if pid not in before:
+                    tell(f"process {pid} ({name}) was left behind and runs on; end it by hand")
+            if adopts is not None:
+                _adopt(adopts)
+
+
+def _adopted() -> dict[int, str]:
+    """The children of this process in sessions of their own, with their names."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            # the name in parentheses may hold blanks
+            name, _, rest = path.read_text(errors="replace").rpartition(")")
+            state, parent, _, session = rest.split()[:4]
+            own = int(parent) == os.getpid() and int(session) != os.getsid(0)
+            if own and state != "Z":
+                found[int(path.parent.name)] = name.partition("(")[2]
+    return found
+
+
+def _adopt(on: int) -> int | None:
+    """Let orphans below this process become its children, or not; what held before, None where the
+    system has no such thing.
+    """
+    before = ctypes.c_int()
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError):
+        return None
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, on, 0, 0, 0)
+    return before.value
+
+
+def _end_marked(mark: Mapping[str, str]) -> None:
+    """End the processes with a variable in their environment: a moment to end by themselves, then
+    SIGTERM, then SIGKILL.
+    """
+    ended: set[int] = set()
+    for number, seconds in ((None, ALONE_S), (signal.SIGTERM, 1.0), (signal.SIGKILL, END_GRACE_S)):
+        deadline = time.monotonic() + seconds
+        while pids := _marked(mark):
+            ended.update(pids)
+            for pid in pids:
+                if number is not None:
+                    kill(pid, number)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+    for pid in ended:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _marked(mark: Mapping[str, str]) -> list[int]:
+    ((name, value),) = mark.items()
+    text, pids = os.fsencode(f"{name}={value}"), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if text in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def find_workers(folder: Path) -> list[int]:
@@ -148,13 +321,19 @@ def kill_group(process: subprocess.Popen[bytes], number: signal.Signals = signal
 
 
 def start_group(
-    argv: Sequence[str], log: Path, environment: Mapping[str, str], **options: Any
-) -> subprocess.Popen[bytes]:
+    argv: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    short: bool = False,
+    **options: Any,
+) -> Group:
     """A child that leads a process group and a session of its own; both its streams are appended to
-    log, unless the options of Popen say otherwise. Raises OSError when it does not start.
+    log, unless the options of Popen say otherwise. short: the log is kept below LOG_BYTES. Raises
+    OSError when it does not start.
     """
     with log.open("ab") as file:
-        return subprocess.Popen(
+        group = Group(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -162,6 +341,8 @@ def start_group(
             start_new_session=True,
             **{"stderr": file, **options},
         )
+    group.logs = (log,) if short else ()
+    return group
 
 
 def run_group(
@@ -174,7 +355,7 @@ def run_group(
     """The exit code of a child of `start_group`, None when it was ended for taking too long. Nothing
     of its group is left afterwards, whatever interrupts the wait.
     """
-    process: subprocess.Popen[bytes] | None = None
+    process: Group | None = None
     try:
         with held():  # an interrupt inside of Popen() would leave a child that nobody knows
             process = start_group(argv, log, environment, **options)
@@ -184,13 +365,14 @@ def run_group(
             _end_group(process)
 
 
-def _waited(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+def _waited(process: Group, timeout_s: float) -> int | None:
     """The exit code of a process; None when it goes on for longer. Interrupts come through."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(max(0.0, min(STEP_S, deadline - time.monotonic())))
         let_through()
+        process.shorten_logs()
         if time.monotonic() > deadline:
             return None
 
@@ -209,20 +391,53 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def run_briefly(
     argv: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """A short child and what it wrote; None when it does not start or takes longer than timeout_s."""
+    """A short child and what it wrote, of each stream BRIEF_BYTES at most: one that writes more is
+    ended. None when it does not start or takes longer than timeout_s. Nothing of its group is left.
+    """
+    process: Group | None = None
     try:
-        return subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=environment,
-            timeout=timeout_s,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        with held():
+            process = Group(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        texts = _both_streams(process, time.monotonic() + timeout_s)
+    except OSError:
         return None
+    finally:
+        if process is not None:
+            _end_group(process)
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+    if texts is None:
+        return None
+    output, errors = (text.decode(errors="replace") for text in texts)
+    return subprocess.CompletedProcess(argv, process.returncode, output, errors)
+
+
+def _both_streams(process: Group, deadline: float) -> list[bytearray] | None:
+    """What a process writes until it ends or writes too much; None where it takes too long."""
+    assert process.stdout is not None and process.stderr is not None
+    streams = (process.stdout, process.stderr)
+    for stream in streams:
+        os.set_blocking(stream.fileno(), False)
+    texts = [bytearray(), bytearray()]
+    while True:
+        ended = has_ended(process)
+        for text, stream in zip(texts, streams, strict=True):
+            while len(text) < BRIEF_BYTES and (more := stream.read(1 << 16)):
+                text += more
+        if ended or any(len(text) >= BRIEF_BYTES for text in texts):
+            return texts
+        let_through()
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(POLL_S)
 
 
 def child_environment() -> dict[str, str]:

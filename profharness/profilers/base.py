@@ -236,6 +236,8 @@ class Session:
     """One start of the worker, without any program around it."""
 
     wrapped = False
+    notify: Callable[[str], None] = staticmethod(lambda _: None)  # takes what the user should know
+    logs: tuple[Path, ...] = ()  # what a tool writes besides the worker's log
 
     def argv(self, command: list[str]) -> list[str]:
         """The argv that is started."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from profharness.errors import TraceFormatError
+from profharness.processes import read_end
 from profharness.profilers.base import (
     LOADER,
     NO_SANDBOX,
@@ -284,6 +285,7 @@ class NcuSession(ToolSession):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.log = self.scratch / "log"  # what ncu itself says, apart from the worker
+        self.logs = (self.log,)
 
     def argv(self, command: list[str]) -> list[str]:
         return profile_argv(
@@ -300,8 +302,7 @@ class NcuSession(ToolSession):
         return child_environment(base, self.scratch)
 
     def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
-        log = self.log.read_text(errors="replace") if self.log.exists() else ""
-        text = f"{ended.text}\n{log}"
+        text = f"{ended.text}\n{read_end(self.log)}"
         failure = diagnose(RULES, ended.returncode, text, self.report, self.started)
         if not self.report.exists():
             return failure, None

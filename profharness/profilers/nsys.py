@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from profharness.errors import TraceFormatError
-from profharness.processes import kill, run_briefly, run_group
+from profharness.processes import kill, read_end, run_briefly, run_group
 from profharness.profilers.base import (
     LOADER,
     NO_SANDBOX,
@@ -334,12 +334,13 @@ def export_report(
         part, log = Path(name) / "export.sqlite", Path(name) / "log"
         environment = child_environment(os.environ, Path(name))
         try:
-            returncode = run_group(export_argv(tool, report, part), log, environment, timeout_s)
+            argv = export_argv(tool, report, part)
+            returncode = run_group(argv, log, environment, timeout_s, short=True)
         except OSError as error:
             message = f"{tool} cannot be started: {error.strerror}"
             remedy = "set PROFHARNESS_NSYS to the nsys executable, or install NVIDIA Nsight Systems"
             raise ToolError(Failure("tool_missing", message, remedy)) from None
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = read_end(log)
         failure = diagnose_export(returncode, text, part)
         if failure is not None:
             raise ToolError(failure, text)

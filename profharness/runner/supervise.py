@@ -21,11 +21,15 @@ import msgspec
 from profharness.config import parse_config
 from profharness.errors import CaptureError
 from profharness.processes import (
+    Group,
     child_environment,
     has_ended,
     held,
     let_through,
+    orphans_adopted,
+    read_end,
     start_group,
+    stopped_together,
     wait_for,
 )
 from profharness.profilers import PROFILERS, Profiler
@@ -53,7 +57,6 @@ ROOM_BYTES = 1 << 16  # with less of it a dead worker proves nothing against its
 REAPED_S = 5.0  # after SIGKILL
 LOG_FILE = "worker.log"
 LOG_TAIL_BYTES = 4000
-MAX_LOG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,10 @@ class Start:
     ended: tuple[str, ...] = ()
     stopped: bool = False
     at_once: bool = False
+    told_s: float = 0.0  # of the time that the worker was stopped
 
     def __post_init__(self) -> None:
+        self.process: Group | None = None
         self.since = time.monotonic()
         log = self.folder / LOG_FILE
         self.log_offset = log.stat().st_size if log.exists() else 0
@@ -145,37 +150,56 @@ class Start:
         (self.folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
 
     def run(self, command: list[str]) -> None:
-        """Follow the worker, in a process group of its own, to its end; nothing of it is left."""
-        process: subprocess.Popen[bytes] | None = None
-        try:
-            with held():
-                process = start_group(
-                    self.session.argv(command),
-                    self.folder / LOG_FILE,
-                    self.session.environment(child_environment()),
-                )
-            self.returncode = self._follow(process)
-        except KeyboardInterrupt:
-            self.stopped = True
-            raise
-        finally:
-            if process is not None:
-                self._finish(process)
+        """Follow the worker, in a process group of its own, to its end; nothing of it is left, nor of
+        what it or its tool started.
+        """
+        with orphans_adopted(self.session.notify) as mark:
+            try:
+                with held():
+                    self.process = start_group(
+                        self.session.argv(command),
+                        self.folder / LOG_FILE,
+                        self.session.environment(child_environment()) | mark,
+                        short=True,
+                    )
+                    self.process.logs += self.session.logs
+                with stopped_together(self.process, mark):
+                    self.returncode = self._follow(self.process)
+            except KeyboardInterrupt:
+                self.stopped = True
+                raise
+            finally:
+                if self.process is not None:
+                    self._finish(self.process)
+
+    def _now(self) -> float:
+        """Seconds on a clock that stands still while the worker is stopped."""
+        return time.monotonic() - (self.process.paused_s if self.process else 0.0)
 
     def take(self) -> None:
         """Take in what the journal has told since the last call."""
         for entry in self.journal.entries():
             if entry.event == "environment":
-                self.has_environment, self.since = True, time.monotonic()
+                self.has_environment, self.since = True, self._now()
             elif entry.event == "begin":
-                self.cell, self.stage, self.since = entry.cell, "begin", time.monotonic()
+                self.cell, self.stage, self.since = entry.cell, "begin", self._now()
             elif entry.event == "stage":
                 self.stage = entry.stage or ""
             elif entry.event == "end":
                 self.pending.pop(str(entry.cell), None)
                 self.ended = (*self.ended, str(entry.cell))
-                self.cell, self.since = None, time.monotonic()
-            self.on_entry(entry)
+                self.cell, self.since = None, self._now()
+            self.on_entry(self._with_pause(entry))
+
+    def _with_pause(self, entry: JournalEntry) -> JournalEntry:
+        """The end of a cell that was stopped meanwhile, with a word on it."""
+        paused_s = self.process.paused_s if self.process else 0.0
+        if entry.result is None or paused_s == self.told_s:
+            return entry
+        text = f"stopped (Ctrl-Z) for {paused_s - self.told_s:.1f} s while it was measured"
+        self.told_s = paused_s
+        warnings = (*entry.result.warnings, f"{text}: a sample may hold that time")
+        return replace(entry, result=replace(entry.result, warnings=warnings))
 
     def close(self) -> Outcome:
         """What the session around the worker left."""
@@ -214,7 +238,7 @@ class Start:
             self.take()
             let_through()
             limit = timeout_s if self.cell is not None else max(START_TIMEOUT_S, timeout_s)
-            if time.monotonic() - self.since > limit:
+            if self._now() - self.since > limit:
                 return None
             time.sleep(POLL_S)
         return process.returncode
@@ -241,17 +265,13 @@ class Start:
             raise
 
     def _log(self) -> str:
-        """What this start wrote, at most MAX_LOG_BYTES of its end."""
-        with (self.folder / LOG_FILE).open("rb") as log:
-            log.seek(max(self.log_offset, log.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
-            return log.read().decode(errors="replace")
+        """What this start wrote, at most MAX_TEXT_BYTES of its end."""
+        cut = self.process.cut_bytes if self.process else 0
+        return read_end(self.folder / LOG_FILE, max(0, self.log_offset - cut))
 
     def _last_words(self) -> str:
         """The last non-empty line or two that this start wrote to stderr."""
-        try:
-            text = self._log()[-LOG_TAIL_BYTES:]
-        except OSError:
-            return ""
+        text = self._log()[-LOG_TAIL_BYTES:]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " / ".join(lines[-2:])[:500]
 

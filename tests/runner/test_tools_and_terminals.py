@@ -1,0 +1,200 @@
+"""What tools print, what they leave running, and Ctrl-Z, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import PATIENCE_S, alive, until, written_pid
+
+from profharness import processes
+from profharness.processes import (
+    KEPT_BYTES,
+    LOG_BYTES,
+    orphans_adopted,
+    read_end,
+    run_briefly,
+    run_group,
+    shorten,
+    start_group,
+    stopped_together,
+    wait_for,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(86400)
+    os._exit(0)
+os.wait()
+while not os.path.exists(sys.argv[1]) or not open(sys.argv[1]).read():
+    time.sleep(0.01)
+"""
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-IS", "-c", code, *map(str, arguments)]
+
+
+def environment(mark: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, **mark}
+
+
+def test_a_long_log_keeps_head_and_tail_and_tells_what_is_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"first\n" + b"x" * LOG_BYTES)
+        assert shorten(log) > 0
+        writer.write(b"y" * LOG_BYTES + b"\nlast\n")  # as a process that has it open goes on
+        assert shorten(log) > 0
+    data = log.read_bytes()
+    assert data.startswith(b"first\n")
+    assert data.endswith(b"\nlast\n")
+    assert len(data) < 2 * KEPT_BYTES + 100
+    (told,) = re.findall(rb"\[(\d+) bytes are left out here\]", data)
+    assert int(told) + 2 * KEPT_BYTES == 2 * LOG_BYTES + len(b"first\n\nlast\n")
+    assert shorten(log) == 0
+    assert read_end(log, limit=6) == "\nlast\n"
+    assert shorten(tmp_path / "none") == 0
+    assert read_end(tmp_path / "none") == ""
+
+
+def test_a_tool_that_prints_without_end_fills_no_disk(tmp_path: Path) -> None:
+    code = (
+        "import os\nfor _ in range(400): os.write(1, b'z' * 1_000_000)\nprint('done', flush=True)"
+    )
+    log = tmp_path / "log"
+    assert run_group(python(code), log, os.environ, PATIENCE_S, short=True) == 0
+    shorten(log)
+    assert log.stat().st_size <= LOG_BYTES
+    assert read_end(log).endswith("done\n")
+
+
+def test_a_version_without_end_is_cut_short_and_leaves_no_child(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '86400'])\n"
+        "open(sys.argv[1], 'w').write(str(child.pid))\n"
+        "print('version 1.2.3', flush=True)\n"
+        "while True: os.write(1, b'z' * 1_000_000)\n"
+    )
+    done = run_briefly(python(code, pid), PATIENCE_S)
+    assert done is not None
+    assert done.stdout.startswith("version 1.2.3\n")
+    assert len(done.stdout) < 2 * processes.BRIEF_BYTES
+    child = written_pid(pid)
+    assert child is not None
+    until(lambda: not alive(child))
+
+
+def test_a_wrapper_that_hangs_leaves_no_child(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    wrapper = tmp_path / "nsys"
+    wrapper.write_text(f"#!/bin/sh\nsleep 86400 &\necho $! > {pid}\nwait\n")
+    wrapper.chmod(0o755)
+    assert run_briefly([str(wrapper), "--version"], 1.0) is None
+    child = written_pid(pid)
+    if child is not None:  # the limit may come before the wrapper did anything
+        until(lambda: not alive(child))
+
+
+def test_what_ends_by_itself_is_read_whole_though_its_child_holds_the_pipe(tmp_path: Path) -> None:
+    done = run_briefly(["sh", "-c", "sleep 86400 & echo hello; echo ohoh >&2; exit 3"], PATIENCE_S)
+    assert done is not None
+    assert (done.stdout, done.stderr, done.returncode) == ("hello\n", "ohoh\n", 3)
+    assert run_briefly([str(tmp_path / "none")], 1.0) is None
+
+
+def test_a_daemon_in_a_session_of_its_own_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    with orphans_adopted() as mark:
+        tool = start_group(python(DAEMON, path), tmp_path / "log", environment(mark))
+        assert wait_for(tool, PATIENCE_S)
+        daemon = written_pid(path)
+        assert daemon is not None
+        assert alive(daemon)
+    assert not alive(daemon)
+
+
+def test_a_daemon_that_cannot_be_known_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    told: list[str] = []
+    try:
+        with orphans_adopted(told.append):
+            tool = start_group(python(DAEMON, path), tmp_path / "log", os.environ)
+            assert wait_for(tool, PATIENCE_S)
+        daemon = written_pid(path)
+        assert daemon is not None
+        assert alive(daemon)
+        assert [f"process {daemon} (" in text for text in told] == [True]
+    finally:
+        if (daemon := written_pid(path)) is not None:
+            os.kill(daemon, signal.SIGKILL)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+STOPPED = """
+import sys, time, os
+from pathlib import Path
+from profharness.processes import has_ended, orphans_adopted, start_group, stopped_together
+folder = Path(sys.argv[1])
+with orphans_adopted() as mark:
+    child = start_group(["sleep", "86400"], folder / "log", {**os.environ, **mark})
+    with stopped_together(child, mark):
+        (folder / "pid").write_text(str(child.pid))
+        while not (folder / "enough").exists():
+            time.sleep(0.01)
+    child.kill()
+    child.wait()
+print(child.paused_s)
+"""
+
+
+def test_ctrl_z_stops_the_worker_too(tmp_path: Path) -> None:
+    """A group of its own in this session: stopping it is the shell's business, not the kernel's."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    until(lambda: written_pid(tmp_path / "pid"), parent)
+    child = written_pid(tmp_path / "pid")
+    assert child is not None
+    parent.send_signal(signal.SIGTSTP)
+    until(lambda: state(child) == "T" and state(parent.pid) == "T", parent)
+    parent.send_signal(signal.SIGCONT)
+    until(lambda: state(child) == "S", parent)
+    (tmp_path / "enough").touch()
+    output, _ = parent.communicate(timeout=PATIENCE_S)
+    assert parent.returncode == 0
+    assert float(output) > 0
+
+
+def test_a_stop_is_left_to_those_who_handle_it(tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTSTP, lambda number, _: seen.append(number))
+    try:
+        with orphans_adopted() as mark:
+            child = start_group(["sleep", "86400"], tmp_path / "log", environment(mark))
+            with stopped_together(child, mark):
+                signal.raise_signal(signal.SIGTSTP)
+            child.kill()
+            child.wait()
+    finally:
+        signal.signal(signal.SIGTSTP, before)
+    assert seen == [signal.SIGTSTP]
