@@ -29,6 +29,7 @@ RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
+GPU = "gpu"  # in place of a profiler: a problem that makes times doubtful, and fails no run
 EXIT_UNWRITABLE = 72  # of a worker that cannot write to the run folder
 BENCH_FILE = "bench.json"
 GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
@@ -94,9 +95,9 @@ class TraceFile:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a profiler of a run failed to do, and what helps. code is one of those in
-    docs/nsight.md; raw is the tool's own text; cells are those without its rows (empty: all of
-    them).
+    """What a profiler of a run failed to do, and what helps; or, with GPU for the profiler, what may
+    have disturbed the times. code is one of those in docs/nsight.md; raw is the tool's own text;
+    cells are those without its rows (empty: all of them).
     """
 
     profiler: str
@@ -211,13 +212,16 @@ def _journal_results(folder: Path) -> dict[str, Cell]:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line of the journal: a cell begins, a cell ended, or the worker tells its environment."""
+    """One line of the journal: a cell begins, a cell ended, or the worker tells its environment or a
+    problem.
+    """
 
     event: str
     cell: str | None = None
     result: Cell | None = None
     environment: dict[str, Any] | None = None
     stage: str | None = None
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True)

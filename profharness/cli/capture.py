@@ -21,7 +21,7 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import CaptureError, UsageError
 from profharness.rows import COUNTERS
-from profharness.run import CaptureOptions, Protocol
+from profharness.run import GPU, CaptureOptions, Protocol
 
 if TYPE_CHECKING:
     from profharness.jobs import Captured
@@ -163,10 +163,11 @@ def _report(captured: Captured) -> None:
         for warning in result.warnings:
             click.echo(f"warning: {warning}", err=True)
     click.echo("see it with: profharness kernels", err=True)
-    if run.problems:
+    failed = [problem for problem in run.problems if problem.profiler != GPU]  # those were told
+    if failed:
         lines = [
             f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
-            for problem in run.problems
+            for problem in failed
         ]
         kept = f"what the others saw is kept in {captured.folder}"
         raise CaptureError("\n".join(["not every profiler did its work; " + kept, *lines]))

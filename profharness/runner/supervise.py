@@ -36,6 +36,7 @@ from profharness.profilers import PROFILERS, Profiler
 from profharness.profilers.base import Ended, Outcome, Session
 from profharness.run import (
     EXIT_UNWRITABLE,
+    GPU,
     JOURNAL_FILE,
     PLAN_FILE,
     Cell,
@@ -387,7 +388,8 @@ class RunRecord:
         self._code = code
         self._cells = {cell.cell: cell for cell in run.cells}
         self._wrapped = [item for item in run.traces if PROFILERS[item.profiler].session]
-        self.problems: list[Problem] = []  # a run that is resumed tries again what failed
+        # a run that is resumed tries again what failed; what was disturbed stays so
+        self.problems = [problem for problem in run.problems if problem.profiler == GPU]
         self._progress = progress or (lambda _: None)
         self._saved = 0.0
         self._pass: tuple[Profiler | None, int, int] = (None, 0, 0)
@@ -411,6 +413,9 @@ class RunRecord:
         if entry.environment is not None:
             self._environment(entry.environment)
             return
+        if entry.problem is not None:
+            self._disturbed(entry.problem)
+            return
         profiler, finished, total = self._pass
         cell = self._cells[str(entry.cell)]
         stage = entry.stage or "start"
@@ -432,6 +437,13 @@ class RunRecord:
         if result is not None and time.monotonic() - self._saved > SAVE_EVERY_S:
             self.save()
 
+    def _disturbed(self, problem: Problem) -> None:
+        """Keep what may have disturbed the times, once, and warn of it."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+            self.save()
+            self.notify(f"warning: {problem.message}; {problem.remedy} [{problem.code}]")
+
     def notify(self, notice: str) -> None:
         """Pass on what the user has to wait for."""
         _, finished, total = self._pass
@@ -446,7 +458,7 @@ class RunRecord:
             reasons = [
                 f"{item.profiler}: {item.message} [{item.code}]"
                 for item in self.problems
-                if not item.cells or cell.cell in item.cells
+                if item.profiler != GPU and (not item.cells or cell.cell in item.cells)
             ]
             if reasons:
                 message = f"not run, because of {'; '.join(reasons)}"

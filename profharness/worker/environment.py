@@ -55,6 +55,12 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def gpu_uuid() -> str:
+    """The UUID of the GPU in use, as NVML spells it; empty where torch does not tell. Not recorded."""
+    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
+    return f"GPU-{uuid.removeprefix('GPU-')}" if uuid else ""
+
+
 def _cuda() -> dict[str, Any]:
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     probe = torch.empty(1, 1, 8, 64, device="cuda", dtype=torch.float16)

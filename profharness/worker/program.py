@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -28,6 +28,10 @@ from profharness.run import (
     JournalEntry,
     Plan,
 )
+
+if TYPE_CHECKING:
+    from profharness.worker.gpu_watch import GpuWatch
+
 
 EXIT_DEAD_CONTEXT = 70
 EXIT_PARENT_GONE = 71
@@ -76,6 +80,17 @@ class Program:
     write: Write
 
 
+def telling(watch: GpuWatch, write: Write) -> Write:
+    """A write that also tells what the watch sees now, and whenever a cell begins, gets on or ends."""
+
+    def told(entry: JournalEntry) -> None:
+        write(entry)
+        for problem in watch.problems(at_once=entry.event == "end"):
+            write(JournalEntry("problem", problem=problem))
+
+    return told
+
+
 def run_program(folder: Path, module: str) -> NoReturn:
     """Do the work of a plan by the `body` of a module, and leave: 0 when it is done, EXIT_DEAD_CONTEXT
     when a new process has to go on after the cell whose result the DeadContextError carries,
@@ -97,16 +112,19 @@ def run_program(folder: Path, module: str) -> NoReturn:
             raise UnwritableError(f"{JOURNAL_FILE}: {error.strerror}") from None
 
     # loads torch, so after the parent's watch
-    from profharness.worker import environment
+    from profharness.worker import environment, gpu_watch
 
     device = plan.protocol.device
     if device == "auto":
         device = environment.default_device()
+    watch = gpu_watch.open_watch() if device == "cuda" and plan.cells else None
     keys = environment.collect(device)
     code = 0
     try:
         write(JournalEntry("environment", environment=keys))
-        importlib.import_module(module).body(Program(folder, plan, device, keys, write))
+        watched = watch is not None and watch.begin(environment.gpu_uuid())
+        told = telling(watch, write) if watch is not None and watched else write
+        importlib.import_module(module).body(Program(folder, plan, device, keys, told))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         code = EXIT_DEAD_CONTEXT

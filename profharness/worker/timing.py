@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from profharness.worker.environment import gpu_uuid
+
 PERIOD_S = 0.05
 KEPT = 4096  # readings, more than three minutes
 FIRST_S = 5.0  # NVML's first answer can be this late
@@ -100,9 +102,8 @@ def _questions() -> Questions:
     import pynvml as nvml
 
     nvml.nvmlInit()
-    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode())
+        handle = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid().encode())
     except nvml.NVMLError:
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
     return {

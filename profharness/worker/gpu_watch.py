@@ -1,0 +1,181 @@
+"""Who else uses the GPU of a worker, and whether its caps change while the worker runs. It only tells:
+no run fails by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from profharness.processes import STARTED_BY
+from profharness.run import GPU, Problem
+
+LOCKS = Path("/tmp")  # not TMPDIR: every user of the host has to look in the same place
+LOCK_TRIES = 50
+LOCK_PAUSE_S = 0.002
+PERIOD_S = 0.5
+# Bits of NVML's reasons: a slowdown by hardware, by software for heat, by heat, by the power brake.
+SLOWDOWN = 0x08 | 0x20 | 0x40 | 0x80
+SHARED_REMEDY = "let the GPU do nothing else while it is measured, then capture again"
+CAPPED_REMEDY = "see `nvidia-smi -q -d POWER,CLOCK,PERFORMANCE`, then capture again"
+
+
+class GpuLock:
+    """The lock file of one GPU, which everybody who measures there holds in common. The system lets
+    go of it when a process ends, however that goes; the file stays.
+    """
+
+    def __init__(self, uuid: str, folder: Path = LOCKS) -> None:
+        self._descriptor = _opened(folder / f"profharness-{uuid}.lock")
+
+    def is_shared(self) -> bool:
+        """Whether another process holds it too; False where there can be no lock file."""
+        if self._descriptor is None:
+            return False
+        shared = not _locked(self._descriptor, fcntl.LOCK_EX)
+        for _ in range(LOCK_TRIES):
+            if _locked(self._descriptor, fcntl.LOCK_SH):
+                break
+            time.sleep(LOCK_PAUSE_S)  # the other one looks at this very moment
+        return shared
+
+
+def _opened(path: Path) -> int | None:
+    """A descriptor to lock by: reading suffices, also for a file of another user."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    for more in (
+        0,
+        os.O_CREAT | os.O_EXCL,
+        0,
+    ):  # a sticky folder lets none open another's to create
+        with contextlib.suppress(OSError):
+            return os.open(path, flags | more, 0o644)
+    return None
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+class GpuWatch:
+    """Made before this process has a CUDA context: who computes then is somebody else, in whatever
+    container, whose process ids may be other numbers than here.
+    """
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self._before = {uuid: self._pids(handle) for uuid, handle in _devices(nvml)}
+        self._asked = 0.0
+        self._told: set[str] = set()
+
+    def begin(self, uuid: str, folder: Path = LOCKS) -> bool:
+        """Look at the GPU with that UUID (or the first one) from now on, the context being made; False
+        where NVML knows none.
+        """
+        try:
+            devices = dict(_devices(self._nvml))
+            known = uuid if uuid in devices else next(iter(devices))
+        except Exception:
+            return False
+        self._handle = devices[known]
+        self._lock = GpuLock(known, folder)
+        now = self._pids(self._handle)
+        # those of a worker that has just died are gone by now
+        self._others = (self._before.get(known, set()) & now) - {os.getpid()}
+        self._mine = now - self._others
+        self._caps = self._read_caps()
+        return True
+
+    def problems(self, *, at_once: bool = False) -> Iterator[Problem]:
+        """What is new since the last look; looks no more often than every PERIOD_S."""
+        if not at_once and time.monotonic() - self._asked < PERIOD_S:
+            return
+        self._asked = time.monotonic()
+        if self._lock.is_shared():
+            yield from self._once("gpu_shared", "another profharness measures on this GPU")
+        others = self._others | (self._pids(self._handle) - self._mine)
+        for pid in sorted(others):
+            if _is_ours(pid):
+                continue
+            text = f"another process ({pid}, as the driver counts) computes on this GPU"
+            yield from self._once("gpu_shared", text)
+        for name, now in self._read_caps().items():
+            was = self._caps.get(name, now)
+            if now != was:
+                text = f"{name} of the GPU changed from {was} to {now} while the run lasted"
+                yield from self._once("gpu_capped", text)
+
+    def _once(self, code: str, text: str) -> Iterator[Problem]:
+        if text not in self._told:
+            self._told.add(text)
+            remedy = SHARED_REMEDY if code == "gpu_shared" else CAPPED_REMEDY
+            yield Problem(GPU, code, f"{text}: its times may be off", remedy)
+
+    def _pids(self, handle: Any) -> set[int]:
+        """Processes with a compute context; empty where the driver does not say."""
+        try:
+            return {
+                int(each.pid) for each in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            }
+        except Exception:
+            return set()
+
+    def _read_caps(self) -> dict[str, str]:
+        nvml, handle = self._nvml, self._handle
+        questions: dict[str, Callable[[], str]] = {
+            "the power limit": lambda: f"{nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000:g} W",
+            "the highest SM clock": lambda: (
+                f"{nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)} MHz"
+            ),
+            "the highest memory clock": lambda: (
+                f"{nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)} MHz"
+            ),
+            "the application clock": lambda: (
+                f"{nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM)} MHz"
+            ),
+            "the slowdown for heat or power": lambda: (
+                "on" if nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & SLOWDOWN else "off"
+            ),
+        }
+        caps = {}
+        for name, question in questions.items():
+            with contextlib.suppress(Exception):  # not on this GPU or driver
+                caps[name] = question()
+        return caps
+
+
+def open_watch() -> GpuWatch | None:
+    """A watch; None without NVML."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return GpuWatch(pynvml)
+    except Exception:
+        return None
+
+
+def _devices(nvml: Any) -> Iterator[tuple[str, Any]]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = nvml.nvmlDeviceGetUUID(handle)
+        yield uuid.decode() if isinstance(uuid, bytes) else str(uuid), handle
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether a process was started by what started this one, such as a backend's own child."""
+    mine = os.environ.get(STARTED_BY)
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return mine is not None and os.fsencode(f"{STARTED_BY}={mine}") in variables

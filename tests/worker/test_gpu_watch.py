@@ -1,0 +1,189 @@
+"""Who else uses a GPU, and caps that change, with a made NVML in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profharness.config import parse_config
+from profharness.run import GPU, Cell, JournalEntry, Problem, Protocol, Run, read_run
+from profharness.runner.supervise import RunRecord, Step
+from profharness.worker.gpu_watch import GpuLock
+
+# NVML as far as the watch asks it; its answers stand in a file. A null is "not supported".
+NVML = """
+import json, os
+from types import SimpleNamespace
+NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
+def state(key):
+    with open(os.environ["NVML_STATE"]) as file:
+        value = json.load(file)[key]
+    if value is None:
+        raise RuntimeError("Not Supported")
+    return value
+def nvmlInit(): pass
+def nvmlDeviceGetCount(): return 2
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
+def nvmlDeviceGetComputeRunningProcesses(handle):
+    pids = state("pids")[handle]
+    return [SimpleNamespace(pid=os.getpid() if pid == "self" else pid) for pid in pids]
+def nvmlDeviceGetEnforcedPowerLimit(handle): return state("power")
+def nvmlDeviceGetMaxClockInfo(handle, kind): return state("clocks")[kind - 1]
+def nvmlDeviceGetApplicationsClock(handle, kind): return state("application")
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle): return state("reasons")
+"""
+# Opens the watch, begins at the first line of stdin, and prints what it sees at each further one.
+WATCHER = """
+import sys
+from pathlib import Path
+from profharness.worker.gpu_watch import open_watch
+watch = open_watch()
+print("opened", flush=True)
+for number, line in enumerate(sys.stdin):
+    if number == 0:
+        print(watch.begin("GPU-1", Path(sys.argv[1])), flush=True)
+    else:
+        print([[each.code, each.message] for each in watch.problems(at_once=True)], flush=True)
+"""
+QUIET = {
+    "pids": [[], []],
+    "power": 700_000,
+    "clocks": [1980, 2619],
+    "application": None,
+    "reasons": 0x4,  # the power cap of every day is no slowdown
+}
+
+
+class Watcher:
+    """A process that watches GPU-1; its NVML says what `says` wrote last."""
+
+    def __init__(self, folder: Path, name: str, **changes: Any) -> None:
+        self.state = folder / f"{name}.json"
+        self.says(**changes)
+        (folder / "pynvml.py").write_text(NVML)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WATCHER, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(folder), "NVML_STATE": str(self.state)},
+        )
+        assert self._line() == "opened"
+
+    def says(self, **changes: Any) -> None:
+        self.state.write_text(json.dumps(QUIET | changes))
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._line()
+
+
+@contextmanager
+def watcher(folder: Path, name: str = "a", **changes: Any) -> Iterator[Watcher]:
+    made = Watcher(folder, name, **changes)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.communicate()
+
+
+def test_a_gpu_of_ones_own_says_nothing(tmp_path: Path) -> None:
+    with watcher(tmp_path) as mine:
+        mine.says(pids=[[7], ["self", 4242]])  # 4242: this process under a container's other number
+        assert mine.ask() == "True"
+        assert mine.ask() == "[]"
+
+
+def test_another_process_that_comes_is_told_once(tmp_path: Path) -> None:
+    with watcher(tmp_path) as mine:
+        assert mine.ask() == "True"
+        mine.says(pids=[[7], ["self", 111]])
+        assert "another process (111, as the driver counts)" in mine.ask()
+        assert mine.ask() == "[]"
+
+
+def test_a_process_that_was_there_before_is_told(tmp_path: Path) -> None:
+    with watcher(tmp_path, pids=[[], [222]]) as mine:
+        mine.says(pids=[[], [222, "self"]])
+        assert mine.ask() == "True"
+        assert "another process (222" in mine.ask()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"power": 500_000}, "the power limit of the GPU changed from 700 W to 500 W"),
+        ({"clocks": [1200, 2619]}, "the highest SM clock of the GPU changed from 1980 MHz to 1200"),
+        ({"reasons": 0x44}, "the slowdown for heat or power of the GPU changed from off to on"),
+    ],
+)
+def test_a_cap_that_changes_is_told(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    with watcher(tmp_path) as mine:
+        mine.ask()
+        assert mine.ask() == "[]"
+        mine.says(**change)
+        answer = mine.ask()
+        assert "gpu_capped" in answer
+        assert text in answer
+        assert mine.ask() == "[]"
+
+
+def test_two_that_measure_on_one_gpu_are_both_told_until_one_dies(tmp_path: Path) -> None:
+    with watcher(tmp_path, "a") as first:
+        assert first.ask() == "True"
+        assert first.ask() == "[]"
+        with watcher(tmp_path, "b") as second:
+            assert second.ask() == "True"
+            assert "another profharness measures on this GPU" in second.ask()
+            assert "another profharness measures on this GPU" in first.ask()
+        with watcher(tmp_path, "c") as third:
+            first.process.kill()
+            first.process.wait()
+            third.ask()
+            assert third.ask() == "[]"
+
+
+def test_a_lock_that_cannot_be_made_says_nothing(tmp_path: Path) -> None:
+    assert GpuLock("GPU-1", tmp_path / "none").is_shared() is False
+    (tmp_path / "profharness-GPU-2.lock").symlink_to(tmp_path / "elsewhere")
+    assert GpuLock("GPU-2", tmp_path).is_shared() is False
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_driver_that_answers_nothing_fails_nothing(tmp_path: Path) -> None:
+    with watcher(tmp_path) as mine:
+        mine.says(**dict.fromkeys(QUIET))
+        assert mine.ask() == "True"
+        assert mine.ask() == "[]"
+
+
+def test_a_disturbance_is_warned_of_once_and_kept_and_fails_no_cell(tmp_path: Path) -> None:
+    cells = (Cell("c0001", parse_config("1,1,8,8,fp32"), "math"),)
+    run = Run("r", "2026-01-01T00:00:00+00:00", ("torch",), Protocol(), cells)
+    steps: list[Step] = []
+    record = RunRecord(tmp_path, run, steps.append)
+    problem = Problem(GPU, "gpu_shared", "somebody is here", "wait")
+    for _ in range(2):
+        record.add_entry(JournalEntry("problem", problem=problem))
+    record.explain_pending()
+    assert [step.notice for step in steps] == ["warning: somebody is here; wait [gpu_shared]"]
+    kept = read_run(tmp_path)
+    assert kept.problems == (problem,)
+    assert kept.cells[0].message is None
+    assert RunRecord(tmp_path, kept).problems == [problem]  # what was disturbed stays so
