@@ -29,6 +29,7 @@ SQLITE_MIN = (3, 37, 0)  # STRICT tables
 DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
 LOCK_FILE = "nsight-compute-lock"
 CAP_SYS_ADMIN = 21
+ROOM_BYTES = 32 << 20  # a small run with its traces, and the store
 DCGM_PROCESSES = ("nv-hostengine", "dcgmi", "dcgm-exporter")
 # gVisor answers with a version that is written into it: the first for years, later one that names it.
 GVISOR = r"gvisor|^Linux version 4\.4\.0 .*Sun Jan 10 15:06:54 PST 2016"
@@ -182,14 +183,34 @@ def check_sqlite() -> Check:
 
 
 def check_store(path: Path) -> Check:
-    """Whether the store can be made or opened; it is not created."""
+    """Whether the store can be made or opened, and written to; it is not created."""
     try:
         with open_store(path) as store:
-            return Check("store", "ok", f"{path}: {len(store.runs())} runs")
+            detail = f"{path}: {len(store.runs())} runs"
     except NotFoundError:
-        return Check("store", "ok", f"{path}: not there yet; capture or ingest makes it")
+        detail = f"{path}: not there yet; capture or ingest makes it"
     except ProfharnessError as error:
         return Check("store", "missing", str(error), "name another file with --store")
+    hindrance = check_place(path)
+    if hindrance is None:
+        return Check("store", "ok", detail)
+    remedy = "what is stored can be read; to capture or ingest, name another file with --store"
+    return Check("store", "warning", f"{detail}; {hindrance}", remedy)
+
+
+def check_place(path: Path) -> str | None:
+    """What keeps a file from being written in its folder; None where nothing does."""
+    folder = path.absolute().parent
+    try:
+        state = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    if state.f_flag & os.ST_RDONLY:
+        return "its file system may only be read"
+    if not _may(folder, os.W_OK | os.X_OK) or (path.exists() and not _may(path, os.W_OK)):
+        return "it or its folder may not be written to"
+    free = state.f_bavail * state.f_frsize
+    return None if free >= ROOM_BYTES else f"only {free:,} bytes are free there"
 
 
 def check_profilers(driver: str | None) -> list[Check]:

@@ -25,6 +25,7 @@ from profharness.doctor import (
     check_injection,
     check_ncu_driver,
     check_sandbox,
+    check_store,
     check_tmpdir,
     check_tool,
     find_importer,
@@ -38,6 +39,7 @@ from profharness.doctor import (
 )
 from profharness.environment import EXTRAS
 from profharness.profilers.base import Tool
+from profharness.store.schema import connect
 
 LDD = """\tlinux-vdso.so.1 (0x00007ffc)
 \tlibdw.so.1 => not found
@@ -53,6 +55,32 @@ def script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
+
+
+def test_a_store_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    assert check_store(path).state == "ok"
+    connect(path, write=True).close()
+    assert check_store(path).state == "ok"
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        shutil.copyfile(path, disk / "s.db")
+        full = check_store(disk / "s.db")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        stored, new = check_store(disk / "s.db"), check_store(disk / "new.db")
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    assert (full.state, "bytes are free there" in full.detail) == ("warning", True)
+    assert (stored.state, "may only be read" in stored.detail) == ("warning", True)
+    assert (new.state, "may only be read" in new.detail) == ("warning", True)
 
 
 def program(path: Path) -> Path:

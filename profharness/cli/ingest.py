@@ -12,6 +12,7 @@ import click
 
 from profharness.cli._options import hint, quiet_stdout, store_option
 from profharness.errors import ProfharnessError
+from profharness.profilers.nsys import SUFFIX, export_limit_s
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -91,7 +92,10 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
 @contextlib.contextmanager
 def _progress(source: Path) -> Iterator[Progress | None]:
     """A line that counts launches where stderr is a terminal, else one line that says what is
-    read."""
+    read. How long nsys may take is told in both cases.
+    """
+    if source.suffix == SUFFIX:
+        hint(f"{source}: nsys exports it, for {export_limit_s(source):.0f} s at most")
     if not sys.stderr.isatty():
         hint(f"reading {source}")
         yield None

@@ -36,7 +36,8 @@ from profharness.profilers.base import (
 )
 
 SUFFIX = ".nsys-rep"
-EXPORT_TIMEOUT_S = 900.0
+EXPORT_BASE_S = 120.0
+EXPORT_BYTES_PER_S = 100_000  # far less than any nsys exports in a second
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 SQLITE_MAGIC = b"SQLite format 3\0"
 _SAME_VERSION = (
@@ -318,12 +319,21 @@ def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
     return {**base, "TMPDIR": str(tmpdir), "LC_ALL": "C", **own}
 
 
+def export_limit_s(report: Path) -> float:
+    """The seconds that nsys may take to export a report."""
+    try:
+        return EXPORT_BASE_S + report.stat().st_size / EXPORT_BYTES_PER_S
+    except OSError:
+        return EXPORT_BASE_S
+
+
 def export_report(
-    report: Path, output: Path, tool: Path, *, timeout_s: float = EXPORT_TIMEOUT_S
+    report: Path, output: Path, tool: Path, *, timeout_s: float | None = None
 ) -> None:
     """Export a `.nsys-rep` to SQLite by the nsys at tool; output appears whole or not at all and
-    replaces an old one. Raises ToolError.
+    replaces an old one. timeout_s None: that of `export_limit_s`. Raises ToolError.
     """
+    timeout_s = export_limit_s(report) if timeout_s is None else timeout_s
     try:
         folder = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
     except OSError as error:
