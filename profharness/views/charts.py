@@ -54,6 +54,7 @@ _THEME_STYLE = (
     f"@media (prefers-color-scheme:dark){{svg{{color:{DARK[1]};background:{DARK[0]}}}}}</style>"
 )
 _MARK = re.compile(r'<path aria-label="([^"]*)"([^>]*?)(?:/>|></path>)')
+_NUMBER = re.compile(r"([0-9]{1,18})")
 _CLIP = re.compile(r'(id="|url\(#)(clip|gradient)')
 
 
@@ -222,10 +223,14 @@ def _stack(chart: Chart) -> Any:
 
 
 def _map(chart: Chart) -> Any:
-    places = sorted({row["x"] for row in chart.plain_rows()})
+    rows = chart.plain_rows()
+    places, labels = (
+        sorted({row[axis] for row in rows}, key=lambda value: by_number(str(value)))
+        for axis in ("x", "y")
+    )
     base = alt.Chart(_data(chart)).encode(
         x=alt.X("x:O", title=chart.x_title, sort=places, axis=alt.Axis(labelAngle=0, orient="top")),
-        y=_rows_axis(chart),
+        y=alt.Y("y:N", title=chart.y_title or None, sort=labels),
     )
     tiles = base.mark_rect(stroke="#808080", strokeWidth=0.5).encode(
         color=_color(chart), description="text:N"
@@ -233,6 +238,12 @@ def _map(chart: Chart) -> Any:
     texts = base.mark_text(fontSize=11, color="#ffffff", aria=False).encode(text="series:N")
     width = max(min(WIDTH, 76 * len(places)), 76)
     return (tiles + texts).properties(width=width, height=_height(chart))
+
+
+def by_number(text: str) -> list[tuple[int, str]]:
+    """A sort key that puts 64 before 128, and `d64` before `d128`."""
+    parts = _NUMBER.split(text)  # text and numbers in turns
+    return [(int(part), "") if n % 2 else (0, part) for n, part in enumerate(parts)]
 
 
 def _roofline(chart: Chart) -> Any:

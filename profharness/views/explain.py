@@ -239,6 +239,7 @@ def _map_record(drawn: Map) -> dict[str, Any]:
     """Axes, choices row by row (null: not asked), and edges."""
     return {
         "fixed": dict(drawn.fixed),
+        "shared": dict(drawn.shared),
         "rows": drawn.rows or None,
         "columns": drawn.columns,
         "row_values": list(drawn.row_values) if drawn.rows else None,

@@ -78,6 +78,15 @@ def test_an_svg_asks_for_nothing_and_runs_nothing(kind: str) -> None:
     assert "currentColor" in svg
 
 
+def test_a_map_is_in_the_order_of_its_numbers() -> None:
+    lengths = ("1024", "128", "64", "1×4096", "256")
+    rows = tuple({"s": s, "d": d, "took": "math"} for s in lengths for d in ("b2-d128", "b2-d64"))
+    spec = altair_chart(Chart("map", "Map", rows, "s", "d", "took")).to_dict()
+    axes = spec["layer"][0]["encoding"]
+    assert axes["x"]["sort"] == ["1×4096", "64", "128", "256", "1024"]
+    assert axes["y"]["sort"] == ["b2-d64", "b2-d128"]
+
+
 def test_a_chart_says_its_title_to_those_who_cannot_see_it() -> None:
     chart = SAMPLES["lines"]
     named = Chart(chart.kind, NASTY, chart.rows, chart.x, chart.y, chart.series, caption="rising")

@@ -203,6 +203,13 @@ def test_a_map_has_every_config_once_and_its_edges() -> None:
     assert (up.before, up.after, up.choice_after) == (100, 128, "cudnn")
 
 
+def test_a_map_says_what_all_its_configs_share() -> None:
+    configs = expand_configs("2,8,{64,512},{64,100},bf16,causal,kv_heads={8,4}")
+    maps = draw_maps(configs, ["flash"] * len(configs))
+    shared = "batch=2, heads=8, dtype=bf16, causal=yes"
+    assert [each.title for each in maps] == [f"head_dim={n}, {shared}" for n in (64, 100)]
+
+
 def test_one_property_makes_a_single_row_and_a_partial_edge_says_where() -> None:
     configs = expand_configs("2,8,512,{64,100}")
     (row,) = draw_maps(configs, ["cudnn", "flash"])

@@ -13,6 +13,7 @@ from profharness.config import FIELDS, NUMERIC, Config
 from profharness.errors import UsageError
 
 Value = int | float | str | bool | None
+_NOT_SET: tuple[Value, ...] = (None, False, 0.0, "none", "contiguous")
 
 
 def get(config: Config, name: str) -> Value:
@@ -48,8 +49,20 @@ def check_numeric(name: str) -> None:
 
 
 def varying(configs: Sequence[Config]) -> list[str]:
-    """The properties that differ among configs, numbers first. seq stands for both lengths where
-    they are always equal; kv_heads and head_dim_v count only where they do not just follow.
+    """The properties that differ among configs, numbers first."""
+    return [name for name in telling(configs) if len({get(config, name) for config in configs}) > 1]
+
+
+def common(configs: Sequence[Config]) -> tuple[tuple[str, Value], ...]:
+    """The properties that all configs share, without what is switched off or not set."""
+    values = {name: {get(config, name) for config in configs} for name in telling(configs)}
+    shared = {name: next(iter(held)) for name, held in values.items() if len(held) == 1}
+    return tuple((name, value) for name, value in shared.items() if value not in _NOT_SET)
+
+
+def telling(configs: Sequence[Config]) -> list[str]:
+    """The properties that tell configs apart, numbers first. seq stands for both lengths where they
+    are always equal; kv_heads and head_dim_v count only where they do not just follow.
     """
     square = all(config.seq_len_q == config.seq_len_kv for config in configs)
     omitted = {"seq_q", "seq_kv"} if square else {"seq"}
@@ -58,11 +71,7 @@ def varying(configs: Sequence[Config]) -> list[str]:
     for name in ("head_dim_v", "kv_batch"):
         if all(getattr(config, name) is None for config in configs):
             omitted.add(name)
-    return [
-        name
-        for name in FIELDS
-        if name not in omitted and len({get(config, name) for config in configs}) > 1
-    ]
+    return [name for name in FIELDS if name not in omitted]
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Map:
     """Choices by the values of two properties. fixed: what tells this map from its neighbours.
 
     rows is "" where only one property varies; cells: (row value, column value) to the choice,
-    without the combinations that were not asked.
+    without the combinations that were not asked. shared: what all configs have in common.
     """
 
     fixed: tuple[tuple[str, Value], ...]
@@ -95,11 +104,13 @@ class Map:
     column_values: tuple[Value, ...]
     cells: Mapping[tuple[Value, Value], str]
     edges: tuple[Edge, ...]
+    shared: tuple[tuple[str, Value], ...] = ()
 
     @property
     def title(self) -> str:
-        """`causal=True, dtype=bf16`, or empty where there is only one map."""
-        return ", ".join(f"{name}={value_text(value)}" for name, value in self.fixed)
+        """`causal=yes, dtype=bf16`: what tells it from its neighbours, and what all share."""
+        known = (*self.fixed, *self.shared)
+        return ", ".join(f"{name}={value_text(value)}" for name, value in known)
 
     @property
     def choices(self) -> list[list[str | None]]:
@@ -120,6 +131,7 @@ def draw_maps(configs: Sequence[Config], choices: Sequence[str]) -> list[Map]:
     axes = sorted(ranked[:2], key=names.index) or ["head_dim"]
     rows, columns = axes if len(axes) == 2 else ("", *axes)
     rest = [name for name in names if name not in axes]
+    shared = [(name, value) for name, value in common(configs) if name not in axes]
     groups: dict[tuple[Value, ...], dict[tuple[Value, Value], str]] = {}
     for config, choice in zip(configs, choices, strict=True):
         cells = groups.setdefault(tuple(get(config, name) for name in rest), {})
@@ -134,7 +146,8 @@ def draw_maps(configs: Sequence[Config], choices: Sequence[str]) -> list[Map]:
             *_edges(columns, column_values, row_values, flipped),
         ]
         fixed = tuple(zip(rest, values, strict=True))
-        maps.append(Map(fixed, rows, columns, row_values, column_values, cells, tuple(edges)))
+        axes_of = (rows, columns, row_values, column_values, cells, tuple(edges))
+        maps.append(Map(fixed, *axes_of, tuple(shared)))
     return maps
 
 
