@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -15,10 +15,10 @@ from typing import IO, Any, cast
 import msgspec
 from isal import igzip
 
-from profharness.devices import Device
+from profharness.devices import Device, occupancy
 from profharness.errors import NotFoundError
 from profharness.files import atomic_file
-from profharness.rows import TRACE_PROFILERS
+from profharness.rows import COUNTERS, TRACE_PROFILERS
 from profharness.store import LaunchRow, RangeRow, Store
 
 Event = dict[str, Any]
@@ -32,6 +32,8 @@ SECTION_STEP = 1 << 24
 WINDOW = 1 << 14  # events held back to bring them into order
 RECENT_CALLS = 1 << 12  # launch calls remembered, since one graph launch starts many kernels
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
+LONGEST_OP = WINDOW // 8  # launches of an op in one event, so that it is still brought into order
+NO_THREAD = "a thread that was not recorded"
 
 
 _ARGS = {
@@ -74,11 +76,14 @@ _DEVICE_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one profiler saw, on one clock. A name gives the section processes of its own."""
+    """What one profiler saw, on one clock. A name gives the section processes of its own; counters
+    gives the metrics (value and unit) of a launch by its id.
+    """
 
     launches: Iterable[LaunchRow]
     ranges: Iterable[RangeRow] = ()
     name: str | None = None
+    counters: Callable[[int], Mapping[str, tuple[float, str]]] | None = None
 
 
 @dataclass(slots=True)
@@ -144,11 +149,16 @@ def write_chrome_trace(
     separator = b"\n"
     launches = 0
     for event in _events(sections, devices):
-        launches += event["ph"] == "X" and event["cat"] in CATEGORIES.values()
+        launches += _is_launch(event)
         out.write(separator + encode(event))
         separator = b",\n"
     out.write(b"\n]}\n")
     return launches
+
+
+def _is_launch(event: Event) -> bool:
+    """Whether an event is a launch, and not an op, a call or a range around it."""
+    return event["ph"] == "X" and "family" in event["args"]
 
 
 def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:
@@ -164,9 +174,9 @@ def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterato
         if section.name is None:
             for index, title in titles.items():
                 yield _metadata("process_name", index, 0, title)
-            yield from _section_events(section, tracks)
+            yield from _section_events(section, tracks, devices)
         else:
-            events = _section_events(section, _Tracks())
+            events = _section_events(section, _Tracks(), devices)
             yield from _apart(events, section.name, next(named) * SECTION_STEP, titles)
 
 
@@ -186,7 +196,9 @@ def _apart(
         yield {**event, "pid": pid + shift, "tid": event["tid"] + shift}
 
 
-def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
+def _section_events(
+    section: Section, tracks: _Tracks, devices: tuple[Device, ...]
+) -> Iterator[Event]:
     """All events of a section by time, a range before what starts within it at the same moment."""
     ties = itertools.count()
     ranges = (
@@ -198,17 +210,19 @@ def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
         )
         for row in section.ranges
     )
-    launches = _launch_events(section.launches, ties)
+    known = _Known(section.counters, {device.index: device for device in devices})
+    launches = _launch_events(section.launches, known, ties)
     base: int | None = None
     for start_ns, _, _, event in heapq.merge(in_order(ranges), in_order(launches)):
         base = start_ns if base is None else base
         end_ns = start_ns - base + event["dur"]
-        loose = event["cat"] == "user_annotation" and not tracks.nests(
-            event["pid"], event["tid"], start_ns - base, end_ns
-        )
-        if loose or event["cat"] in CATEGORIES.values():
+        launched, thread = _is_launch(event), (event["pid"], event["tid"])
+        loose = event["cat"] in ("user_annotation", "cpu_op") and not launched
+        # a negative thread is one that the profiler did not record
+        loose = loose and not (thread[1] >= 0 and tracks.nests(*thread, start_ns - base, end_ns))
+        if loose or launched:
             # NVTX start/end ranges may overlap, which one track cannot show
-            name = f"ranges of thread {event['tid']}" if loose else event["tid"]
+            name = _loose_title(event) if loose else event["tid"]
             track, title = tracks.lane(event["pid"], name, start_ns - base, end_ns)
             event["tid"] = track
             if title is not None:
@@ -221,6 +235,11 @@ def _section_events(section: Section, tracks: _Tracks) -> Iterator[Event]:
             event["dur"] /= 1000
         yield event
         yield from _arrow(event)
+
+
+def _loose_title(event: Event) -> str:
+    what = "ops" if event["cat"] == "cpu_op" else "ranges"
+    return f"{what} of {'thread ' + str(event['tid']) if event['tid'] >= 0 else NO_THREAD}"
 
 
 def _arrow(event: Event) -> Iterator[Event]:
@@ -250,11 +269,95 @@ def _event(cat: str, name: str, pid: Any, tid: Any, dur: int, args: dict[str, An
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "dur": dur, "args": args}
 
 
-def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterator[_Timed]:
-    """Each launch, and before it the call that made it, once per call."""
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of launches besides their rows."""
+
+    counters: Callable[[int], Mapping[str, tuple[float, str]]] | None
+    devices: Mapping[int, Device]
+
+    def args(self, row: LaunchRow) -> dict[str, Any]:
+        """Occupancy and hardware counters, as far as they are known."""
+        args: dict[str, Any] = {}
+        device = self.devices.get(row.device)
+        shared, registers = row.shared_bytes, row.registers_per_thread
+        if device and None not in (row.block_x, shared, registers):
+            threads = (row.block_x or 0) * (row.block_y or 0) * (row.block_z or 0)
+            if found := occupancy(threads, registers or 0, shared or 0, device):
+                args["theoretical occupancy %"] = round(100 * found.fraction, 1)
+                args["occupancy limiter"] = found.limiter
+        for name, (value, unit) in self.counters(row.launch_id).items() if self.counters else ():
+            args[f"{name} [{unit}]" if unit else name] = value
+        return args
+
+
+@dataclass(slots=True)
+class _OpenOp:
+    """An op of a thread's stack, from its first launch to the last one so far."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    tie: int
+    launches: int = 1
+
+
+@dataclass(slots=True)
+class _Ops:
+    """The ops of launches' stacks by thread. The store keeps no times of ops, so one lasts from the
+    first of neighbouring launches with it in their stack to the last.
+    """
+
+    ties: Iterator[int]
+    stacks: dict[tuple[int, int], tuple[Any, list[_OpenOp]]] = field(default_factory=dict)
+
+    def add(self, row: LaunchRow) -> Iterator[_Timed]:
+        """Take a launch in; the events of what it shows to have ended."""
+        if row.launch_ns is None or row.pid is None or row.tid is None or not row.op_path:
+            return
+        if row.kernel_kind == "op":
+            return  # it is in the trace itself, with its time
+        thread, call = (row.pid, row.tid), (row.cell, row.iteration)
+        before, stack = self.stacks.get(thread, (call, []))
+        path = row.op_path.split(";")
+        shared = 0
+        while (
+            call == before
+            and shared < min(len(stack), len(path))
+            and stack[shared].name == path[shared]
+            and stack[shared].launches < LONGEST_OP
+            and stack[shared].end_ns <= row.launch_ns
+        ):
+            shared += 1
+        yield from self._closed(thread, stack[shared:])
+        for op in stack[:shared]:
+            op.end_ns, op.launches = row.launch_ns, op.launches + 1
+        opened = [
+            _OpenOp(name, row.launch_ns, row.launch_ns, next(self.ties)) for name in path[shared:]
+        ]
+        self.stacks[thread] = call, [*stack[:shared], *opened]
+
+    def rest(self) -> Iterator[_Timed]:
+        """The events of all that is still open."""
+        for thread, (_, stack) in self.stacks.items():
+            yield from self._closed(thread, stack)
+
+    def _closed(self, thread: tuple[int, int], stack: list[_OpenOp]) -> Iterator[_Timed]:
+        for op in stack:
+            duration = op.end_ns - op.start_ns
+            args = {"extent": "from its first launch to its last", "launches": op.launches}
+            yield op.start_ns, -duration, op.tie, _event("cpu_op", op.name, *thread, duration, args)
+
+
+def _launch_events(
+    launches: Iterable[LaunchRow], known: _Known, ties: Iterator[int]
+) -> Iterator[_Timed]:
+    """Each launch, before it the call that made it, once per call, and around these the ops."""
     recent: dict[tuple[int, int], int] = {}
+    ops = _Ops(ties)
     for row in launches:
         flow: int | None = None
+        yield from ops.add(row)
         if row.api is not None and row.launch_ns is not None and row.pid is not None:
             call = (row.pid, row.correlation if row.correlation is not None else -1)
             flow = recent.get(call)
@@ -264,7 +367,9 @@ def _launch_events(launches: Iterable[LaunchRow], ties: Iterator[int]) -> Iterat
                 if len(recent) > RECENT_CALLS:
                     del recent[next(iter(recent))]
                 yield row.launch_ns, 0, next(ties), _call_event(row, flow)
-        yield row.start_ns, -(row.duration_ns or 0), next(ties), _launch_event(row, flow)
+        event = _launch_event(row, flow, known.args(row))
+        yield row.start_ns, -(row.duration_ns or 0), next(ties), event
+    yield from ops.rest()
 
 
 def _call_event(row: LaunchRow, flow: int) -> Event:
@@ -276,7 +381,7 @@ def _call_event(row: LaunchRow, flow: int) -> Event:
     return _event("cuda_driver" if driver else "cuda_runtime", name, row.pid, row.tid, 0, given)
 
 
-def _launch_event(row: LaunchRow, flow: int | None) -> Event:
+def _launch_event(row: LaunchRow, flow: int | None, more: Mapping[str, Any]) -> Event:
     """A kernel, copy or op on the track of its cell; tid is the track's title for now."""
     on_host = row.device is None or row.device < 0
     values = ((name, getattr(row, key)) for key, name in _ARGS.items())
@@ -291,6 +396,7 @@ def _launch_event(row: LaunchRow, flow: int | None) -> Event:
         args["flow"] = flow
     if row.duration_ns is None:  # ncu without its time metric
         args["duration"] = "not measured"
+    args |= more
     category = CATEGORIES.get(row.kernel_kind, "kernel")
     pid = (row.pid or 0) if on_host else row.device
     return _event(category, row.kernel, pid, _title(row, on_host), row.duration_ns or 0, args)
@@ -344,6 +450,7 @@ def write_run(store: Store, run: str, out: IO[bytes], profilers: tuple[str, ...]
     for profiler in profilers:
         own = [row for row in ranges if row.profiler == profiler]
         name = profiler if len(profilers) > 1 else None
-        sections.append(Section(store.launches(run, profiler=profiler), own, name))
+        counters = store.launch_metrics if profiler in COUNTERS else None
+        sections.append(Section(store.launches(run, profiler=profiler), own, name, counters))
     properties = {"traceName": f"profharness run {run}"}
     return write_chrome_trace(out, sections, devices=store.devices(run), properties=properties)

@@ -24,9 +24,10 @@ def command(run: str, profiler: str | None, output: Path | None, force: bool, st
     """Write a run as a Chrome trace, whatever profiler made it.
 
     The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis: a track per cell with
-    its kernels and all that is known of each launch, the ranges and launch calls on the tracks of
-    their threads. A name that ends in .gz is compressed; without -o the trace goes to stdout as
-    plain JSON.
+    its kernels, and with each launch its resources, theoretical occupancy, op stack and ncu's
+    counters. On the tracks of their threads stand the ranges, the launch calls, and the ops that
+    launched something; the store keeps no times of ops, so one lasts from its first launch to its
+    last. A name that ends in .gz is compressed; without -o the trace goes to stdout as plain JSON.
 
     Each profiler of a run has a clock of its own; with `--profiler all` each has processes of its
     own in the file, and all begin at 0.

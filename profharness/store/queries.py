@@ -377,6 +377,13 @@ class Store:
         )
         return map(LaunchRow._make, rows)
 
+    def launch_metrics(self, launch_id: int) -> Metrics:
+        """The hardware counters of one launch, with their units, by ncu's names."""
+        rows = self.connection.execute(
+            "SELECT name, value, unit FROM metrics WHERE launch_id = ? ORDER BY name", (launch_id,)
+        )
+        return {name: (value, unit) for name, value, unit in rows}
+
     def ranges(self, run: str | None = None) -> list[RangeRow]:
         """The user ranges of a run's traces, in trace order."""
         rows = self.connection.execute(

@@ -90,6 +90,55 @@ def test_a_launch_has_all_its_columns_and_exact_times() -> None:
     assert trace["deviceProperties"][0]["numSms"] == 132
 
 
+def test_a_launch_has_its_occupancy_and_counters() -> None:
+    counters = {1: {"dram__bytes_read.sum": (4096.0, "byte"), "launch__waves": (0.5, "")}}
+    section = Section([launch(1, 1000, profiler="ncu")], counters=lambda n: counters[n])
+    (kernel,) = complete(written(section), "kernel")
+    assert kernel["args"]["dram__bytes_read.sum [byte]"] == 4096
+    assert kernel["args"]["launch__waves"] == 0.5
+    assert kernel["args"]["theoretical occupancy %"] == 12.5
+    assert kernel["args"]["occupancy limiter"] == "registers"
+
+
+def test_ops_stand_around_their_launches() -> None:
+    math = "aten::sdpa;aten::math"
+    paths = (f"{math};aten::bmm", f"{math};aten::softmax", f"{math};aten::bmm", "aten::add")
+    rows = [launch(n, 1000 * n, 100, op_path=path) for n, path in enumerate(paths, start=1)]
+    trace = written(Section(rows, [outer(0, 9000)]))
+    ops = {(e["name"], e["ts"]): e for e in complete(trace, "cpu_op")}
+    assert [(name, start, op["dur"]) for (name, start), op in ops.items()] == [
+        ("aten::sdpa", 0.5, 2.0),
+        ("aten::math", 0.5, 2.0),
+        ("aten::bmm", 0.5, 0.0),
+        ("aten::softmax", 1.5, 0.0),
+        ("aten::bmm", 2.5, 0.0),
+        ("aten::add", 3.5, 0.0),
+    ]
+    assert {(op["pid"], op["tid"]) for op in ops.values()} == {(440, 466)}
+    assert ops["aten::math", 0.5]["args"]["launches"] == 3
+    assert "first launch" in ops["aten::math", 0.5]["args"]["extent"]
+    places = [(e["cat"], e["name"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert places.index(("cpu_op", "aten::bmm")) < places.index(
+        ("cuda_runtime", "cudaLaunchKernel")
+    )
+    out = io.BytesIO()
+    assert write_chrome_trace(out, [Section(rows)]) == len(rows)
+
+
+def test_two_calls_are_two_ops() -> None:
+    rows = [launch(n, 1000 * n, 100, op_path="aten::sdpa", iteration=n // 2) for n in (0, 1, 2, 3)]
+    ops = complete(written(Section(rows, [outer(0, 9000)])), "cpu_op")
+    assert [(op["ts"], op["dur"]) for op in ops] == [(0.0, 1.0), (2.0, 1.0)]
+
+
+def test_a_thread_that_nobody_recorded_is_none() -> None:
+    unknown = outer(0, 9000)._replace(tid=-1)
+    events = written(Section([launch(1, 1000, tid=None, api=None)], [unknown]))["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert "ranges of a thread that was not recorded" in names
+    assert all(event["tid"] >= 0 for event in events)
+
+
 def test_a_launch_without_a_time_says_so() -> None:
     rows = [launch(1, 1000, profiler="ncu")._replace(duration_ns=None), launch(2, 1000)]
     timed, untimed = complete(written(Section(rows)), "kernel")
