@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 
 from profharness.config import FIELDS, NUMERIC, Config
 from profharness.errors import UsageError
 
 Value = int | float | str | bool | None
-_NOT_SET: tuple[Value, ...] = (None, False, 0.0, "none", "contiguous")
+_DEFAULTS = {field.name: field.default for field in fields(Config)}
 
 
 def get(config: Config, name: str) -> Value:
@@ -54,10 +54,10 @@ def varying(configs: Sequence[Config]) -> list[str]:
 
 
 def common(configs: Sequence[Config]) -> tuple[tuple[str, Value], ...]:
-    """The properties that all configs share, without what is switched off or not set."""
+    """The properties that all configs share, without what has its default."""
     values = {name: {get(config, name) for config in configs} for name in telling(configs)}
     shared = {name: next(iter(held)) for name, held in values.items() if len(held) == 1}
-    return tuple((name, value) for name, value in shared.items() if value not in _NOT_SET)
+    return tuple((n, v) for n, v in shared.items() if v != _DEFAULTS[FIELDS[n]])
 
 
 def telling(configs: Sequence[Config]) -> list[str]:
