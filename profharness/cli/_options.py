@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("table", "json", "jsonl", "csv", "md", "html")
-SUFFIX_FORMATS = {**{f".{name}": name for name in FORMATS[1:]}, ".htm": "html"}
+SUFFIX_FORMATS = {**{f".{name}": name for name in FORMATS[1:]}, ".htm": "html", ".txt": "table"}
+STDOUT = Path("-")
 DEFAULT_WIDTH = 100
 
 
@@ -67,6 +68,7 @@ format_option = click.option(
     "--format",
     "format_",
     type=click.Choice(FORMATS),
+    is_eager=True,  # -o is checked against it
     help="How to print the result.  [default: by the name of -o, else table]",
 )
 
@@ -104,14 +106,27 @@ def timeout_option(default_s: float, text: str) -> Callable[[F], F]:
 
 
 def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> Path | None:
-    """The file of -o. Refuses before any work what could not be written at its end."""
+    """The file of -o, None for `-`. Refuses before any work what could not be written at its end, and
+    a name that says no format.
+    """
     if ctx.resilient_parsing or ctx.params.get("deleted"):
         return output  # nothing will be written
+    if output == STDOUT:
+        return None
     if output is not None:
+        if "format_" in ctx.params and not ctx.params["format_"]:
+            check_suffix(output)
         check_output(output, force=ctx.params["force"])
     elif ctx.params["force"]:
         raise UsageError("--force means the file of -o; name one")
     return output
+
+
+def check_suffix(output: Path) -> None:
+    """Raise UsageError for a file whose name says no format."""
+    if output.suffix.lower() not in SUFFIX_FORMATS:
+        known = " ".join(SUFFIX_FORMATS)
+        raise UsageError(f"-o {output}: no format has this suffix; use --format, or {known}")
 
 
 def output_options(function: F) -> F:
@@ -130,7 +145,7 @@ def file_options(function: F) -> F:
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
         callback=check_file,
-        help="Write the result to a file instead of stdout.",
+        help="Write the result to a file instead of stdout, which is `-`.",
     )(function)
 
 
@@ -196,12 +211,16 @@ def emit(
     *,
     force: bool = False,
     images: str = "svg",
+    about: str = "",
 ) -> None:
     """Render the document to the file, else to stdout. Without a format, the file's suffix
-    decides, else `table`. images: what the charts beside a Markdown file are, `svg` or `png`."""
+    decides, else `table`. images: what the charts beside a Markdown file are, `svg` or `png`.
+    about: what a file is about, for the line that says that it was written."""
     format_ = chosen_format(format_, output)
+    told = f": {about}" if about else ""
     if format_ == "md" and output is not None:
-        _write_markdown(document, output, images, force=force)
+        charts = _write_markdown(document, output, images, force=force)
+        hint(f"wrote {output}" + (f" and {charts} charts beside it" if charts else "") + told)
         return
     if format_ == "table":
         from profharness.views.terminal import render_table  # loads rich, for this format alone
@@ -216,15 +235,15 @@ def emit(
     if output is not None:
         with atomic_file(output, force=force) as file:
             file.write(text.encode())
-        hint(f"wrote {output}")
+        hint(f"wrote {output}{told}")
         return
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8") if format_ == "table" else "utf-8"
     with quiet_stdout() as stream:
         stream.write(text.encode(encoding, "replace"))
 
 
-def _write_markdown(document: Document, output: Path, images: str, *, force: bool) -> None:
-    """The page and, beside it, a picture for each of its charts."""
+def _write_markdown(document: Document, output: Path, images: str, *, force: bool) -> int:
+    """The page and, beside it, a picture for each of its charts; their number."""
     charts = [block for block in document.blocks if isinstance(block, Chart)]
     paths = [
         output.with_name(f"{output.stem}-{number}.{images}") for number in range(1, len(charts) + 1)
@@ -237,7 +256,7 @@ def _write_markdown(document: Document, output: Path, images: str, *, force: boo
             file.write(content)
     with atomic_file(output, force=force) as file:
         file.write(render_markdown(document, images=[path.name for path in paths]).encode())
-    hint(f"wrote {output}" + (f" and {len(paths)} charts beside it" if paths else ""))
+    return len(paths)
 
 
 def _picture(chart: Chart, number: int, kind: str) -> bytes:

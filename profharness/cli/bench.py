@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from profharness.cli._options import (
+    STDOUT,
+    SUFFIX_FORMATS,
     backend_option,
     capture_progress,
     check_file,
@@ -26,13 +28,16 @@ from profharness.cli._options import (
     timeout_option,
 )
 from profharness.config import split_names
-from profharness.errors import UsageError
+from profharness.environment import lacking
+from profharness.errors import MissingExtraError, UsageError
 from profharness.files import atomic_file
 from profharness.run import BenchOptions, Protocol, parse_precision, parse_seconds
 from profharness.views.document import Document
 from profharness.views.renderers import RENDERERS
 
-FOLDER_FILES = {"json": "bench.json", "jsonl": "bench.jsonl", "csv": "bench.csv", "md": "bench.md"}
+FOLDER_FILES = {
+    kind: f"bench{suffix}" for suffix, kind in SUFFIX_FORMATS.items() if suffix != ".htm"
+}
 ENVIRONMENT_FILE = "environment.json"
 
 
@@ -42,7 +47,7 @@ def _is_folder(output: Path) -> bool:
 
 def _check_output(ctx: click.Context, option: click.Parameter, output: Path | None) -> Path | None:
     """`check_file`, for a folder too."""
-    if output is None or not _is_folder(output):
+    if output is None or output == STDOUT or not _is_folder(output):
         return check_file(ctx, option, output)
     for name in (*FOLDER_FILES.values(), ENVIRONMENT_FILE):
         if (output / name).exists() and not (ctx.params["force"] or ctx.resilient_parsing):
@@ -112,7 +117,7 @@ def _check_output(ctx: click.Context, option: click.Parameter, output: Path | No
     type=click.Path(path_type=Path),
     metavar="FILE",
     callback=_check_output,
-    help="A file, or a folder (out/) for all formats and the environment.",
+    help="A file, - for stdout, or a folder (out/) for all formats and the environment.",
 )
 @click.option("--force", is_flag=True, is_eager=True, help="Overwrite the file or the files of -o.")
 def command(
@@ -173,14 +178,25 @@ def command(
 def _write_folder(
     document: Document, folder: Path, environment: dict[str, Any], *, force: bool
 ) -> None:
-    """Every format and the environment, each file whole or not at all."""
+    """Every format and the environment, each file whole or not at all. Charts, and so the HTML page,
+    need an extra; without it the page is left out, and that is told.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be made: {error.strerror}") from None
-    texts = {name: RENDERERS[kind](document) for kind, name in FOLDER_FILES.items()}
+    left_out = {"html"} if lacking("report") else set()
+    texts = {
+        name: RENDERERS[kind](document)
+        for kind, name in FOLDER_FILES.items()
+        if kind not in left_out
+    }
     texts[ENVIRONMENT_FILE] = json.dumps(environment, indent=1, sort_keys=True) + "\n"
     for name, text in texts.items():
         with atomic_file(folder / name, force=force) as file:
             file.write(text.encode())
     hint(f"wrote {', '.join(texts)} in {folder}")
+    if left_out:
+        hint(
+            f"{FOLDER_FILES['html']} is left out: {MissingExtraError('drawing a chart', 'report')}"
+        )

@@ -7,21 +7,14 @@ from pathlib import Path
 
 import click
 
-from profharness.cli._options import FORMATS, SUFFIX_FORMATS, emit, file_options, store_option
-from profharness.errors import UsageError
+from profharness.cli._options import emit, output_options, store_option
 from profharness.store import open_store
 from profharness.views.document import Chart
 
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option(
-    "--format",
-    "format_",
-    type=click.Choice(FORMATS),
-    help="How to write it.  [default: by the name of -o, else table]",
-)
-@file_options
+@output_options
 @click.option("--no-charts", is_flag=True, help="Leave charts out; they need the extra `report`.")
 @click.option(
     "--images",
@@ -58,14 +51,11 @@ def command(
     """
     from profharness.views.report import report_document
 
-    if format_ is None and output is not None:
-        format_ = SUFFIX_FORMATS.get(output.suffix.lower())
-        if format_ is None:
-            suffixes = " ".join(SUFFIX_FORMATS)
-            raise UsageError(f"-o {output}: no format has this suffix; use --format, or {suffixes}")
     with open_store(store) as opened:
         document = report_document(opened, runs or ("latest",), bench=bench)
     if no_charts:
         kept = tuple(block for block in document.blocks if not isinstance(block, Chart))
         document = replace(document, blocks=kept)
-    emit(document, format_ or "table", output, force=force, images=images)
+    named = ", ".join(entry["run"] for entry in document.extra["runs"])
+    about = f"run {named}" if len(document.extra["runs"]) == 1 else f"runs {named}"
+    emit(document, format_, output, force=force, images=images, about=about)

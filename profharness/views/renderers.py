@@ -53,11 +53,19 @@ def render_jsonl(document: Document) -> str:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    return _UNSHOWN.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+# What json.dumps leaves as it is and a terminal may obey, or no encoding takes: control characters
+# of C1, DEL, marks that turn the direction of text around, and lone surrogates.
+_UNSHOWN = re.compile("[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def render_csv(document: Document) -> str:
-    """The records under a header row; null is empty, grid and block take three columns each."""
+    """The records under a header row; null is empty, grid and block take three columns each. Texts
+    are harmless to spreadsheets and terminals (`harmless`).
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([name for key in document.fields for name in _csv_names(key)])
@@ -81,9 +89,24 @@ def _csv_cells(key: str, value: Any) -> list[Any]:
     if isinstance(value, dict | list):
         return [_dumps(value)]
     if isinstance(value, str):
-        # Python before 3.13 does not quote a lone carriage return.
-        return [value.replace("\r\n", "\n").replace("\r", "\n")]
+        return [harmless(value)]
     return ["" if value is None else value]
+
+
+# As OWASP has it ("CSV Injection"): a spreadsheet computes what begins so.
+_FORMULA = ("=", "+", "-", "@", "\t")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
+
+
+def harmless(text: str) -> str:
+    """The text of a CSV's cell: what a spreadsheet would take for a formula gets an apostrophe in
+    front, control characters become their escapes, a line ends with a newline alone.
+    """
+    # Python before 3.13 does not quote a lone carriage return.
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
+    text = _UNSHOWN.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 # An underscore inside a word is plain text in GitHub's Markdown; everywhere else it may open

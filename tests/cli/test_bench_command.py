@@ -53,7 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_gets_every_format_and_the_environment(folder: Path) -> None:
     names = {path.name for path in (folder / "out").iterdir()}
-    assert names == {"bench.json", "bench.jsonl", "bench.csv", "bench.md", "environment.json"}
+    suffixes = ("json", "jsonl", "csv", "md", "html", "txt")
+    assert names == {*(f"bench.{suffix}" for suffix in suffixes), "environment.json"}
     told = json.loads((folder / "out" / "bench.json").read_text())
     assert told["schema"] == "profharness.bench/1"
     assert [len(told["rows"]), told["ranking"]] == [8, "wall"]

@@ -200,3 +200,36 @@ def test_the_gate_tells_the_backends_of_a_real_trace_apart(tmp_path: Path) -> No
     assert "range b2h8s512d64-fp16/cudnn" not in said
     every = invoke("kernels", "--store", store, "--expect", "cudnn,flash,efficient,math")
     assert every.exit_code == 0, every.output
+
+
+@pytest.mark.parametrize("name", ["kernels", "runs"])
+def test_a_file_whose_name_says_no_format_is_refused(
+    name: str, store: Path, tmp_path: Path
+) -> None:
+    for output in ("k.xyz", "b.pdf", "bare"):
+        with pytest.raises(UsageError, match=r"use --format, or .*\.json .*\.html"):
+            command(name).make_context(name, ["--store", str(store), "-o", str(tmp_path / output)])
+    result = invoke(name, "--store", store, "-o", tmp_path / "k.xyz", "--format", "json")
+    assert result.exit_code == 0
+    assert json.loads((tmp_path / "k.xyz").read_text())["rows"] is not None
+
+
+def test_a_dash_is_stdout(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs", "kernels"):
+        result = invoke(name, "--store", store, "-o", "-", "--format", "json")
+        assert json.loads(result.stdout)["schema"] == f"profharness.{name}/1"
+    assert not (tmp_path / "-").exists()
+
+
+def test_a_report_says_which_run_it_wrote(store: Path, tmp_path: Path) -> None:
+    result = invoke("report", "--store", store, "-o", tmp_path / "r.json")
+    assert result.stderr == f"wrote {tmp_path / 'r.json'}: run 20250102-030405-ab12\n"
+
+
+def test_a_foreign_trace_has_nothing_to_bench(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    ingest_path(path, H200_TRACE)
+    result = invoke("bench", "--run", "latest", "--store", path)
+    assert isinstance(result.exception, NotFoundError)
+    assert "no timed cells" in str(result.exception)

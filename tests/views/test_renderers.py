@@ -18,7 +18,7 @@ from view_rows import kernel, sample
 from profharness.kernel_names import parse_kernel_name
 from profharness.views.document import Column, Document, Heading, Note, Table
 from profharness.views.kernels import FIELDS, kernels_document
-from profharness.views.renderers import RENDERERS, escape_markdown
+from profharness.views.renderers import RENDERERS, escape_markdown, harmless
 from profharness.views.terminal import MIN_SHRUNK, distinct_cuts
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -124,7 +124,42 @@ def test_any_text_comes_back_from_json_and_csv(text: str) -> None:
     document = _document(text)
     assert json.loads(RENDERERS["json"](document))["rows"] == [{"name": text}]
     rows = list(csv.reader(io.StringIO(RENDERERS["csv"](document), newline="")))
-    assert rows[1:] == [[text.replace("\r\n", "\n").replace("\r", "\n")]]
+    assert rows[1:] == [[harmless(text)]]
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=HYPERLINK(1)", "'=HYPERLINK(1)"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@SUM", "'@SUM"),
+        ("\tx", "'\tx"),
+        ("a=b", "a=b"),
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("\x9b31m", r"\u009b31m"),
+        ("\ud800", r"\ud800"),
+        ("a\rb", "a\nb"),
+    ],
+)
+def test_a_cell_of_a_csv_is_harmless(text: str, cell: str) -> None:
+    document = _document(text)
+    rows = list(csv.reader(io.StringIO(RENDERERS["csv"](document), newline="")))
+    assert rows[1:] == [[cell]]
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_no_text_reaches_a_terminal_raw_in_formats_for_machines(text: str) -> None:
+    for name in ("json", "jsonl", "csv"):
+        shown = RENDERERS[name](_document(text))
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", shown)
+        shown.encode()
+    assert json.loads(RENDERERS["jsonl"](_document(text)))["name"] == text
+
+
+def test_numbers_of_a_csv_stay_numbers() -> None:
+    document = Document("t/1", "t", (), ("ratio",), ({"ratio": -1.5},))
+    assert RENDERERS["csv"](document) == "ratio\n-1.5\n"
 
 
 @given(st.text())

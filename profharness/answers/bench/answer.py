@@ -186,6 +186,11 @@ def benched(
     unknown convention.
     """
     name = store.resolve(run or "latest")
+    if any(stored.run == name and stored.source == "trace" for stored in store.runs()):
+        raise NotFoundError(
+            f"run {name} is a trace that profharness did not make: it has no timed cells; "
+            f"`profharness kernels --run {name}` shows its kernels"
+        )
     if convention not in CONVENTIONS:
         raise UsageError(f"no convention {convention!r}; known are {', '.join(CONVENTIONS)}")
     plan = _plan_of(store, name)
