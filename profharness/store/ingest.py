@@ -30,7 +30,15 @@ from profharness.store.insert import (
     row_id,
     to_json,
 )
-from profharness.store.schema import connect, forget_run, insert_row, transaction, waiting
+from profharness.store.schema import (
+    connect,
+    damaged,
+    forget_run,
+    insert_row,
+    is_damage,
+    transaction,
+    waiting,
+)
 from profharness.trace import LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
@@ -182,7 +190,9 @@ def ingest_path(
                 results.append(_ingest(store, writer, read, progress))
             except StoreError as error:
                 raise StoreError(f"{error}{_remedy(read)}") from None
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                if is_damage(error):
+                    raise damaged(store, error) from None
                 message = f"{store}: cannot be written: {error}; name another --store"
                 raise StoreError(f"{message}{_remedy(read)}") from None
     return results

@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from profharness.config import FLAGS, Config
 from profharness.devices import Device, Occupancy, occupancy
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, ProfharnessError
 from profharness.rows import CellRow, KernelRow, LaunchRow, RangeRow, Refusal, RunRow, Triple, axes
-from profharness.store.schema import connect, forget_run, transaction
+from profharness.store.schema import (
+    connect,
+    damaged,
+    find_damage,
+    forget_run,
+    is_damage,
+    transaction,
+)
 from profharness.store.verifications import (
     find_peaks,
     insert_peaks,
@@ -41,6 +48,8 @@ CANDIDATES_SHOWN = 8
 LATEST = "latest"
 ALL_RUNS = "all"
 NO_PROFILERS = "[]"
+# What reading garbage can raise; whether the file is damaged is looked at only then.
+OF_DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, ArithmeticError)
 UNKNOWN = float("nan")  # a sum with one part unknown is unknown, and so are all shares of it
 _CONFIG_FIELDS = tuple(field.name for field in fields(Config))
 _DEVICE_COLUMNS = ", ".join(
@@ -102,8 +111,15 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        """Raises StoreError in place of an error that comes of a file damaged inside."""
+        try:
+            if isinstance(error, OF_DAMAGE) and not isinstance(error, ProfharnessError):
+                detail = error if is_damage(error) else find_damage(self.connection)
+                if detail:
+                    raise damaged(self.path, detail) from None
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Close the connection; the store must not be used after it."""

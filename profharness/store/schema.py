@@ -6,10 +6,12 @@ consecutive ids, so a range of ids stands for an index on trace_id.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +21,11 @@ APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognis
 SCHEMA_VERSION = 8  # 1 to 7 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
+WHOLLY_CHECKED_BYTES = 32 << 20  # some 0.2 s
+SMALL_TABLES = (
+    *("environments", "runs", "devices", "configs", "cells", "refusals", "traces", "trace_cells"),
+    *("kernels", "launch_configs", "op_paths", "apis", "range_names"),
+)
 MAGIC = b"SQLite format 3\0"
 Answer = TypeVar("Answer")
 
@@ -242,10 +249,14 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 
 def _initial(db: Any) -> None:
-    for statement in TABLES.split(";"):
+    for statement in _statements():
         db.execute(statement)
-    for name, select in VIEWS.items():
-        db.create_view(name, select)
+
+
+def _statements() -> Iterator[str]:
+    """What makes the schema, each as SQLite keeps its text."""
+    yield from (text.strip() for text in TABLES.split(";"))
+    yield from (f"CREATE VIEW {name} AS {select}" for name, select in VIEWS.items())
 
 
 def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
@@ -303,8 +314,57 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
         if write:
             return waiting(lambda: _open_writer(path, foreign_keys))
         return waiting(lambda: _open_reader(path))
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        if is_damage(error):
+            raise damaged(path, error) from None
         raise StoreError(f"{path}: cannot be used as a store: {error}") from None
+
+
+def damaged(path: Path, detail: object, what: str = "damaged inside") -> StoreError:
+    """The error for a store that must not be used, with the way to a new one."""
+    return StoreError(
+        f"{path}: {what}, left as it is ({detail}); rebuild it from the run folders: "
+        "profharness ingest traces/runs --store NEW"
+    )
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error of reading a store can only come of damage to its file."""
+    if isinstance(error, UnicodeDecodeError | json.JSONDecodeError):
+        return True
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or (
+        isinstance(error, sqlite3.Error) and "decode to UTF-8" in str(error)
+    )
+
+
+def find_damage(connection: sqlite3.Connection, *tables: str) -> str | None:
+    """The first thing that SQLite finds wrong with its file, or with these tables; None if all is
+    well. Reads all of it, at some 200 MB a second.
+    """
+    try:
+        for name in tables or ("1",):
+            (text,) = connection.execute(f"PRAGMA quick_check({name})").fetchone()
+            if text != "ok":
+                return str(text).splitlines()[-1]
+    except sqlite3.DatabaseError as error:
+        if is_damage(error):
+            return str(error)
+        raise
+    return None
+
+
+@cache
+def _check_file(path: str, inode: int) -> None:  # noqa: ARG001
+    """Raise StoreError for a damaged file, once a process: a run among many pays no more for it.
+
+    Of a large store the tables are looked at that every ingest reads.
+    """
+    with closing(_raw(Path(path), "mode=ro")) as connection:
+        large = Path(path).stat().st_size > WHOLLY_CHECKED_BYTES
+        detail = find_damage(connection, *(SMALL_TABLES if large else ()))
+    if detail:
+        raise damaged(Path(path), detail)
 
 
 def waiting(action: Callable[[], Answer]) -> Answer:
@@ -369,9 +429,13 @@ def _foreign(path: Path) -> StoreError:
 
 
 def _raw(path: Path, mode: str) -> sqlite3.Connection:
-    return sqlite3.connect(
+    """A connection that distrusts the file: malformed cells are found, its schema calls nothing."""
+    connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?{mode}", timeout=BUSY_SECONDS, isolation_level=None, uri=True
     )
+    connection.execute("PRAGMA cell_size_check = ON")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    return connection
 
 
 def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
@@ -398,16 +462,31 @@ def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path}: made by an unreleased profharness (schema {version}); delete it or name "
             "another --store, then take the run folders in again: profharness ingest FOLDER"
         )
+    _check_schema(connection, path)
     return True
+
+
+def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise StoreError where a table, index or view of ours is missing or altered, or a trigger is
+    there: it would run at the next ingest. What else is in the file is its owner's.
+    """
+    found = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    have = {sql for _, _, sql in found}
+    wrong = [
+        f"has no {' '.join(sql.split()[1:3])} as it was made"
+        for sql in _statements()
+        if sql not in have
+    ]
+    wrong += [f"holds a trigger, {name!r}" for kind, name, _ in found if kind == "trigger"]
+    if wrong:
+        raise damaged(path, wrong[0], "not as profharness made it")
 
 
 def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
     if path.exists() and path.stat().st_size:
-        probe = _raw(path, "mode=ro")
-        try:
+        with closing(_raw(path, "mode=ro")) as probe:
             _is_made(probe, path)
-        finally:
-            probe.close()
+        _check_file(str(path.absolute()), path.stat().st_ino)
     connection = _raw(path, "mode=rwc")
     try:
         if not _is_made(connection, path):

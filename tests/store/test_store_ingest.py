@@ -315,11 +315,9 @@ def test_a_store_that_cannot_be_used_names_the_run_and_the_way_out(
     store = tmp_path / "p.db"
     ingest_path(store, run_folder(run="20261121-bbbb"))
     connection = sqlite3.connect(store)
-    connection.execute(
-        "CREATE TRIGGER t BEFORE INSERT ON runs BEGIN SELECT RAISE(ABORT, 'disk'); END"
-    )
+    connection.execute("CREATE UNIQUE INDEX one_only ON runs(source)")
     connection.close()
-    with pytest.raises(StoreError, match=r"cannot be written.*disk(?s:.*)--store OTHER"):
+    with pytest.raises(StoreError, match=r"cannot be written.*UNIQUE(?s:.*)--store OTHER"):
         ingest_path(store, folder)
 
 

@@ -1,0 +1,147 @@
+"""A store that is damaged inside, or not as profharness made it, is refused and left as it is."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from profharness.errors import StoreError
+from profharness.store import Store, ingest_path, open_store, query, schema
+
+Folder = Callable[..., Path]
+REMEDY = "rebuild it from the run folders: profharness ingest traces/runs --store NEW"
+PLACES, PAGE = 20, 4096
+READS: tuple[Callable[[Store], object], ...] = (
+    Store.runs,
+    lambda store: store.kernels("all", by_op=True),
+    lambda store: store.cells("all"),
+    lambda store: [list(store.launches(row.run)) for row in store.runs()],
+    lambda store: [store.ranges(row.run) for row in store.runs()],
+    lambda store: [store.devices(row.run) for row in store.runs()],
+    lambda store: [store.environment(row.run) for row in store.runs()],
+    lambda store: [store.problems(row.run) for row in store.runs()],
+    lambda store: [store.wrong(row.run) for row in store.runs()],
+)
+
+
+@pytest.fixture
+def whole(tmp_path: Path, kineto: Path, run_folder: Folder) -> Path:
+    path = tmp_path / "whole.db"
+    ingest_path(path, kineto)
+    ingest_path(path, run_folder())
+    return path
+
+
+def changed(path: Path, *statements: str) -> Path:
+    """A copy of a store to which SQL was done."""
+    copy = path.with_name("changed.db")
+    shutil.copy(path, copy)
+    with closing(sqlite3.connect(copy)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+    return copy
+
+
+def refused(path: Path, *sources: Path) -> Iterator[str]:
+    """What readers and writers say; the file stays as it was."""
+    before = path.read_bytes()
+    for write in (False, True):
+        with pytest.raises(StoreError) as caught, open_store(path, write=write) as store:
+            store.runs()
+        yield str(caught.value)
+    for source in sources:
+        with pytest.raises(StoreError) as caught:
+            ingest_path(path, source)
+        yield str(caught.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("CREATE TRIGGER evil AFTER INSERT ON runs BEGIN DELETE FROM launches; END", "'evil'"),
+        ("DROP TABLE metrics", "TABLE metrics"),
+        ("DROP VIEW kernel_launches", "VIEW kernel_launches"),
+        ("DROP INDEX runs_created", "INDEX runs_created"),
+        ("ALTER TABLE kernels ADD COLUMN more TEXT", "TABLE kernels"),
+    ],
+)
+def test_a_store_of_another_shape_is_refused(
+    whole: Path, run_folder: Folder, statement: str, told: str
+) -> None:
+    store = changed(whole, statement)
+    for text in refused(store, run_folder(run="20261122-bbbb")):
+        assert told in text and "not as profharness made it" in text and REMEDY in text
+
+
+def test_tables_and_views_of_its_owner_may_stay(whole: Path, run_folder: Folder) -> None:
+    store = changed(whole, "CREATE TABLE mine (x)", "CREATE VIEW own AS SELECT * FROM cell_summary")
+    ingest_path(store, run_folder(run="20261122-bbbb"))
+    with open_store(store) as opened:
+        assert len(query(opened, "SELECT * FROM own")) == 6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_damage_is_told_and_never_written_to(
+    whole: Path, run_folder: Folder, seed: int
+) -> None:
+    pick = random.Random(seed)
+    data = bytearray(whole.read_bytes())
+    for _ in range(PLACES):
+        at = pick.randrange(PAGE, len(data) - PAGE)
+        data[at : at + 200] = pick.randbytes(200)
+    store = whole.with_name(f"damaged-{seed}.db")
+    store.write_bytes(data)
+    told = 0
+    for read in READS:
+        try:
+            with open_store(store) as opened:
+                read(opened)
+        except StoreError as error:
+            told += 1
+            assert REMEDY in str(error)
+    assert told
+    with pytest.raises(StoreError, match=r"left as it is.*profharness ingest traces/runs --store"):
+        ingest_path(store, run_folder(run="20261122-bbbb"))
+    assert store.read_bytes() == data
+
+
+def test_text_that_is_no_text_is_told(whole: Path) -> None:
+    for column, value in (("warnings", "'{'"), ("run", "CAST(x'ff' AS TEXT)")):
+        store = changed(whole, f"UPDATE runs SET {column} = {value} WHERE id = 1")
+        with pytest.raises(StoreError, match="damaged inside"), open_store(store) as opened:
+            opened.runs()
+
+
+def test_of_a_large_store_what_every_ingest_reads_is_looked_at(
+    whole: Path, run_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "WHOLLY_CHECKED_BYTES", 0)
+    for table in ("kernels", "launches"):
+        store = changed(whole)
+        with closing(sqlite3.connect(store)) as connection:
+            (page,) = connection.execute(
+                "SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)
+            ).fetchone()
+        data = bytearray(store.read_bytes())
+        data[(page - 1) * PAGE : page * PAGE] = b"\x7f" * PAGE
+        damaged = whole.with_name(f"{table}.db")
+        damaged.write_bytes(data)
+        with pytest.raises(StoreError, match="damaged inside"):
+            ingest_path(damaged, run_folder(run="20261122-bbbb"))
+        assert damaged.read_bytes() == data
+
+
+def test_a_wrong_question_is_not_damage(whole: Path) -> None:
+    with (
+        pytest.raises(sqlite3.OperationalError, match="no such column"),
+        open_store(whole) as store,
+    ):
+        query(store, "SELECT absent FROM runs")
