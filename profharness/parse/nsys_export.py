@@ -63,7 +63,8 @@ class Export:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.connection = connection
-        self.tables = _tables(connection)  # by name without a suffix such as _V2
+        self.passed_over: list[str] = []  # tables with rows beside those of the same name
+        self.tables = self._tables()  # by name without a suffix such as _V2
         self._processes: dict[str, list[int]] = {}
 
     def rows(self, name: str, columns: Sequence[str], where: str = "") -> Iterator[tuple[Any, ...]]:
@@ -89,6 +90,16 @@ class Export:
     def has(self, name: str, *columns: str) -> bool:
         """Whether the table is there with all these columns."""
         return name in self.tables and self.tables[name].columns.issuperset(columns)
+
+    def columns(self, name: str) -> frozenset[str] | None:
+        """The columns of a table; None where it is absent."""
+        table = self.tables.get(name)
+        return None if table is None else table.columns
+
+    def count(self, name: str) -> int:
+        """The number of rows of a table that is there."""
+        sql = f"SELECT count(*) FROM {self.tables[name].name}"
+        return int(self.connection.execute(sql).fetchone()[0])
 
     def text(self, string: int) -> str | None:
         """StringIds' text for an id, at most MAX_TEXT characters; None for an unknown id."""
@@ -128,6 +139,32 @@ class Export:
         sql = f'SELECT max("{column}") FROM {self.tables[name].name}'
         (value,) = self.connection.execute(sql).fetchone()
         return value if isinstance(value, int) else None
+
+    def _tables(self) -> dict[str, Table]:
+        """Tables by name without version suffix: the plain one if it has rows, else the highest that
+        has.
+        """
+        sql = (
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
+        )
+        versions: dict[str, list[tuple[int, str]]] = {}
+        for (name,) in self.connection.execute(sql).fetchall():
+            match = _VERSIONED.fullmatch(str(name))
+            base, number = (match["base"], int(match["number"])) if match else (str(name), 0)
+            versions.setdefault(base, []).append((number, str(name)))
+        return {base: self._best(names) for base, names in versions.items()}
+
+    def _best(self, names: list[tuple[int, str]]) -> Table:
+        ordered = sorted(names, key=lambda pair: (pair[0] > 0, -pair[0]))
+        quoted = {'"' + name.replace('"', '""') + '"': name for _, name in ordered}
+        best = next(iter(quoted))
+        if len(quoted) > 1:
+            sql = "SELECT 1 FROM {} LIMIT 1"
+            filled = [q for q in quoted if self.connection.execute(sql.format(q)).fetchone()]
+            best = next(iter(filled), best)
+            self.passed_over += [quoted[other] for other in filled if other != best]
+        columns = self.connection.execute(f"PRAGMA table_info({best})").fetchall()
+        return Table(best, frozenset(str(column[1]) for column in columns))
 
 
 @contextmanager
@@ -191,30 +228,6 @@ def _check_tables(export: Export) -> None:
     else:
         message = "an SQLite file, but not by nsys: no table of CUDA activities or NVTX ranges"
     raise TraceFormatError(export.path, message, expected=EXPECTED)
-
-
-def _tables(connection: sqlite3.Connection) -> dict[str, Table]:
-    """Tables by name without version suffix: the plain one if it has rows, else the highest that
-    has.
-    """
-    sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
-    versions: dict[str, list[tuple[int, str]]] = {}
-    for (name,) in connection.execute(sql).fetchall():
-        match = _VERSIONED.fullmatch(str(name))
-        base, number = (match["base"], int(match["number"])) if match else (str(name), 0)
-        versions.setdefault(base, []).append((number, str(name)))
-    return {base: _best(connection, names) for base, names in versions.items()}
-
-
-def _best(connection: sqlite3.Connection, names: list[tuple[int, str]]) -> Table:
-    ordered = sorted(names, key=lambda pair: (pair[0] > 0, -pair[0]))
-    quoted = ['"' + name.replace('"', '""') + '"' for _, name in ordered]
-    best = quoted[0]
-    if len(quoted) > 1:
-        filled = (q for q in quoted if connection.execute(f"SELECT 1 FROM {q} LIMIT 1").fetchone())
-        best = next(filled, best)
-    columns = connection.execute(f"PRAGMA table_info({best})").fetchall()
-    return Table(best, frozenset(str(column[1]) for column in columns))
 
 
 def _text(data: bytes) -> str:
