@@ -1,11 +1,7 @@
-"""The Python interface on a real capture, and the wheel outside the checkout."""
+"""The Python interface on a real capture."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pandas as pd
@@ -164,42 +160,6 @@ def test_errors_say_what_is_missing(store: Path, tmp_path: Path) -> None:
         profharness.kernels("2,8,512,x", store=store)
     with pytest.raises(AttributeError):
         _ = profharness.nothing
-
-
-def test_a_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    built = [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(built, check=True, capture_output=True, cwd=tmp_path)
-    wheel = next(tmp_path.glob("profharness-*.whl"))
-    names = zipfile.ZipFile(wheel).namelist()
-    assert "profharness/py.typed" in names
-    assert not [name for name in names if name.startswith(("tests", "kernels", "scripts"))]
-    site = tmp_path / "site"
-    install = [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "profharness", "capture", "--config", "1,1,16,16"),
-            *("--backend", "math", "--device", "cpu", "--samples", "5"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "1 ok" in done.stdout
-    where = "import profharness; print(profharness.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", where],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.startswith(str(site))
 
 
 def test_configs_may_come_from_a_generator_and_lists_stay_lists(tmp_path: Path) -> None:

@@ -1,0 +1,546 @@
+"""The trials of the fault campaign that need whole processes: signals at any moment, full disks, tools
+that fail, planted secrets, concurrent writers, hostile pages. `TRIALS` has one row a kind; each is a
+generator of outcomes that goes on until its time is over and tries everything once at least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from urllib.parse import urlsplit
+
+from campaign_inputs import DATA, ROOT, RUN
+
+sys.path.append(str(ROOT / "tests" / "profilers"))
+from fake_tools import Behaviour, Scenario, install  # the tools of the tests
+
+END_S = 60.0  # wall time for what should take 10 s on an idle machine
+PATIENCE_S = 600.0
+MARK = "PROFHARNESS_CAMPAIGN"  # in the environment of all that a trial starts
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
+QUICK = ("--device", "cpu", "--samples", "5", "--iterations", "2")
+CELLS = ("--config", "1,1,{8,16},8,fp32", "--backend", "auto,math")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was tried, and how it failed, if it did; skipped: why it could not be tried."""
+
+    what: str
+    failure: str = ""
+    detail: str = ""
+    skipped: str = ""
+
+
+@dataclass
+class Bench:
+    """Where a trial runs: the checkout that is tried, a folder, the generator of its choices."""
+
+    root: Path
+    folder: Path
+    random: Random
+    number: int = 0
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def place(self) -> Path:
+        """A new empty folder."""
+        self.number += 1
+        path = self.folder / f"t{self.number}"
+        path.mkdir()
+        return path
+
+    def environment(self, mark: str = "") -> dict[str, str]:
+        """As a user's, with the package of the checkout; mark finds what is left behind."""
+        kept = {key: value for key, value in os.environ.items() if key != "PROFHARNESS_STORE"}
+        paths = {"PYTHONPATH": str(self.root), MARK: mark, "CUDA_VISIBLE_DEVICES": ""}
+        return kept | paths | self.extra
+
+    def start(
+        self, place: Path, *words: str, mark: str = "", log: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """profharness, in a session of its own, both streams in a file."""
+        with (log or place.parent / f"{place.name}.log").open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "profharness", *words],
+                cwd=place,
+                env=self.environment(mark),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def run(self, place: Path, *words: str, mark: str = "") -> tuple[int, str]:
+        """Exit code (-1: it did not end) and what it printed."""
+        log = self.folder / f"{place.name}-{time.monotonic_ns()}.log"
+        process = self.start(place, *words, mark=mark, log=log)
+        try:
+            code = process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = -1
+        return code, log.read_text(errors="replace")
+
+    def fault(self, words: Sequence[str], code: int, told: str, codes: Sequence[int]) -> Outcome:
+        """The outcome of a command that may end with these codes, without a traceback."""
+        what, name = shlex.join(words), words[0]
+        if "Traceback (most recent call last)" in told:
+            last = re.sub(r"\d+|/\S+", "#", told.strip().splitlines()[-1])[:80]
+            return Outcome(what, f"{name}: traceback: {last}", told[-3000:])
+        if code not in codes:
+            return Outcome(what, f"{name}: exit code {code}", told[-3000:])
+        return Outcome(what)
+
+
+def left_behind(mark: str) -> list[int]:
+    """Processes that carry the mark in their environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
+
+
+def ended(mark: str) -> list[int]:
+    """Those that are there still when they should have ended; they are ended then."""
+    deadline = time.monotonic() + END_S
+    while (found := left_behind(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return found
+
+
+def whole(store: Path) -> str:
+    """What is wrong inside a store, or nothing; one that is not there is whole."""
+    if not store.exists():
+        return ""
+    connection = sqlite3.connect(store)
+    try:
+        if connection.execute("PRAGMA integrity_check").fetchone() != ("ok",):
+            return "the store is damaged"
+        if connection.execute("PRAGMA foreign_key_check").fetchone():
+            return "the store has a row without its parent"
+    except sqlite3.Error as error:
+        return f"the store: {error}"
+    finally:
+        connection.close()
+    return ""
+
+
+def counted(store: Path) -> list[tuple[object, ...]]:
+    """Cells and launches of each run, the same for a run that is taken in twice."""
+    connection = sqlite3.connect(store)
+    sql = "SELECT run, count(*), sum(launches) FROM kernel_summary GROUP BY run ORDER BY run"
+    try:
+        return connection.execute(sql).fetchall()
+    finally:
+        connection.close()
+
+
+def cells_of(folder: Path) -> list[tuple[str, str, str]]:
+    """The cells of a run folder and how they ended."""
+    record = json.loads((folder / "run.json").read_bytes())
+    return sorted((c["config"], c["backend"], c.get("status", "pending")) for c in record["cells"])
+
+
+def until(deadline: float, least: int) -> Iterator[int]:
+    """Numbers while there is time, but so many at least."""
+    number = 0
+    while number < least or time.monotonic() < deadline:
+        yield number
+        number += 1
+
+
+def interrupted(bench: Bench, place: Path, words: Sequence[str], longest: float) -> tuple[str, str]:
+    """A command that gets a signal at a random moment; what is wrong with its end, and its log."""
+    mark = f"{os.getpid()}-{bench.number}"
+    log = bench.folder / f"{place.name}.log"
+    process = bench.start(place, *words, mark=mark, log=log)
+    # most moments are early ones: the first second has the most beginnings
+    delay = longest * bench.random.random() ** 2
+    sign = bench.random.choice(SIGNALS)
+    whom = bench.random.choice(("process", "group", "worker"))
+    try:
+        process.wait(delay)
+    except subprocess.TimeoutExpired:
+        targets = [pid for pid in left_behind(mark) if pid != process.pid]
+        with contextlib.suppress(ProcessLookupError):
+            if whom == "group":
+                os.killpg(process.pid, sign)
+            elif whom == "worker" and targets:
+                os.kill(bench.random.choice(targets), sign)
+            else:
+                os.kill(process.pid, sign)
+    what = f"{sign.name} to the {whom} after {delay:.2f} s"
+    patience = PATIENCE_S if whom == "worker" else END_S
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"does not end after a signal: {sign.name}", what
+    if ended(mark):
+        return f"a process is left behind after {sign.name}", what
+    told = log.read_text(errors="replace")
+    if "Traceback (most recent call last)" in told:
+        last = re.sub(r"\d+|/\S+", "#", told.strip().splitlines()[-1])[:80]
+        return f"traceback after {sign.name}: {last}", f"{what}\n{told[-3000:]}"
+    return "", what
+
+
+def kill_ingest(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """A signal while runs are taken in; the next ingest has what a whole one has."""
+    reference = bench.place()
+    words = ["ingest", str(RUN), str(DATA / "kineto_h200.json.gz"), "--store", "s.db"]
+    began = time.monotonic()
+    code, told = bench.run(reference, *words)
+    took = time.monotonic() - began
+    if code != 0:
+        yield Outcome("ingest", "a whole ingest fails", told)
+        return
+    wanted = counted(reference / "s.db")
+    for _ in until(deadline, 2):
+        place = bench.place()
+        wrong, what = interrupted(bench, place, words, took)
+        wrong = wrong or whole(place / "s.db")
+        if not wrong:
+            code, told = bench.run(place, *words)
+            if code != 0 or counted(place / "s.db") != wanted:
+                wrong, what = "the next ingest differs", f"{what}\n{told}"
+        yield Outcome(what, wrong, what)
+        shutil.rmtree(place)
+
+
+def kill_run(bench: Bench, deadline: float, words: Sequence[str]) -> Iterator[Outcome]:
+    """A signal while cells run; what resumes has the same cells as a whole run."""
+    words = [*words, "--store", "s.db", "--out", "runs"]
+    reference = bench.place()
+    began = time.monotonic()
+    code, told = bench.run(reference, *words)
+    took = time.monotonic() - began
+    if code != 0:
+        yield Outcome(words[0], f"a whole {words[0]} fails", told)
+        return
+    wanted = cells_of(next((reference / "runs").iterdir()))
+    for _ in until(deadline, 2):
+        place = bench.place()
+        wrong, what = interrupted(bench, place, words, took * 1.1)
+        wrong = wrong or whole(place / "s.db")
+        folders = sorted((place / "runs").iterdir()) if (place / "runs").exists() else []
+        if not wrong and folders and (folders[0] / "run.json").exists():
+            resume = ["capture", "--resume", str(folders[0]), "--store", "s.db"]
+            code, told = bench.run(place, *resume)
+            # a run that ended well is nothing to go on with, and says so
+            if "Traceback" in told or code not in (0, 1, 2):
+                wrong, what = "the resume fails", f"{what}\n{told[-2000:]}"
+            elif lost := lost_cells(wanted, cells_of(folders[0])):
+                wrong, what = "the resumed run has other cells", f"{what}\n{lost}\n{told[-2000:]}"
+            wrong = wrong or whole(place / "s.db")
+        yield Outcome(what, wrong, what)
+        shutil.rmtree(place)
+
+
+def lost_cells(wanted: list[tuple[str, str, str]], found: list[tuple[str, str, str]]) -> str:
+    """What differs; a cell whose worker was killed may say so."""
+    if [cell[:2] for cell in found] != [cell[:2] for cell in wanted]:
+        return f"{found} instead of {wanted}"
+    odd = [cell for cell in found if cell[2] not in ("ok", "crashed", "refused")]
+    return str(odd) if odd else ""
+
+
+def kill_capture(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """See `kill_run`."""
+    return kill_run(bench, deadline, ["capture", *CELLS, *QUICK])
+
+
+def kill_bench(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """See `kill_run`."""
+    words = ["bench", *CELLS, "--device", "cpu", "--iterations", "6", "--warmup", "1"]
+    return kill_run(bench, deadline, words)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, kilobytes: int) -> Iterator[bool]:
+    """A tmpfs of that size; False where mounting is not allowed."""
+    path.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(path)]
+    done = subprocess.run(["mount", *options], capture_output=True, check=False)
+    try:
+        yield done.returncode == 0
+    finally:
+        if done.returncode == 0:
+            subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
+
+
+def disks(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """No room for the store, the run folder, TMPDIR, an output; stdout that is full or closed."""
+    yield from outputs(bench)
+    for round_ in until(deadline, 1):
+        kilobytes = bench.random.choice((8, 16, 40, 120, 300)) if round_ else 40
+        for words, codes in (
+            (["ingest", str(RUN), "--store", "disk/s.db"], (1,)),
+            (["capture", *CELLS, *QUICK, "--out", "disk/runs"], (0, 1)),
+            (["export", "latest", "--store", "own.db", "-o", "disk/t.json"], (1, 2)),
+        ):
+            place = bench.place()
+            with small_disk(place / "disk", kilobytes) as mounted:
+                if not mounted:
+                    yield Outcome(
+                        "disks", skipped="mounting a tmpfs needs root: full disks not tried"
+                    )
+                    return
+                if "own.db" in words:
+                    bench.run(place, "ingest", str(RUN), "--store", "own.db")
+                code, told = bench.run(place, *words)
+                outcome = bench.fault(words, code, told, (*codes, 0) if kilobytes > 40 else codes)
+                left = [
+                    str(p)
+                    for p in (place / "disk").rglob("*")
+                    if "tmp" in p.suffix or ".part" in p.name
+                ]
+                if not outcome.failure and left:
+                    outcome = Outcome(
+                        outcome.what, f"{words[0]}: a temporary file stays", str(left)
+                    )
+                if not outcome.failure and (wrong := whole(place / "disk" / "s.db")):
+                    outcome = Outcome(outcome.what, wrong, told)
+                yield outcome
+
+
+def outputs(bench: Bench) -> Iterator[Outcome]:
+    """Reading commands whose stdout takes nothing."""
+    place = bench.place()
+    bench.run(place, "ingest", str(RUN), "--store", "s.db")
+    commands = (
+        ["runs"],
+        ["kernels"],
+        ["kernels", "--format", "json"],
+        ["report", "--format", "csv"],
+    )
+    for words in (*commands, ["diff", "flash", "math"], ["--version"], ["--help"]):
+        store = [] if words[0].startswith("-") else ["--store", "s.db"]
+        for redirect in (">/dev/full", ">&-"):
+            line = shlex.join([sys.executable, "-m", "profharness", *words, *store]) + redirect
+            done = subprocess.run(
+                ["bash", "-c", line],
+                cwd=place,
+                env=bench.environment(),
+                stderr=subprocess.PIPE,
+                check=False,
+            )
+            told = done.stderr.decode(errors="replace")
+            yield bench.fault([*words, redirect], done.returncode, told, (0, 1, 2))
+
+
+BEHAVIOURS = {
+    "garbage": Behaviour(stderr="\x00\x1b[31m" * 50, report="empty", returncode=0),
+    "no report": Behaviour(report="none", returncode=0),
+    "exit 3": Behaviour(returncode=3, run_target=False),
+    "killed": Behaviour(kill_self=True),
+    "much output": Behaviour(stdout="x" * 3_000_000, returncode=1, report="none"),
+    "target not run": Behaviour(run_target=False),
+}
+
+
+def tools(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """nsys and ncu that fail in many ways: told, no traceback, nothing left behind."""
+    wanted = [(tool, name) for tool in ("nsys", "ncu") for name in BEHAVIOURS]
+    bench.random.shuffle(wanted)
+    for number in until(deadline, 2):
+        tool, name = wanted[number % len(wanted)]
+        place = bench.place()
+        scenario = Scenario(**{tool: BEHAVIOURS[name]})
+        install(place / "bin", scenario)
+        bench.extra = {"PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        mark = f"{os.getpid()}-tool{bench.number}"
+        words = ["capture", *CELLS[:3], "math", *QUICK, "--profiler", tool, "--timeout", "30"]
+        words[words.index("1,1,{8,16},8,fp32")] = "1,1,8,8,fp32"
+        code, told = bench.run(place, *words, mark=mark)
+        bench.extra = {}
+        outcome = bench.fault(words, code, told, (1,))
+        if ended(mark):
+            outcome = Outcome(f"{tool} {name}", f"{tool}, {name}: a process is left behind", told)
+        log = sum(path.stat().st_size for path in place.rglob("*.log"))
+        if log > 11_000_000:
+            outcome = Outcome(f"{tool} {name}", f"{tool}, {name}: a log of {log} bytes", told)
+        yield outcome
+        shutil.rmtree(place)
+
+
+# What scrub promises to take out wherever a profiler can write it: kind -> (text, what must be gone).
+SECRETS = {
+    "host": ("ran on node17.cluster.example.com", "node17.cluster"),
+    "image": ("image registry.example.com/team/private-image:v1", "private-image"),
+    "repository": ("git clone git@github.com:user/private.git", "user/private"),
+    "path": ("/home/alice/project/train.py", "alice"),
+    "path with a blank": ("'/home/alice/My Project/secret notes.py'", "alice"),
+    "encoded path": ("file%3A%2F%2F%2Fhome%2Falice%2Fproject", "alice"),
+    "ssh key": ("ssh-rsa AAAAB3NzaC1yc2EAAAADAQABAAABgQC7 alice@box", "AAAAB3NzaC1yc2E"),
+    "hex key": ("4f3c2a1b9e8d7c6b5a4f3e2d1c0b9a8f7e6d5c4b", "4f3c2a1b9e8d"),
+    "IPv4": ("connect 10.23.45.67:8080", "10.23.45.67"),
+    "IPv6": ("connect [fe80::1ff:fe23:4567:890a]:80", "fe80::1ff"),
+    "MAC": ("link 00:1A:2B:3C:4D:5E", "00:1A:2B:3C"),
+    "basic auth": ("https://bob:hunter2x@example.com/x", "hunter2x"),
+    "header": ("Authorization: Basic dXNlcjpodW50ZXIyeA==", "dXNlcjpodW50"),
+    "option": ("tool --password hunter2x --fast", "hunter2x"),
+    "token": ("token=ghp_0123456789abcdefghijABCDEFGHIJ012345", "ghp_0123456789"),
+    "AWS key": ("AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7EXAMPLE"),
+    "mail": ("alice.smith@example.com", "alice.smith"),
+}
+
+
+def secrets(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """Planted in names, ranges, arguments and metadata of a Kineto trace; all must be gone."""
+    source = json.loads(gzip.decompress((RUN / "c0001.torch.json.gz").read_bytes()))
+    del deadline
+    for kind, (text, secret) in SECRETS.items():
+        tree = json.loads(json.dumps(source))
+        event = next(event for event in tree["traceEvents"] if event.get("cat") == "cpu_op")
+        event["args"]["note"] = text
+        tree["traceEvents"].append({**event, "cat": "user_annotation", "name": text})
+        tree["note"] = text
+        place = bench.place()
+        (place / "t.json").write_text(json.dumps(tree))
+        words = ["scrub", "t.json", "-o", "copy.json"]
+        code, told = bench.run(place, *words)
+        outcome = bench.fault(words, code, told, (0, 1))
+        copy = place / "copy.json"
+        if not outcome.failure and copy.exists() and secret in copy.read_text():
+            outcome = Outcome(kind, f"{kind} stays in the copy", told)
+        yield outcome
+
+
+def writers(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """Eight processes take traces into one store at once; all are in, and nothing is locked."""
+    text = gzip.decompress((DATA / "kineto_h200.json.gz").read_bytes())
+    for _ in until(deadline, 1):
+        place = bench.place()
+        processes = []
+        for number in range(8):
+            (place / f"t{number}.json").write_bytes(text + b" " * (number // 2))  # two of each
+            log = bench.folder / f"{place.name}-{number}.log"
+            words = ["ingest", f"t{number}.json", "--store", "s.db"]
+            processes.append((bench.start(place, *words, log=log), log, words))
+        for process, log, words in processes:
+            code = process.wait(PATIENCE_S)
+            yield bench.fault(words, code, log.read_text(errors="replace"), (0,))
+        wrong = whole(place / "s.db")
+        if not wrong and len(counted(place / "s.db")) != 4:
+            wrong = f"{len(counted(place / 's.db'))} runs instead of 4"
+        yield Outcome("the store of eight writers", wrong)
+        shutil.rmtree(place)
+
+
+HOSTILE = (
+    *(
+        "<script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "</script><svg onload=alert(1)>",
+    ),
+    *(
+        "javascript:alert(1)",
+        "';DROP TABLE launches;--",
+        "{{7*7}}",
+        "\u202eevil",
+        "=cmd|' /C calc'!A0",
+    ),
+    *(
+        "\x1b]0;title\x07\x1b[31m",
+        "<!--",
+        "]]>",
+        "<style>*{display:none}</style>",
+        "&lt;script&gt;",
+    ),
+)
+RAW = re.compile(r"<script>alert|<img src=x|<svg onload|<style>\*\{display")
+
+
+def pages(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """Hostile texts as names of kernels, ranges and files: every page and format shows them as text."""
+    del deadline
+    place = bench.place()
+    tree = json.loads(gzip.decompress((RUN / "c0001.torch.json.gz").read_bytes()))
+    kernels = [event for event in tree["traceEvents"] if event.get("cat") == "kernel"]
+    for number, text in enumerate(HOSTILE):
+        event = kernels[number % len(kernels)]
+        tree["traceEvents"].append({**event, "name": text, "ts": event["ts"] + number})
+        tree["traceEvents"].append({**event, "cat": "user_annotation", "name": text})
+    (place / "t.json").write_text(json.dumps(tree))
+    code, told = bench.run(place, "ingest", "t.json", "--store", "s.db")
+    yield bench.fault(["ingest", "t.json"], code, told, (0,))
+    for format_ in ("table", "html", "md", "json", "csv"):
+        words = ["kernels", "--run", "latest", "--format", format_, "--full", "--store", "s.db"]
+        code, told = bench.run(place, *words)
+        outcome = bench.fault(words, code, told, (0,))
+        if format_ == "html" and RAW.search(told):
+            outcome = Outcome(shlex.join(words), "a page has a foreign tag", told[-2000:])
+        if format_ in ("table", "html", "md") and "\x1b" in told:
+            outcome = Outcome(shlex.join(words), f"{format_} has an escape sequence", told[-2000:])
+        yield outcome
+    yield from served_pages(bench, place)
+
+
+def served_pages(bench: Bench, place: Path) -> Iterator[Outcome]:
+    """Every table and ready query of `serve`."""
+    log = bench.folder / "serve.log"
+    process = bench.start(place, "serve", "--port", "0", "--store", "s.db", log=log)
+    try:
+        deadline = time.monotonic() + END_S
+        while not (found := re.search(r"http://[\d.:]+", log.read_text())):
+            if process.poll() is not None or time.monotonic() > deadline:
+                told = log.read_text()
+                skipped = "the extra `web` is not installed" if "profharness[web]" in told else ""
+                yield Outcome("serve", "" if skipped else "serve does not start", told, skipped)
+                return
+            time.sleep(0.05)
+        address = urlsplit(found[0]).netloc
+        front = page(address, "/profharness")[1]
+        paths = set(re.findall(r'href="(/profharness/\w+)"', front))
+        for path in sorted(paths | {"/", "/profharness/launches?_size=max", "/nothing"}):
+            status, text = page(address, path)
+            wrong = "a page has a foreign tag" if RAW.search(text) else ""
+            wrong = wrong or ("serve: status 500" if status >= 500 else "")
+            yield Outcome(path, wrong, text[:2000])
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE_S)
+
+
+def page(address: str, path: str) -> tuple[int, str]:
+    """A status and a body."""
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=END_S)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(errors="replace")
+
+
+TRIALS: dict[str, Callable[[Bench, float], Iterator[Outcome]]] = {
+    "kill-ingest": kill_ingest,
+    "kill-capture": kill_capture,
+    "kill-bench": kill_bench,
+    "disks": disks,
+    "tools": tools,
+    "secrets": secrets,
+    "writers": writers,
+    "pages": pages,
+}

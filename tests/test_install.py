@@ -1,0 +1,330 @@
+"""What a user gets who installs profharness: a wheel from the sdist, in an environment of its own,
+used from an empty folder. Every command block of the pages runs there.
+
+The packages that profharness needs come from the environment of the tests; the network is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from waiting import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\| `profharness [^|]*\| [^|]*\| `(profharness [^|]*?)` \|$", re.MULTILINE)
+RUNNABLE = ("sh", "console", "python", "sql", "table")
+SOURCES = ("profharness", "kernels", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+
+# What is not run here, by the words that it starts with, and why.
+ELSEWHERE = {
+    "make ": "of the checkout; continuous integration runs both",
+    "pip install": "the fixture did it, without the network",
+    "eval ": "of a shell's start-up file",
+    "_PROFHARNESS_COMPLETE": "of a shell's start-up file",
+    "profharness serve": "runs until it is stopped: test_serve_answers_from_the_wheel",
+    "profharness scrub traces/runs/20261121-152530-4142": "an id of another day: test_a_run_is_scrubbed",
+}
+PYTHON_ELSEWHERE = ("def attention(", "from pathlib", "from emulator")  # texts of kernels' files
+# Exit codes other than 0 on a machine that has no GPU and no tools, by the words of the command.
+CODES = {
+    "--expect cudnn": (3,),
+    "--fail-on": (0, 3),
+    "nsys,ncu": (1,),
+    "--profiler ncu": (1,),
+}
+# Sampling goes on until an interval is small; here nobody looks at the interval.
+SHORTER = {
+    "profharness bench": "--max-time 0.1s --warmup 1",
+    "profharness verify": "--cases seq_1",
+    "profharness capture": "--samples 5",
+}
+
+pytestmark = pytest.mark.xdist_group("installed")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page; number counts the page's blocks."""
+
+    page: str
+    number: int
+    kind: str
+    body: str
+
+
+def blocks() -> Iterator[Block]:
+    """All blocks that run, in the order of the pages; a table of commands is a block too."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        found = list(FENCE.findall(text))
+        if rows := ROW.findall(text):
+            found.append(("table", "\n".join(rows) + "\n"))
+        for number, (kind, body) in enumerate(found, start=1):
+            if kind in RUNNABLE:
+                yield Block(page, number, kind, body)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment that has the wheel, and the folder in which the session takes place."""
+
+    wheel: Path
+    sdist: Path
+    bin: Path
+    folder: Path
+    done: set[str] = field(default_factory=set)  # commands that another page has too
+
+    def environment(self) -> dict[str, str]:
+        """As a user's who activated it: nothing of the checkout is in it."""
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COLUMNS")}
+        path = f"{self.bin}{os.pathsep}{kept['PATH']}"
+        return kept | {"PATH": path, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(self, command: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """A line of shell, its streams kept apart."""
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder or self.folder,
+            env=self.environment(),
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel that is built from the sdist of a clean copy, installed without its dependencies."""
+    place = tmp_path_factory.mktemp("installed")
+    source, dist = place / "source", place / "dist"
+    source.mkdir()
+    for name in SOURCES:
+        path = ROOT / name
+        copy = shutil.copytree if path.is_dir() else shutil.copy2
+        ignored = {"ignore": shutil.ignore_patterns("__pycache__")} if path.is_dir() else {}
+        copy(path, source / name, **ignored)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(source)]
+    quietly(build)
+    wheel, sdist = next(dist.glob("*.whl")), next(dist.glob("*.tar.gz"))
+    venv.create(place / "venv", with_pip=False)
+    folder = place / "empty"
+    folder.mkdir()
+    installed = Installed(wheel, sdist, place / "venv" / "bin", folder)
+    site = next((place / "venv").glob("lib/python*/site-packages"))
+    # a line of a .pth file adds the folder but reads none of its own, such as an editable install's
+    paths = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+    (site / "shared.pth").write_text("\n".join(paths) + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(installed.bin / "python"), "install"]
+    quietly([*pip, "--no-deps", "--no-index", "--ignore-installed", str(wheel)])
+    return installed
+
+
+def quietly(argv: list[str]) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def commands(body: str) -> Iterator[tuple[str, str]]:
+    """The commands of a block with what it shows of their output, empty in an `sh` block."""
+    if "$ " not in body[:2]:
+        for line in body.replace("\\\n", " ").splitlines():
+            yield line.strip(), ""
+        return
+    for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        yield command, output
+
+
+@pytest.mark.parametrize("block", list(blocks()), ids=lambda block: f"{block.page}-{block.number}")
+def test_a_block_does_what_its_page_says(installed: Installed, block: Block) -> None:
+    with_traces(installed.folder)
+    if block.kind == "python":
+        run_python(installed, block)
+    elif block.kind == "sql":
+        run_sql(installed, block)
+    else:
+        for command, output in commands(block.body):
+            if command and not command.startswith(tuple(ELSEWHERE)):
+                run_command(installed, command, output, shown=block.kind == "console")
+
+
+def with_traces(folder: Path) -> None:
+    """The runs that lie in the repository; the pages say that they come with it."""
+    for path in (ROOT / "traces").glob("h200-*"):
+        if not (folder / "traces" / path.name).exists():
+            shutil.copytree(path, folder / "traces" / path.name)
+
+
+def run_command(installed: Installed, command: str, output: str, *, shown: bool) -> None:
+    text = re.sub(r"\s+#.*$", "", command)
+    if not shown and text in installed.done:
+        return
+    installed.done.add(text)
+    more = [more for start, more in SHORTER.items() if text.startswith(start)]
+    asked, text = text, " ".join([text, *more])
+    for name in shlex.split(text)[1:]:  # what an earlier block wrote
+        if name.endswith((".html", ".json.gz")) and (installed.folder / name).is_file():
+            (installed.folder / name).unlink()
+    done = installed.run(text)
+    told = f"{text}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback (most recent call last)" not in told, told
+    codes = next((codes for part, codes in CODES.items() if part in text), (0,))
+    assert done.returncode in codes, told
+    if shown:
+        compare(asked, output, done)
+
+
+def compare(command: str, page: str, done: subprocess.CompletedProcess[str]) -> None:
+    """All that the page shows came, and it shows all of stdout; of stderr it may leave lines out. Of
+    what was measured the figures are of no account, and of a CPU's ops the small ones.
+    """
+    if command.startswith("profharness kernels --backend auto,math"):
+        assert header(done.stdout) == header(page)
+        assert leading(page) <= set(done.stdout.split())
+        return
+    alike = shape if command.startswith("profharness capture") else str.rstrip
+    told, printed = ({alike(line) for line in text.splitlines()} for text in (page, done.stdout))
+    came = printed | {alike(line) for line in done.stderr.splitlines()}
+    assert (told - came - {""}, printed - told - {""}) == (set(), set())
+
+
+def header(text: str) -> list[str]:
+    """The names of the columns of a table."""
+    return next(line.split() for line in text.splitlines() if line.startswith("backend "))
+
+
+def leading(text: str) -> set[str]:
+    """The backends of a table, and its kernels of a millisecond and more."""
+    found = re.findall(r"^(\S+ )?\s*(\w+)…?\s.*?\s(\d{4,}\.\d\d)\s", text, re.MULTILINE)
+    return {word.strip() for backend, kernel, _ in found for word in (backend, kernel)} - {""}
+
+
+def shape(line: str) -> str:
+    """A line without its figures and the ids in it."""
+    return re.sub(r"[0-9a-f]*\d[0-9a-f.,]*", "0", " ".join(line.split()))
+
+
+def run_python(installed: Installed, block: Block) -> None:
+    if block.body.startswith(PYTHON_ELSEWHERE):
+        return
+    code = block.body + "\nfor name in ('cells', 'kernels', 'reasons', 'slowest'):\n"
+    code += "    assert len(globals()[name]), name\n"
+    (installed.folder / "notebook.py").write_text(code)
+    done = installed.run("python notebook.py")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def run_sql(installed: Installed, block: Block) -> None:
+    """By the session's own store; the block of kind `text` that follows is the answer."""
+    found = FENCE.findall((ROOT / block.page).read_text(encoding="utf-8"))
+    kind, answer = found[block.number]
+    assert kind == "text"
+    with sqlite3.connect(installed.folder / "profharness.db") as connection:
+        rows = connection.execute(block.body).fetchall()
+    assert ["|".join(map(str, row)) for row in rows] == answer.splitlines()
+
+
+def test_the_implementations_are_in_the_wheel_and_in_the_sdist(installed: Installed) -> None:
+    home = {path.name for path in (ROOT / "kernels").iterdir() if path.is_file()}
+    assert {"naive.py", "tiled.cu", "device.cuh"} <= home
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    folder = "profharness/_kernels/"
+    assert {name.removeprefix(folder) for name in names if name.startswith(folder)} == home
+    assert {"profharness/py.typed", "profharness/views/assets/page.css"} <= set(names)
+    assert not [name for name in names if not name.startswith("profharness")]
+    with tarfile.open(installed.sdist) as archive:
+        inside = {Path(name).name for name in archive.getnames() if "/kernels/" in name}
+    assert inside == home
+
+
+def test_it_runs_from_the_environment_and_not_from_the_checkout(installed: Installed) -> None:
+    code = (
+        "import profharness\nfrom profharness.backends import find_backend\n"
+        "print(profharness.__file__, find_backend('tiled').file)"
+    )
+    paths = installed.run(f"python -c {shlex.quote(code)}").stdout.split()
+    assert len(paths) == 2
+    assert all(Path(path).is_relative_to(installed.bin.parent) for path in paths)
+
+
+def test_own_kernels_go_first_and_foreign_ones_are_left_alone(
+    installed: Installed, tmp_path: Path
+) -> None:
+    """`kernels` is also the name of a package on PyPI, which would lie beside profharness."""
+    site = next(installed.bin.parent.glob("lib/python*/site-packages"))
+    (site / "kernels").mkdir()
+    (site / "kernels" / "foreign.py").write_text("")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "naive.py").write_text("def attention(): ...\n")
+    code = (
+        "from profharness.backends import find_backend, implementation_names\n"
+        "print(find_backend('naive').file, *implementation_names())"
+    )
+    try:
+        done = installed.run(f"python -c {shlex.quote(code)}", tmp_path)
+    finally:
+        shutil.rmtree(site / "kernels")
+    own, *names = done.stdout.split()
+    assert Path(own) == tmp_path / "kernels" / "naive.py"
+    assert {"flash_triton", "naive", "single_query", "tiled"} == set(names)
+
+
+def test_an_empty_folder_without_any_run_gets_a_remedy(
+    installed: Installed, tmp_path: Path
+) -> None:
+    for command in ("kernels", "runs", "report -o r.html", "serve --port 0"):
+        done = installed.run(f"profharness {command}", tmp_path)
+        assert done.returncode == 1 and done.stderr.startswith("error: ")
+        assert "profharness capture" in done.stderr or "profharness ingest" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_serve_answers_from_the_wheel(installed: Installed) -> None:
+    """Its assets are in the wheel too."""
+    process = subprocess.Popen(
+        [installed.bin / "profharness", "serve", "--port", "0"],
+        cwd=installed.folder,
+        env=installed.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        found = re.search(r"http://[\d.:]+", line)
+        assert found, line
+        with urlopen(found[0], timeout=PATIENCE_S) as page:
+            assert page.status == 200 and b"Slowest kernels" in page.read()
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) in (0, 130)
+        process.stderr.close()
+
+
+def test_a_run_is_scrubbed(installed: Installed) -> None:
+    run = min((installed.folder / "traces" / "runs").iterdir())
+    copy = f"traces/runs/{run.name}-scrubbed"
+    done = installed.run(
+        f"profharness scrub traces/runs/{run.name} && profharness scrub --check {copy}"
+    )
+    assert done.returncode == 0, done.stderr
