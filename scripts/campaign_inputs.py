@@ -185,7 +185,7 @@ def damage(data: bytes, random: Random, times: int | None = None) -> bytes:
                 del out[at:]
             case _ if out:
                 out[at % len(out)] ^= 1 << random.randrange(8)
-    return bytes(out[:MOST_BYTES])
+    return bytes(out[: max(MOST_BYTES, len(data))])
 
 
 def _node(tree: Any, random: Random) -> tuple[Any, Any]:

@@ -36,6 +36,7 @@ SOURCES = ("profharness", "kernels", "pyproject.toml", "setup.py", "README.md", 
 # What is not run here, by the words that it starts with, and why.
 ELSEWHERE = {
     "make ": "of the checkout; continuous integration runs both",
+    "python scripts/": "of the checkout; tests/test_campaign.py runs a part",
     "pip install": "the fixture did it, without the network",
     "eval ": "of a shell's start-up file",
     "_PROFHARNESS_COMPLETE": "of a shell's start-up file",

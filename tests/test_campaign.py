@@ -1,0 +1,76 @@
+"""A seeded part of the fault campaign, and that the campaign sees what it looks for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[1]
+READERS = ("kineto", "ncu-csv", "nsys", "ncu-rep", "run-folder", "grammar", "store")
+TRIALS = ("kill-ingest", "disks", "secrets", "writers", "pages")
+
+pytestmark = pytest.mark.xdist_group("campaign")
+
+
+def campaign(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "campaign.py"), "--out", str(out), *words],
+        cwd=out.parent,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("kind", [*READERS, *TRIALS])
+def test_a_part_of_the_campaign_finds_nothing(kind: str, tmp_path: Path) -> None:
+    words = ("--only", kind, "--seed", "1", "--seconds", "2", "--engine", "seeded")
+    done = campaign(tmp_path / "out", *words, "--format", "json")
+    (row,) = json.loads(done.stdout)
+    if row["tried"] == "0":
+        pytest.skip(row["how"])
+    kept = "\n".join(path.read_text() for path in (tmp_path / "out").rglob("*.txt"))
+    assert (done.returncode, row["failed"]) == (0, "0"), f"{row}\n{kept[:6000]}"
+
+
+BROKEN = {
+    "raise ValueError('broken')": "ValueError in ncu_csv.py",
+    "import os; os.abort()": "signal SIGABRT",
+    "return {}['nothing']": "KeyError in ncu_csv.py",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_what_a_reader_does_wrong_is_seen_and_kept(line: str, tmp_path: Path) -> None:
+    """A copy of the package whose reader of CSV has a fault in it."""
+    root = tmp_path / "broken"
+    shutil.copytree(ROOT / "profharness", root / "profharness")
+    (reader,) = root.glob("profharness/parse/ncu_csv.py")
+    broken = f"\n\ndef read_csv_text(*_, **__):\n    {line}\n"
+    text = reader.read_text()
+    assert "\ndef read_csv_text(" in text
+    reader.write_text(text + broken)
+    out = tmp_path / "out"
+    words = ("--only", "ncu-csv", "--root", str(root), "--engine", "seeded", "--seconds", "2")
+    done = campaign(out, *words)
+    assert done.returncode == 1
+    assert BROKEN[line] in done.stdout, done.stdout + done.stderr
+    first = next((out / "ncu-csv").glob("*.bin"))
+    again = campaign(out, "--root", str(root), "--repeat", str(first))
+    assert again.returncode != 0
+    assert campaign(out, "--repeat", str(first)).returncode == 0
+
+
+def test_the_table_is_markdown_when_asked(tmp_path: Path) -> None:
+    done = campaign(tmp_path / "out", "--only", "grammar", "--seconds", "1", "--format", "md")
+    header, rule, row = done.stdout.splitlines()
+    assert header == "| kind | tried | failed | slowest CPU s | peak MB | how |"
+    assert rule.count("|") == header.count("|") == row.count("|")
+    assert campaign(tmp_path / "out", "--only", "grammer").returncode == 2
