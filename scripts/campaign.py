@@ -170,93 +170,101 @@ def digest(text: str) -> str:
 
 
 def fuzz(name: str, asked: argparse.Namespace) -> Figures:
-    """One reader, in child processes; a child that dies, hangs or grows is followed by another."""
+    """One reader, in child processes; a child that dies, hangs or grows is followed by another. The
+    time that a child takes to start does not count.
+    """
     figures = Figures(name)
-    deadline = time.monotonic() + asked.seconds
-    start = 0
-    while time.monotonic() < deadline:
+    left, start = asked.seconds, 0
+    while left > 0:
         with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-            last = watch(figures, asked, name, Path(folder), start, deadline)
-        if last == start:  # not a single input: the child itself does not start
+            watch = Watch(figures, asked, Path(folder), start)
+            watch.follow(left)
+        if watch.began is None:
             figures.failures["the fuzzing process does not start"] += 1
+            print(watch.log, file=sys.stderr)
             break
-        start = last
+        left -= time.monotonic() - watch.began
+        start = watch.number
     return figures
 
 
-def watch(
-    figures: Figures,
-    asked: argparse.Namespace,
-    name: str,
-    folder: Path,
-    start: int,
-    deadline: float,
-) -> int:
-    """Follows one child to its end; the number of the next input."""
-    settings = {"start": start, "folder": str(folder), "seconds": deadline - time.monotonic()}
-    argv = [sys.executable, __file__, "--child", json.dumps({"kind": name, **settings})]
-    argv += ["--root", str(asked.root), "--seed", str(asked.seed), "--engine", asked.engine]
-    with (folder / "child.log").open("wb") as log:
-        process = subprocess.Popen(
-            argv,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    assert process.stdout is not None
-    current, began_cpu, at = None, 0.0, start
-    try:
-        for line in lines_of(process, deadline + CPU_S):
-            if line is None:  # nothing for a while
-                if current is not None and (used := cpu_seconds(process.pid) - began_cpu) > CPU_S:
-                    figures.failures["hang: more than 20 s of CPU time"] += 1
-                    figures.slowest_s = max(figures.slowest_s, used)
-                    keep(asked, name, folder / "input", "hang")
-                    return at + 1
-                continue
-            told = json.loads(line)
+@dataclass
+class Watch:
+    """Follows one child. number: of the next input; began: when it was ready, None before."""
+
+    figures: Figures
+    asked: argparse.Namespace
+    folder: Path
+    number: int
+    began: float | None = None
+    log: str = ""
+
+    def follow(self, seconds: float) -> None:
+        """To its end, or to the end of the time."""
+        settings = {"kind": self.figures.name, "start": self.number, "seconds": seconds}
+        words = json.dumps({**settings, "folder": str(self.folder)})
+        argv = [sys.executable, __file__, "--child", words, "--engine", self.asked.engine]
+        argv += ["--root", str(self.asked.root), "--seed", str(self.asked.seed)]
+        with (self.folder / "child.log").open("wb") as log:
+            process = subprocess.Popen(
+                argv,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            self._read(process)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+            self.log = (self.folder / "child.log").read_text(errors="replace")[-2000:]
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        running, before = False, 0.0  # an input is being read; CPU seconds when that began
+        for line in lines_of(process):
+            told = {} if line is None else json.loads(line)
+            if running and cpu_seconds(process.pid) - before > 2 * CPU_S:
+                self._failed("hang: more than 20 s of CPU time")
+                return
             if "engine" in told:
-                figures.engine = told["engine"]
+                self.figures.engine, self.began = told["engine"], time.monotonic()
             elif "begin" in told:
-                current, began_cpu = told["begin"], cpu_seconds(process.pid)
-            else:
-                at = told["end"] + 1
-                current = None
-                take(figures, asked, name, folder / "input", told)
-        if current is not None and time.monotonic() < deadline:
-            figures.tried += 1
-            text = f"the process ended: {ending(process.wait())}"
-            figures.failures[text] += 1
-            keep(asked, name, folder / "input", text)
-            return at + 1
-        return at
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+                running, before = True, cpu_seconds(process.pid)
+            elif "end" in told:
+                running, self.number = False, told["end"] + 1
+                take(self.figures, self.asked, self.folder / f"input-{told['end']}", told)
+        if running:
+            self._failed(f"the process ended: {ending(process.wait())}")
+
+    def _failed(self, text: str) -> None:
+        """An input that has no end."""
+        self.figures.tried += 1
+        self.figures.failures[text] += 1
+        keep(self.asked, self.figures.name, self.folder / f"input-{self.number}", text)
+        self.number += 1
 
 
-def take(
-    figures: Figures, asked: argparse.Namespace, name: str, path: Path, told: dict[str, Any]
-) -> None:
+def take(figures: Figures, asked: argparse.Namespace, path: Path, told: dict[str, Any]) -> None:
     """The figures of one input."""
     figures.tried += 1
     figures.slowest_s = max(figures.slowest_s, told["cpu"])
     figures.memory_kib = max(figures.memory_kib, told["rss"])
     if told["failure"]:
         figures.failures[told["failure"]] += 1
-        keep(asked, name, path, told["failure"], told["detail"])
+        keep(asked, figures.name, path, told["failure"], told["detail"])
 
 
-def lines_of(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes | None]:
-    """The lines that a process writes; None for each second without one."""
+def lines_of(process: subprocess.Popen[bytes]) -> Iterator[bytes | None]:
+    """The lines that a process writes until it ends; None for each second without one."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         rest = b""
-        while time.monotonic() < deadline:
+        while True:
             if not selector.select(1.0):
                 yield None
                 continue
@@ -434,9 +442,12 @@ def child(asked: argparse.Namespace) -> int:
 
     def one(data: bytes) -> dict[str, Any]:
         nonlocal number
-        (folder / "input").write_bytes(data)
+        path = folder / f"input-{number}"
+        path.write_bytes(data)
         tell(begin=number)
         told = reader.read(data)
+        if not told["failure"]:
+            path.unlink()
         tell(end=number, **{key: told[key] for key in ("failure", "detail", "cpu", "rss")})
         number += 1
         if told["rss"] > MEMORY_KIB:
@@ -448,7 +459,8 @@ def child(asked: argparse.Namespace) -> int:
         guided(kind, seeds, one, settings["seconds"], f"{asked.seed}{number}")
         return 0
     seen: set[str] = set()
-    while True:
+    end = time.monotonic() + settings["seconds"]
+    while time.monotonic() < end:
         random = Random(f"{asked.seed}-{kind.name}-{number}")
         data = kind.change(random.choice(seeds), random)
         answer = one(data)["answer"]
@@ -457,6 +469,7 @@ def child(asked: argparse.Namespace) -> int:
             seeds.append(data)
         if number % 200 == 0:
             gc.collect()
+    return 0
 
 
 def opened(kind: Kind, folder: Path, root: Path, engine: str) -> tuple[Reader, list[bytes]]:

@@ -160,7 +160,10 @@ def counted(store: Path) -> list[tuple[object, ...]]:
 def cells_of(folder: Path) -> list[tuple[str, str, str]]:
     """The cells of a run folder and how they ended."""
     record = json.loads((folder / "run.json").read_bytes())
-    return sorted((c["config"], c["backend"], c.get("status", "pending")) for c in record["cells"])
+    return sorted(
+        (json.dumps(cell["config"]), cell["backend"], cell.get("status", "pending"))
+        for cell in record["cells"]
+    )
 
 
 def until(deadline: float, least: int) -> Iterator[int]:
