@@ -28,6 +28,7 @@ from profharness.views.document import Chart, Document
 from profharness.views.renderers import RENDERERS, render_markdown
 
 if TYPE_CHECKING:
+    from profharness.run import Cell
     from profharness.runner.supervise import Progress, Step
 
 
@@ -307,7 +308,7 @@ def capture_progress() -> Iterator[Progress]:
                 task,
                 completed=step.done,
                 total=step.total,
-                description=f"{step.cell.config} {step.cell.backend}: {step.stage}",
+                description=f"{_place(step.cell)}: {step.stage}",
             )
 
         yield show
@@ -318,4 +319,10 @@ def _line(step: Step) -> None:
     if step.notice is not None:
         hint(step.notice)
     elif cell.status != "pending" and step.stage == cell.status:
-        hint(f"[{step.done}/{step.total}] {cell.config} {cell.backend}: {step.stage}")
+        hint(f"[{step.done}/{step.total}] {_place(cell)}: {step.stage}")
+
+
+def _place(cell: Cell) -> str:
+    """Config and backend, and the case that a check of `verify` is of."""
+    case = f" ({cell.case})" if cell.case else ""
+    return f"{cell.config} {cell.backend}{case}"

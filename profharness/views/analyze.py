@@ -36,11 +36,11 @@ _COLUMNS: dict[str, Column] = {
         Column("bottleneck", "bottleneck"),
         Column("duration_ns", "µs", "us", right=True),
         Column("basis", "of"),
-        Column("tflops", "TFLOP/s", "count", right=True),
+        Column("tflops", "TFLOP/s", "figures", right=True),
         Column("flops_share", "rate%", "percent", right=True),
-        Column("gb_per_s", "GB/s", "count", right=True),
+        Column("gb_per_s", "GB/s", "figures", right=True),
         Column("bandwidth_share", "bw%", "percent", right=True),
-        Column("dram_mb", "DRAM MB", "count", right=True),
+        Column("dram_mb", "DRAM MB", "figures", right=True),
         Column("intensity", "FLOP/B", "count", right=True),
         Column("kv_head", "K+V KiB/head", "kib", right=True),
         Column("places", "K+V of a head fit in"),
@@ -60,8 +60,8 @@ SWEEP_COLUMNS = tuple(_COLUMNS[name] for name in _OF_A_SWEEP)
 PHASE_COLUMNS = (
     Column("execution", "execution", repeat=False),
     Column("phase", "phase"),
-    Column("mflop", "MFLOP", "count", right=True),
-    Column("mb", "MB", "count", right=True),
+    Column("mflop", "MFLOP", "figures", right=True),
+    Column("mb", "MB", "figures", right=True),
     Column("intensity", "FLOP/B", "count", right=True),
     Column("bound", "bound by"),
 )
@@ -79,9 +79,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         ]
         blocks.append(Heading(config.label, f"run {run}" if several else ""))
         if any(analysis.figures for analysis in own):
-            blocks.append(
-                Table.of(COLUMNS, [_values(analysis) for analysis in own if analysis.figures])
-            )
+            blocks.append(_filled(COLUMNS, [_values(each) for each in own if each.figures]))
             blocks.append(Table(PHASE_COLUMNS, tuple(_phase_rows(own))))
         for analysis in own:
             blocks += _notes(analysis, full=full)
@@ -206,8 +204,14 @@ def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
     start, end = (getattr(analysis.config, name) for analysis in (first, group[-1]))
     return [
         Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}"),
-        Table.of(columns, rows),
+        _filled(columns, rows),
     ]
+
+
+def _filled(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> Table:
+    """The table without the columns that nothing is known for, as of counters without ncu."""
+    kept = [column for column in columns if any(row[column.key] is not None for row in rows)]
+    return Table.of(kept, rows)
 
 
 def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Chart]:

@@ -53,8 +53,8 @@ COLUMNS = (
     Column("event", "event", "us", right=True),
     Column("graph", "graph", "us", right=True),
     Column("kernel", "kernel", "us", right=True),
-    Column("tflops", "TFLOP/s", right=True),
-    Column("gbs", "GB/s", right=True),
+    Column("tflops", "TFLOP/s", "figures", right=True),
+    Column("gbs", "GB/s", "figures", right=True),
     Column("efficiency", "eff%", right=True),
     Column("queries", "Mquery/s", "count", right=True),
     Column("speedup", "speed-up", "ratio", right=True),
@@ -199,8 +199,8 @@ def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:
     }
 
 
-def _scaled(value: float | None, unit: float) -> str | None:
-    return None if value is None else f"{value / unit:,.4g}"
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
 
 
 def _doubtful(answer: Benched) -> dict[tuple[str, str], list[str]]:

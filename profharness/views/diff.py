@@ -36,9 +36,9 @@ COLUMNS = (
 )
 
 
-def diff_document(diff: Diff, *, full: bool = False) -> Document:
+def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
     """The answer of `profharness diff`: - is the baseline, + the candidate; full shows whole kernel
-    names.
+    names. changed_first: what is the same stands last, in one line.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
@@ -47,8 +47,18 @@ def diff_document(diff: Diff, *, full: bool = False) -> Document:
     else:
         blocks.append(Note("the environments are the same"))
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
-    for _, rows in groupby(diff.rows, pair):
-        blocks += _config_blocks(list(rows), full)
+    groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
+    same = [
+        key
+        for key, rows in groups.items()
+        if all(row.verdict == "same" and not row.changed for row in rows)
+    ]
+    for key, rows in groups.items():
+        if not changed_first or key not in same:
+            blocks += _config_blocks(rows, full)
+    if changed_first and same:
+        blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
+        blocks += [Note(_pair_text(*key)) for key in same]
     plain = diff.to_json()
     return Document(
         schema=plain["schema"],
@@ -58,6 +68,10 @@ def diff_document(diff: Diff, *, full: bool = False) -> Document:
         records=tuple(plain["rows"]),
         extra={key: plain[key] for key in ("baseline", "candidate", "environment")},
     )
+
+
+def _pair_text(config: str, *backends: str | None) -> str:
+    return " ".join([config, " → ".join(dict.fromkeys(filter(None, backends)))])
 
 
 def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -158,9 +159,19 @@ def _count(value: Any) -> str:
     return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
 
 
+def _figures(value: float) -> str:
+    """Four significant figures without an exponent: `0.001514`, `12.35`, `1,235`."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    digits = min(max(3 - math.floor(math.log10(abs(value))), 0), 15)
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "count": _count,
+    "figures": _figures,
     "us": lambda value: f"{value / 1e3:.2f}",
     "kib": lambda value: f"{value / 1024:.1f}",
     "percent": lambda value: f"{100 * value:.1f}",

@@ -28,6 +28,7 @@ from profharness.views.document import (
 
 FILTER_FROM = 8  # a table with fewer rows is read faster than it is filtered
 DEEPEST = 3  # level of the headings in the table of contents
+LONGEST_ENTRY = 120  # characters of a heading in the table of contents
 
 
 def render_html(document: Document) -> str:
@@ -94,7 +95,7 @@ class _Page:
 
     def _anchor(self, text: str) -> str:
         """An id made of letters, digits and hyphens, unlike all before it."""
-        stem = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "part"
+        stem = re.sub(r"[^a-z0-9]+", "-", text[:LONGEST_ENTRY].lower()).strip("-") or "part"
         name, count = stem, 1
         while name in self.anchors or name in ("content", "theme"):
             count += 1
@@ -116,8 +117,8 @@ def _contents(headings: Sequence[tuple[str, Heading]]) -> str:
     if len(headings) < 2:
         return ""
     items = "".join(
-        f'<li class="level{heading.level}"><a href="#{anchor}">{_text(heading.text)}</a>'
-        f"{_detail(heading) if heading.level > 2 else ''}</li>"
+        f'<li class="level{heading.level}"><a href="#{anchor}">{_text(shortened(heading.text))}</a>'
+        f"{_detail(heading, short=True) if heading.level > 2 else ''}</li>"
         for anchor, heading in headings
         if heading.level <= DEEPEST
     )
@@ -127,8 +128,15 @@ def _contents(headings: Sequence[tuple[str, Heading]]) -> str:
     )
 
 
-def _detail(heading: Heading) -> str:
-    return f" <small>{_text(heading.detail)}</small>" if heading.detail else ""
+def _detail(heading: Heading, *, short: bool = False) -> str:
+    detail = shortened(heading.detail) if short else heading.detail
+    return f" <small>{_text(detail)}</small>" if detail else ""
+
+
+def shortened(text: str) -> str:
+    """At most LONGEST_ENTRY characters, both ends kept: a range may be named by a whole page."""
+    half = LONGEST_ENTRY // 2
+    return text if len(text) <= LONGEST_ENTRY else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def _note(note: Note) -> str:

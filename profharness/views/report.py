@@ -140,7 +140,7 @@ def diff_blocks(diff: Diff) -> list[Block]:
         title = "Latency of a call on both sides"
         axes = ("µs", "call", "side", "µs")
         blocks.append(Chart("dumbbell", title, points, *axes, caption=caption))
-    return [*blocks, *_deeper(diff_document(diff).blocks)]
+    return [*blocks, *_deeper(diff_document(diff, changed_first=True).blocks)]
 
 
 def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
@@ -266,10 +266,18 @@ def problem_blocks(problems: Sequence[Problem]) -> list[Block]:
     return [Heading("Problems"), *notes]
 
 
+# What a trace says of its own file, and not of the machine.
+_OF_A_FILE = frozenset({"schemaVersion", "trace_id", "traceName", "displayTimeUnit"})
+
+
 def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
     """All keys that the run recorded, in its order."""
     columns = (Column("key", "what"), Column("value", "value"))
-    rows = tuple((key, _plain(value)) for key, value in environment.items())
+    rows = tuple(
+        (key, _plain(value)) for key, value in environment.items() if key not in _OF_A_FILE
+    )
+    if not rows and environment:
+        return [Heading("Environment"), Note("the trace does not say where it was recorded")]
     return [Heading("Environment"), Table(columns, rows)] if rows else []
 
 

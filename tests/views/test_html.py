@@ -95,6 +95,14 @@ def test_headings_have_anchors_of_their_own_and_stand_in_the_contents() -> None:
     assert len(identities) == len(set(identities))
 
 
+def test_a_heading_of_a_page_is_short_in_the_contents() -> None:
+    long = "range " + "x" * 100_000
+    html = render_html(Document("t/1", "t", (Heading(long), Heading("h")), (), ()))
+    assert len(html) < 150_000
+    assert html.count("x" * 1000) == 100  # whole where it stands
+    assert max(map(len, (str(each["href"]) for each in Page(html).named("a")))) < 200
+
+
 def test_nothing_is_fetched_and_the_policy_forbids_it() -> None:
     html = render_html(document("x", 20))
     page = Page(html)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from profharness.answers.diff.model import Diff, DiffRow, Verdict
 from profharness.cli._options import FORMATS, SUFFIX_FORMATS
 from profharness.cli.report import command
 from profharness.config import parse_config
@@ -23,7 +24,13 @@ from profharness.store import ingest_path, open_store
 from profharness.views.bench import latency_charts, rate_blocks, shape_family
 from profharness.views.document import Chart, Document, Heading, Note, Table
 from profharness.views.renderers import RENDERERS
-from profharness.views.report import FIELDS, report_document, selection_blocks
+from profharness.views.report import (
+    FIELDS,
+    diff_blocks,
+    environment_blocks,
+    report_document,
+    selection_blocks,
+)
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -209,7 +216,7 @@ def test_every_format_goes_to_stdout(swept: Path, name: str) -> None:
 
 
 def test_the_suffix_names_the_format(swept: Path, tmp_path: Path) -> None:
-    assert set(SUFFIX_FORMATS.values()) == set(FORMATS) - {"table"}
+    assert set(SUFFIX_FORMATS.values()) == set(FORMATS)
     for suffix in SUFFIX_FORMATS:
         result = invoke("--store", swept, "-o", tmp_path / f"out{suffix}")
         assert result.exit_code == 0, result.output
@@ -266,6 +273,27 @@ def test_a_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) 
     assert done.returncode == 1
     assert "pip install 'profharness[report]'" in done.stderr
     assert not list(tmp_path.glob("o.html"))
+
+
+def test_what_changed_stands_before_what_is_the_same() -> None:
+    labels = ("b1-h1-s64-d64-fp16", "b2-h1-s64-d64-fp16", "b3-h1-s64-d64-fp16")
+    verdicts: tuple[Verdict, ...] = ("same", "slower", "same")
+    rows = [
+        DiffRow(label, "flash", "flash", "call", verdict=verdict)
+        for label, verdict in zip(labels, verdicts, strict=True)
+    ]
+    blocks = diff_blocks(Diff("a", "b", (), tuple(rows)))
+    titles = [block.text for block in blocks if isinstance(block, Heading)]
+    assert titles[2:] == [labels[1], "The same on both sides"]
+    notes = [block.text for block in blocks if isinstance(block, Note)]
+    assert notes[-2:] == [f"{labels[0]} flash", f"{labels[2]} flash"]
+
+
+def test_a_trace_that_says_nothing_of_its_machine_has_no_environment() -> None:
+    blocks = environment_blocks({"schemaVersion": 1, "trace_id": "AB12"})
+    assert [type(block) for block in blocks] == [Heading, Note]
+    table = environment_blocks({"schemaVersion": 1, "gpu": "H200"})[1]
+    assert isinstance(table, Table) and table.rows == (("gpu", "H200"),)
 
 
 def test_a_run_that_is_not_there(swept: Path) -> None:

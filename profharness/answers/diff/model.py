@@ -49,7 +49,7 @@ class EnvChange:
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One role of one config on both sides; role is `call`, `status`, or one of roles.ROLES.
+    """One role of one config on both sides; role is `call`, `status`, or one of answers/roles.
     composite: a fused kernel on one side, math kernels on the other. Times are ns per call, ratio
     is candidate over baseline; basis is what was timed. changed: the kernels' identity, launch
     properties or status differ, whatever the verdict on the time.
