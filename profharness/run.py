@@ -34,6 +34,7 @@ EXIT_UNWRITABLE = 72  # of a worker that cannot write to the run folder
 BENCH_FILE = "bench.json"
 GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
 PRECISION = 0.01
+NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of msgspec's decoding
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 KINDS = ("capture", "bench", "verify", "explain")  # the commands that make runs
 STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
@@ -184,7 +185,7 @@ def read_run(folder: Path) -> Run:
     except FileNotFoundError:
         expected = "a run folder, as `profharness capture` writes it"
         raise TraceFormatError(folder, "no run.json in this folder", expected=expected) from None
-    except msgspec.MsgspecError as error:
+    except NOT_A_RECORD as error:
         text = f"not a run record: {error}"
         raise TraceFormatError(path, text, expected=f"schema {SCHEMA}") from None
     except OSError as error:
@@ -203,7 +204,7 @@ def _journal_results(folder: Path) -> dict[str, Cell]:
     results: dict[str, Cell] = {}
     path = folder / JOURNAL_FILE
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(*NOT_A_RECORD):
             result = msgspec.json.decode(line, type=JournalEntry).result
             if result is not None:
                 results.setdefault(result.cell, result)

@@ -9,7 +9,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import cache
 from itertools import chain, islice
@@ -39,7 +39,7 @@ from profharness.store.schema import (
     transaction,
     waiting,
 )
-from profharness.trace import LaunchBatch, Trace
+from profharness.trace import LaunchBatch, LaunchConfig, Trace
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,6 +47,8 @@ EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
 UNREADABLE = "trace_unreadable"
 MAX_INT = (1 << 63) - 1  # of SQLite
+MAX_PATH, SHOWN_PATH = 1024, 60  # characters of a trace's path, in all and in a message
+LAST_SECOND = 253402300799.0  # of the year 9999, after which no date can be written
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
 
 
@@ -119,9 +121,20 @@ def find_sources(path: Path) -> list[Path]:
 def _walk(folder: Path) -> Iterator[Path]:
     for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
         if entry.is_dir() and not entry.is_symlink():
-            yield from [entry] if (entry / RUN_FILE).is_file() else _walk(entry)
-        elif entry.is_file() and is_trace(entry) and sniff(entry):
+            try:
+                yield from [entry] if (entry / RUN_FILE).is_file() else list(_walk(entry))
+            except PermissionError:
+                yield entry  # who reads it says so
+        elif entry.is_file() and _is_wanted(entry):
             yield entry
+
+
+def _is_wanted(file: Path) -> bool:
+    """Whether a file found in a folder is a source; who reads one that is locked says so."""
+    try:
+        return is_trace(file) and sniff(file) is not None
+    except TraceFormatError:
+        return True
 
 
 def _read_source(path: Path) -> Source:
@@ -151,10 +164,15 @@ def _hash_file(path: Path) -> str:
 
 def _raw(folder: Path, trace: TraceFile) -> Raw:
     path = folder / trace.path
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve()) and len(trace.path) <= MAX_PATH
+    except (OSError, ValueError):  # a NUL, a loop of links
+        inside = False
+    if not inside:
+        shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
         raise TraceFormatError(
             folder / RUN_FILE,
-            f"names a trace outside of its folder: {trace.path!r}",
+            f"names a trace outside of its folder, or that no file can be: {shown}",
             expected="a path inside the run folder",
         )
     content_hash, problem = "", None
@@ -162,6 +180,8 @@ def _raw(folder: Path, trace: TraceFile) -> Raw:
         if not path.is_file():
             raise TraceFormatError(path, "named in run.json but missing", expected="a raw trace")
         content_hash = _hash_file(path)
+    except OSError as error:
+        problem = f"{path}: cannot be read: {error.strerror}"
     except TraceFormatError as error:
         problem = str(error)
     return Raw(trace.profiler, trace.path, path, content_hash, trace.cells, problem)
@@ -174,10 +194,10 @@ def ingest_path(
 
     progress is called with the source's name, launches done and launches in all. A run folder's
     trace that cannot be read becomes a problem of the stored run and a warning. Raises
-    TraceFormatError for any other source that cannot be read (the store then keeps what it had
-    before that source, and none is made), StoreError for a store that cannot be used.
+    TraceFormatError for any other source that cannot be read, once all others are taken in (the
+    store keeps what it had of it, and none is made for it alone), StoreError for a store that cannot be used.
     """
-    results = []
+    results, failures = [], []
     with ExitStack() as opened:
         # A source that cannot be read makes no store, so it is opened late. Checking six references
         # a launch costs as much again as writing it; all ids stem from here.
@@ -185,9 +205,11 @@ def ingest_path(
             lambda: opened.enter_context(closing(connect(store, write=True, foreign_keys=False)))
         )
         for path in find_sources(source):
-            read = _read_source(path)
             try:
+                read = _read_source(path)
                 results.append(_ingest(store, writer, read, progress))
+            except TraceFormatError as error:
+                failures.append(error)
             except StoreError as error:
                 raise StoreError(f"{error}{_remedy(read)}") from None
             except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -195,6 +217,8 @@ def ingest_path(
                     raise damaged(store, error) from None
                 message = f"{store}: cannot be written: {error}; name another --store"
                 raise StoreError(f"{message}{_remedy(read)}") from None
+    if failures:
+        raise failures[0]
     return results
 
 
@@ -267,11 +291,39 @@ def _open(raw: Raw, opened: ExitStack) -> _Parsed:
         opened.callback(trace.close)
         if raw.profiler not in (None, trace.profiler):
             raise TraceFormatError(raw.path, f"a trace of {trace.profiler}", expected=raw.profiler)
+        _check_tables(raw.path, trace)
         batches = trace.batches()
         first = list(islice(batches, 1))
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
     return _Parsed(raw, trace, chain(first, batches))
+
+
+def _check_tables(path: Path, trace: Trace) -> None:
+    """Raise TraceFormatError, before there is a store, for numbers and names that no table can hold."""
+    numbers = chain(
+        chain.from_iterable(asdict(device).values() for device in trace.devices),
+        (number for one in trace.launch_configs for number in _flat(one)),
+        (number for r in trace.ranges for number in (r.start_ns, r.duration_ns, r.pid, r.tid)),
+    )
+    largest = max((abs(number) for number in numbers if isinstance(number, int)), default=0)
+    if largest > MAX_INT:
+        raise TraceFormatError(
+            path, f"{str(largest)[:20]}… is too large", expected="64 bits at most"
+        )
+    names = chain(
+        *(trace.kernels, trace.op_paths, trace.apis, (item.name for item in trace.ranges)),
+        (device.name for device in trace.devices),
+    )
+    try:
+        "".join(names).encode()
+    except (UnicodeEncodeError, TypeError) as error:
+        raise TraceFormatError(path, f"holds a name that is no text: {error}") from None
+
+
+def _flat(config: LaunchConfig) -> Iterator[int | None]:
+    for value in (getattr(config, item.name) for item in fields(config)):
+        yield from value if isinstance(value, tuple) else (value,)
 
 
 def _unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
@@ -369,10 +421,10 @@ def _insert_run(
         "device": devices[0] if devices else (str(recorded) if recorded else None),
         "torch": None if torch is None else str(torch),
         "profilers": to_json(list(run.profilers if run else (parsed[0].trace.profiler,))),
-        "protocol": to_json(msgspec.to_builtins(run.protocol)) if run else None,
+        "protocol": to_json(asdict(run.protocol)) if run else None,
         "note": run.note if run else None,
         "profharness": run.profharness if run else None,
-        "problems": to_json(msgspec.to_builtins(_problems(source))),
+        "problems": to_json([asdict(problem) for problem in _problems(source)]),
         "warnings": "[]",  # known when all is inserted
     }
     return insert_row(connection, "runs", row)
@@ -381,7 +433,7 @@ def _insert_run(
 def _created(path: Path, parsed: _Parsed) -> str:
     """When a foreign trace was made: by its own clock if it tells the date, else the file's."""
     starts = [item.start_ns for item in parsed.trace.ranges[:1]]
-    seconds = path.stat().st_mtime
+    seconds = min(max(path.stat().st_mtime, 0.0), LAST_SECOND)
     if starts and EPOCH_NS[0] < starts[0] < EPOCH_NS[1]:
         seconds = starts[0] / 1e9
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
@@ -492,6 +544,9 @@ def _insert_raw(
         return insert_trace(connection, trace_id, trace, parsed.batches, cells, advance)
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
+    except (ValueError, OverflowError) as error:
+        told = TraceFormatError(raw.path, f"holds what cannot be stored: {error}")
+        raise _RawError(raw, told) from None
 
 
 def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:

@@ -181,10 +181,11 @@ def insert_trace(
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
     first_id = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM launches").fetchone()[0]
     result = Inserted()
-    kept = []
+    kept: list[Column] = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
     grouping = Grouping()
     for batch in chain.from_iterable(map(_pieces, batches)):
+        _check_batch(batch)
         keep = slice(None) if cells is None else ids.cell[batch.cell_range] != NONE
         columns = _launch_columns(trace_id, batch, ids, keep)
         if trace.metrics is not None:
@@ -216,6 +217,14 @@ def insert_trace(
         result.unknown_cells = tuple(sorted(str(cell) for cell in seen if cell not in cells))
         result.cells = _insert_cell_traces(connection, trace_id, calls, cells, per_call, grouped)
     return result
+
+
+def _check_batch(batch: LaunchBatch) -> None:
+    """Raise ValueError for what would go to a wrong group or add up wrongly."""
+    for name in ("device", "duration_ns"):
+        least = int(getattr(batch, name).min(initial=0))
+        if least < NONE:
+            raise ValueError(f"a launch with {name} {least}")
 
 
 def _pieces(batch: LaunchBatch) -> Iterator[LaunchBatch]:

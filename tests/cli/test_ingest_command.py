@@ -73,6 +73,23 @@ def test_a_source_that_cannot_be_read_costs_only_itself(open_folder: Path) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_a_folder_with_something_locked_gives_the_rest(open_folder: Path) -> None:
+    """A file and a folder that may not be read, beside and below what may."""
+    source = open_folder / "in"
+    for folder in (source / "locked", source / "deep"):
+        folder.mkdir(parents=True)
+        (folder / "good.json.gz").write_bytes(TRACE.read_bytes())
+    unreadable(source)
+    (source / "locked").chmod(0)
+    done = ingest(open_folder, "in")
+    (source / "locked").chmod(0o700)
+    assert done.returncode == 1, done.stderr
+    assert "in/deep/good.json.gz: new, run trace-" in done.stdout
+    assert "error: in/secret.json: cannot be read: Permission denied" in done.stderr
+    assert "error: in/locked/run.json: cannot be read: Permission denied" in done.stderr
+    assert "2 of 3 sources could not be taken in" in done.stderr
+
+
 def test_a_report_without_its_tool_costs_only_itself(open_folder: Path) -> None:
     """The export of an nsys report needs nsys, whose failures are errors of another kind."""
     (open_folder / "a.nsys-rep").write_bytes(b"no report")

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import sqlite3
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from nsys_make import unpacked
 
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import open_trace
 from profharness.rows import Refusal
-from profharness.run import BENCH_FILE, Cell, TraceFile, read_run, write_run
+from profharness.run import BENCH_FILE, Cell, Problem, TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.store.ingest import find_sources
+from profharness.store.insert import insert_trace
+from profharness.store.schema import connect, transaction
+from profharness.views.report import report_document
 
 Folder = Callable[..., Path]
+KINETO = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
+SAMPLE = Path(__file__).parents[2] / "traces" / "h200-torch-nsys-ncu"
 
 
 def dump(path: Path) -> dict[str, list[tuple[object, ...]]]:
@@ -490,3 +499,131 @@ def test_a_run_tells_which_command_made_it(
     told = ("capture", "bench", "verify", "explain", "capture", "capture", "bench", "verify")
     assert kinds == {f"r{number}": kind for number, kind in enumerate(told, start=1)}
     assert foreign == "trace"
+
+
+def changed_record(folder: Path, change: Callable[[str], str | bytes]) -> None:
+    text = change((folder / "run.json").read_text())
+    (folder / "run.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a\0b.json", "that no file can be"),
+        ("x" * 5000, "that no file can be"),
+        ("y/" * 2000, "that no file can be"),
+        ("x" * 300, "cannot be read: File name too long"),
+    ],
+)
+def test_a_trace_that_no_file_can_be_is_refused_by_name(
+    tmp_path: Path, run_folder: Folder, name: str, told: str
+) -> None:
+    folder = run_folder()
+    run = read_run(folder)
+    write_run(folder, replace(run, traces=(*run.traces, TraceFile("torch", name))))
+    if "too long" in told:  # costs the run that trace alone
+        (result,) = ingest_path(tmp_path / "p.db", folder)
+        assert result.launches == 9 and told in result.warnings[0]
+        return
+    with pytest.raises(TraceFormatError, match=told) as caught:
+        ingest_path(tmp_path / "p.db", folder)
+    assert len(str(caught.value)) < 400 and "\0" not in str(caught.value)
+    assert list(tmp_path.glob("p.db*")) == []
+
+
+def test_a_record_that_is_not_utf8_is_refused(tmp_path: Path, run_folder: Folder) -> None:
+    folder = run_folder()
+    changed_record(folder, lambda text: text.encode().replace(b"flash", b"fl\xffsh", 1))
+    with pytest.raises(TraceFormatError, match=r"run\.json: not a run record"):
+        ingest_path(tmp_path / "p.db", folder)
+    assert list(tmp_path.glob("p.db*")) == []
+
+
+def test_a_journal_line_that_is_not_utf8_is_passed_over(run_folder: Folder) -> None:
+    folder = run_folder()
+    run = read_run(folder)
+    done = msgspec.to_builtins(run.cells[0])
+    write_run(folder, replace(run, cells=(replace(run.cells[0], status="pending"),)))
+    line = json.dumps({"event": "end", "cell": "c0", "result": done}).encode()
+    bad = line.replace(b"flash", b"fl\xffsh", 1)
+    deep = b'{"event": "end", "environment": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001
+    (folder / "journal.jsonl").write_bytes(b"\n".join((bad, deep, b"\xff\xfe", line, b"")))
+    assert read_run(folder).cells[0].status == "ok"
+
+
+def test_a_problem_of_few_keys_is_stored_whole(tmp_path: Path, run_folder: Folder) -> None:
+    folder = run_folder()
+    problem = {"profiler": "ncu", "code": "no_permission", "message": "m", "remedy": "r"}
+    changed_record(folder, lambda text: json.dumps(json.loads(text) | {"problems": [problem]}))
+    ingest_path(tmp_path / "p.db", folder)
+    with open_store(tmp_path / "p.db") as store:
+        assert store.problems() == (Problem(**problem),)
+        assert report_document(store, ["latest"]).records
+
+
+def test_a_file_of_a_far_year_is_taken_in(tmp_path: Path) -> None:
+    table = tmp_path / "ncu.csv"
+    shutil.copy(SAMPLE / "ncu-1.csv", table)
+    os.utime(table, (1 << 40, 1 << 40))  # the year 36812
+    if table.stat().st_mtime < 1 << 39:
+        pytest.skip("this file system keeps no such time")
+    ingest_path(tmp_path / "p.db", table)
+    with open_store(tmp_path / "p.db") as store:
+        assert store.runs()[0].created == "9999-12-31T23:59:59+00:00"
+
+
+def test_an_unreadable_source_costs_only_itself(tmp_path: Path, kineto: Path) -> None:
+    (tmp_path / "in").mkdir()
+    shutil.copy(kineto, tmp_path / "in" / "good.json.gz")
+    (tmp_path / "in" / "a.json").symlink_to("/proc/self/mem")  # opens, and then cannot be read
+    (tmp_path / "in" / "b").mkdir()
+    found = [path.name for path in find_sources(tmp_path / "in")]
+    assert found == ["a.json", "good.json.gz"]
+    with pytest.raises(TraceFormatError, match=r"a\.json"):
+        ingest_path(tmp_path / "p.db", tmp_path / "in")
+    with open_store(tmp_path / "p.db") as store:
+        assert [row.launches for row in store.runs()] == [384]
+
+
+def kineto_with(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The real trace with its first device or event changed."""
+    trace = json.loads(gzip.decompress(KINETO.read_bytes()))
+    change(trace)
+    file = tmp_path / "changed.json"
+    file.write_text(json.dumps(trace))
+    return file
+
+
+@pytest.mark.parametrize("value", [1 << 63, 10**400, "\ud800"])
+def test_a_value_that_no_table_can_hold_is_refused_and_makes_no_store(
+    tmp_path: Path, value: object
+) -> None:
+    key = "name" if isinstance(value, str) else "totalGlobalMem"
+
+    def change(trace: dict[str, Any]) -> None:
+        trace["deviceProperties"][0][key] = value
+
+    file = kineto_with(tmp_path, change)
+    try:
+        (result,) = ingest_path(tmp_path / "p.db", file)
+    except TraceFormatError as error:
+        assert str(file) in str(error)
+        assert list(tmp_path.glob("p.db*")) == []
+    else:  # the parser may leave such a value out, and then says so
+        assert result.launches == 384
+
+
+def test_times_that_cannot_be_are_refused(tmp_path: Path, run_folder: Folder) -> None:
+    """Whatever a parser lets through; the groups of other launches would be wrong."""
+    ingest_path(tmp_path / "p.db", run_folder())
+    trace = open_trace(KINETO)
+    whole = list(trace.batches())
+    trace.close()
+    for name in ("duration_ns", "device"):
+        batches = [replace(batch, **{name: getattr(batch, name) - 10**12}) for batch in whole]
+        with (
+            closing(connect(tmp_path / "p.db", write=True)) as connection,
+            pytest.raises(ValueError, match=f"a launch with {name} -"),
+            transaction(connection),
+        ):
+            insert_trace(connection, 1, trace, batches, None)
