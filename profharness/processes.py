@@ -24,11 +24,14 @@ END_GRACE_S = 2.0
 ALONE_S = 0.5  # that what a tool left in the background has to end by itself
 LOG_BYTES = 10_000_000  # of what a tool and its target print
 KEPT_BYTES = 1_000_000  # of its head, and of its tail, where it was more
+MARK_BYTES = 100  # the mark of what was left out is shorter
+PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
 CUT = re.compile(rb"\n\[(\d+) bytes are left out here\]\n")
 MAX_TEXT_BYTES = 1 << 20
 BRIEF_BYTES = 1 << 20
 STARTED_BY = "PROFHARNESS_STARTED_BY"
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
+PR_SET_PDEATHSIG = 1  # these three from <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 class _Hold:
@@ -120,23 +123,45 @@ class Group(subprocess.Popen[bytes]):
     paused_s: float = 0.0
 
     def shorten_logs(self) -> None:
-        """Cut the middle out of logs that have grown too long."""
+        """Free the middle of logs that have grown too long; once it has ended, cut it out."""
         for log in self.logs:
+            if self.returncode is None and hollow(log):
+                continue
             cut = shorten(log)
             self.cut_bytes += cut if log == self.logs[0] else 0
 
 
-def shorten(log: Path) -> int:
-    """Cut the middle out of a file that takes more than LOG_BYTES, and tell there how much it was;
-    the bytes by which what stood behind has moved. Those that write to it go on, at its end.
+def hollow(log: Path) -> bool:
+    """Free what the middle of a file takes, if it is more than LOG_BYTES. Nothing moves, so nothing
+    that others write meanwhile is lost. False where the file system cannot do that.
     """
     try:
         state = log.stat()
-        if min(state.st_size, state.st_blocks * 512) <= LOG_BYTES:
+        length = state.st_size - 2 * KEPT_BYTES
+        if min(state.st_size, state.st_blocks * 512) <= LOG_BYTES or length <= 0:
+            return True
+        begin = KEPT_BYTES + MARK_BYTES  # behind the mark of an earlier cut
+        with log.open("r+b") as file:
+            fallocate = ctypes.CDLL(None).fallocate64
+            fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+            return int(fallocate(file.fileno(), PUNCH_HOLE, begin, length)) == 0
+    except AttributeError:
+        return False
+    except OSError:
+        return True  # it is gone
+
+
+def shorten(log: Path) -> int:
+    """Cut the middle out of a file of more than LOG_BYTES, and tell there how much it was; the bytes
+    by which what stood behind has moved. Those that still write to it go on at its end.
+    """
+    try:
+        state = log.stat()
+        if state.st_size <= LOG_BYTES:
             return 0
         with log.open("r+b") as file, log.open("ab", buffering=0) as end:
             file.seek(KEPT_BYTES)
-            earlier = CUT.match(file.read(100))
+            earlier = CUT.match(file.read(MARK_BYTES))
             file.seek(state.st_size - KEPT_BYTES)
             tail = file.read(KEPT_BYTES)
             left_out = state.st_size - 2 * KEPT_BYTES
@@ -245,6 +270,12 @@ def _adopted() -> dict[int, str]:
             if own and state != "Z":
                 found[int(path.parent.name)] = name.partition("(")[2]
     return found
+
+
+def wake_with_parent() -> None:
+    """Let this process go on when its parent ends while both are stopped: it could not see that."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def _adopt(on: int) -> int | None:
@@ -363,6 +394,7 @@ def run_group(
     finally:
         if process is not None:
             _end_group(process)
+            process.shorten_logs()
 
 
 def _waited(process: Group, timeout_s: float) -> int | None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from profharness.logs import start_log
+from profharness.processes import wake_with_parent
 from profharness.run import (
     EXIT_UNWRITABLE,
     JOURNAL_FILE,
@@ -98,6 +99,7 @@ def run_program(folder: Path, module: str) -> NoReturn:
     """
     # without Python's handler an interrupt ends also a program that waits inside of CUDA
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    wake_with_parent()
     start_log()
     plan = msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
     threading.Thread(target=end_with, args=(plan.parent,), daemon=True).start()

@@ -16,6 +16,7 @@ from profharness import processes
 from profharness.processes import (
     KEPT_BYTES,
     LOG_BYTES,
+    hollow,
     orphans_adopted,
     read_end,
     run_briefly,
@@ -75,9 +76,22 @@ def test_a_tool_that_prints_without_end_fills_no_disk(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     assert run_group(python(code), log, os.environ, PATIENCE_S, short=True) == 0
-    shorten(log)
     assert log.stat().st_size <= LOG_BYTES
     assert read_end(log).endswith("done\n")
+
+
+def test_the_middle_of_a_log_that_grows_takes_no_room(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"first\n" + b"x" * 3 * LOG_BYTES + b"\nlast\n")
+        if not hollow(log):
+            pytest.skip("this file system cannot free the middle of a file")
+        writer.write(b"more\n")
+    assert log.stat().st_blocks * 512 < LOG_BYTES
+    assert log.stat().st_size == 3 * LOG_BYTES + len("first\n\nlast\nmore\n")
+    shorten(log)
+    assert log.read_bytes().startswith(b"first\n")
+    assert read_end(log, limit=11) == "\nlast\nmore\n"[-11:]
 
 
 def test_a_version_without_end_is_cut_short_and_leaves_no_child(tmp_path: Path) -> None:
@@ -183,6 +197,33 @@ def test_ctrl_z_stops_the_worker_too(tmp_path: Path) -> None:
     output, _ = parent.communicate(timeout=PATIENCE_S)
     assert parent.returncode == 0
     assert float(output) > 0
+
+
+WOKEN = """
+import os, sys, time
+from pathlib import Path
+from profharness.processes import start_group
+folder = Path(sys.argv[1])
+code = (
+    "import os, sys, time; from profharness.processes import wake_with_parent; "
+    "wake_with_parent(); open(sys.argv[1], 'w').write(str(os.getpid())); "
+    "parent = os.getppid()\\nwhile os.getppid() == parent: time.sleep(0.01)"
+)
+start_group([sys.executable, "-c", code, str(folder / "pid")], folder / "log", os.environ)
+time.sleep(86400)
+"""
+
+
+def test_a_stopped_worker_sees_that_its_parent_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", WOKEN, str(tmp_path)])
+    until(lambda: written_pid(tmp_path / "pid"), parent)
+    child = written_pid(tmp_path / "pid")
+    assert child is not None
+    os.kill(child, signal.SIGSTOP)
+    until(lambda: state(child) == "T", parent)
+    parent.kill()
+    parent.wait()
+    until(lambda: not alive(child))
 
 
 def test_a_stop_is_left_to_those_who_handle_it(tmp_path: Path) -> None:
