@@ -66,6 +66,9 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
             except ProfharnessError as error:
                 failed += 1
                 hint(f"error: {error}")
+            except OSError as error:  # TMPDIR is full, the file went away
+                failed += 1
+                hint(f"error: {source}: {error.filename or 'TMPDIR'}: {error.strerror}")
             else:
                 done += 1
                 warned += any(result.warnings for result in results)

@@ -4,6 +4,7 @@ errors into exit codes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -102,18 +103,27 @@ def _run() -> int:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
-        error.show()
+        with contextlib.suppress(OSError):
+            error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
-        click.echo("interrupted", err=True)
+        _say("interrupted")
         return _interrupted(stop)
     except BrokenPipeError:
         _silence(sys.stdout)  # whoever read the output has enough
         return 0
     except ProfharnessError as error:
-        click.echo(f"error: {error}", err=True)
+        _say(f"error: {error}")
         return error.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _say(text: str) -> None:
+    """A line to stderr; one that takes nothing changes no exit code."""
+    try:
+        click.echo(text, err=True)
+    except OSError:
+        _silence(sys.stderr)
 
 
 def _open_streams() -> None:
@@ -128,14 +138,16 @@ def _open_streams() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     old = sys.stdout
-    if old is not None and not isinstance(getattr(old, "buffer", None), io.BufferedWriter):
+    kinds = io.BufferedWriter | io.FileIO  # the second under PYTHONUNBUFFERED
+    if old is not None and not isinstance(getattr(old, "buffer", None), kinds):
         return  # a caller's own
     number = os.open(os.devnull, os.O_RDONLY) if old is None else old.fileno()
+    at_once = bool(old and (old.line_buffering or getattr(old, "write_through", False)))
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Stdout(number, "w", closefd=False)),
-        encoding="utf-8" if old is None else old.encoding,
-        errors="replace" if old is None else old.errors,
-        line_buffering=old is not None and bool(old.line_buffering),
+        encoding=old.encoding if old else "utf-8",
+        errors=old.errors if old else "replace",
+        line_buffering=at_once,
     )
 
 
@@ -167,10 +179,7 @@ def _failed(error: OSError) -> int:
         text += "; free some space there and in TMPDIR, then run it again"
     elif not _folder_is_there():
         text = "the working folder was deleted; go to one that exists"
-    try:
-        click.echo(f"error: {text}", err=True)
-    except OSError:
-        _silence(sys.stderr)
+    _say(f"error: {text}")
     return 1
 
 
@@ -190,7 +199,7 @@ def _interrupted(stop: BaseException) -> int:
     while cause is not None:
         if isinstance(cause, Interrupted):
             go_on = _going_on(cause.folder)
-            click.echo(f"what was done is kept; go on with: {go_on}", err=True)
+            _say(f"what was done is kept; go on with: {go_on}")
         elif isinstance(cause, TerminatedError):
             code = cause.exit_code
         cause = cause.__cause__

@@ -82,6 +82,27 @@ def test_a_disk_that_may_only_be_read_is_told_before_anything_runs(disk: Path) -
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("name", ["kineto_h200.json.gz", "nsys_h200.sqlite.gz"])
+def test_a_full_tmpdir_costs_one_line_and_stores_nothing(disk: Path, name: str) -> None:
+    assert mount(disk, "size=8k")
+    trace = Path(__file__).resolve().parents[1] / "data" / name
+    store = disk.parent / "s.db"
+    done = subprocess.run(
+        [sys.executable, "-m", "profharness", "ingest", str(trace), "--store", str(store)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "TMPDIR": str(disk)},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (line, _) = [each for each in done.stderr.splitlines() if each.startswith("error: ")]
+    assert str(trace) in line or str(disk) in line
+    assert "No space left on device" in line
+    assert list(disk.rglob("*")) == []
+
+
 def test_a_run_folder_that_goes_away_is_told(tmp_path: Path) -> None:
     """A backend that deletes the run folder is the quickest way to lose one in the middle."""
     source = tmp_path / "gone.py"
