@@ -247,7 +247,8 @@ def _roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
         figures, peaks = analysis.figures, analysis.machine.peaks
         if figures is None or peaks is None or not figures.flops_per_s or not figures.rate:
             continue
-        rows.append(asdict(figures) | {"backend": analysis.backend})
+        named = {"backend": analysis.backend, "label": analysis.config.label}
+        rows.append(asdict(figures) | named)
         label = f"{peaks.device} {figures.rate}, {peaks.source}"
         roofs.append((label, peaks, peaks.flops_per_s[figures.rate]))
     return roofline_chart(

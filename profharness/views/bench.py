@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -123,7 +123,12 @@ def _charts(answer: Benched) -> Iterator[Block]:
         if row.median_ns and row.verified is not False
     ]
     tf32 = bool(answer.environment.get("tf32"))
-    yield from latency_charts(medians, answer.ranking)
+    intervals = {
+        (row.config, row.backend): (row.low_ns, row.high_ns)
+        for row in answer.ranking_rows()
+        if row.low_ns and row.high_ns
+    }
+    yield from latency_charts(medians, answer.ranking, intervals)
     yield from rate_blocks(medians, answer.ranking, answer.peaks, tf32=tf32)
 
 
@@ -285,21 +290,33 @@ def _remark(loss: Loss) -> str:
     return "auto is faster" if loss.verdict == "faster" else f"as fast, within {THRESHOLD:.0%}"
 
 
-def latency_charts(medians: Sequence[tuple[str, str, float]], measurement: str) -> list[Chart]:
+def latency_charts(
+    medians: Sequence[tuple[str, str, float]],
+    measurement: str,
+    intervals: Mapping[tuple[str, str], tuple[float, float]] | None = None,
+) -> list[Chart]:
     """Lines over sequence length for each sweep, dots for other configs; medians: label, backend,
-    ns.
+    ns; intervals: the ns from and to, by label and backend.
     """
-    rows: list[dict[str, Any]] = [
-        {"label": label, "config": parse_config(label), "backend": backend, "µs": ns / 1e3}
-        for label, backend, ns in medians
-        if ns > 0
-    ]
+    rows: list[dict[str, Any]] = []
+    for label, backend, ns in medians:
+        if ns > 0:
+            row = {
+                "label": label,
+                "config": parse_config(label),
+                "backend": backend,
+                "µs": ns / 1e3,
+            }
+            low, high = (intervals or {}).get((label, backend), (None, None))
+            row |= {"low": low and low / 1e3, "high": high and high / 1e3}
+            rows.append(row)
     charts = sweep_charts(rows, "Latency", "µs", measurement)
     swept = sweeps([row["config"] for row in rows]).values()
     points = tuple(row for row in rows if not any(row["config"] in group for group in swept))
     if points:
         title = f"Latency by config and backend ({measurement})"
-        charts.append(Chart("dots", title, points, "µs", "label", "backend", "µs"))
+        axes = ("µs", "label", "backend", "µs")
+        charts.append(Chart("dots", title, points, *axes, low="low", high="high"))
     return charts
 
 
@@ -316,7 +333,7 @@ def sweep_charts(
         )
         title = f"{what} over sequence length, {name} ({measurement})"
         axes = ("seq_len", unit, "backend", "sequence length", unit)
-        charts.append(Chart("lines", title, points, *axes))
+        charts.append(Chart("lines", title, points, *axes, low="low", high="high", label="label"))
     return charts
 
 
@@ -337,7 +354,7 @@ def roofline_chart(
     if not rows or not merged:
         return []
     axes = ("intensity", "flops_per_s", "backend")
-    return [Chart("roofline", title, tuple(rows), *axes, roofs=merged, **texts)]
+    return [Chart("roofline", title, tuple(rows), *axes, roofs=merged, label="label", **texts)]
 
 
 def sweeps(configs: Iterable[Config]) -> dict[str, set[Config]]:
@@ -371,6 +388,7 @@ def rate_blocks(
     """
     rows: list[dict[str, Any]] = [
         {
+            "label": label,
             "config": (config := parse_config(label)),
             "backend": backend,
             "TFLOP/s": flops(config) / ns / 1e3,

@@ -122,9 +122,13 @@ def _printable(chart: Chart) -> Chart:
 
 
 def _data(chart: Chart) -> Any:
-    rows = chart.plain_rows()
+    rows, names = chart.plain_rows(), _names(chart)
     for row in rows:
-        row["text"] = f"{row['series']}: {_figure(row['y'])}, {_figure(row['x'])}"
+        row["place"] = names.index(row["series"])
+        about = f" at {row['label']}" if row["label"] else ""
+        row["text"] = f"{row['series']}{about}: {_figure(row['y'])}, {_figure(row['x'])}"
+        if row["low"] is not None:
+            row["text"] += f", {_figure(row['low'])} to {_figure(row['high'])}"
     return alt.Data(values=rows)
 
 
@@ -162,7 +166,8 @@ def _log(
     ends: tuple[float, float] | None = None,
 ) -> Any:
     """A logarithmic axis; values: the only places with a tick; ends: just from here to there."""
-    axis: dict[str, Any] = {"format": "~s"} if not values else {"format": "d"}
+    # a unit that has a prefix (µs, TFLOP/s) takes no second one
+    axis: dict[str, Any] = {"format": "d" if values else "~s" if title == "FLOP/s" else "~g"}
     scale: dict[str, Any] = {"type": "log", "nice": not values and ends is None}
     if values:
         axis["values"] = list(values)
@@ -178,10 +183,33 @@ def _rows_axis(chart: Chart) -> Any:
 
 
 def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
-    """Marks of the series' colours and shapes."""
-    return base.mark_point(filled=True, size=size, opacity=1).encode(
-        color=_color(chart), shape=_shape(chart), description="text:N", **encoding
-    )
+    """Marks of the series' colours and shapes: outlines, the first series' the largest, so that marks
+    at one place show inside each other.
+    """
+    parts = [
+        part.mark_point(filled=False, opacity=1, strokeWidth=2, size=size + 50 * behind)
+        for part, behind in _by_series(chart, base)
+    ]
+    drawn = {"color": _color(chart), "shape": _shape(chart), "description": "text:N"}
+    return alt.layer(*(part.encode(**drawn, **encoding) for part in parts))
+
+
+def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
+    """The part of each series in the order in which they are drawn, and how many come after it."""
+    count = len(_names(chart))
+    return [
+        (base.transform_filter(f"datum.place == {place}"), count - 1 - place)
+        for place in range(count)
+    ]
+
+
+def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
+    """A line from low to high along an axis through each mark that has them."""
+    if all(row["low"] is None for row in chart.plain_rows()):
+        return []
+    ends = {axis: "low:Q", f"{axis}2": "high:Q"}
+    rules = base.transform_filter("isValid(datum.low)").mark_rule(aria=False, strokeWidth=2)
+    return [rules.encode(color=_color(chart), **ends)]
 
 
 def _lines(chart: Chart) -> Any:
@@ -192,14 +220,20 @@ def _lines(chart: Chart) -> Any:
         y=_log("Y", "y", chart.y_title),
         color=_color(chart),
     )
-    layers = base.mark_line(aria=False) + _points(chart, base, 60)
+    # what lies below shows in the gaps of what lies above
+    lines = [
+        part.mark_line(aria=False, strokeDash=[8, 4 * place])
+        for place, (part, _) in enumerate(_by_series(chart, base))
+    ]
+    layers = alt.layer(*lines, *_intervals(chart, base, "y"), _points(chart, base, 60))
     return layers.properties(width=WIDTH, height=340)
 
 
 def _dots(chart: Chart) -> Any:
     axes = {"x": _log("X", "x", chart.x_title), "y": _rows_axis(chart)}
-    points = _points(chart, alt.Chart(_data(chart)), 70, **axes)
-    return points.properties(width=WIDTH, height=_height(chart))
+    base = alt.Chart(_data(chart)).encode(**axes)
+    layers = alt.layer(*_intervals(chart, base, "x"), _points(chart, base, 70))
+    return layers.properties(width=WIDTH, height=_height(chart))
 
 
 def _height(chart: Chart) -> int:

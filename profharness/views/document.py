@@ -32,7 +32,9 @@ class Roof:
 @dataclass(frozen=True, slots=True)
 class Chart:
     """kind is a key of KINDS; x, y and series name keys of each row, in the unit of the axis title.
-    roofs belong to the kind `roofline`. Text formats leave charts out: a table has their figures.
+    low and high name those of an interval (of y in `lines`, of x in `dots`), label that of a text
+    which a mark says; rows may lack these. roofs belong to the kind `roofline`. Text formats leave
+    charts out: a table has their figures.
     """
 
     kind: str
@@ -45,6 +47,9 @@ class Chart:
     y_title: str = ""
     caption: str = ""
     roofs: tuple[Roof, ...] = ()
+    low: str = ""
+    high: str = ""
+    label: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -55,13 +60,24 @@ class Chart:
                 raise ValueError(f"a row of chart {self.title!r} has no {', '.join(missing)}")
 
     def plain_rows(self) -> list[dict[str, Any]]:
-        """The rows under x, y and series, which no drawing library reads as a path or an
-        expression.
+        """The rows under names of their own, which no drawing library reads as a path or an
+        expression. low and high are both there or both None.
         """
-        return [
-            {"x": row[self.x], "y": row[self.y], "series": str(row[self.series])}
-            for row in self.rows
-        ]
+        plain = []
+        for row in self.rows:
+            low, high = row.get(self.low), row.get(self.high)
+            known = low is not None and high is not None
+            plain.append(
+                {
+                    "x": row[self.x],
+                    "y": row[self.y],
+                    "series": str(row[self.series]),
+                    "low": low if known else None,
+                    "high": high if known else None,
+                    "label": str(row.get(self.label) or ""),
+                }
+            )
+        return plain
 
 
 MISSING = "-"  # shown for a value that a profiler cannot know

@@ -12,6 +12,7 @@ from chart_samples import BACKENDS, NASTY, SAMPLES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from profharness.views.bench import latency_charts
 from profharness.views.charts import (
     BACKEND_COLORS,
     DARK,
@@ -76,6 +77,30 @@ def test_an_svg_asks_for_nothing_and_runs_nothing(kind: str) -> None:
             assert not name.startswith("on") and "href" not in name
             assert "url(" not in value or value.startswith("url(#chart")
     assert "currentColor" in svg
+
+
+@pytest.mark.parametrize("kind", ["lines", "dots", "roofline", "dumbbell"])
+def test_marks_at_one_place_show_inside_each_other(kind: str) -> None:
+    sample = SAMPLES[kind]
+    row = sample.rows[0]
+    rows = tuple(row | {sample.series: name} for name in ("auto", "cudnn", "all-disabled"))
+    chart = Chart(kind, "t", rows, sample.x, sample.y, sample.series, roofs=sample.roofs)
+    tree = ElementTree.fromstring(draw_svg(chart))
+    marks = [each for each in tree.iter(f"{SVG}path") if each.find(f"{SVG}title") is not None]
+    assert {mark.get("fill") for mark in marks} <= {None, "none", "transparent"}
+    assert len({mark.get("d") for mark in marks}) == 3
+
+
+def test_intervals_are_drawn_and_marks_say_their_config() -> None:
+    medians = [(f"b2-h8-s{s}-d64-fp16", "flash", 1000.0 * s) for s in (128, 256)]
+    known = {(label, name): (0.9 * ns, 1.2 * ns) for label, name, ns in medians}
+    (without,) = latency_charts(medians, "event")
+    (chart,) = latency_charts(medians, "event", known)
+    rules = [draw_svg(each).count("mark-rule") for each in (without, chart)]
+    assert rules[1] > rules[0]
+    svg = draw_svg(chart)
+    assert "flash at b2-h8-s256-d64-fp16: 256, 256, 230.4 to 307.2" in svg
+    assert "b2-h8-s128-d64-fp16" in svg
 
 
 def test_a_map_is_in_the_order_of_its_numbers() -> None:
