@@ -390,14 +390,14 @@ def tools(bench: Bench, deadline: float) -> Iterator[Outcome]:
         shutil.rmtree(place)
 
 
-# What scrub promises to take out wherever a profiler can write it: kind -> (text, what must be gone).
+# Each has a word of its own, since they stand in one trace. What scrub promises to take out wherever a profiler can write it: kind -> (text, what must be gone).
 SECRETS = {
     "host": ("ran on node17.cluster.example.com", "node17.cluster"),
     "image": ("image registry.example.com/team/private-image:v1", "private-image"),
     "repository": ("git clone git@github.com:user/private.git", "user/private"),
-    "path": ("/home/alice/project/train.py", "alice"),
-    "path with a blank": ("'/home/alice/My Project/secret notes.py'", "alice"),
-    "encoded path": ("file%3A%2F%2F%2Fhome%2Falice%2Fproject", "alice"),
+    "path": ("/home/carol/project/train.py", "carol"),
+    "path with a blank": ("'/home/erin/My Project/quiet notes.py'", "quiet notes"),
+    "encoded path": ("file%3A%2F%2F%2Fhome%2Fdave%2Fproject", "dave"),
     "ssh key": ("ssh-rsa AAAAB3NzaC1yc2EAAAADAQABAAABgQC7 alice@box", "AAAAB3NzaC1yc2E"),
     "hex key": ("4f3c2a1b9e8d7c6b5a4f3e2d1c0b9a8f7e6d5c4b", "4f3c2a1b9e8d"),
     "IPv4": ("connect 10.23.45.67:8080", "10.23.45.67"),
