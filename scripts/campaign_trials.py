@@ -390,7 +390,8 @@ def tools(bench: Bench, deadline: float) -> Iterator[Outcome]:
         shutil.rmtree(place)
 
 
-# Each has a word of its own, since they stand in one trace. What scrub promises to take out wherever a profiler can write it: kind -> (text, what must be gone).
+# What scrub promises to take out wherever a profiler can write it: kind -> (text, what must be gone).
+# Each has a word of its own, since all stand in one trace.
 SECRETS = {
     "host": ("ran on node17.cluster.example.com", "node17.cluster"),
     "image": ("image registry.example.com/team/private-image:v1", "private-image"),
