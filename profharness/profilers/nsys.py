@@ -260,6 +260,14 @@ EXPORT_RULES = Rules(
             quoted=True,
         ),
     ),
+    timeout=(
+        Rule(
+            "timeout",
+            r"\A",
+            "nsys export took too long and was ended before it was complete",
+            "see why with `nsys export --type sqlite REPORT`, and ingest the .sqlite that it leaves",
+        ),
+    ),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 from fake_tools import Behaviour, Scenario, environments, install, invocations
 from waiting import PATIENCE_S, alive, start_limits_with, until, written_pid
 
+from profharness import processes
 from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import export_report
 
@@ -155,14 +156,14 @@ def test_an_interrupt_while_an_export_starts_leaves_no_process(
 ) -> None:
     children = []
 
-    class Interrupted(subprocess.Popen[bytes]):
+    class Interrupted(processes.Group):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             children.append(self)
             signal.raise_signal(signal.SIGINT)
 
     nsys = hanging(tmp_path, ignore_signals=False)
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(processes, "Group", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", nsys)
     assert [child.returncode for child in children] != [None]
