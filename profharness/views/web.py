@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -20,6 +21,7 @@ from profharness.answers.bench.answer import benched
 from profharness.answers.bench.rows import CHOSEN
 from profharness.errors import MissingExtraError, NotFoundError, UsageError
 from profharness.store import Store, open_store
+from profharness.store.schema import connect
 from profharness.views.document import Chart, Note
 from profharness.views.html import render_html
 from profharness.views.report import report_document
@@ -37,6 +39,15 @@ except ImportError:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DATABASE = "profharness"  # what the store is called in addresses, whatever its file is called
 MAX_RUNS = 30
+MAX_VALUE_BYTES = 8 << 20  # of one text or blob in an answer
+TELLTALE = ("database_list", "fts3_tokenizer", "load_extension")
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::\d+)?", re.IGNORECASE)
+REPORT = "/-/report/"  # its pages carry a policy of their own, which allows their one script
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
 
 
 Scope = MutableMapping[str, Any]
@@ -208,8 +219,7 @@ def application(path: Path, host: str) -> App:
     )
     _add_store(datasette, path)
     _add_routes(path)
-    app: App = datasette.app()
-    return _only_hosts(app, LOOPBACK) if host in LOOPBACK else app
+    return _guarded(datasette.app(), LOOPBACK if host in LOOPBACK else None)
 
 
 def _add_store(datasette: Any, path: Path) -> None:
@@ -220,14 +230,33 @@ def _add_store(datasette: Any, path: Path) -> None:
         def connect(self, write: bool = False) -> sqlite3.Connection:
             if write:
                 raise UsageError("the store is served read-only")
-            address = f"{path.absolute().as_uri()}?mode=ro"
-            connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            connection = connect(path, write=False, any_thread=True)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+            connection.set_authorizer(_allowed)
             connection.create_function("bench_losses", 1, losses)
             self._all_file_connections.append(connection)
             return connection
 
-    database = StoreFile(datasette, path=str(path.absolute()), is_mutable=True)
+        async def attached_databases(self) -> list[Any]:
+            return []
+
+        # What asks for the path shows it; these are what the file itself is needed for.
+        @property
+        def size(self) -> int:
+            return path.stat().st_size
+
+        @property
+        def mtime_ns(self) -> int:
+            return path.stat().st_mtime_ns
+
+    database = StoreFile(datasette, path=path.name, is_mutable=True)
     datasette.add_database(database, name=DATABASE)
+
+
+def _allowed(action: int, name: str | None, function: str | None, *_: object) -> int:
+    """SQLite's answer to a part of a query: what tells a path or an address in memory is denied."""
+    told = name if action == sqlite3.SQLITE_PRAGMA else function
+    return sqlite3.SQLITE_DENY if (told or "").lower() in TELLTALE else sqlite3.SQLITE_OK
 
 
 def _front(path: Path) -> str:
@@ -235,7 +264,7 @@ def _front(path: Path) -> str:
     with open_store(path) as store:
         runs = store.runs()
     reports = "".join(
-        f'<li><a href="/-/report/{escape(row.run)}">{escape(row.run)}</a> '
+        f'<li><a href="{REPORT}{escape(row.run)}">{escape(row.run)}</a> '
         f"{escape(row.created)} {escape(row.device or '')}</li>"
         for row in runs[:MAX_RUNS]
     )
@@ -257,7 +286,7 @@ def _add_routes(path: Path) -> None:
             return Response.text(str(error), status=404)
 
     def register_routes() -> list[tuple[str, Any]]:
-        return [(r"^/-/report/(?P<run>[^/]+)$", report)]
+        return [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
 
     plugin = ModuleType("profharness_reports")  # Datasette asks a plugin for its __name__
     plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
@@ -277,19 +306,37 @@ def _report(path: Path, run: str) -> str:
         return render_html(replace(document, blocks=(Note(str(error), level="warning"), *kept)))
 
 
-def _only_hosts(app: App, names: tuple[str, ...]) -> App:
-    """Answer only to a loopback name: a page elsewhere that points its own name at this machine
-    must not read the store through the reader's browser."""
+def _guarded(app: App, names: tuple[str, ...] | None) -> App:
+    """Answer only what reads, under a policy, and only to these names (None: to any): a page elsewhere
+    that points its own name at this machine must not read the store through the reader's browser."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            name = host.rsplit(":", 1)[0].strip("[]") if not host.endswith("]") else host[1:-1]
-            if name not in names:
-                start = {"type": "http.response.start", "status": 421}
-                await send(start | {"headers": [(b"content-type", b"text/plain")]})
-                await send({"type": "http.response.body", "body": b"not a name of this machine\n"})
-                return
-        await app(scope, receive, send)
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        status, text = _refusal(scope, names)
+        if status:
+            start = {"type": "http.response.start", "status": status}
+            await send(start | {"headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": text})
+            return
+
+        async def send_with_policy(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and not scope["path"].startswith(REPORT):
+                policy = (b"content-security-policy", POLICY.encode())
+                message = {**message, "headers": [*message.get("headers", ()), policy]}
+            await send(message)
+
+        await app(scope, receive, send_with_policy)
 
     return guarded
+
+
+def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, bytes]:
+    """The status and text for a request that is not answered; 0 for one that is."""
+    host = HOST.fullmatch(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))
+    if host is None or (names and host[1].strip("[]").lower() not in names):
+        return 421, b"not a name of this machine\n"
+    if scope["method"] not in ("GET", "HEAD"):
+        return 405, b"the store is served read-only\n"
+    return 0, b""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -117,6 +119,71 @@ def test_a_foreign_name_is_not_answered(served: str) -> None:
     assert get(served, "/", host=f"evil.example:{port}")[0] == 421
     assert get(served, "/", host=f"localhost:{port}")[0] == 200
     assert get(served, "/", host="[::1]")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["[localhost", "localhost]", "a b", "127.0.0.1:x", ""])
+def test_a_name_that_is_none_is_refused(served: str, host: str) -> None:
+    with closing(http.client.HTTPConnection(served, timeout=PATIENCE_S)) as connection:
+        connection.putrequest("GET", "/", skip_host=True)
+        connection.putheader("Host", host)
+        connection.endheaders()
+        assert connection.getresponse().status in (400, 421)
+
+
+@pytest.mark.parametrize("path", ["/", f"/{DATABASE}/runs", f"/{DATABASE}/regret", "/-/report/x"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_nothing_but_reading_is_answered(served: str, method: str, path: str) -> None:
+    assert get(served, path, method=method) == (405, "the store is served read-only\n")
+
+
+@pytest.mark.parametrize(
+    ("sql", "told"),
+    [
+        ("select+length(zeroblob(900000000))", "too big"),
+        ("select+hex(randomblob(9000000))", "too big"),
+        ("select+*+from+pragma_database_list", "not authorized"),
+        ("select+fts3_tokenizer('simple')", "not authorized"),
+    ],
+)
+def test_a_query_takes_no_memory_and_tells_no_path(served: str, sql: str, told: str) -> None:
+    status, text = get(served, f"/{DATABASE}.json?sql={sql}")
+    assert (status, told in text) == (400, True), text
+
+
+def test_no_page_shows_where_the_store_lies(served: str, store: Path) -> None:
+    paths = ("/", "/-/databases.json", f"/{DATABASE}", "/nope", f"/{DATABASE}/nope", "/-/threads")
+    for path in paths:
+        assert str(store.parent) not in get(served, path)[1], path
+
+
+def test_every_page_has_a_policy(served: str) -> None:
+    for path in ("/", f"/{DATABASE}", f"/{DATABASE}/runs", "/nope", f"/{DATABASE}/nope"):
+        with closing(http.client.HTTPConnection(served, timeout=PATIENCE_S)) as connection:
+            connection.request("GET", path)
+            policy = connection.getresponse().getheader("Content-Security-Policy") or ""
+        assert "default-src 'none'; script-src 'self';" in policy, path
+    assert 'http-equiv="Content-Security-Policy"' in get(served, "/-/report/latest")[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_store_on_a_medium_that_is_read_only_is_served(store: Path, tmp_path: Path) -> None:
+    medium = tmp_path / "medium"
+    medium.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(medium)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        shutil.copy(store, medium / "s.db")
+        subprocess.run(["mount", "-o", "remount,ro", str(medium)], check=True)
+        with serving("--store", medium / "s.db") as (_, address):
+            for path in (
+                "/",
+                f"/{DATABASE}/runs.json",
+                f"/{DATABASE}/slowest_kernels.json?backend=",
+            ):
+                assert get(address, path)[0] == 200, path
+    finally:
+        subprocess.run(["umount", "-l", str(medium)], check=True)
 
 
 def test_only_loopback_is_listened_on_and_a_warning_else(store: Path) -> None:
