@@ -41,6 +41,7 @@ NANOSECONDS = {
 # have nothing in common, and so many in any case.
 PLACES_A_VALUE, MIN_PLACES = 64, 1 << 20
 EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
+MAX_SIZE = 1 << 62  # of what `whole` takes
 SIZES = (
     "launch__grid_", "launch__block_", "launch__registers_per_thread",
     "launch__shared_mem_per_block",
@@ -255,7 +256,7 @@ def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:
     texts += _timeless(report, durations)
     if nameless := sum(not launch.name for launch in report.launches):
         texts.append(f"{nameless} of {len(durations)} kernels have no name")
-    if odd := _impossible(report.launches):
+    if odd := _impossible(report):
         texts.append(f"{odd} sizes of launches (grid, block, registers, memory) are impossible")
     if report.skipped:
         texts.append(f"{report.skipped} results of whole ranges or graphs are left out")
@@ -291,11 +292,8 @@ def _timeless(report: NcuReport, durations: list[int]) -> list[str]:
     return texts
 
 
-def _impossible(launches: list[NcuLaunch]) -> int:
+def _impossible(report: NcuReport) -> int:
     """How many figures of launch configurations are below zero or too large to be one."""
-    return sum(
-        _whole(value) is None
-        for launch in launches
-        for name, value in launch.values.items()
-        if name.startswith(SIZES)
-    )
+    sizes = [name for name in report.units if name.startswith(SIZES)]
+    figures = (launch.values.get(name) for launch in report.launches for name in sizes)
+    return sum(not 0 <= value < MAX_SIZE for value in figures if value is not None)

@@ -143,12 +143,16 @@ def read_csv_text(text: str, path: Path) -> NcuReport:
     columns, rows = _table(text, path, doubts)
     kernels = [row for row in rows if row.cells[0]]
     if _is_long(columns):
-        units, blocks = _gathered(columns, kernels, path, doubts)
-    else:
-        kernels = _distinct(kernels, doubts)
-        units, blocks = _blocks(columns, rows[0].cells, kernels, doubts)
-    _check_ids([block.id for block in blocks], text, doubts)
-    return _report(units, blocks, path, doubts)
+        units, gathered = _gathered(columns, kernels, path, doubts)
+        _check_ids([block.id for block in gathered], text, doubts)
+        cells = (cell for block in gathered for _, cell in block.metrics)
+        return _report(units, gathered, decimal_mark(cells), path, doubts)
+    kernels = _distinct(kernels, doubts)
+    _check_ids([int(row.cells[0]) for row in kernels], text, doubts)
+    places = [place for place, name in enumerate(columns) if name not in OWN_COLUMNS]
+    mark = decimal_mark(row.cells[place] for row in kernels for place in places)
+    units, blocks = _blocks(columns, rows[0].cells, kernels, doubts)
+    return _report(units, blocks, mark, path, doubts)
 
 
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
@@ -300,20 +304,20 @@ def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
 
 
 class Block(NamedTuple):
-    """One kernel: the cells of ncu's own columns and of metrics, both by column."""
+    """One kernel: the cells of ncu's own columns, and names and cells of its metrics."""
 
     line: int
     id: int
     own: dict[str, str]
-    metrics: dict[str, str]
+    metrics: Iterable[tuple[str, str]]
 
 
 def _distinct(rows: list[Row], doubts: Doubts) -> list[Row]:
     """The rows without exact copies of earlier ones, which a file that was doubled has."""
-    seen: set[tuple[str, ...]] = set()
+    seen: set[int] = set()
     kept = []
     for row in rows:
-        if (key := tuple(row.cells)) in seen:
+        if (key := hash(tuple(row.cells))) in seen:
             doubts.add("{n} rows are exact copies of earlier ones and are left out", row.line)
             continue
         seen.add(key)
@@ -323,7 +327,7 @@ def _distinct(rows: list[Row], doubts: Doubts) -> list[Row]:
 
 def _blocks(
     columns: list[str], units: list[str], rows: list[Row], doubts: Doubts
-) -> tuple[dict[str, str], list[Block]]:
+) -> tuple[dict[str, str], Iterator[Block]]:
     """Units and kernels of the wide form."""
     place = {name: index for index, name in enumerate(columns)}
     if len(place) < len(columns):
@@ -333,15 +337,16 @@ def _blocks(
     if odd := [name for name, _ in metrics if "__" not in name]:
         shown = ", ".join(repr(name[:40]) for name in odd[:3])
         doubts.add(f"{len(odd)} columns of unknown names: {shown}")
-    blocks = [
+    names, places = [name for name, _ in metrics], [index for _, index in metrics]
+    blocks = (
         Block(
             line,
             int(cells[0]),
             {name: cells[index] for name, index in own},
-            {name: cells[index] for name, index in metrics if cells[index]},
+            zip(names, map(cells.__getitem__, places), strict=True),
         )
         for line, cells in rows
-    ]
+    )
     return {name: units[index] for name, index in metrics}, blocks
 
 
@@ -353,14 +358,12 @@ def _gathered(
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
     own = [(name, place[name]) for name in columns if name in OWN_COLUMNS]
     units: dict[str, str] = {}
-    kernels: dict[int, Block] = {}
-    for line, row in rows:
-        name, unit = row[name_at], row[unit_at]
-        number = int(row[0])
-        if number not in kernels:
-            kernels[number] = Block(line, number, {key: row[index] for key, index in own}, {})
-        kernel = kernels[number]
-        if any(kernel.own[key] != row[index] for key, index in own if key != "ID"):
+    kernels: dict[int, tuple[Row, dict[str, str]]] = {}
+    for row in rows:
+        line, cells = row
+        name, unit = cells[name_at], cells[unit_at]
+        first, metrics = kernels.setdefault(int(cells[0]), (row, {}))
+        if any(first.cells[index] != cells[index] for key, index in own if key != "ID"):
             doubts.add("{n} rows disagree with the first row of their kernel, which counts", line)
         if "__" not in name:
             if name:
@@ -374,21 +377,24 @@ def _gathered(
                 f"{name[:80]} in {units[name][:40]} and in {unit[:40]}; export with --page raw"
             )
             raise TraceFormatError(path, message, expected=EXPECTED)
-        if name in kernel.metrics:
+        if name in metrics:
             doubts.add("{n} rows tell a metric of a kernel again; the first counts", line)
-        kernel.metrics.setdefault(name, row[value_at])
-    blocks = list(kernels.values())
-    _check_metrics(blocks, doubts)
+        metrics.setdefault(name, cells[value_at])
+    _check_metrics([metrics for _, metrics in kernels.values()], doubts)
+    blocks = [
+        Block(row.line, number, {key: row.cells[index] for key, index in own}, metrics.items())
+        for number, (row, metrics) in kernels.items()
+    ]
     return units, blocks
 
 
-def _check_metrics(blocks: list[Block], doubts: Doubts) -> None:
+def _check_metrics(kernels: list[dict[str, str]], doubts: Doubts) -> None:
     """Doubt kernels that lack what nearly all others have, as the last one of a file cut off does."""
-    have = Counter(name for block in blocks for name in block.metrics)
-    enough = max(2, min(len(blocks) - 1, MOST * len(blocks)))
+    have = Counter(name for metrics in kernels for name in metrics)
+    enough = max(2, min(len(kernels) - 1, MOST * len(kernels)))
     common = {name for name, count in have.items() if count >= enough}
-    for block in blocks:
-        if missing := len(common - block.metrics.keys()):
+    for metrics in kernels:
+        if missing := len(common - metrics.keys()):
             doubts.counts["{n} values are missing that nearly all other kernels have"] += missing
 
 
@@ -406,19 +412,23 @@ def _check_ids(ids: list[int], text: str, doubts: Doubts) -> None:
         doubts.add(f"ncu says that it profiled {profiled} kernels, the table has {len(ids)}")
 
 
-def _report(units: dict[str, str], blocks: list[Block], path: Path, doubts: Doubts) -> NcuReport:
-    mark = decimal_mark(cell for block in blocks for cell in block.metrics.values())
+def _report(
+    units: dict[str, str], blocks: Iterable[Block], mark: str, path: Path, doubts: Doubts
+) -> NcuReport:
+    constants = frozenset(name for name in units if name.startswith(CONSTANTS))
     devices: set[int] = set()
-    launches = []
+    launches, lines = [], []
     for block in blocks:
         device = _device(block, path)
-        launches.append(_launch(block, mark, device, device in devices, doubts))
+        left_out = constants if device in devices else frozenset()
+        launches.append(_launch(block, mark, device, left_out, doubts))
+        lines.append(block.line)
         devices.add(device)
     numeric = {name for launch in launches for name in launch.values}
-    for block, launch in zip(blocks, launches, strict=True):
+    for line, launch in zip(lines, launches, strict=True):
         for name, text in launch.texts.items():
             if name in numeric and not _NO_VALUE.fullmatch(text):
-                doubts.add("{n} values of metrics are no numbers and are left out", block.line)
+                doubts.add("{n} values of metrics are no numbers and are left out", line)
     return NcuReport(launches, units, warnings=doubts.texts())
 
 
@@ -429,12 +439,14 @@ def _device(block: Block, path: Path) -> int:
     return int(text or 0)
 
 
-def _launch(block: Block, mark: str, device: int, again: bool, doubts: Doubts) -> NcuLaunch:
-    """again: the device's attributes stand in an earlier launch."""
+def _launch(
+    block: Block, mark: str, device: int, left_out: frozenset[str], doubts: Doubts
+) -> NcuLaunch:
+    """left_out: metrics that stand in an earlier launch of the device."""
     values: dict[str, float] = {}
     texts: dict[str, str] = {}
-    for name, cell in block.metrics.items():
-        if again and name.startswith(CONSTANTS):
+    for name, cell in block.metrics:
+        if name in left_out:
             continue
         value = number(cell, mark)
         if value is not None:

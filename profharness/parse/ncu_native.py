@@ -30,7 +30,7 @@ MAX_NAMES = 1 << 16  # of ranges open at one launch
 
 # A real report of 1.2 MB takes 0.4 s of processor time and 180 MB, 100 of them for the library.
 CPU_S, CPU_S_PER_MB = 12.0, 4.0
-MEMORY_MB, MEMORY_PER_MB = 350, 100
+MEMORY_MB, MEMORY_PER_MB = 300, 100
 WAITING = 4  # times as long by the clock, for a child that sleeps or shares its processor
 NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
 
