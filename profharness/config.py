@@ -101,6 +101,13 @@ FIELDS = {option.name: option.field for option in OPTIONS}
 NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
 FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 EXAMPLE = "2,8,512,64,bf16,causal"
+MAX_DIGITS = 12
+# Other names of the dtypes, for a hint.
+DTYPE_NAMES = {
+    **dict.fromkeys(("float16", "half", "f16"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bfloat"), "bf16"),
+    **dict.fromkeys(("float32", "float", "f32", "single"), "fp32"),
+}
 GRAMMAR = (
     f"batch,heads,seq_len,head_dim then, in any order: a dtype ({' '.join(DTYPES)}), "
     f"{', '.join(FLAGS)}, and key=value of {' '.join(KEYED)}; "
@@ -334,10 +341,7 @@ def _option(token: str, text: str) -> tuple[str, list[Any]]:
     key, equals, value = token.partition("=")
     option = KEYED.get(key) if equals else None
     if option is None:
-        raise UsageError(
-            f"config {text!r}: cannot read {token!r}; allowed after the four numbers: "
-            f"{' '.join(DTYPES)} {' '.join(FLAGS)} {' '.join(f'{name}=' for name in KEYED)}"
-        )
+        raise UsageError(f"config {text!r}: {_unread(token)}")
     if option.kind == "number":
         return option.field, list(_numbers(value, text))
     if option.kind == "real":
@@ -352,6 +356,27 @@ def _option(token: str, text: str) -> tuple[str, list[Any]]:
     return option.field, _elements(value)
 
 
+def _unread(token: str) -> str:
+    """Why a token is no option, and what was meant where that can be told."""
+    allowed = (
+        f"allowed after the four numbers: {' '.join(DTYPES)} {' '.join(FLAGS)} "
+        f"{' '.join(f'{name}=' for name in KEYED)}"
+    )
+    if not token:
+        return "a comma with nothing behind it; leave it out"
+    key, equals, _ = token.partition("=")
+    if equals and key in FLAGS:
+        return f"cannot read {token!r}; write {key} alone"
+    words = _elements(token.removeprefix("dtype="))
+    if not set(FLAGS).isdisjoint(words):
+        return f"cannot read {token!r}; a set of flags is not supported, give one config for each"
+    meant = [DTYPE_NAMES.get(word.lower(), word.lower()) for word in words]
+    if all(word in DTYPES for word in meant):
+        hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"
+        return f"cannot read {token!r}; write {hint}"
+    return f"cannot read {token!r}; {allowed}"
+
+
 def _elements(value: str) -> list[str]:
     return [word.strip() for word in value.strip("{}").split(",")]
 
@@ -359,7 +384,7 @@ def _elements(value: str) -> list[str]:
 def _real(key: str, word: str, text: str) -> float:
     try:
         value = float(Decimal(word))
-    except ArithmeticError:
+    except (ArithmeticError, ValueError):  # the second: a signalling NaN
         raise UsageError(f"config {text!r}: {key}={word!r} is not a number") from None
     if key == "dropout" and not 0 <= value < 1:
         raise UsageError(f"config {text!r}: dropout={word} is outside 0 <= p < 1")
@@ -384,7 +409,11 @@ def _numbers(token: str, text: str) -> Iterator[int]:
 
 def _range(word: str, text: str) -> Iterator[int]:
     """`512`, `128:4096:*2` or `64:256:+64`; both ends count."""
-    match = re.fullmatch(r"(\d{1,12})(?::(\d{1,12}):([*+])(\d{1,12}))?", word)
+    match = re.fullmatch(r"(\d+)(?::(\d+):([*+])(\d+))?", word)
+    if match and any(len(part) > MAX_DIGITS for part in re.findall(r"\d+", word)):
+        raise UsageError(
+            f"config {text!r}: {word!r} is too large; a number has at most {MAX_DIGITS} digits"
+        )
     if not match:
         raise UsageError(
             f"config {text!r}: {word!r} is not a number; allowed are 512, a set {{1,2,4}}, "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profharness.cli._options import read_configs
 from profharness.config import (
     DTYPES,
     LAYOUTS,
@@ -138,12 +141,31 @@ def test_repeats_are_one_config() -> None:
         ("1:999999999999:+1,8,1,64", "more than"),
         ("{1:99999:+1},{1:99999:+1},1,64", "at most"),
         ("b2-h8-d64", "label"),
+        ("2,8,512,64,", "a comma with nothing behind it"),
+        ("2,8,512,64,,causal", "a comma with nothing behind it"),
+        ("2,8,512,64,float16", "write fp16"),
+        ("2,8,512,64,FP16", "write fp16"),
+        ("2,8,512,64,half,causal", "write fp16"),
+        ("2,8,512,64,{bfloat16,Float32}", "write {bf16,fp32}"),
+        ("2,8,512,64,dtype=bf16", "write bf16"),
+        ("2,8,512,64,causal=true", "write causal alone"),
+        ("2,8,512,64,{causal,bwd}", "a set of flags is not supported"),
+        ("99999999999999999999,8,512,64", "'99999999999999999999' is too large"),
+        ("2,8,128:99999999999999999999:*2,64", "is too large"),
+        ("2,8,512,64,scale=sNaN", "'sNaN' is not a number"),
+        ("2,8,512,64,dropout=sNaN", "'sNaN' is not a number"),
         ("", "0 of 4"),
     ],
 )
 def test_bad_input_names_the_token(text: str, token: str) -> None:
     with pytest.raises(UsageError, match=token.replace("(", r"\(")):
         expand_configs(text)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_config(tmp_path: Path) -> None:
+    file = tmp_path / "configs.txt"
+    file.write_bytes(b"\xef\xbb\xbf2,8,512,64\n")
+    assert read_configs((), file) == [parse_config("2,8,512,64")]
 
 
 def test_no_dtype_matches_any_dtype() -> None:

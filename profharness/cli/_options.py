@@ -156,7 +156,7 @@ def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Confi
     configs = [one for text in config for one in expand_configs(text)]
     if configs_file is not None:
         try:
-            lines = configs_file.read_text(encoding="utf-8").splitlines()
+            lines = configs_file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--configs {configs_file}: cannot be read: {error}") from None
         read = parse_config_lines(lines, str(configs_file))

@@ -14,7 +14,7 @@ from profharness.answers.explain.answer import (
     to_measure,
     with_store,
 )
-from profharness.answers.explain.maps import bisect_all, check_numeric, draw_maps
+from profharness.answers.explain.maps import bisect_all, draw_maps, numeric_name
 from profharness.answers.explain.rules import (
     Explanation,
     Place,
@@ -169,7 +169,7 @@ def _check(by_rule: bool, bisect: str | None, full: bool, measure: bool, device:
     if bisect is not None:
         if measure or full:
             raise UsageError("--bisect asks for choices only; leave --measure and --full out")
-        check_numeric(bisect)
+        numeric_name(bisect)
 
 
 def _answered(question: _Question) -> tuple[Document, list[Explanation]]:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import shlex
 import signal
 import sys
@@ -44,6 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -105,6 +107,8 @@ def _run() -> int:
     except click.ClickException as error:
         with contextlib.suppress(OSError):
             error.show()
+        if _TORN_CONFIG.search(error.message):
+            _say("hint: quote a config with braces: --config '2,8,{512,1024},64'")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
         _say("interrupted")

@@ -16,6 +16,7 @@ from profharness.answers.explain.rules import (
     chosen,
     environment_text,
     explanation_record,
+    unread,
 )
 from profharness.dispatch.advice import Advice, BackendAnswer
 from profharness.views.document import Block, Code, Column, Document, Heading, Note, Table
@@ -50,7 +51,7 @@ def answer_blocks(
     blocks: list[Block] = [Heading(answer.config, environment_text(answer)), Note(verdict(answer))]
     if answer.error:
         blocks.append(Note(answer.error, "error", "error"))
-    if answer.backends:
+    if answer.backends and not _nothing_known(answer):
         blocks.append(_table(answer.backends))
     if answer.agree is not None:
         blocks.append(_witnesses(answer))
@@ -71,6 +72,8 @@ def answer_blocks(
 def verdict(answer: Explanation) -> str:
     """One sentence: what `auto` runs, why, and why not each of the others."""
     choice = chosen(answer)
+    if _nothing_known(answer):
+        return "what auto runs is not known, nor which backends take this config."
     if choice == "unknown":
         lead = "what auto runs is not known"
     elif choice == "none":
@@ -95,6 +98,11 @@ def verdict(answer: Explanation) -> str:
         if side.eligible is None
     ]
     return "; ".join([lead, *others]) + "."
+
+
+def _nothing_known(answer: Explanation) -> bool:
+    """Whether the rules were asked about a release that they do not know; a caveat says so."""
+    return answer.choice is None and unread([answer]) is not None
 
 
 def _why_none(answer: Explanation) -> str:
@@ -207,7 +215,10 @@ def matrix_document(
             extra = {"flips": row.flips, "changes": list(row.changes)}
             records.append(explanation_record(answer) | extra)
         blocks.append(Table(columns, tuple(rows)))
-        blocks += notes or [Note(f"the choice is {first.predicted} in all of them")]
+        missing = unread(row.explanation for row in matrix)
+        if not notes and not (missing and first.predicted == "unknown"):
+            notes.append(Note(f"the choice is {first.predicted} in all of them"))
+        blocks += [*notes, *([Note(missing, "caveat", "warning")] if missing else ())]
         if full:
             blocks += [b for row in matrix for b in answer_blocks(row.explanation, full=True)]
     fields = (*FIELDS, "flips", "changes")
@@ -230,6 +241,8 @@ def map_document(
     blocks = [block for drawn in maps for block in _map_blocks(drawn, where)]
     if full:
         blocks += [block for answer in answers for block in answer_blocks(answer, full=True)]
+    if missing := unread(answers):
+        blocks.append(Note(missing, "caveat", "warning"))
     records = tuple(map(explanation_record, answers))
     extra = {"maps": [_map_record(drawn) for drawn in maps]}
     return Document(SCHEMA, "Backend by shape", tuple(blocks), FIELDS, records, extra=extra)
@@ -270,7 +283,9 @@ def _map_blocks(drawn: Map, where: str) -> list[Block]:
     left = len(notes) - MAX_EDGES
     if left > 0:
         notes[MAX_EDGES:] = [Note(f"{left} more (--format json has them all)", "edge")]
-    return [*blocks, *(notes or [Note("none: the choice is the same everywhere", "edge")])]
+    if not notes and used != ["unknown"]:
+        notes.append(Note("none: the choice is the same everywhere", "edge"))
+    return [*blocks, *notes]
 
 
 def _edge_text(edge: Edge, drawn: Map) -> str:

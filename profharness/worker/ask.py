@@ -77,12 +77,16 @@ class LiveDispatch:
         config = cell.config.resolve(self.device)
         try:
             choice, order = self.choose(config), self.priority_order()
-            backends = tuple(self.backend(config, name) for name in SDPA_BACKENDS)
+            advised = [name for name in SDPA_BACKENDS if name != "math" or choice == "none"]
+            backends = tuple(
+                self.backend(config, name, advice=self.advice and name in advised)
+                for name in SDPA_BACKENDS
+            )
             return LiveAnswer(cell.cell, config.label, choice, order, backends)
         except Exception as error:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
 
-    def backend(self, config: Config, name: str) -> BackendAnswer:
+    def backend(self, config: Config, name: str, *, advice: bool) -> BackendAnswer:
         """One backend: eligible or not, why not, and what would help."""
         oracle = cache(self.ask)  # blockers and advice share many questions
         eligible = oracle(config, name).eligible
@@ -93,8 +97,7 @@ class LiveDispatch:
             except RuntimeError:
                 return "unknown"
 
-        asks_advice = self.advice and (name != "math" or eligible is False)
-        advised = advise(config, name, oracle, choose) if asks_advice else ()
+        advised = advise(config, name, oracle, choose) if advice else ()
         can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
         reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)

@@ -347,3 +347,25 @@ def test_the_python_interface_gives_one_row_per_config_and_release() -> None:
     assert len(frame.attrs["answers"]) == 4
     with pytest.raises(UsageError, match="add --torch or --gpu"):
         profharness.explain("2,8,512,64", cudnn="9.1")
+
+
+@pytest.mark.parametrize("releases", ["2.99", "2.16,2.17,2.99"])
+@pytest.mark.parametrize("config", ["2,8,512,64,fp16", "2,8,{128,512},64,fp16"])
+def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -> None:
+    said = plain(told("--config", config, "--torch", releases, "--gpu", "H200"))
+    names = ", ".join(f"{release}.0" for release in releases.split(","))
+    assert said.count("were not read") == (2 if "," in releases and "{" in config else 1)
+    assert f"The rules of PyTorch {names} were not read; known are 2.5.0" in said
+    assert "is the same" not in said and "takes it is not known" not in said
+
+
+def test_unquoted_braces_are_told(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "profharness", "explain"]
+    torn = ["--config", "1,4,128,64", "1,4,256,64"]  # what a shell makes of 1,4,{128,256},64
+    done = subprocess.run([*argv, *torn], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "unexpected extra argument (1,4,256,64)" in done.stderr
+    assert "quote a config with braces" in done.stderr
+    other = [*argv, "--config", "1,4,128,64", "more"]
+    done = subprocess.run(other, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and "quote" not in done.stderr

@@ -14,9 +14,9 @@ from profharness.answers.explain.maps import (
     Bisection,
     bisect_all,
     bisect_one,
-    check_numeric,
     draw_maps,
     get,
+    numeric_name,
     put,
     sweep,
     varying,
@@ -147,10 +147,24 @@ def test_only_heads_that_kv_heads_divides_are_asked() -> None:
 def test_what_cannot_be_bisected_is_told() -> None:
     for name, text in (("dtype", "is a word"), ("sequence", "is no property")):
         with pytest.raises(UsageError, match=text):
-            check_numeric(name)
+            numeric_name(name)
     unlike = [parse_config("1,2,64,64,seq_q=1")]
     with pytest.raises(UsageError, match="unlike lengths"):
         bisect_all(unlike, "seq", lambda configs: ["flash"] * len(configs))
+
+
+def test_a_property_may_have_the_name_of_the_tables_or_of_a_config() -> None:
+    names = {
+        "seq_len": "seq",
+        "num_heads": "heads",
+        "num_kv_heads": "kv_heads",
+        "seq_len_q": "seq_q",
+        "seq_len_kv": "seq_kv",
+        "kv_heads": "kv_heads",
+    }
+    assert {text: numeric_name(text) for text in names} == names
+    (found,) = bisect_all([BASE], "seq_len", lambda configs: ["flash"] * len(configs))
+    assert found.name == "seq"
 
 
 def test_a_short_range_is_asked_whole() -> None:

@@ -41,11 +41,18 @@ def put(config: Config, name: str, value: int) -> Config | None:
     return changed if changed.num_heads % changed.num_kv_heads == 0 else None
 
 
-def check_numeric(name: str) -> None:
-    """Raise UsageError if a property is no number."""
+# Other names that users see: those of the tables and of Config.
+ALIASES = {field: name for name, field in FIELDS.items()} | {"seq_len": "seq"}
+
+
+def numeric_name(text: str) -> str:
+    """A numeric property by its name in the grammar, `seq` for `seq_len`. Raises UsageError."""
+    name = ALIASES.get(text, text)
     if name not in NUMERIC:
         fault = "is a word, not a number" if name in FIELDS else "is no property"
-        raise UsageError(f"--bisect {name!r} {fault}; numeric properties are {' '.join(NUMERIC)}")
+        known = " ".join(NUMERIC)
+        raise UsageError(f"--bisect {text!r} {fault}; numeric properties are seq_len {known}")
+    return name
 
 
 def varying(configs: Sequence[Config]) -> list[str]:
@@ -229,7 +236,7 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
     1 and 65,536, or 1 and 1,024 of a head dimension. Raises UsageError for a property that is no
     number, and for `seq` of configs with unlike lengths.
     """
-    check_numeric(name)
+    name = numeric_name(name)
     groups: dict[Config, list[Config]] = {}
     for config in configs:
         if name == "seq" and config.seq_len_q != config.seq_len_kv:

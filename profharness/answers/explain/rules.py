@@ -5,7 +5,7 @@ PyTorch release and a cuDNN that the user names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from itertools import pairwise
@@ -19,6 +19,7 @@ from profharness.dispatch.advice import BackendAnswer, advise
 from profharness.dispatch.machine import (
     RELEASES,
     Machine,
+    Release,
     build_of,
     from_config,
     machine_for,
@@ -243,9 +244,10 @@ def explain_by_rule(
     sides = sides_by_rule(prediction, order)
     if advice:
         oracle, choose = rule_oracle(machine, device), rule_choice(machine, device)
+        advised = SDPA_BACKENDS if prediction.choice == "none" else FUSED_BACKENDS
         sides = [
             replace(side, advice=advise(config, side.backend, oracle, choose))
-            if side.backend in (backends or FUSED_BACKENDS) or (not backends and not side.eligible)
+            if side.backend in (backends or advised)
             else side
             for side in sides
         ]
@@ -325,10 +327,7 @@ def _caveats(place: Place, prediction: Prediction) -> Iterator[str]:
     machine, on_gpu = place.machine, place.device == "cuda"
     release = release_text(machine.torch)
     if not machine.known:
-        near = [number for number in RELEASES if number[:2] == machine.torch[:2]] or RELEASES
-        names = ", ".join(map(release_text, near))
-        verb = "is" if len(near) == 1 else "are"
-        yield f"The rules of PyTorch {release} were not read; known {verb} {names}."
+        yield _unread([machine.torch])
     elif on_gpu and place.pinned:
         pypi = RELEASES[machine.torch].cuda == machine.cuda
         wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
@@ -346,6 +345,24 @@ def _caveats(place: Place, prediction: Prediction) -> Iterator[str]:
     yield COMPILED
     if on_gpu:
         yield from (ALLOW_SET, LEGACY)
+
+
+def unread(answers: Iterable[Explanation]) -> str | None:
+    """One sentence on the releases of answers by rule that the rules do not know, if there are any."""
+    releases = [
+        parse_release(answer.environment["torch"]) for answer in answers if answer.source == "rules"
+    ]
+    missing = [release for release in dict.fromkeys(releases) if release not in RELEASES]
+    return _unread(missing) if missing else None
+
+
+def _unread(missing: Sequence[Release]) -> str:
+    same = [number for number in RELEASES if {number[:2]} == {one[:2] for one in missing}]
+    near = same or RELEASES
+    names = ", ".join(map(release_text, near))
+    verb = "is" if len(near) == 1 else "are"
+    releases = ", ".join(map(release_text, missing))
+    return f"The rules of PyTorch {releases} were not read; known {verb} {names}."
 
 
 def _gaps(place: Place, prediction: Prediction) -> Iterator[str]:
