@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import profharness.store as stores
 from profharness import jobs, stats
-from profharness.answers.agreement import with_predictions
+from profharness.answers.agreement import predicted_rows, with_predictions
 from profharness.answers.analyze.answer import analyze_stored
 from profharness.answers.analyze.figures import FIELDS, analyze_record
 from profharness.answers.bench.rows import BenchRow
@@ -18,12 +21,41 @@ from profharness.answers.diff.answer import diff_cells, find_side
 from profharness.answers.explain.answer import explain_all
 from profharness.answers.explain.rules import flat_record, named_places
 from profharness.answers.export import write_run_file
+from profharness.backends import stored_names
+from profharness.cases import VerificationRow
 from profharness.config import Config, expand_configs, split_names
+from profharness.doctor import Check, run_checks
 from profharness.errors import UsageError
-from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE
-from profharness.rows import TRACE_PROFILERS
-from profharness.run import BenchOptions, BenchPlan, CaptureOptions, Protocol, VerifyOptions
+from profharness.files import (
+    DEFAULT_STORE,
+    RUNS_FOLDER,
+    STORE_VARIABLE,
+    atomic_file,
+    check_output,
+)
+from profharness.rows import (
+    TRACE_PROFILERS,
+    CellRow,
+    KernelRow,
+    LaunchRow,
+    RunRow,
+    of_first_profiler,
+)
+from profharness.run import (
+    BenchOptions,
+    BenchPlan,
+    CaptureOptions,
+    Protocol,
+    VerifyOptions,
+    require_device,
+)
+from profharness.runner.probe import BackendState, probe_backends, probe_environment
+from profharness.runner.supervise import Progress, Step
+from profharness.scrub import scrub
 from profharness.store import Selection, open_store
+from profharness.views.diff import FIELDS as DIFF_FIELDS
+from profharness.views.renderers import RENDERERS
+from profharness.views.report import report_document
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,6 +67,17 @@ Configs = str | Config | Iterable[str | Config] | None
 
 
 ALL = "all"
+# What a frame of kernels begins with, since pandas shows the first and the last columns only.
+KERNEL_COLUMNS = (
+    "config",
+    "backend",
+    "kernel_short",
+    "launches_per_call",
+    "duration_ns",
+    "total_ns",
+    "share",
+)
+WIDEST = 100  # of a line of progress
 
 
 def store_path(store: PathLike | None) -> Path:
@@ -57,9 +100,43 @@ def config_list(configs: Configs) -> list[Config]:
     """Configs, each once, of grammar texts; empty for None. Raises UsageError for another text."""
     if configs is None:
         return []
-    items = [configs] if isinstance(configs, str | Config) else configs
-    expanded = [[item] if isinstance(item, Config) else expand_configs(item) for item in items]
+    one = isinstance(configs, str | Config) or not isinstance(configs, Iterable)
+    items: list[Any] = [configs] if one else [*configs]  # type: ignore[misc]
+    expanded: list[list[Config]] = []
+    for item in items:
+        if not isinstance(item, str | Config):
+            raise UsageError(f"{item!r} is no config; write text as in '2,8,512,64', or a Config")
+        expanded.append([item] if isinstance(item, Config) else expand_configs(item))
     return list(dict.fromkeys(config for group in expanded for config in group))
+
+
+@contextlib.contextmanager
+def shown(wanted: bool | None) -> Iterator[Progress | None]:
+    """A progress that keeps one line up to date: on stderr where that is a terminal, on stdout in a
+    notebook. wanted None: there alone; else always or never.
+    """
+    notebook = hasattr(sys.modules.get("IPython"), "get_ipython") and hasattr(
+        sys.modules["IPython"].get_ipython(), "kernel"
+    )
+    stream = sys.stdout if notebook else sys.stderr
+    if not (wanted if wanted is not None else notebook or stream.isatty()):
+        yield None
+        return
+    width = 0
+
+    def show(step: Step) -> None:
+        nonlocal width
+        where = f"[{step.done}/{step.total}] {step.cell.config} {step.cell.backend}: {step.stage}"
+        line = (step.notice or where)[:WIDEST]
+        stream.write(f"\r{line.ljust(width)}")
+        stream.flush()
+        width = len(line)
+
+    try:
+        yield show
+    finally:
+        if width:
+            stream.write("\n")
 
 
 def capture(
@@ -78,21 +155,43 @@ def capture(
     note: str | None = None,
     metrics: Names = (),
     sections: Names = (),
+    progress: bool | None = None,
 ) -> pd.DataFrame:
     """Run configs on backends in a worker process, ingest the run, and return one row per cell.
 
     configs are grammar texts ("2,8,512,64,bf16"), Config objects or a list of them; without
     backends, or for `all`, PyTorch's own on this machine's device run; `kernels` stands for what
     lies in kernels/. metrics and sections are what ncu takes besides its default ones. Failed and
-    refused cells are rows with their status and message. Raises UsageError for what cannot be
-    meant, CaptureError when no worker starts.
+    refused cells are rows with their status and message. progress: a line that tells how far it is;
+    None: on a terminal and in a notebook. Raises UsageError for what cannot be meant, CaptureError
+    when no worker starts.
     """
     counts = iterations, warmup, samples
     counters = split_names(metrics), split_names(sections)
-    protocol = Protocol(*counts, float(timeout_s), seed, device, *counters)
+    protocol = Protocol(*counts, timeout_s, seed, device, *counters)
     options = CaptureOptions(split_names(profilers), Path(out), protocol, note)
     path = store_path(store)
-    captured = jobs.capture_into_store(config_list(configs), split_names(backends), path, options)
+    with shown(progress) as show:
+        captured = jobs.capture_into_store(
+            config_list(configs), split_names(backends), path, options, show
+        )
+    return cells(captured.run.run, store=path)
+
+
+def resume(
+    run: PathLike,
+    *,
+    store: PathLike | None = None,
+    out: PathLike = RUNS_FOLDER,
+    progress: bool | None = None,
+) -> pd.DataFrame:
+    """Do the cells of an interrupted run that have no result; one row per cell, as `capture`. run is
+    a run folder, or an id, a unique prefix or `latest` below out. Raises NotFoundError.
+    """
+    path = store_path(store)
+    folder = jobs.find_run_folder(os.fspath(run), Path(out))
+    with shown(progress) as show:
+        captured = jobs.resume_into_store(folder, path, show)
     return cells(captured.run.run, store=path)
 
 
@@ -102,14 +201,15 @@ def ingest(*sources: PathLike, store: PathLike | None = None) -> pd.DataFrame:
     """
     path = store_path(store)
     return stores.to_frame(
-        [result for source in sources for result in stores.ingest_path(path, Path(source))]
+        [result for source in sources for result in stores.ingest_path(path, Path(source))],
+        stores.IngestResult,
     )
 
 
 def runs(*, store: PathLike | None = None) -> pd.DataFrame:
     """One row per stored run, the newest first."""
     with open_store(store_path(store)) as opened:
-        return stores.to_frame(opened.runs())
+        return stores.to_frame(opened.runs(), RunRow)
 
 
 def cells(
@@ -124,7 +224,7 @@ def cells(
         rows = opened.cells(
             run, configs=config_list(configs) or None, backends=split_names(backends) or None
         )
-        return stores.to_frame(with_predictions(opened, rows))
+        return stores.to_frame(with_predictions(opened, rows), CellRow)
 
 
 def kernels(
@@ -138,15 +238,16 @@ def kernels(
     """One row per kernel and launch configuration of each cell, from the store only.
 
     run is an id, a unique prefix, latest, latest~1 or all; None means the latest run that has all
-    the configs. profilers: torch, nsys and ncu; `all`, or none, is every one. Raises NotFoundError
-    if nothing answers (`capture` makes an answer), UsageError for a profiler that is not known.
+    the configs. profilers: torch, nsys and ncu, or `all`; none: of each run the first of them that
+    it has, so that no kernel counts twice. Raises NotFoundError if nothing answers (`capture` makes
+    an answer), UsageError for a profiler that is not known.
     """
-    selection = Selection(
-        run, config_list(configs), split_names(backends), profiler_tuple(profilers)
-    )
-    with open_store(store_path(store)) as opened:
-        rows, _ = opened.rows(selection)
-        return stores.to_frame(rows)
+    named = profiler_tuple(profilers)
+    backends = stored_names(split_names(backends))
+    selection = Selection(run, config_list(configs), backends, named)
+    rows, _ = predicted_rows(store_path(store), selection)
+    frame = stores.to_frame(rows if profilers else of_first_profiler(rows), KernelRow)
+    return frame[[*KERNEL_COLUMNS, *(name for name in frame.columns if name not in KERNEL_COLUMNS)]]
 
 
 def launches(
@@ -156,13 +257,15 @@ def launches(
     profiler: str | None = None,
     store: PathLike | None = None,
 ) -> pd.DataFrame:
-    """Every single launch of a run, in order of its start; of one profiler (torch, nsys, ncu), or
-    with None or `all` of every one. Raises UsageError for a profiler that is not known.
+    """Every single launch of a run, in order of its start; of one profiler (torch, nsys, ncu; None: the
+    first of them that the run has), or with `all` of every one. Raises UsageError for a profiler
+    that is not known.
     """
     watched = None if profiler in (None, ALL) else str(profiler)
     profiler_tuple(watched or ())
     with open_store(store_path(store)) as opened:
-        return stores.to_frame(list(opened.launches(run, profiler=watched, cell=cell)))
+        rows = list(opened.launches(run, profiler=watched, cell=cell))
+    return stores.to_frame(of_first_profiler(rows) if profiler is None else rows, LaunchRow)
 
 
 def diff(
@@ -183,7 +286,7 @@ def diff(
     record = diff_cells(
         *sides, threshold=stats.THRESHOLD if threshold is None else threshold
     ).to_json()
-    return _frame(record["rows"], environment=list(record["environment"]))
+    return _frame(record["rows"], list(DIFF_FIELDS), environment=list(record["environment"]))
 
 
 def explain(
@@ -205,9 +308,13 @@ def explain(
     where it is not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The
     whole answers are in the frame's `attrs["answers"]`.
     """
+    asked = config_list(configs)
+    if not asked:
+        raise UsageError("explain needs a config, as in '2,8,512,64,bf16'")
+    require_device(device)
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     answers = explain_all(
-        config_list(configs), places, device=device, timeout_s=timeout_s, store=store_path(store)
+        asked, places, device=device, timeout_s=timeout_s, store=store_path(store)
     )
     return _frame(map(flat_record, answers), answers=answers)
 
@@ -242,18 +349,20 @@ def verify(
     timeout_s: float = Protocol.timeout_s,
     seed: int = Protocol.seed,
     device: str = Protocol.device,
+    progress: bool | None = None,
 ) -> pd.DataFrame:
     """Hold backends and implementations against an fp64 reference: one row per check, `passed`
     False where one is wrong, None where it was skipped. `all` are PyTorch's own backends on this
-    device, `kernels` what lies in kernels/; without backends both. Raises UsageError, CaptureError
-    when no worker starts.
+    device, `kernels` what lies in kernels/; without backends both. progress as for `capture`.
+    Raises UsageError, CaptureError when no worker starts.
     """
-    protocol = Protocol(timeout_s=float(timeout_s), seed=seed, device=device)
+    protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
     options = VerifyOptions(split_names(cases), grad, Path(out), protocol)
-    verified = jobs.verify_into_store(
-        config_list(configs), split_names(backends), store_path(store), options
-    )
-    return stores.to_frame(verified.rows)
+    with shown(progress) as show:
+        verified = jobs.verify_into_store(
+            config_list(configs), split_names(backends), store_path(store), options, show
+        )
+    return stores.to_frame(verified.rows, VerificationRow)
 
 
 def bench(
@@ -274,13 +383,14 @@ def bench(
     device: str = Protocol.device,
     store: PathLike | None = None,
     out: PathLike = RUNS_FOLDER,
+    progress: bool | None = None,
 ) -> pd.DataFrame:
     """Time the backends of each config in turns: one row per cell and measurement, times in ns.
 
     Without backends, or for `all`, PyTorch's own on this device are timed; `kernels` stands for
     kernels/. With run nothing is measured, a stored run answers. precision None: 0.01, or what the
-    stored run was measured with. The whole answer is in the frame's `attrs["answer"]`. Raises
-    UsageError, or CaptureError when no worker starts.
+    stored run was measured with. The whole answer is in the frame's `attrs["answer"]`. progress as
+    for `capture`. Raises UsageError, or CaptureError when no worker starts.
     """
     options = BenchOptions(
         configs=config_list(configs),
@@ -295,11 +405,12 @@ def bench(
         warmup=warmup,
         convention=convention,
         seed=seed,
-        timeout_s=float(timeout_s),
+        timeout_s=timeout_s,
         device=device,
         out=Path(out),
     )
-    answer = jobs.bench(options, store_path(store))
+    listener = jobs.Listener(progress=functools.partial(shown, progress))
+    answer = jobs.bench(options, store_path(store), listener)
     columns = [field.name for field in dataclasses.fields(BenchRow)]
     return _frame(map(dataclasses.asdict, answer.rows), columns, answer=answer)
 
@@ -321,13 +432,59 @@ def export(
         return write_run_file(opened, name, Path(path), profiler=profiler, force=force)
 
 
+def report(
+    *runs: str,
+    path: PathLike | None = None,
+    format: str | None = None,
+    bench: bool | None = None,
+    store: PathLike | None = None,
+    force: bool = False,
+) -> str:
+    """A report on stored runs (none: the latest) as text: html, md, json, jsonl or csv. With a path
+    the text is written there too, and the name's suffix stands for the format. bench: with
+    intervals, rates and doubts; None: for runs that `bench` made. HTML has charts, which need the
+    extra `report`. Raises NotFoundError, UsageError.
+    """
+    suffix = Path(path).suffix[1:].lower() if path is not None else "html"
+    name = format or {"htm": "html"}.get(suffix, suffix)
+    if name not in RENDERERS:
+        raise UsageError(f"no format {name!r} of a report; known are {', '.join(RENDERERS)}")
+    if path is not None:
+        check_output(Path(path), force=force)
+    with open_store(store_path(store)) as opened:
+        text = RENDERERS[name](report_document(opened, runs or ("latest",), bench=bench))
+    if path is not None:
+        with atomic_file(Path(path), force=force) as file:
+            file.write(text.encode())
+    return text
+
+
+def scrub_run(source: PathLike, path: PathLike | None = None, *, force: bool = False) -> Path:
+    """A copy of a run folder or a trace that is fit to publish; where it lies. path None:
+    `<name>-scrubbed` beside the source. Raises what `scrub` raises.
+    """
+    return scrub(Path(source), None if path is None else Path(path), force=force).output
+
+
+def list_backends() -> pd.DataFrame:
+    """One row per backend: whether it runs here, tried on one small config, and why not."""
+    return stores.to_frame(probe_backends(), BackendState)
+
+
+def run_doctor(*, store: PathLike | None = None) -> pd.DataFrame:
+    """One row per check of what is installed and works, with its state and remedy."""
+    return stores.to_frame(run_checks(store_path(store), probe_environment), Check)
+
+
 def query(
     sql: str,
     params: Sequence[Any] | Mapping[str, Any] = (),
     *,
     store: PathLike | None = None,
 ) -> pd.DataFrame:
-    """Any SELECT on the store, for example on the views kernel_launches and kernel_summary."""
+    """Any SELECT on the store, for example on the views kernel_launches and kernel_summary. Raises
+    UsageError for other SQL.
+    """
     with open_store(store_path(store)) as opened:
         return stores.query(opened, sql, params)
 

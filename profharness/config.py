@@ -236,8 +236,16 @@ def parse_config(text: str) -> Config:
 
 
 def split_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """`"flash, math"` or `["flash,math", "auto"]` -> each name once, empty ones left out."""
-    texts = [names] if isinstance(names, str) else names
+    """`"flash, math"` or `["flash,math", "auto"]` -> each name once, empty ones left out. Raises
+    UsageError for what is no text.
+    """
+    texts = [names] if isinstance(names, str) or not isinstance(names, Iterable) else [*names]
+    for text in texts:
+        if not isinstance(text, str):
+            raise UsageError(
+                f"{text!r} is no name; give names as text, an implementation of your own as "
+                "file.py:function or package.module:function"
+            )
     stripped = (name.strip() for text in texts for name in text.split(","))
     return tuple(dict.fromkeys(name for name in stripped if name))
 

@@ -33,8 +33,10 @@ from profharness.run import (
     Protocol,
     Run,
     VerifyOptions,
+    check_protocol,
     make_plan,
     read_run,
+    require_number,
 )
 from profharness.runner.capture import capture, interrupts_name, plan_cells, resume, verify
 from profharness.runner.supervise import Progress
@@ -92,6 +94,7 @@ def capture_into_store(
 ) -> Captured:
     """Capture and ingest; no backends means the default ones of this machine's device."""
     options = options or CaptureOptions()
+    check_protocol(options.protocol, counted=options.bench is None)
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
     # Refuse what makes no sense before a store or a run folder is made.
     plan_cells(configs, chosen)
@@ -193,6 +196,7 @@ def verify_into_store(
     Raises UsageError for unknown names, CaptureError if no worker starts.
     """
     options = options or VerifyOptions()
+    check_protocol(options.protocol)
     chosen = every_backend(backends, default_backends(options.protocol.device))
     folder = verify(configs, chosen, options, progress)
     with interrupts_name(folder):
@@ -218,6 +222,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
 
     Raises UsageError, NotFoundError, or CaptureError when no worker starts.
     """
+    answer.check_convention(options.convention)
     precision = PRECISION if options.precision is None else options.precision
     plan = make_plan(options.measurements, precision, options.max_time_s, options.iterations)
     baseline = None if options.baseline is None else parse_config(options.baseline)
@@ -239,6 +244,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
     configs = answer.bench_configs(
         options.configs, options.dtypes, baseline, device_type(options.device)
     )
+    require_number("warmup", options.warmup, 0, whole=True)
     counts = PROFILED_CALLS, options.warmup, options.iterations or 0
     protocol = Protocol(*counts, options.timeout_s, options.seed, options.device)
     capture_options = CaptureOptions(out=options.out, protocol=protocol, bench=plan)

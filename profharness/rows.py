@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 Triple = tuple[int, int, int]
 
@@ -39,6 +40,29 @@ REPLACEMENTS = "sdpa_replacements"
 def axes(name: str, triple: Triple | None) -> dict[str, int | None]:
     """A grid or block as three columns: `grid_x`, `grid_y`, `grid_z`."""
     return dict(zip((f"{name}_{axis}" for axis in "xyz"), triple or (None,) * 3, strict=True))
+
+
+class _OfProfiler(Protocol):
+    @property
+    def run(self) -> str: ...
+    @property
+    def profiler(self) -> str: ...
+
+
+_R = TypeVar("_R", bound=_OfProfiler)
+
+
+def of_first_profiler(rows: Iterable[_R]) -> list[_R]:
+    """Of each run the rows of one profiler: the first of TRACE_PROFILERS that it has."""
+    kept = list(rows)
+    seen: dict[str, set[str]] = {}
+    for row in kept:
+        seen.setdefault(row.run, set()).add(row.profiler)
+    chosen = {
+        run: next((name for name in TRACE_PROFILERS if name in names), min(names))
+        for run, names in seen.items()
+    }
+    return [row for row in kept if row.profiler == chosen[row.run]]
 
 
 @dataclass(frozen=True, slots=True)

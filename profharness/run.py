@@ -9,6 +9,7 @@ just as well.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import re
@@ -35,6 +36,8 @@ BENCH_FILE = "bench.json"
 GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
 PRECISION = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of msgspec's decoding
+PRECISIONS = (1e-9, 1 - 1e-9)
+SHORTEST_SAMPLING_S = 1e-6
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 KINDS = ("capture", "bench", "verify", "explain")  # the commands that make runs
 STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
@@ -123,6 +126,40 @@ class Protocol:
     device: str = "auto"
     metrics: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
+
+
+DEVICES = ("auto", "cuda", "cpu")
+LIMITS = {"iterations": (1, 10_000), "warmup": (0, 10_000), "samples": (0, 100_000)}
+"""How many calls a capture may be asked for."""
+SHORTEST_S, LONGEST_S = 0.1, 1e9
+SEEDS = (-(2**63), 2**64 - 1)  # what torch.Generator takes
+
+
+def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
+    """Raise UsageError for what no worker can be asked for; counted: the counts have LIMITS."""
+    for name, (low, high) in LIMITS.items():
+        limits = (low, high) if counted else (0, math.inf)
+        require_number(name, getattr(protocol, name), *limits, whole=True)
+    require_number("seed", protocol.seed, *SEEDS, whole=True)
+    require_number("timeout_s", protocol.timeout_s, SHORTEST_S, LONGEST_S)
+    require_device(protocol.device)
+
+
+def require_device(device: str) -> None:
+    """Raise UsageError for a device that is none."""
+    if device not in DEVICES:
+        raise UsageError(f"device {device!r} is not one of {', '.join(DEVICES)}")
+
+
+def require_number(
+    name: str, value: object, low: float, high: float = math.inf, *, whole: bool = False
+) -> None:
+    """Raise UsageError for what is no number, or outside of both limits, which belong to it."""
+    known = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not known or not low <= value <= high:  # type: ignore[operator]
+        kind = "whole number" if whole else "number"
+        limits = f"from {low:,}" + (f" to {high:,}" if high < math.inf else " on")
+        raise UsageError(f"{name}={value!r} is not a {kind} {limits}")
 
 
 @dataclass(frozen=True)
@@ -259,10 +296,16 @@ class BenchPlan:
 def make_plan(
     measurements: Sequence[str], precision: float, max_time_s: float, iterations: int | None = None
 ) -> BenchPlan:
-    """A plan of known measurements, each once. Raises UsageError for an unknown one."""
+    """A plan of known measurements, each once. Raises UsageError for an unknown one, and for numbers
+    that cannot be.
+    """
     for name in measurements:
         if name not in GPU_MEASUREMENTS:
             raise UsageError(f"no measurement {name!r}; known are {', '.join(GPU_MEASUREMENTS)}")
+    require_number("precision", precision, *PRECISIONS)
+    require_number("max_time_s", max_time_s, SHORTEST_SAMPLING_S, LONGEST_S)
+    if iterations is not None:
+        require_number("iterations", iterations, 1, whole=True)
     chosen = tuple(dict.fromkeys(measurements)) or GPU_MEASUREMENTS
     return BenchPlan(chosen, precision, max_time_s, iterations)
 

@@ -24,6 +24,7 @@ from profharness.files import (
     atomic_file,
     check_output,
 )
+from profharness.run import DEVICES
 from profharness.views.document import Chart, Document
 from profharness.views.renderers import RENDERERS, render_markdown
 
@@ -63,7 +64,7 @@ out_option = click.option(
     help="Where run folders go.",
 )
 device_option = click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
+    "--device", type=click.Choice(DEVICES), default="auto", show_default=True
 )
 format_option = click.option(
     "--format",

@@ -21,7 +21,7 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import CaptureError, UsageError
 from profharness.rows import COUNTERS
-from profharness.run import GPU, CaptureOptions, Protocol
+from profharness.run import GPU, LIMITS, CaptureOptions, Protocol
 
 if TYPE_CHECKING:
     from profharness.jobs import Captured
@@ -43,21 +43,21 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
 @store_option
 @click.option(
     "--iterations",
-    type=click.IntRange(1, 10_000),
+    type=click.IntRange(*LIMITS["iterations"]),
     default=Protocol.iterations,
     show_default=True,
     help="Profiled calls per cell.",
 )
 @click.option(
     "--warmup",
-    type=click.IntRange(0, 10_000),
+    type=click.IntRange(*LIMITS["warmup"]),
     default=Protocol.warmup,
     show_default=True,
     help="Calls before the profiled ones.",
 )
 @click.option(
     "--samples",
-    type=click.IntRange(0, 100_000),
+    type=click.IntRange(*LIMITS["samples"]),
     default=Protocol.samples,
     show_default=True,
     help="Unprofiled timing samples; 0: none.",

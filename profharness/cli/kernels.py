@@ -25,7 +25,7 @@ from profharness.cli._options import (
 )
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
-from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, of_first_profiler
 from profharness.store import Selection, open_store
 from profharness.views.kernels import cell_notes, kernels_document, witness_document
 from profharness.views.runs import warning_notes, with_warnings
@@ -183,14 +183,8 @@ def _tell(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> No
 
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
     """Of each run the rows of one profiler; a hint names the others that saw it."""
-    seen: dict[str, set[str]] = {}
-    for row in rows:
-        seen.setdefault(row.run, set()).add(row.profiler)
-    chosen = {
-        run: next((name for name in TRACE_PROFILERS if name in names), min(names))
-        for run, names in seen.items()
-    }
-    if any(len(names) > 1 for names in seen.values()):
-        others = sorted(set().union(*seen.values()) - set(chosen.values()))
+    kept = of_first_profiler(rows)
+    others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})
+    if others:
         hint(f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side")
-    return [row for row in rows if row.profiler == chosen[row.run]]
+    return kept

@@ -8,9 +8,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from profharness.rows import LaunchRow, RangeRow
-from profharness.store.queries import Selection, Store, frame, open_store, query, to_frame
+from profharness.store.queries import Selection, Store, open_store
 
 if TYPE_CHECKING:
+    from profharness.store.frames import frame, query, to_frame
     from profharness.store.ingest import IngestResult, ingest_path
 
 __all__ = [
@@ -26,8 +27,11 @@ __all__ = [
     "to_frame",
 ]
 
+_FRAMES = ("frame", "query", "to_frame")
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.ingest"), name)
+    module = "frames" if name in _FRAMES else "ingest"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

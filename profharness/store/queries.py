@@ -1,6 +1,5 @@
-"""Named questions to the store, answered with the rows of `profharness.rows` and as DataFrames.
-
-Imports neither numpy nor, for rows, pandas.
+"""Named questions to the store, answered with the rows of `profharness.rows`; imports neither numpy
+nor pandas.
 """
 
 from __future__ import annotations
@@ -8,7 +7,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import chain, starmap
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from profharness.config import FLAGS, Config
 from profharness.devices import Device, Occupancy, occupancy
 from profharness.errors import NotFoundError, ProfharnessError
-from profharness.rows import CellRow, KernelRow, LaunchRow, RangeRow, Refusal, RunRow, Triple, axes
+from profharness.rows import CellRow, KernelRow, LaunchRow, RangeRow, Refusal, RunRow, Triple
 from profharness.store.schema import (
     connect,
     damaged,
@@ -34,8 +33,6 @@ from profharness.store.verifications import (
 )
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from profharness.cases import VerificationRow
     from profharness.devices import Peaks
     from profharness.run import Problem
@@ -527,63 +524,14 @@ def _medians(
             of_group = values.setdefault(group_of[launch], {})
             of_group.setdefault((name, unit), []).append(value)
     return {
-        group: {name: (_median(numbers), unit) for (name, unit), numbers in of_group.items()}
+        group: {name: (median(numbers), unit) for (name, unit), numbers in of_group.items()}
         for group, of_group in values.items()
     }
 
 
-def _median(numbers: Sequence[float]) -> float:
+def median(numbers: Sequence[float]) -> float:
     # The module statistics takes longer to import than most answers take.
     ordered, middle = sorted(numbers), len(numbers) // 2
     if len(ordered) % 2:
         return ordered[middle]
     return (ordered[middle - 1] + ordered[middle]) / 2
-
-
-def to_frame(rows: Sequence[Any]) -> pd.DataFrame:
-    """A frame with flat columns, one row each.
-
-    A grid or block becomes three columns (`grid_x`, …), a tuple of texts one text joined by "; ",
-    raw samples a count and a median (`event_samples`, `event_median_ns`), metrics one column each
-    under the profiler's own name, without the unit, other dicts one column a key. Unknown values
-    are missing, never 0.
-    """
-    records = []
-    for row in rows:
-        names = [field.name for field in fields(row)] if is_dataclass(row) else row._fields
-        parts = [_columns(name, getattr(row, name)) for name in names]
-        records.append({key: value for part in parts for key, value in part.items()})
-    return frame(records)
-
-
-def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
-    """The answer to any SELECT over the store's tables and views."""
-    cursor = store.connection.execute(sql, params)
-    columns = [column[0] for column in cursor.description or ()]
-    return frame(cursor.fetchall(), columns)
-
-
-def frame(rows: list[Any], columns: list[str] | None = None) -> pd.DataFrame:
-    """A DataFrame of rows or records."""
-    import pandas as pd
-
-    return pd.DataFrame(rows, columns=columns)
-
-
-def _columns(name: str, value: Any) -> Record:
-    if name in ("grid", "block"):
-        return axes(name, value)
-    if name == "samples":
-        columns: Record = {}
-        for kind, numbers in value.items():
-            columns[f"{kind}_samples"] = len(numbers)
-            columns[f"{kind}_median_ns"] = _median(numbers) if numbers else None
-        return columns
-    if name == "metrics":
-        return {key: number for key, (number, _) in value.items()}
-    if isinstance(value, dict):
-        return {f"{name}_{key}": inner for key, inner in value.items()}
-    if isinstance(value, tuple):
-        texts = (item.code if isinstance(item, Refusal) else str(item) for item in value)
-        return {name: "; ".join(texts)}
-    return {name: value}

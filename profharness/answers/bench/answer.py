@@ -169,6 +169,12 @@ class Benched:
         return row.doubts[:-1] if self.is_wide(row) else row.doubts
 
 
+def check_convention(name: str) -> None:
+    """Raise UsageError for a way to count FLOPs that is not known."""
+    if name not in CONVENTIONS:
+        raise UsageError(f"no convention {name!r}; known are {', '.join(CONVENTIONS)}")
+
+
 def benched(
     store: Store,
     run: str | None = None,
@@ -191,8 +197,7 @@ def benched(
             f"run {name} is a trace that profharness did not make: it has no timed cells; "
             f"`profharness kernels --run {name}` shows its kernels"
         )
-    if convention not in CONVENTIONS:
-        raise UsageError(f"no convention {convention!r}; known are {', '.join(CONVENTIONS)}")
+    check_convention(convention)
     plan = _plan_of(store, name)
     precision = (plan.precision if plan else PRECISION) if precision is None else precision
     rank_by = (plan.measurements if plan else MEASUREMENTS) if rank_by is None else rank_by

@@ -1,0 +1,122 @@
+"""Rows as pandas DataFrames, in which whole numbers stay whole and an empty answer has its columns."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from profharness.errors import UsageError
+from profharness.rows import Refusal, Triple, axes
+from profharness.store.queries import Store, median
+from profharness.store.schema import find_damage, is_damage
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Record = dict[str, Any]
+_INTEGERS = (int, int | None, Triple | None)
+_READS = "only a SELECT may be asked, and nothing attached"
+
+
+def to_frame(rows: Sequence[Any], kind: type | None = None) -> pd.DataFrame:
+    """A frame with flat columns, one row each; without rows, with the columns of a kind of row.
+
+    A grid or block becomes three columns (`grid_x`, …), a tuple of texts one text joined by "; ",
+    raw samples a count and a median (`event_samples`, `event_median_ns`), metrics one column each
+    under the profiler's own name, without the unit, other dicts one column a key. Unknown values
+    are missing, never 0.
+    """
+    kind = type(rows[0]) if rows else kind
+    if kind is None:
+        return frame([])
+    hints = get_type_hints(kind)
+    names = _names(kind)
+    records = []
+    for row in rows:
+        parts = [_columns(name, getattr(row, name)) for name in names]
+        records.append({key: value for part in parts for key, value in part.items()})
+    integers = [column for name in names if hints[name] in _INTEGERS for column in _flat(name)]
+    known = None if records else list(chain.from_iterable(map(_flat, _plain(names, hints))))
+    return frame(records, known, integers=integers)
+
+
+def frame(
+    rows: list[Any], columns: list[str] | None = None, *, integers: Collection[str] = ()
+) -> pd.DataFrame:
+    """A DataFrame of rows or records. A column of ints with gaps is of dtype Int64, and so is each of
+    `integers` that has a gap.
+    """
+    import pandas as pd
+
+    made = pd.DataFrame(rows, columns=columns)
+    for place, name in enumerate(made.columns):
+        column = made.iloc[:, place]
+        if column.dtype.kind not in "fO" or not (column.isna().any() or name in integers):
+            continue
+        values = [row.get(name) if isinstance(row, dict) else row[place] for row in rows]
+        kinds = {type(value) for value in values} - {type(None)}
+        if kinds == {int} or (name in integers and not kinds):
+            made.isetitem(place, pd.array(values, dtype="Int64"))
+    return made
+
+
+def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
+    """The answer to any SELECT over the store's tables and views. Raises UsageError for other SQL."""
+    connection = store.connection
+    connection.set_authorizer(_reading)
+    try:
+        cursor = connection.execute(sql, params)
+        columns = [column[0] for column in cursor.description or ()]
+        return frame(cursor.fetchall(), columns)
+    except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.Warning) as error:
+        if is_damage(error) or find_damage(connection):
+            raise  # of the file, which the store tells
+        raise UsageError(f"the query failed: {error}; {_READS}") from None
+    except sqlite3.DatabaseError as error:
+        if "not authorized" not in str(error):
+            raise
+        raise UsageError(f"the query is refused; {_READS}") from None
+    finally:
+        connection.set_authorizer(None)
+
+
+def _reading(action: int, *_: object) -> int:
+    """ATTACH would make a file, also on a connection that only reads."""
+    refused = action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
+    return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    named = [field.name for field in fields(kind)] if is_dataclass(kind) else kind._fields
+    return tuple(named)
+
+
+def _plain(names: Sequence[str], hints: Mapping[str, Any]) -> Iterator[str]:
+    """The fields that have a column whatever is in them: no dicts."""
+    return (name for name in names if not str(hints[name]).startswith("dict"))
+
+
+def _flat(name: str) -> list[str]:
+    return list(axes(name, None)) if name in ("grid", "block") else [name]
+
+
+def _columns(name: str, value: Any) -> Record:
+    if name in ("grid", "block"):
+        return axes(name, value)
+    if name == "samples":
+        columns: Record = {}
+        for kind, numbers in value.items():
+            columns[f"{kind}_samples"] = len(numbers)
+            columns[f"{kind}_median_ns"] = median(numbers) if numbers else None
+        return columns
+    if name == "metrics":
+        return {key: number for key, (number, _) in value.items()}
+    if isinstance(value, dict):
+        return {f"{name}_{key}": inner for key, inner in value.items()}
+    if isinstance(value, tuple):
+        texts = (item.code if isinstance(item, Refusal) else str(item) for item in value)
+        return {name: "; ".join(texts)}
+    return {name: value}
