@@ -387,10 +387,9 @@ def bench(
 ) -> pd.DataFrame:
     """Time the backends of each config in turns: one row per cell and measurement, times in ns.
 
-    Without backends, or for `all`, PyTorch's own on this device are timed; `kernels` stands for
-    kernels/. With run nothing is measured, a stored run answers. precision None: 0.01, or what the
-    stored run was measured with. The whole answer is in the frame's `attrs["answer"]`. progress as
-    for `capture`. Raises UsageError, or CaptureError when no worker starts.
+    Backends and progress are as for `capture`. With run nothing is measured, a stored run answers.
+    precision None: 0.01, or what the stored run was measured with. The whole answer is in the
+    frame's `attrs["answer"]`. Raises UsageError, or CaptureError when no worker starts.
     """
     options = BenchOptions(
         configs=config_list(configs),

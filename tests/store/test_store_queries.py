@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from profharness.config import parse_config
 from profharness.devices import Device
-from profharness.errors import NotFoundError, StoreError
+from profharness.errors import NotFoundError, StoreError, UsageError
 from profharness.store import ingest_path, open_store, query, to_frame
 from profharness.store.groups import group, pack
 from profharness.store.insert import insert_trace, sdpa_op
@@ -94,7 +94,7 @@ def test_views_have_their_columns_and_agree_with_the_rows(store: Path) -> None:
         assert flat["event_median_ns"].tolist()[:2] == [4, 4]
         assert flat["refusals"].tolist()[2] == "head_dim; dtype"
         assert len(to_frame(opened.runs())) == 3
-        with pytest.raises(sqlite3.OperationalError):
+        with pytest.raises(UsageError, match="only a SELECT"):
             query(opened, "DELETE FROM runs")
 
 
