@@ -22,7 +22,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from profharness.backends.base import Attention, Backend, ImplementationError, outside_contract
+from profharness.backends.base import (
+    Attention,
+    Backend,
+    ImplementationError,
+    RefusedError,
+    outside_contract,
+)
 from profharness.backends.cuda_launch import local_files
 from profharness.config import Config
 from profharness.errors import UsageError
@@ -235,13 +241,13 @@ def _supports(source: str, config: Config) -> str | None:
 
 def _implementation(source: str) -> _Implementation:
     loaded = _load(source)
-    if isinstance(loaded, ImplementationError):
+    if not isinstance(loaded, _Implementation):
         raise loaded
     return loaded
 
 
 @functools.cache
-def _load(source: str) -> _Implementation | ImplementationError:
+def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
     """Load once per process, failures too: a file that takes long to compile fails once."""
     place, _, function = source.rpartition(":")
     file = Path(place) if place.endswith(".py") else None
@@ -249,6 +255,8 @@ def _load(source: str) -> _Implementation | ImplementationError:
     try:
         module = _module_of_file(file) if file else importlib.import_module(place)
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return RefusedError("absent", f"{shown} needs Triton (pip install triton)")
         line = where(error, file)
         return ImplementationError(
             f"{shown} cannot be imported: {type(error).__name__}: {error}{line}"

@@ -165,6 +165,7 @@ _TRITON = '''"""{name}: forward attention as a Triton kernel; one program per bl
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -218,7 +219,11 @@ def attention_forward(
     tl.store(o_at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-{signature}    batch, heads, rows, head_dim = q.shape
+{signature}    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise NotImplementedError(
+            f"Triton compiles for GPUs, not for {q.device.type}; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+        )
+    batch, heads, rows, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = (triton.cdiv(rows, BLOCK_ROWS), batch * heads)
     attention_forward[grid](

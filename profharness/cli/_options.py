@@ -49,10 +49,40 @@ store_option = click.option(
     show_envvar=True,
     help="The SQLite file with everything that was captured or ingested.",
 )
+
+
+def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """The names that go on from what was typed, the last one after a comma."""
+    from profharness.backends import ALL, BACKENDS, KERNELS
+    from profharness.backends.sources import implementation_names
+
+    before, comma, last = incomplete.rpartition(",")
+    names = dict.fromkeys([*BACKENDS, *implementation_names(), ALL, KERNELS])
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+
+def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """`latest` and the stored ids that go on from what was typed; none where no store can be read."""
+    from profharness.store import open_store
+
+    path = ctx.params.get("store") or os.environ.get(STORE_VARIABLE, DEFAULT_STORE)
+    names = ["latest"]
+    with contextlib.suppress(Exception), open_store(Path(path)) as opened:
+        names += [row.run for row in opened.runs()]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_sides(ctx: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
+    """What a side of a diff may be: a run or a backend."""
+    runs = complete_runs(ctx, option, incomplete)
+    return runs + complete_backends(ctx, option, incomplete)
+
+
 backend_option = click.option(
     "--backend",
     multiple=True,
     metavar="NAME",
+    shell_complete=complete_backends,
     help="auto, flash, efficient, cudnn, math, …, file.py:function; all: PyTorch's own on this "
     "device; kernels: what lies in kernels/. Repeatable, or separated by commas.",
 )

@@ -9,6 +9,7 @@ import click
 from profharness.answers.analyze.answer import analyze_here
 from profharness.cli._options import (
     backend_option,
+    complete_runs,
     config_options,
     emit,
     hint,
@@ -26,6 +27,7 @@ from profharness.views.analyze import analyze_document
     "--run",
     "run",
     metavar="RUN",
+    shell_complete=complete_runs,
     help="An id, a unique prefix, latest or latest~1.  [default: the latest that has them]",
 )
 @click.option(

@@ -15,6 +15,7 @@ from profharness.cli._options import (
     backend_option,
     capture_progress,
     check_file,
+    complete_runs,
     config_options,
     device_option,
     emit,
@@ -106,6 +107,7 @@ def _check_output(ctx: click.Context, option: click.Parameter, output: Path | No
 @click.option(
     "--run",
     metavar="RUN",
+    shell_complete=complete_runs,
     help="Measure nothing: answer from a stored run, all of it or the configs and backends named.",
 )
 @out_option

@@ -10,6 +10,7 @@ from profharness import stats
 from profharness.answers.diff.answer import diff_cells, find_side
 from profharness.answers.diff.model import VERDICTS
 from profharness.cli._options import (
+    complete_sides,
     config_options,
     emit,
     output_options,
@@ -23,8 +24,8 @@ from profharness.views.diff import diff_document
 
 
 @click.command()
-@click.argument("baseline")
-@click.argument("candidate")
+@click.argument("baseline", shell_complete=complete_sides)
+@click.argument("candidate", shell_complete=complete_sides)
 @config_options
 @click.option(
     "--fail-on",

@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from profharness.answers.export import choose_profilers, write_run, write_run_file
-from profharness.cli._options import file_options, hint, quiet_stdout, store_option
+from profharness.cli._options import complete_runs, file_options, hint, quiet_stdout, store_option
 from profharness.store import open_store
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @click.option(
     "--profiler",
     metavar="NAME",

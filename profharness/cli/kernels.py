@@ -16,6 +16,7 @@ from profharness.cli._options import (
     backend_option,
     capture_progress,
     chosen_format,
+    complete_runs,
     config_options,
     emit,
     hint,
@@ -45,6 +46,7 @@ from profharness.views.runs import warning_notes, with_warnings
     "--run",
     "run",
     metavar="RUN",
+    shell_complete=complete_runs,
     help="An id, a unique prefix, latest, latest~1 or all.  [default: the latest that has them]",
 )
 @click.option(

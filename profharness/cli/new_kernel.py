@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import keyword
+import sys
 from pathlib import Path
 
 import click
@@ -14,10 +17,8 @@ from profharness.errors import CaptureError, UsageError
 
 @click.command()
 @click.argument("name")
-@click.option("--triton", "kind", flag_value="triton", help="A Triton kernel.")
-@click.option(
-    "--cuda", "kind", flag_value="cuda", help="A CUDA kernel, compiled at the first call."
-)
+@click.option("--triton", is_flag=True, help="A Triton kernel.")
+@click.option("--cuda", is_flag=True, help="A CUDA kernel, compiled at the first call.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -25,7 +26,7 @@ from profharness.errors import CaptureError, UsageError
     show_default=True,
     help="Where NAME.py goes; its test goes to the folder tests beside it.",
 )
-def command(name: str, kind: str | None, out: Path) -> None:
+def command(name: str, triton: bool, cuda: bool, out: Path) -> None:
     """Start an attention implementation of your own.
 
     Writes NAME.py, which is right as it stands (plain torch unless told otherwise), and
@@ -36,10 +37,15 @@ def command(name: str, kind: str | None, out: Path) -> None:
       profharness new-kernel mine
       profharness new-kernel mine --triton
     """
-    if not name.isidentifier() or name.startswith("_"):
+    if triton and cuda:
+        raise UsageError("--triton and --cuda are two kinds of kernel; choose one")
+    kind = "triton" if triton else "cuda" if cuda else "torch"
+    if not name.isidentifier() or name.startswith("_") or keyword.iskeyword(name):
         raise UsageError(
-            f"{name!r} cannot be the name of a Python file; take letters, digits and _"
+            f"{name!r} cannot be the name of a Python file; take letters, digits and _, no keyword"
         )
+    if name in sys.builtin_module_names or importlib.util.find_spec(name) is not None:
+        raise UsageError(f"{name!r} is a module already; take another name")
     if name in BACKENDS or name in (ALL, FOLDER, *implementation_names()):
         raise UsageError(f"{name!r} is a backend already; take another name")
     kernel = out / f"{name}.py"
@@ -47,8 +53,8 @@ def command(name: str, kind: str | None, out: Path) -> None:
     for path in (kernel, test):
         if path.exists():
             raise UsageError(f"{path} is there already; take another name or another --out")
-    texts = {kernel: kernel_text(name, kind or "torch")}
-    texts[test] = check_text(name, kind or "torch", f"../{out.resolve().name}/{name}.py")
+    texts = {kernel: kernel_text(name, kind)}
+    texts[test] = check_text(name, kind, f"../{out.resolve().name}/{name}.py")
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from profharness.cli._options import emit, output_options, store_option
+from profharness.cli._options import complete_runs, emit, output_options, store_option
 from profharness.store import open_store
 from profharness.views.document import Chart
 
 
 @click.command()
-@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=complete_runs)
 @output_options
 @click.option("--no-charts", is_flag=True, help="Leave charts out; they need the extra `report`.")
 @click.option(

@@ -213,10 +213,10 @@ class Start:
         cell = self.pending.pop(str(self.cell))
         if self.returncode is None:
             status = "timeout"
-            message = f"no answer during {self.stage}; the worker was ended (see --timeout)"
+            message = f"no answer during {_phase(self.stage)}; the worker was ended (see --timeout)"
         else:
             status, tail = "crashed", self._last_words()
-            message = f"the worker died during {self.stage}: {_how(self.returncode)}"
+            message = f"the worker died during {_phase(self.stage)}: {_how(self.returncode)}"
             message += f"; its last words: {tail}" if tail else ""
         result = replace(cell, status=status, message=message)
         entry = JournalEntry("end", cell=cell.cell, result=result)
@@ -275,6 +275,11 @@ class Start:
         text = self._log()[-LOG_TAIL_BYTES:]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " / ".join(lines[-2:])[:500]
+
+
+def _phase(stage: str) -> str:
+    """A stage in a sentence; plain Python has nothing to compile, but is loaded and tried too."""
+    return {"compile": "loading, compiling or the first call"}.get(stage, stage)
 
 
 def _how(returncode: int) -> str:
@@ -423,6 +428,8 @@ class RunRecord:
         if result is not None:
             if result.case is not None:
                 result = _checked(result, str(self.run.environment.get("device_type", "cpu")))
+            else:  # of a cell that ended its worker, the result has the config as it was asked
+                result = replace(result, config=cell.config)
             if cell.status == "pending":
                 cell = self._cells[cell.cell] = result
             elif profiler is not None and result.status != "ok":

@@ -70,7 +70,10 @@ def reasons_beforehand(
     config: Config, workspace: Workspace, backend: Backend
 ) -> tuple[Refusal, ...]:
     """Every reason against a config that shows without a call."""
-    device = f"{backend.name} attention does not exist on {workspace.device}"
+    if backend.load is None:
+        device = f"{backend.name} attention does not exist on {workspace.device}"
+    else:  # it may exist there, but is not what is asked for
+        device = f"profharness does not run {backend.name} on {workspace.device}"
     reasons = {
         "absent": backend.absent(),
         "no_device": None if workspace.device in backend.devices else device,

@@ -14,7 +14,8 @@ from waiting import HANG, PATIENCE_S
 
 from profharness.backends.templates import KINDS, check_text, kernel_text
 from profharness.config import expand_configs
-from profharness.run import CaptureOptions, Protocol, read_run
+from profharness.jobs import verify_into_store
+from profharness.run import CaptureOptions, Protocol, VerifyOptions, read_run
 from profharness.runner import capture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["kernels", "all", "naive", "flash", "not-a-name", "_hidden", "a/b"]
+    "name",
+    ["kernels", "all", "naive", "flash", "not-a-name", "_hidden", "a/b", "class", "torch", "sys"],
 )
 def test_names_that_cannot_be_taken(name: str, tmp_path: Path) -> None:
     done = profharness(tmp_path, name)
@@ -120,8 +122,34 @@ def test_a_template_runs_as_a_backend_and_long_compiles_are_named(tmp_path: Path
     options = CaptureOptions(("events",), tmp_path / "runs", protocol)
     record = read_run(capture(expand_configs("1,2,40,16,causal,bwd"), files, options))
     told = {cell.backend: (cell.status, str(cell.message)) for cell in record.cells}
+    assert {cell.config.dtype for cell in record.cells} == {"fp32"}  # crashed ones too
     assert told["made.py"][0] == "ok"
     assert told["slow.py"][0] == "timeout"
-    assert "no answer during compile" in told["slow.py"][1]
+    assert "no answer during loading, compiling or the first call" in told["slow.py"][1]
     assert told["dies.py"][0] == "crashed"
-    assert "during compile" in told["dies.py"][1]
+    assert "the worker died during loading, compiling or the first call" in told["dies.py"][1]
+
+
+def test_two_kinds_at_once_are_refused(tmp_path: Path) -> None:
+    done = profharness(tmp_path, "both", "--triton", "--cuda")
+    assert done.returncode == 2 and "choose one" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_triton_kernel_is_refused_where_it_cannot_run_and_is_not_wrong(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(kernel_text("mine", "triton"))
+    (tmp_path / "bare.py").write_text("import triton_of_no_release\n")
+    (tmp_path / "lacks.py").write_text("raise ModuleNotFoundError('none', name='triton')\n")
+    names = [str(tmp_path / name) for name in ("mine.py", "bare.py", "lacks.py")]
+    config = expand_configs("1,2,16,16,fp32")
+    protocol = Protocol(iterations=1, warmup=0, samples=0, timeout_s=PATIENCE_S, device="cpu")
+    options = CaptureOptions(("events",), tmp_path / "runs", protocol)
+    record = read_run(capture(config, [*names, "flex"], options))
+    told = {cell.backend: (cell.status, str(cell.message)) for cell in record.cells}
+    assert told["mine.py"][0] == told["lacks.py"][0] == told["flex"][0] == "refused"
+    assert "Triton" in told["mine.py"][1] and "needs Triton" in told["lacks.py"][1]
+    assert told["bare.py"][0] == "error"  # a module of another name is the file's own mistake
+    assert "profharness does not run flex on cpu" in told["flex"][1]
+    checks = VerifyOptions(("none",), False, tmp_path / "runs", protocol)
+    verified = verify_into_store(config, names[:1], tmp_path / "s.db", checks)
+    assert {row.passed for row in verified.rows} == {None}

@@ -1,0 +1,66 @@
+"""Shell completion as a shell asks for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from profharness.store import ingest_path
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "traces" / "h200-torch2.11"
+
+
+def completed(folder: Path, *words: str) -> list[str]:
+    """What bash is offered for the last word."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from profharness.cli.main import cli; cli(prog_name='profharness')",
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "_PROFHARNESS_COMPLETE": "bash_complete",
+            "COMP_WORDS": " ".join(["profharness", *words]),
+            "COMP_CWORD": str(len(words)),
+        },
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a store and an implementation."""
+    made = tmp_path_factory.mktemp("completion")
+    ingest_path(made / "profharness.db", RUN)
+    (made / "kernels").mkdir()
+    (made / "kernels" / "flashy.py").write_text("")
+    return made
+
+
+def test_backends_runs_and_sides_are_offered(folder: Path) -> None:
+    assert completed(folder, "capture", "--backend", "flash")[0] == "flash"
+    assert "flashy" in completed(folder, "capture", "--backend", "fl")
+    assert completed(folder, "capture", "--backend", "auto,cud") == ["auto,cudnn"]
+    (latest, run) = completed(folder, "kernels", "--run", "")
+    assert latest == "latest"
+    assert completed(folder, "export", run[:4]) == [run]
+    assert completed(folder, "diff", "latest", "mat") == ["math"]
+    assert run in completed(folder, "diff", "")
+
+
+def test_without_a_store_nothing_breaks(tmp_path: Path) -> None:
+    assert completed(tmp_path, "kernels", "--run", "") == ["latest"]
+    (tmp_path / "profharness.db").write_text("no store")
+    assert completed(tmp_path, "export", "2") == []
