@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
-
-import msgspec
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
@@ -31,6 +30,7 @@ from profharness.parse.columns import (
     EXACT_LIMIT,
     MAX_NS,
     MAX_TEXT,
+    UNDECODABLE,
     Collector,
     Events,
     NeedExactTimes,
@@ -67,6 +67,7 @@ RANGE = 8 * 1024 * 1024
 FLUSH = 2 * 1024 * 1024
 REACH = 4 * 1024 * 1024  # how far a broken event is followed over compact separators
 FOREVER = 1 << 62
+NUMBER = re.compile(r"-?[0-9]{1,18}")
 TWO_PROCESSES_FROM = 50_000_000  # bytes of JSON; below, a second process costs more than it saves
 GZIP_RATIO = 13
 CHILD = "from profharness.parse.chrome import main; main()"  # -m would pickle as __main__
@@ -91,7 +92,7 @@ def parse_chrome(
         layout = probe(window)
     with ExitStack() as stack:
         source, header, warnings = _scan_file(path, layout, processes, range_bytes, stack)
-        return _assemble(source, header, warnings, chunk_rows, slice_rows, stack)
+        return _assemble(path, source, header, warnings, chunk_rows, slice_rows, stack)
 
 
 def _scan_file(
@@ -289,7 +290,7 @@ class Scanner:
         """Decode events; returns how many bytes are done with, fewer if the last event goes on."""
         try:
             events = self.collector.events.many.decode(b"[" + segment + b"]")
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNDECODABLE:
             return self._piecewise(segment, last=last)
         self.collector.tables.events += len(events)
         self.collector.add(events)
@@ -392,7 +393,9 @@ def _trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
                 raise ValueError("no closing }")
             tail = data[at + 1 :] if mark == b"," else data[at:]
             trailer = decode_lenient(b"{" + tail.rstrip(b" \t\r\n\0"))
-        except (ValueError, RecursionError) as error:
+            if "traceEvents" in trailer:
+                raise ValueError("traceEvents stands there twice")
+        except ValueError as error:
             message = f"the file is not whole behind the events: {error}"
             raise window.error(message, expected="}, the end of the trace") from None
         return {**trailer, **layout.header}
@@ -458,12 +461,28 @@ def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
 def _number(value: Any) -> int:
     """A pid or tid as a number; -1 for the words that Kineto uses for its own tracks."""
     text = str(value)
-    if isinstance(value, int | str) and text.lstrip("-").isdecimal() and len(text) < 19:
-        return int(text)
-    return -1
+    return int(text) if isinstance(value, int | str) and NUMBER.fullmatch(text) else -1
+
+
+def _skipped(tables: Tables) -> list[str]:
+    """The warning about events that count nowhere."""
+    if not tables.skipped:
+        return []
+    negative = f", {tables.negative} for a negative duration" if tables.negative else ""
+    return [f"{tables.skipped} events could not be read and were skipped{negative}"]
+
+
+def _useless(path: Path, tables: Tables) -> TraceFormatError:
+    """The error about a file without anything to show."""
+    if not tables.events and not tables.skipped:
+        message = "traceEvents is empty"
+    else:
+        message = "; ".join([f"nothing ran in its {tables.events:,} events", *_skipped(tables)])
+    return TraceFormatError(path, message, expected="a kernel, a copy or an ATen op")
 
 
 def _assemble(
+    path: Path,
     source: link.Source,
     header: dict[str, Any],
     warnings: list[str],
@@ -473,22 +492,22 @@ def _assemble(
 ) -> Trace:
     tables = source.tables
     base, doubt = time_base(header)
-    if tables.skipped:
-        doubt.append(f"{tables.skipped} events could not be read and were skipped")
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     ranges = link.Ranges(tables.ranges, threads, base)
     output = link.Output(ranges, base, Spool.temporary(stack))
-    stacks = link.Stacks(source, rows=slice_rows)
+    stacks, doubts = link.Stacks(source, rows=slice_rows), link.Doubts()
     if tables.gpu:
         kernels, configs = list(tables.kernels), list(tables.configs)
-        chunks = link.device_chunks(source, stacks, chunk_rows)
+        chunks = link.device_chunks(source, stacks, doubts, chunk_rows)
     else:
         kernels, configs = [("op", name) for name in tables.names], [(None,) * 4]
-        chunks = link.op_chunks(stacks, ranges)
+        chunks = link.op_chunks(stacks, ranges, doubts)
     kernel_ids, config_ids, path_ids = link.Renumber(), link.Renumber(), link.Renumber()
     for chunk, paths in chunks:
         kernel, config = kernel_ids(chunk.gpu.kernel), config_ids(chunk.gpu.config)
         output.write(chunk, kernel, config, path_ids(paths))
+    if not output.file.rows:
+        raise _useless(path, tables)
     folded, apis = stacks.folded(), list(tables.apis)
     return Trace(
         profiler="torch",
@@ -507,5 +526,5 @@ def _assemble(
         skipped=tables.skipped,
         batches=output.file.read,
         close=stack.pop_all().close,
-        warnings=(*warnings, *doubt),
+        warnings=(*warnings, *doubt, *_skipped(tables), *doubts.texts(output.file.rows, stacks)),
     )

@@ -22,6 +22,8 @@ _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _GAP = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*(?=\{)")
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[{}\[\]"]', re.DOTALL)
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rb"%s%s|(%s|%s)|\\." % (_HIGH, _LOW, _HIGH, _LOW), re.DOTALL)
 _KEY = re.compile(rb'\{[ \t\r\n]*"(?:[^"\\]|\\.)*+"')
 
 
@@ -129,11 +131,17 @@ def skip_space(data: bytes, position: int) -> int:
 def decode_lenient(data: bytes) -> Any:
     """JSON to Python values, NaN, bad UTF-8 and control characters too. Raises ValueError."""
     try:
-        return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return json.loads(data.decode("utf-8", "replace"), strict=False)
+        try:
+            return msgspec.json.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return json.loads(whole_characters(data).decode("utf-8", "replace"), strict=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def whole_characters(data: bytes) -> bytes:
+    """JSON whose escaped halves of a character, which no text can hold, are U+FFFD."""
+    return _ESCAPE.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
 
 
 def probe(window: Window) -> Layout:
@@ -161,7 +169,7 @@ def _find_events(window: Window, start: int) -> tuple[int, dict[str, Any]]:
         for match in _EVENTS_KEY.finditer(window.buffer, searched):
             try:
                 header = decode_lenient(window.buffer[start : match.end()] + b"]}")
-            except (ValueError, RecursionError):
+            except ValueError:
                 continue
             if isinstance(header, dict) and header.get("traceEvents") == []:
                 return match.end(), header
@@ -180,7 +188,7 @@ def _foreign(window: Window) -> TraceFormatError:
         offset = len(error.doc[: error.pos].encode("utf-8", "replace"))
         message = f"not whole JSON: {error.msg}"
         return window.error(message, offset=offset, expected='"traceEvents": [')
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return window.error(f"not JSON: {error}", expected='"traceEvents": [')
     if isinstance(value, dict) and "traceEvents" in value:
         return window.error("traceEvents is not an array", expected='"traceEvents": [')

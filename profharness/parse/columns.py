@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tempfile
@@ -139,6 +140,7 @@ class Tables:
     ranges: RangeColumns = field(default_factory=RangeColumns)
     events: int = 0
     skipped: int = 0
+    negative: int = 0  # of the skipped, for their duration
 
 
 class Spool:
@@ -278,6 +280,7 @@ class Collector:
         keep = np.ones(len(events), np.bool_)
         start = self._nanoseconds([e.ts for e in events], keep)
         micro = np.array([e.dur for e in events], np.float64)
+        self.tables.negative += int(np.count_nonzero(micro < 0))
         keep &= (micro >= 0) & (micro < EXACT_LIMIT)
         return start, _to_ns(np.where(keep, micro, 0.0)), keep
 
@@ -289,7 +292,9 @@ class Collector:
             return _to_ns(micro)
         result = []
         for position, value in enumerate(values):
-            exact = round(value * 1000) if abs(value) < MAX_NS else MAX_NS
+            # Decimals are compared bare: arithmetic raises for those that are no numbers or too long
+            known = value.is_finite() and -MAX_NS < value < MAX_NS
+            exact = round(value * 1000) if known else MAX_NS
             keep[position] &= abs(exact) < MAX_NS
             result.append(exact if abs(exact) < MAX_NS else 0)
         return np.array(result, np.int64)
@@ -357,7 +362,8 @@ MAX_EXTRA = 256  # unknown categories that are looked at
 _NOT_FINITE = re.compile(
     rb'"(?:[^"\\]|\\.)*+"|-?\b(?:NaN|nan|Infinity|infinity|inf)\b', re.DOTALL | re.ASCII
 )
-_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+# a Decimal's exponent may be beyond decimal's own limits
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ArithmeticError)
 
 
 class GpuArgs(msgspec.Struct, gc=False):
@@ -418,8 +424,9 @@ class Events:
             return None
         if not isinstance(event.ts, int | float):
             return None
+        time = Decimal(event.ts) if self.exact else _double(event.ts)
         launch = self.classes["launch"][0]
-        return launch(event.name, event.ts, LaunchArgs(correlation), event.pid, event.tid)
+        return launch(event.name, time, LaunchArgs(correlation), event.pid, event.tid)
 
     def decode_one(self, data: bytes) -> tuple[Any, bool]:
         """(event or None, whether it was bad) of a segment that did not decode as a whole.
@@ -429,12 +436,12 @@ class Events:
         """
         try:
             return self.one.decode(data), False
-        except _UNDECODABLE:
+        except UNDECODABLE:
             pass
         data = _NOT_FINITE.sub(_null, data)
         try:
             head = _HEAD.decode(data)
-        except _UNDECODABLE:
+        except UNDECODABLE:
             return None, True
         if not isinstance(head.cat, str) or head.ph not in (None, "X"):
             return None, False
@@ -445,7 +452,7 @@ class Events:
             self._build()
         try:
             return self.one.decode(data), False
-        except _UNDECODABLE:
+        except UNDECODABLE:
             return None, True
 
 
@@ -460,6 +467,13 @@ _HEAD = msgspec.json.Decoder(_Head)
 def _struct(category: str, fields: list[Any]) -> Any:
     name = "Event_" + re.sub(r"\W", "_", category)
     return msgspec.defstruct(name, fields, tag_field="cat", tag=category, gc=False)
+
+
+def _double(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _null(match: re.Match[bytes]) -> bytes:

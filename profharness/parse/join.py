@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from profharness.parse.columns import (
     Block,
@@ -24,6 +25,7 @@ from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, Range
 
 CHUNK_ROWS = 65536  # GPU rows joined at once
 SLICE_ROWS = 262144  # ops (by start) in one time slice
+REPEATED_OPS = 0.05  # of the ops; below, short ones that start in one microsecond look repeated
 MAX_DEPTH = 100  # ops in one stack; PyTorch nests a few dozen
 ID_TABLES = {
     "kernel": "kernels", "config": "configs", "api": "apis", "thread": "threads", "name": "names",
@@ -162,8 +164,44 @@ class Linked:
     launch: Ints
 
 
-def linked_chunks(source: Source, *, rows: int = CHUNK_ROWS) -> Iterator[Linked]:
+class Doubts:
+    """Counts of what a whole trace does not have."""
+
+    def __init__(self) -> None:
+        self.unmatched = 0  # launches without a call
+        self.ambiguous = 0  # launches with several
+        self.repeated_ops = 0
+        self._launches: list[NDArray[np.uint64]] = []  # a hash of each
+
+    def see(self, rows: GpuRows) -> None:
+        """Note launches, to find those that stand there twice."""
+        mixed = np.zeros(len(rows.start), np.uint64)
+        for column in rows:
+            mixed = (mixed ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= mixed >> np.uint64(29)
+        self._launches.append(mixed)
+
+    def texts(self, launches: int, stacks: Stacks) -> list[str]:
+        """A warning for each kind, with its count."""
+        seen = np.concatenate([np.empty(0, np.uint64), *self._launches])
+        repeated = len(seen) - len(np.unique(seen))
+        many_ops = self.repeated_ops if self.repeated_ops > launches * REPEATED_OPS else 0
+        found = {
+            "have no call with their correlation: thread, range and op are unknown": self.unmatched,
+            "have several calls with their correlation: the first counts": self.ambiguous,
+            "stand in the file twice and count twice": repeated + many_ops,
+        }
+        texts = [f"{count:,} launches {what}" for what, count in found.items() if count]
+        if stacks.paths.deep:
+            texts.append(f"stacks of more than {MAX_DEPTH} ops are told without their middle")
+        return texts
+
+
+def linked_chunks(
+    source: Source, doubts: Doubts | None = None, *, rows: int = CHUNK_ROWS
+) -> Iterator[Linked]:
     """GPU rows in file order with their launching calls; of equal correlations the first wins."""
+    doubts = doubts or Doubts()
     for blocks in _groups(source.tables.gpu, rows):
         gpu = source.gpu(blocks)
         count = len(gpu.correlation)
@@ -181,10 +219,15 @@ def linked_chunks(source: Source, *, rows: int = CHUNK_ROWS) -> Iterator[Linked]
             hit = at < len(keys)
             hit[hit] = keys[at[hit]] == sought[hit]
             call, target = order[at[hit]], open_rows[hit]
+            following = np.minimum(at[hit] + 1, len(keys) - 1)
+            twice = (keys[following] == keys[at[hit]]) & (following > at[hit])
+            doubts.ambiguous += int(np.count_nonzero(twice))
             linked.api[target] = calls.api[call]
             linked.thread[target] = calls.thread[call]
             linked.launch[target] = calls.start[call]
             open_rows = open_rows[~hit]
+        doubts.unmatched += int(np.count_nonzero(linked.thread < 0))
+        doubts.see(gpu)
         yield linked
 
 
@@ -210,6 +253,13 @@ class OpSlice:
     names: Ints
     durations: Ints
     paths: Ints  # stack id of each op, -1 until it is needed
+
+    def repeated(self, rows: Ints) -> int:
+        """How many of these ops are like the one before in thread, times and name."""
+        before, rows = rows[rows > 0] - 1, rows[rows > 0]
+        columns = (self.intervals.thread, self.intervals.start, self.durations, self.names)
+        alike = [column[rows] == column[before] for column in columns]
+        return int(np.count_nonzero(np.logical_and.reduce(alike) & (self.durations[rows] > 0)))
 
 
 class StackIds(dict[tuple[int, ...], int]):
@@ -334,13 +384,15 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
     return np.unique(np.array(borders, np.int64))
 
 
-def device_chunks(source: Source, stacks: Stacks, rows: int) -> Iterator[tuple[Linked, Ints]]:
+def device_chunks(
+    source: Source, stacks: Stacks, doubts: Doubts, rows: int
+) -> Iterator[tuple[Linked, Ints]]:
     """Device rows with their launches, and their op stacks."""
-    for chunk in linked_chunks(source, rows=rows):
+    for chunk in linked_chunks(source, doubts, rows=rows):
         yield chunk, stacks.lookup(chunk.thread, chunk.launch)
 
 
-def op_chunks(stacks: Stacks, ranges: Ranges) -> Iterator[tuple[Linked, Ints]]:
+def op_chunks(stacks: Stacks, ranges: Ranges, doubts: Doubts) -> Iterator[tuple[Linked, Ints]]:
     """Ops with the time that is their own, in order of their end, and their stacks; an op that goes
     on into the next slice waits for it.
     """
@@ -348,6 +400,7 @@ def op_chunks(stacks: Stacks, ranges: Ranges) -> Iterator[tuple[Linked, Ints]]:
     for number, border in enumerate([*stacks.borders.tolist(), None]):
         ops = stacks.slice(number)
         done, own, waiting = _own_times(ops, border, waiting)
+        doubts.repeated_ops += ops.repeated(done)
         if not len(done):
             continue
         thread, start = ops.intervals.thread[done], ops.intervals.start[done]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from profharness.errors import TraceFormatError
 from profharness.parse import open_trace
 from profharness.parse.chrome import parse_chrome
+from profharness.store import ingest_path
 
 DATA = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
 GOOD = (
@@ -136,13 +138,90 @@ def test_flipped_bytes_in_gzip(tmp_path: Path) -> None:
     refused(tmp_path / "t.json.gz", bytes(data))
 
 
+CALL = (
+    b'{"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 2, '
+    b'"ts": 4.0, "dur": 1.0, "args": {"correlation": 1}}'
+)
+OP = b'{"ph": "X", "cat": "cpu_op", "name": "aten::mul", "pid": 1, "tid": 2, "ts": 4.5, "dur": 2.0}'
+UNKNOWN = CALL.replace(b"cuda_runtime", b"new_runtime")
+
+
 @pytest.mark.parametrize("text", ['{"traceEvents": []}', "[]", '{"traceEvents": [ ], "x": 1}\n'])
-def test_no_events_is_well_formed(text: str, tmp_path: Path) -> None:
+def test_no_events_are_no_trace(text: str, tmp_path: Path) -> None:
+    assert "traceEvents is empty" in str(refused(tmp_path / "t.json", text.encode()))
+
+
+def test_events_of_which_none_ran_are_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    path.write_text(text)
-    trace = parse_chrome(path)
-    assert (trace.num_launches, list(trace.batches())) == (0, [])
-    trace.close()
+    error = refused(path, document([CALL, BROKEN["negative"], BROKEN["huge-id"]]))
+    assert "nothing ran in its 3 events; 2 events could not be read and were skipped, 1 for a " in (
+        str(error)
+    )
+    with pytest.raises(TraceFormatError):
+        ingest_path(tmp_path / "s.db", path)
+    assert not (tmp_path / "s.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("events", "warning"),
+    [
+        ([GOOD], "1 launches have no call with their correlation"),
+        ([CALL, CALL.replace(b"4.0", b"4.1"), GOOD], "1 launches have several calls"),
+        ([CALL, GOOD] * 2, "1 launches stand in the file twice"),
+        ([OP] * 2, "1 launches stand in the file twice"),
+        ([CALL, GOOD, BROKEN["negative"]], "were skipped, 1 for a negative duration"),
+    ],
+)
+def test_what_does_not_match_is_counted(events: list[bytes], warning: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(document(events))
+    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+        assert any(warning in text for text in trace.warnings)
+    path.write_bytes(document([CALL, GOOD, OP, OP.replace(b"4.5", b"7.5")]))
+    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+        assert trace.warnings == ()
+
+
+def test_a_second_list_of_events_is_refused(tmp_path: Path) -> None:
+    data = document([CALL, GOOD])[:-1] + b', "traceEvents": []}'
+    assert "stands there twice" in str(refused(tmp_path / "t.json", data))
+
+
+NUMBERS = [
+    b"9" * 400, b"-" + b"9" * 400, b"1e300", b"1e400", b'"NaN"', b'"sNaN"', b'"Infinity"',
+    b'"1e99999999999999999999"', b"1e-99999999999", b'"--5"', b'"\\ud800"', b'"a\\u0000b"',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [b"5.0", b"9000000000000.0"], ids=["double", "exact"])
+@pytest.mark.parametrize("event", [GOOD, CALL, UNKNOWN, OP], ids=["gpu", "call", "new", "op"])
+def test_no_number_or_text_is_too_odd(event: bytes, first: bytes, tmp_path: Path) -> None:
+    fields = json.loads(event)
+    events = []
+    for name in ("ts", "dur", "pid", "tid", "name", "args"):
+        odd = json.dumps({**fields, name: "@"}).encode()
+        events += [odd.replace(b'"@"', value) for value in NUMBERS]
+        events += [odd.replace(b'"@"', b'{"correlation": %s}' % value) for value in NUMBERS]
+    path = tmp_path / "t.json"
+    path.write_bytes(document([GOOD.replace(b"5.0", first), GOOD, *events, GOOD]))
+    (result,) = ingest_path(tmp_path / "s.db", path)
+    assert result.launches >= 3
+    assert any("could not be read" in text for text in result.warnings)
+
+
+def test_half_characters_of_the_header_are_replaced(tmp_path: Path) -> None:
+    device = {"id": 0, "name": "\ud800 H200 \ud83d\ude00", "numSms": 132}
+    device |= {"computeMajor": 9, "computeMinor": 0}
+    path = tmp_path / "t.json"
+    path.write_bytes(
+        b'{"trace_id": "\\udc00", "deviceProperties": [%s], ' % json.dumps(device).encode()
+        + document([CALL, GOOD])[1:]
+    )
+    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+        assert trace.devices[0].name == "\ufffd H200 \U0001f600"
+        assert trace.environment["trace_id"] == "\ufffd"
+    (result,) = ingest_path(tmp_path / "s.db", path)
+    assert result.launches == 1
 
 
 def test_directory_and_missing_file(tmp_path: Path) -> None:
