@@ -115,7 +115,8 @@ class Trace:
     kernel_kinds says for each `kernel memcpy memset op`. op_paths are folded stacks of
     ATen/autograd ops, outermost first, joined by ";", the innermost op last. environment holds what
     the file itself says (cuda_runtime_version, cupti_version, distributedInfo, …), never host,
-    user, path or command line. skipped counts unreadable events.
+    user, path or command line. skipped counts unreadable events. created_s is when the file says that
+    it was made, in seconds since 1970.
     """
 
     profiler: str
@@ -133,3 +134,4 @@ class Trace:
     close: Callable[[], None]
     warnings: tuple[str, ...] = field(default=())
     metrics: Metrics | None = None
+    created_s: int | None = None

@@ -6,7 +6,7 @@ order from 0, and ranges around them.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,8 @@ def parse_ncu(path: Path) -> Trace:
         return _trace(read_csv_file(path), {}, path)
     file = check_file(path)
     environment: dict[str, object] = {"ncu_version": file.version} if file.version else {}
-    return _trace(read_report(path, file), environment, path)
+    trace = _trace(read_report(path, file), environment, path)
+    return replace(trace, created_s=file.created_s)
 
 
 def nanoseconds(value: float, unit: str) -> int:

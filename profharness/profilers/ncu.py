@@ -322,16 +322,20 @@ EXPECTED = "a report that `ncu -o` wrote"
 SIZE = struct.Struct("<I")
 VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # wire types of protobuf
 RESULTS, SESSION, PAYLOAD = 2, 3, 5
+CREATED = 2  # of a session
 MAX_HEADER = 1 << 28
 _VERSION = re.compile(rb"(\d{4}\.\d+\.\d+(?:\.\d+)?) \(build \d+\)")
 
 
 @dataclass(frozen=True, slots=True)
 class NcuFile:
-    """results counts what was profiled; version is that of the ncu that wrote it, None if unsaid."""
+    """results counts what was profiled; version is that of the ncu that wrote it, created_s when its
+    session began, in seconds since 1970; None if unsaid.
+    """
 
     results: int
     version: str | None
+    created_s: int | None = None
 
 
 def check_file(path: Path) -> NcuFile:
@@ -350,12 +354,13 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
     if file.read(len(MAGIC)) != MAGIC:
         raise TraceFormatError(path, "not an Nsight Compute report", expected=EXPECTED)
     _sized(path, file, size)
-    results, version = 0, None
+    results, version, created_s = 0, None, None
     while file.tell() < size:
         begin = file.tell()
         header = _sized(path, file, size)
         try:
             numbers, session = _fields(header)
+            created_s = created_s or _created(session)
         except (IndexError, ValueError):
             message = "a damaged block"
             raise TraceFormatError(path, message, offset=begin, expected=EXPECTED) from None
@@ -364,7 +369,7 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
         version = match[1].decode() if match else version
         _inside(path, file, numbers.get(PAYLOAD, 0), size)
         file.seek(numbers.get(PAYLOAD, 0), 1)
-    return NcuFile(results, version)
+    return NcuFile(results, version, created_s)
 
 
 def _sized(path: Path, file: BinaryIO, size: int) -> bytes:
@@ -382,6 +387,13 @@ def _inside(path: Path, file: BinaryIO, count: int, size: int) -> None:
     if file.tell() + count > size:
         expected = f"{file.tell() + count - size} more bytes; copy or capture it again"
         raise TraceFormatError(path, "the report is cut off", offset=size, expected=expected)
+
+
+def _created(session: bytes) -> int | None:
+    try:
+        return _fields(session)[0].get(CREATED)
+    except (IndexError, ValueError):
+        return None
 
 
 def _fields(message: bytes) -> tuple[dict[int, int], bytes]:

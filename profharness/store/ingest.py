@@ -20,6 +20,7 @@ import xxhash
 
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import is_trace, open_trace, sniff
+from profharness.parse.packed import open_file
 from profharness.run import RUN_FILE, Cell, Problem, Protocol, Run, TraceFile, read_run, run_kind
 from profharness.store import growth
 from profharness.store.insert import (
@@ -140,7 +141,7 @@ def _is_wanted(file: Path) -> bool:
 def _read_source(path: Path) -> Source:
     """A run folder or trace file with its content hash, nothing parsed. Raises TraceFormatError."""
     if path.is_file():
-        content_hash = _hash_file(path)
+        content_hash = _hash_file(path, packed=False)
         return Source(path, None, (Raw(None, path.name, path, content_hash),), content_hash)
     run = read_run(path)
     raws = tuple(_raw(path, trace) for trace in run.traces)
@@ -150,11 +151,14 @@ def _read_source(path: Path) -> Source:
     return Source(path, run, raws, digest.hexdigest())
 
 
-def _hash_file(path: Path) -> str:
-    """XXH3-128 of the file's bytes, as hex. Raises TraceFormatError if it cannot be read."""
+def _hash_file(path: Path, *, packed: bool = True) -> str:
+    """XXH3-128 of the file's bytes, or with packed=False of what it packs, as hex.
+
+    Raises TraceFormatError if it cannot be read.
+    """
     digest = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with closing(path.open("rb") if packed else open_file(path)[0]) as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
     except OSError as error:
@@ -431,8 +435,9 @@ def _insert_run(
 
 
 def _created(path: Path, parsed: _Parsed) -> str:
-    """When a foreign trace was made: by its own clock if it tells the date, else the file's."""
-    starts = [item.start_ns for item in parsed.trace.ranges[:1]]
+    """When a foreign trace was made: as it says, by its clock if that tells the date, else the file's."""
+    told = [] if parsed.trace.created_s is None else [parsed.trace.created_s * 10**9]
+    starts = told + [item.start_ns for item in parsed.trace.ranges[:1]]
     seconds = min(max(path.stat().st_mtime, 0.0), LAST_SECOND)
     if starts and EPOCH_NS[0] < starts[0] < EPOCH_NS[1]:
         seconds = starts[0] / 1e9

@@ -21,6 +21,7 @@ from nsys_make import unpacked
 
 from profharness.errors import StoreError, TraceFormatError
 from profharness.parse import open_trace
+from profharness.profilers.ncu import check_file
 from profharness.rows import Refusal
 from profharness.run import BENCH_FILE, Cell, Problem, TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
@@ -101,6 +102,35 @@ def test_ingesting_again_changes_nothing(tmp_path: Path, kineto: Path, run_folde
     assert [result.status for result in results] == ["unchanged", "unchanged"]
     assert results[0].launches == 384
     assert dump(store) == before
+
+
+def test_the_same_trace_packed_and_plain_is_one_run(tmp_path: Path) -> None:
+    for name in ("torch.json.gz", "nsys.sqlite.gz", "ncu.csv.gz"):
+        packed = tmp_path / name
+        if name.startswith("torch"):
+            shutil.copy(KINETO, packed)
+        else:
+            source = SAMPLE / ("nsys-1.sqlite" if name.startswith("nsys") else "ncu-1.csv")
+            packed.write_bytes(gzip.compress(source.read_bytes()))
+        plain = tmp_path / name.removesuffix(".gz")
+        plain.write_bytes(gzip.decompress(packed.read_bytes()))
+        results = [ingest_path(tmp_path / "p.db", path)[0] for path in (packed, plain, packed)]
+        assert [result.status for result in results] == ["new", "unchanged", "unchanged"]
+        assert len({result.run for result in results}) == 1
+
+
+def test_a_report_of_ncu_is_as_old_as_it_says(tmp_path: Path) -> None:
+    """Its file is as new as the last copy."""
+    file = tmp_path / "copy.ncu-rep"
+    file.write_bytes(gzip.decompress((KINETO.parent / "ncu_h200.ncu-rep.gz").read_bytes()))
+    assert check_file(file).created_s == 1795259696
+    trace = tmp_path / "copy.csv"
+    shutil.copy(SAMPLE / "ncu-1.csv", trace)
+    ingest_path(tmp_path / "p.db", trace)
+    pytest.importorskip("ncu_report", reason="NVIDIA's reader is not installed")
+    ingest_path(tmp_path / "p.db", file)
+    with open_store(tmp_path / "p.db") as store:
+        assert [row.created for row in store.runs()][1] == "2026-11-21T11:14:56+00:00"
 
 
 def test_run_folder_attributes_launches_to_cells(tmp_path: Path, run_folder: Folder) -> None:
