@@ -268,6 +268,8 @@ def _records(
             cells = _cells(line)
         except csv.Error as error:
             if not line.startswith('"'):
+                if _resembles(line, columns, bare=bare):
+                    doubts.add(DAMAGED, count)
                 continue
             raise _bad_row(path, count, f"cannot be read ({error})") from None
         if cells == columns:
