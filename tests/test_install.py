@@ -97,7 +97,8 @@ class Installed:
         """As a user's who activated it: nothing of the checkout is in it."""
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COLUMNS")}
         path = f"{self.bin}{os.pathsep}{kept['PATH']}"
-        return kept | {"PATH": path, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}
+        alone = {"OMP_NUM_THREADS": "1"}  # other tests run beside it
+        return kept | alone | {"PATH": path, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, command: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """A line of shell, its streams kept apart."""
