@@ -31,8 +31,15 @@ from profharness.store import Selection, open_store
 from profharness.views.kernels import cell_notes, kernels_document, witness_document
 from profharness.views.runs import warning_notes, with_warnings
 
+NAMES = """
+Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
+the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows of a
+block and the most splits that it combines; knob_7 is cuDNN's number of a variant. docs/measuring.md
+has the rest.
+"""
 
-@click.command()
+
+@click.command(epilog=NAMES)
 @config_options
 @backend_option
 @click.option(
@@ -90,11 +97,6 @@ def command(
     per call, µs the median of one launch, µs/call the mean time of all its launches in a call (of a
     foreign trace: total µs), share% the part of the cell's time on the device, occ% the theoretical
     occupancy. A value that the profiler cannot know shows as -.
-
-    Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
-    the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows
-    of a block and the most splits that it combines; knob_7 is cuDNN's number of a variant.
-    docs/measuring.md has the rest.
 
     --profiler all puts the witnesses side by side: the same kernel's time under torch, nsys and
     ncu, its counters, and every point on which they disagree; with --run all each profiler's

@@ -390,6 +390,13 @@ class Store:
         )
         return map(LaunchRow._make, rows)
 
+    def protocol(self, run: str) -> dict[str, Any]:
+        """How a run's cells were run, by the names of `run.Protocol`; empty for a foreign trace."""
+        (text,) = self.connection.execute(
+            "SELECT protocol FROM runs WHERE run = ?", (self.resolve(run),)
+        ).fetchone()
+        return json.loads(text) if text else {}
+
     def launch_metrics(self, launch_id: int) -> Metrics:
         """The hardware counters of one launch, with their units, by ncu's names."""
         rows = self.connection.execute(

@@ -40,6 +40,7 @@ MEANS = {
     "kernel": "kernels of a profiled call, L2 warm",
     "wall": "wall clock of the CPU",
 }
+OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
 SHOWN_CODES = 3
 LOG_LINES = 6  # of what a compiler said
 COLUMNS = (
@@ -85,6 +86,7 @@ def bench_document(
         _main_table(answer),
         *(_charts(answer) if charts else ()),
         Note(_header(answer), "figures"),
+        Note(_measured(answer), "measured"),
         *_marks(answer),
         # cells whose figures are SDPA's and not those of the form that was asked for
         *(Note(text, where, "warning") for where, text in replacement_notes(replaced)),
@@ -150,6 +152,21 @@ def _header(answer: Benched) -> str:
         f"µs is the median of {answer.ranking} ({means}), ±% half its 95 % interval; FLOPs by the "
         f"convention {answer.convention}, bytes are the compulsory ones; {ceiling}"
     )
+
+
+def _measured(answer: Benched) -> str:
+    """What it takes to measure the same again: when, how, and on what."""
+    counts = [row.samples for row in answer.figures()]
+    parts = [answer.created]
+    if counts:
+        least, most = min(counts), max(counts)
+        parts.append(f"{least if least == most else f'{least} to {most}'} samples a figure")
+    for key, text in (("warmup", "warm-up calls {}"), ("seed", "seed {}")):
+        if key in answer.protocol:
+            parts.append(text.format(answer.protocol[key]))
+    environment = answer.environment
+    parts += [f"{key} {environment[key]}" for key in OF_THE_MACHINE if environment.get(key)]
+    return ", ".join(filter(None, parts))
 
 
 def _main_table(answer: Benched) -> Table:

@@ -95,6 +95,14 @@ def test_proven_losses_and_open_ones_are_told_side_by_side(tmp_path: Path) -> No
     assert "the fastest other backend on 1 of 5 config(s): too few samples" in said
 
 
+def test_a_bench_says_what_it_takes_to_measure_it_again(tmp_path: Path) -> None:
+    found = answer(tmp_path, [cell("1,1,64,64,fp16", "math", {"event": steady(50_000)})])
+    text = RENDERERS["md"](bench_document(found))
+    line = next(line for line in text.splitlines() if line.startswith("- **measured**"))
+    assert found.created and found.created in line
+    assert f"{len(steady(50_000))} samples a figure, warm-up calls 3, seed 0" in line
+
+
 def test_within_the_threshold_auto_is_as_fast(tmp_path: Path) -> None:
     cells = [
         cell("1,1,64,64,fp16", "auto", {"event": steady(50_000)}),

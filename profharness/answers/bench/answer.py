@@ -28,7 +28,7 @@ from profharness.costs import CONVENTIONS
 from profharness.devices import Peaks
 from profharness.dispatch.advice import SDP_BACKENDS, call_code
 from profharness.errors import NotFoundError, UsageError
-from profharness.rows import MEASUREMENTS, CellRow
+from profharness.rows import MEASUREMENTS, CellRow, RunRow
 from profharness.run import PRECISION, BenchPlan, read_plan
 from profharness.store import Store
 
@@ -137,7 +137,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Benched:
-    """A whole answer. ranking is the measurement that ranks; losses are sorted, the largest first."""
+    """A whole answer. ranking is the measurement that ranks; losses are sorted, the largest first.
+    protocol has the names of `run.Protocol`.
+    """
 
     run: str
     rows: tuple[BenchRow, ...]
@@ -151,6 +153,8 @@ class Benched:
     losses: tuple[Loss, ...]
     conclusions: tuple[str, ...]
     samples: Samples = field(default_factory=dict)
+    created: str = ""
+    protocol: dict[str, Any] = field(default_factory=dict)
 
     def ranking_rows(self) -> list[BenchRow]:
         """One row a cell, by the measurement that ranks; cells without samples too."""
@@ -191,12 +195,8 @@ def benched(
     run's folder. Raises NotFoundError for a config or backend that it lacks, UsageError for an
     unknown convention.
     """
-    name = store.resolve(run or "latest")
-    if any(stored.run == name and stored.source == "trace" for stored in store.runs()):
-        raise NotFoundError(
-            f"run {name} is a trace that profharness did not make: it has no timed cells; "
-            f"`profharness kernels --run {name}` shows its kernels"
-        )
+    stored = _timed_run(store, run)
+    name = stored.run
     check_convention(convention)
     plan = _plan_of(store, name)
     precision = (plan.precision if plan else PRECISION) if precision is None else precision
@@ -234,7 +234,21 @@ def benched(
         losses=tuple(losses),
         conclusions=tuple(conclusions),
         samples=samples,
+        created=stored.created,
+        protocol=store.protocol(name),
     )
+
+
+def _timed_run(store: Store, ref: str | None) -> RunRow:
+    """The run that a reference (None: the latest) means. Raises NotFoundError for a foreign trace."""
+    name = store.resolve(ref or "latest")
+    stored = next(row for row in store.runs() if row.run == name)
+    if stored.source == "trace":
+        raise NotFoundError(
+            f"run {name} is a trace that profharness did not make: it has no timed cells; "
+            f"`profharness kernels --run {name}` shows its kernels"
+        )
+    return stored
 
 
 def _plan_of(store: Store, run: str) -> BenchPlan | None:
