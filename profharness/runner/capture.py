@@ -71,7 +71,7 @@ def capture(
     cells = plan_cells(configs, backends)
     kind = options.kind if options.bench is None else "bench"
     folder, run = _make_run(
-        options.out, kind, options.protocol, cells, backends, names, options.note
+        options.out, kind, options.protocol, cells, backends, names, options.note, options.bench
     )
     return _carry_out(folder, run, tools, progress)
 
