@@ -15,10 +15,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from profharness.cli._options import capture_progress
 from profharness.config import expand_configs
 from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
 from profharness.rows import Refusal
 from profharness.run import Cell, Protocol, Run, write_run
+from profharness.runner.supervise import Step
 from profharness.store import ingest_path
 
 COMMANDS = ("kernels", "diff", "runs", "ingest", "export")
@@ -233,3 +235,15 @@ def test_a_foreign_trace_has_nothing_to_bench(tmp_path: Path) -> None:
     result = invoke("bench", "--run", "latest", "--store", path)
     assert isinstance(result.exception, NotFoundError)
     assert "no timed cells" in str(result.exception)
+
+
+def test_a_line_of_progress_names_the_case_of_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    (config,) = expand_configs("1,4,256,64,fp32")
+    with capture_progress() as show:
+        for case in ("large", "equal", None):
+            cell = Cell("0", config, "math", "ok", case=case)
+            show(Step(1, 3, cell, "ok"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"[1/3] {config.label} math{case}: ok" for case in (" (large)", " (equal)", "")
+    ]
