@@ -82,7 +82,8 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
 def _report(source: Path, results: Sequence[IngestResult]) -> None:
     """A line on each run: its name, whether it is new, and what of it is stored."""
     for warning in [text for result in results for text in result.warnings]:
-        hint(f"warning: {source}: {warning}")
+        # a lone trace's own name need not stand twice
+        hint(f"warning: {source}: {warning.removeprefix(f'{source.name}: ')}")
     with quiet_stdout() as stream:
         for result in results:
             counts = f"{result.launches:,} launches"

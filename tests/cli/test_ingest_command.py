@@ -129,6 +129,14 @@ def test_strict_fails_for_warnings_and_tells_what_was_taken_in(open_folder: Path
         (open_folder / "s.db").unlink()
 
 
+def test_a_warning_names_a_lone_trace_once(open_folder: Path) -> None:
+    rows = (RUN.parent / "h200-torch-nsys-ncu" / "ncu-1.csv").read_text().splitlines(True)
+    (open_folder / "t.csv").write_text("".join(rows[:5] + rows[6:]))
+    done = ingest(open_folder, "--strict", "t.csv")
+    assert done.returncode == 1 and "t.csv: new, run trace-" in done.stdout
+    assert "warning: t.csv: " in done.stderr and "t.csv: t.csv" not in done.stderr
+
+
 def test_runs_and_kernels_show_the_warnings_of_a_run(open_folder: Path) -> None:
     name = run_with_lost_trace(open_folder)
     ingest(open_folder, "run")
