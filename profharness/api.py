@@ -17,10 +17,11 @@ from profharness.answers.agreement import predicted_rows, with_predictions
 from profharness.answers.analyze.answer import analyze_stored
 from profharness.answers.analyze.figures import FIELDS, analyze_record
 from profharness.answers.bench.rows import BenchRow
-from profharness.answers.diff.answer import diff_cells, find_side
+from profharness.answers.diff.answer import diff_cells
+from profharness.answers.diff.sides import find_sides
 from profharness.answers.explain.answer import explain_all
 from profharness.answers.explain.rules import flat_record, named_places
-from profharness.answers.export import write_run_file
+from profharness.answers.export import find_exported, write_run_file
 from profharness.backends import stored_names
 from profharness.cases import VerificationRow
 from profharness.config import Config, expand_configs, split_names
@@ -282,7 +283,7 @@ def diff(
     """
     chosen = config_list(configs)
     with open_store(store_path(store)) as opened:
-        sides = [find_side(opened, text, chosen) for text in (baseline, candidate)]
+        sides = find_sides(opened, baseline, candidate, chosen)
     record = diff_cells(
         *sides, threshold=stats.THRESHOLD if threshold is None else threshold
     ).to_json()
@@ -427,7 +428,7 @@ def export(
     profiler: whose part of the run; `all`: every one; None: the first of torch, nsys and ncu.
     """
     with open_store(store_path(store)) as opened:
-        name = opened.resolve(run)
+        name = find_exported(opened, run, profiler)
         return write_run_file(opened, name, Path(path), profiler=profiler, force=force)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -15,12 +17,59 @@ STORE_VARIABLE = "PROFHARNESS_STORE"  # names the store where none is given
 RUNS_FOLDER = Path("traces/runs")
 
 
+def shell_command(*words: str, store: Path) -> str:
+    """A command line that works as printed: --store stands in it unless that store is the one meant
+    without it.
+    """
+    usual = Path(os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
+    option = () if store == usual else ("--store", str(store))
+    return shlex.join(["profharness", *words, *option])
+
+
 def check_output(output: Path, *, force: bool) -> None:
     """Refuse early, before any work is done, what `atomic_file` would refuse at the end."""
     if output.exists() and not force:
         raise UsageError(f"{output}: already exists; --force overwrites it")
     if not output.parent.is_dir():
         raise UsageError(f"{output}: its folder does not exist")
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[str | None]:
+    """Hold a lock file; yields None, or who has it where another process does.
+
+    The system ends the lock with the process, however that ends. The holder may delete the file.
+    Where no file can be locked, nobody is kept out.
+    """
+    descriptor: int | None = None
+    holder: str | None = None
+    try:
+        while descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_file(descriptor, path):
+                os.close(descriptor)  # the holder that has just gone deleted the file
+                descriptor = None
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()}".encode())
+    except BlockingIOError:
+        assert descriptor is not None
+        holder = os.read(descriptor, 100).decode(errors="replace") or "another process"
+    except OSError:
+        pass
+    try:
+        yield holder
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    """Whether an open file still has that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -22,11 +24,12 @@ from profharness.backends import (
 from profharness.cases import NONE, VerificationRow
 from profharness.config import Config, parse_config
 from profharness.environment import gpu_present
-from profharness.errors import NotFoundError, ProfharnessError, UsageError
+from profharness.errors import NotFoundError, ProfharnessError, StoreError, UsageError
 from profharness.processes import STEP_S, deferred, let_through
 from profharness.profilers import find_profilers, require_tools
 from profharness.run import (
     PRECISION,
+    RUN_FILE,
     BenchOptions,
     BenchPlan,
     CaptureOptions,
@@ -38,9 +41,16 @@ from profharness.run import (
     read_run,
     require_number,
 )
-from profharness.runner.capture import capture, interrupts_name, plan_cells, resume, verify
+from profharness.runner.capture import (
+    capture,
+    interrupts_name,
+    plan_cells,
+    resume,
+    verify,
+    why_not_resumed,
+)
 from profharness.runner.supervise import Progress
-from profharness.store import Selection, open_store
+from profharness.store import LATEST, Selection, open_store
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -99,6 +109,7 @@ def capture_into_store(
     # Refuse what makes no sense before a store or a run folder is made.
     plan_cells(configs, chosen)
     require_tools(find_profilers(options.profilers))
+    require_store(store)
     with _opened_meanwhile(store):
         folder = capture(configs, chosen, options, progress)
     return _take_in(folder, store)
@@ -120,15 +131,17 @@ def bench_into_store(
 
 
 def find_run_folder(text: str, out: Path) -> Path:
-    """A run folder given as a path, or as `latest`, a run id or a unique prefix of one below `out`.
+    """A run folder to go on with: a path, or a run id or a unique prefix of one below `out`.
+    `latest` is the newest one there that can go on.
 
     Raises NotFoundError.
     """
-    if (Path(text) / "run.json").exists():
-        return Path(text)
-    pattern = "*" if text == "latest" else f"{text}*"
-    folders = sorted(path.parent for path in out.glob(f"{pattern}/run.json"))
-    folders = folders[-1:] if text == "latest" else folders
+    for exact in (Path(text), out / text):
+        if (exact / RUN_FILE).exists():
+            return exact
+    if text == LATEST:
+        return _latest_unfinished(out)
+    folders = sorted(path.parent for path in out.glob(f"{glob.escape(text)}*/{RUN_FILE}"))
     if len(folders) != 1:
         many = f"{len(folders)} of them fit" if folders else "there is none"
         raise NotFoundError(
@@ -137,18 +150,43 @@ def find_run_folder(text: str, out: Path) -> Path:
     return folders[0]
 
 
+def _latest_unfinished(out: Path) -> Path:
+    """By the names, which begin with the time of the run."""
+    reasons = []
+    for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
+        reason = why_not_resumed(path.parent, read_run(path.parent))
+        if reason is None:
+            return path.parent
+        reasons.append(reason)
+    newest = f"; the newest: {reasons[0]}" if reasons else ""
+    raise NotFoundError(f"no run folder in {out} has anything left to resume{newest}")
+
+
 def resume_into_store(folder: Path, store: Path, progress: Progress | None = None) -> Captured:
     """Finish an interrupted run and ingest it, in place of what the store had of it."""
+    require_store(store)
     with _opened_meanwhile(store):
         resume(folder, progress)
     return _take_in(folder, store)
+
+
+def require_store(path: Path) -> None:
+    """Refuse, before anything runs, a store that could not take the run in. Raises StoreError.
+
+    Making a new one is left for later, for it costs as much as a cell.
+    """
+    place = path if path.exists() else path.parent
+    if place == path or not place.is_dir():
+        open_store(path, write=True).close()
+    if not os.access(place, os.W_OK):
+        raise StoreError(f"{path}: {place} cannot be written; name another --store")
 
 
 @contextlib.contextmanager
 def _opened_meanwhile(store: Path) -> Iterator[None]:
     """Makes the store while the worker starts: its schema and imports cost as long as a cell.
 
-    Whatever is wrong with the store shows when the run is taken in, with the run folder complete.
+    What goes wrong here shows when the run is taken in, with the run folder complete.
     Signals are deferred: an exception amid an import would leave a lock for which the thread waits.
     """
 
@@ -198,6 +236,7 @@ def verify_into_store(
     options = options or VerifyOptions()
     check_protocol(options.protocol)
     chosen = every_backend(backends, default_backends(options.protocol.device))
+    require_store(store)
     folder = verify(configs, chosen, options, progress)
     with interrupts_name(folder):
         (result,) = stores.ingest_path(store, folder)
@@ -230,7 +269,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
         if options.verify:
             raise UsageError("--verify measures; leave --run out, or use profharness verify")
         with open_store(store) as opened:
-            run = opened.resolve(options.run)
+            run = opened.find_run(Selection(options.run, options.configs), *answer.TIMED)
             return answer.benched(
                 opened,
                 run,

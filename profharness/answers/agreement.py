@@ -15,6 +15,7 @@ from typing import Any
 
 from profharness.config import OWN_CHOICE, SDPA_BACKENDS, parse_config
 from profharness.errors import NotFoundError, UsageError
+from profharness.files import shell_command
 from profharness.rows import (
     NAIVE_COMPILED,
     REPLACEMENTS,
@@ -23,7 +24,7 @@ from profharness.rows import (
     KernelRow,
     Triple,
 )
-from profharness.store import Selection, Store, open_store
+from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
 # Kernel families that compute attention, and the backend each belongs to.
 FAMILY_BACKENDS = {
@@ -43,21 +44,23 @@ _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 
 
 def predicted_rows(
-    path: Path, selection: Selection, *, by_op: bool = False
+    path: Path, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
 ) -> tuple[list[KernelRow], list[CellRow]]:
     """The selected kernels and cells with `predicted` filled in. Raises NotFoundError."""
     with open_store(path) as store:
-        rows, cells = store.rows(selection, by_op=by_op)
+        run = store.find_run(selection, *needs)
+        rows, cells = store.rows(replace(selection, run=run), by_op=by_op)
         if rows or cells:
             return rows, with_predictions(store, cells)
+        lack = None if run == ALL_RUNS else store.lack_of_kernels(run)
     names = [f"config {config}" for config in selection.configs]
     names += [f"backend {name}" for name in selection.backends]
     names += [f"profiler {name}" for name in selection.profilers]
-    run = selection.run
-    where = {None: "the latest run", "all": "the store"}.get(run, f"run {run}")
+    where = "the store" if run == ALL_RUNS else f"run {run}"
+    stored = shell_command("runs", store=path)
     raise NotFoundError(
-        f"{where} has nothing of: {', '.join(names) or 'kernels'}; "
-        "`profharness runs` lists what is stored"
+        lack
+        or f"{where} has nothing of: {', '.join(names) or 'kernels'}; see what is stored with: {stored}"
     )
 
 

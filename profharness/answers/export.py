@@ -5,6 +5,7 @@ are those of PyTorch's own traces.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from profharness.devices import Device, occupancy
 from profharness.errors import NotFoundError
 from profharness.files import atomic_file
 from profharness.rows import COUNTERS, TRACE_PROFILERS
-from profharness.store import LaunchRow, RangeRow, Store
+from profharness.store import LaunchRow, RangeRow, Selection, Store
 
 Event = dict[str, Any]
 # A sort key and the event; the number breaks ties, because dicts do not compare.
@@ -414,14 +415,27 @@ def _title(row: LaunchRow, on_host: bool) -> str:
 ALL = "all"
 
 
+def find_exported(store: Store, ref: str, profiler: str | None = None) -> str:
+    """The run that is meant: `latest` is the newest with launches, of that profiler if any has them.
+
+    Raises NotFoundError.
+    """
+    if profiler not in (None, ALL):
+        with contextlib.suppress(NotFoundError):
+            return store.find_run(Selection(ref, profilers=(str(profiler),)))
+    return store.find_run(Selection(ref))
+
+
 def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tuple[str, ...]:
     """The profilers that an export of the run is made of, out of those that left launches. None:
-    the first of TRACE_PROFILERS; `all`: every one. Raises NotFoundError for one that left none.
+    the first of TRACE_PROFILERS; `all`: every one. Raises NotFoundError where there are none.
     """
     row = next(row for row in store.runs() if row.run == run)
     held = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
+    if not held:
+        raise NotFoundError(f"run {run} has no kernels; see it with: {store.shown_by(run)}")
     if profiler not in (None, ALL, *held):
-        there = f"there are those of {', '.join(held)}" if held else "it has none at all"
+        there = f"there are those of {', '.join(held)}"
         raise NotFoundError(f"run {run} has no launches of profiler {profiler!r}; {there}")
     if profiler not in (None, ALL):
         return (str(profiler),)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.analyze.answer import analyze_here
+from profharness.answers.analyze.answer import ANALYZED, analyze_here
 from profharness.cli._options import (
     backend_option,
     complete_runs,
@@ -67,6 +67,8 @@ def command(
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
     """
-    rows, cells = find_rows(store, read_selection(run, config, configs_file, backend))
+    rows, cells = find_rows(
+        store, read_selection(run, config, configs_file, backend), needs=ANALYZED
+    )
     analyses = analyze_here(store, cells, rows, peaks, hint)
     emit(analyze_document(analyses, full=full), format_, output, force=force)

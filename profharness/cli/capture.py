@@ -20,8 +20,10 @@ from profharness.cli._options import (
 )
 from profharness.config import split_names
 from profharness.errors import CaptureError, UsageError
+from profharness.files import shell_command
 from profharness.rows import COUNTERS
 from profharness.run import GPU, LIMITS, CaptureOptions, Protocol
+from profharness.store import open_store
 
 if TYPE_CHECKING:
     from profharness.jobs import Captured
@@ -85,7 +87,8 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     "--resume",
     "resume_run",
     metavar="RUN",
-    help="A run folder or run id: do only its cells that have no result.",
+    help="A run folder, a run id, or latest: the newest unfinished one. Does only its cells that "
+    "have no result.",
 )
 def command(
     config: tuple[str, ...],
@@ -143,26 +146,28 @@ def command(
         options = CaptureOptions(profilers, out, asked, note)
         with capture_progress() as progress:
             captured = capture_into_store(configs, backends, store, options, progress)
-    _report(captured)
+    _report(captured, store)
 
 
-def _report(captured: Captured) -> None:
+def _report(captured: Captured, store: Path) -> None:
     """The run's id and what came of its cells on stdout; what failed, with its message, on stderr.
 
     Raises CaptureError if a profiler did not do its work.
     """
     run = captured.run
+    again = shell_command("capture", "--resume", str(captured.folder), store=store)
     counts = Counter(cell.status for cell in run.cells)
     summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     click.echo(f"{run.run}: {len(run.cells)} cells: {summary}; in {captured.folder}")
     for cell in run.cells:
         if cell.status in FAILED:
-            why = cell.message or "not run; --resume goes on with it"
+            why = cell.message or f"not run; go on with: {again}"
             click.echo(f"{cell.status}: {cell.config} {cell.backend}: {why}", err=True)
     for result in captured.ingested:
         for warning in result.warnings:
             click.echo(f"warning: {warning}", err=True)
-    click.echo("see it with: profharness kernels", err=True)
+    with open_store(store) as opened:
+        click.echo(f"see it with: {opened.shown_by(run.run)}", err=True)
     failed = [problem for problem in run.problems if problem.profiler != GPU]  # those were told
     if failed:
         lines = [

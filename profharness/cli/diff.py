@@ -7,12 +7,14 @@ from pathlib import Path
 import click
 
 from profharness import stats
-from profharness.answers.diff.answer import diff_cells, find_side
+from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import VERDICTS
+from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.cli._options import (
     complete_sides,
     config_options,
     emit,
+    hint,
     output_options,
     read_configs,
     store_option,
@@ -58,9 +60,9 @@ def command(
     """Compare two backends of a run, or two runs.
 
     BASELINE and CANDIDATE are each a run (an id, a unique prefix, latest, latest~1), RUN:BACKEND,
-    or the name of a backend in
-    the latest run. Kernels are paired by what they compute; ratio is the candidate's time over the
-    baseline's.
+    or the name of a backend in the latest run that has all the backends named. Kernels are paired by
+    what they compute; ratio is the candidate's time over the baseline's. A gate (--fail-on) for which
+    there is nothing to compare is not met.
 
     \b
     Example:
@@ -72,17 +74,21 @@ def command(
             raise UsageError(f"--fail-on {name!r}: not one of {', '.join(VERDICTS)}")
     configs = read_configs(config, configs_file)
     with open_store(store) as opened:
-        sides = [find_side(opened, text, configs) for text in (baseline, candidate)]
+        sides = find_sides(opened, baseline, candidate, configs)
     diff = diff_cells(*sides, threshold=threshold)
-    if not diff.rows:
-        raise NotFoundError(
-            f"{sides[0].label} and {sides[1].label} have nothing to compare; "
-            "`profharness runs` lists what is stored"
-        )
+    empty = nothing_compared(diff, sides, verdicts)
+    if not diff.rows and not verdicts:
+        raise NotFoundError(empty or "nothing to compare")
     emit(diff_document(diff, full=full), format_, output, force=force)
     failed = diff.fails(verdicts) if verdicts else []
+    gate = f"--fail-on {','.join(sorted(verdicts))}"
     if failed:
         lines = [
             f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}" for row in failed
         ]
-        raise GateError(f"--fail-on {','.join(sorted(verdicts))} is met: " + "\n  ".join(lines))
+        lines += [empty] if empty else []
+        raise GateError(f"{gate} is met: " + "\n  ".join(lines))
+    if empty and verdicts:
+        raise GateError(f"{gate}: {empty}")
+    if empty:
+        hint(f"warning: {empty}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.export import choose_profilers, write_run, write_run_file
+from profharness.answers.export import choose_profilers, find_exported, write_run, write_run_file
 from profharness.cli._options import complete_runs, file_options, hint, quiet_stdout, store_option
 from profharness.store import open_store
 
@@ -37,7 +37,7 @@ def command(run: str, profiler: str | None, output: Path | None, force: bool, st
       profharness export latest -o trace.json.gz
     """
     with open_store(store) as opened:
-        name = opened.resolve(run)
+        name = find_exported(opened, run, profiler)
         chosen = choose_profilers(opened, name, profiler)
         others = set(choose_profilers(opened, name, "all")) - set(chosen)
         if others and profiler is None:

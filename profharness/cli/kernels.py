@@ -27,7 +27,8 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, of_first_profiler
-from profharness.store import Selection, open_store
+from profharness.store import ALL_RUNS, Need, Selection, open_store
+from profharness.views.document import Document
 from profharness.views.kernels import cell_notes, kernels_document, witness_document
 from profharness.views.runs import warning_notes, with_warnings
 
@@ -118,20 +119,32 @@ def command(
     rows, cells = find_rows(store, selection, by_op=steps)
     if not profiler:
         rows = _first_profiler(rows)
-    if steps:
-        from profharness.views.steps import steps_document
-
-        document = steps_document(rows, cells, full=full)
-    elif side_by_side:
-        document = witness_document(rows, cells, full=full)
-    else:
-        document = kernels_document(rows, cells, full=full)
+    make = _steps_document if steps else witness_document if side_by_side else kernels_document
+    document = make(rows, cells, full=full)
     warnings = _warnings(store, rows, cells)
     document = with_warnings(document, warnings)
     emit(document, format_, output, force=force)
     if chosen_format(format_, output) == "csv":
         _tell(cells, warnings)
-    failed = unmet_expectations(expected, rows, cells) if expected else []
+    if expected:
+        _judge(expected, rows, cells, every_run=run == ALL_RUNS)
+
+
+def _steps_document(
+    rows: Sequence[KernelRow], cells: Sequence[CellRow], *, full: bool = False
+) -> Document:
+    from profharness.views.steps import steps_document  # for this one option
+
+    return steps_document(rows, cells, full=full)
+
+
+def _judge(
+    expected: Sequence[str], rows: list[KernelRow], cells: list[CellRow], *, every_run: bool
+) -> None:
+    """The gate of --expect. Of every run, those that have no kernels and cannot know are left out."""
+    watched = {row.run for row in rows}
+    judged = [cell for cell in cells if cell.run in watched or not every_run]
+    failed = unmet_expectations(expected, rows, judged)
     if failed:
         raise GateError(f"--expect {','.join(expected)} is not met: " + "\n  ".join(failed))
 
@@ -153,18 +166,34 @@ def read_selection(
 
 
 def find_rows(
-    store: Path, selection: Selection, *, by_op: bool = False
+    store: Path,
+    selection: Selection,
+    *,
+    by_op: bool = False,
+    needs: Sequence[Need] = ("kernels", "run"),
 ) -> tuple[list[KernelRow], list[CellRow]]:
-    """The selected rows; configs that no stored run has are captured if no run is named."""
-    try:
-        return predicted_rows(store, selection, by_op=by_op)
-    except NotFoundError:
-        if not selection.configs or selection.run is not None:
-            raise
-    from profharness.jobs import Listener, capture_missing
+    """The selected rows of the latest run that has the first of the needs that any run has.
 
-    selection = capture_missing(store, selection, Listener(hint, capture_progress))
-    return predicted_rows(store, selection, by_op=by_op)
+    Configs without the first of them are captured if no run is named. A hint tells of a run without
+    kernels.
+    """
+    capturing = selection.configs and selection.run is None
+    try:
+        chosen = needs[:1] if capturing else needs
+        rows, cells = predicted_rows(store, selection, by_op=by_op, needs=chosen)
+    except NotFoundError:
+        if not capturing:
+            raise
+        from profharness.jobs import Listener, capture_missing
+
+        selection = capture_missing(store, selection, Listener(hint, capture_progress))
+        rows, cells = predicted_rows(store, selection, by_op=by_op)
+    if not rows and selection.run != ALL_RUNS:
+        with open_store(store) as opened:
+            lack = opened.lack_of_kernels(cells[0].run)
+        if lack is not None:
+            hint(lack)
+    return rows, cells
 
 
 def _warnings(

@@ -9,7 +9,6 @@ import errno
 import io
 import os
 import re
-import shlex
 import signal
 import sys
 from importlib import import_module
@@ -18,7 +17,6 @@ from types import FrameType
 from typing import Any, TextIO
 
 import click
-from click.core import ParameterSource
 
 from profharness import __version__
 from profharness.errors import Interrupted, ProfharnessError
@@ -195,15 +193,14 @@ def _folder_is_there() -> bool:
 
 
 def _interrupted(stop: BaseException) -> int:
-    """The exit code of an interrupt. Where it left a run folder, says how to go on with it; click
-    hides what it aborted for in the cause.
+    """The exit code of an interrupt. Where it left a run folder, says what is kept and how to go on;
+    click hides what it aborted for in the cause.
     """
     code = EXIT_INTERRUPTED
     cause: BaseException | None = stop
     while cause is not None:
         if isinstance(cause, Interrupted):
-            go_on = _going_on(cause.folder)
-            _say(f"what was done is kept; go on with: {go_on}")
+            _say(_going_on(cause.folder))
         elif isinstance(cause, TerminatedError):
             code = cause.exit_code
         cause = cause.__cause__
@@ -211,23 +208,30 @@ def _interrupted(stop: BaseException) -> int:
 
 
 def _going_on(folder: Path) -> str:
-    """What finishes the run in that folder (which --out is a part of), in the store that was named,
-    and then shows it as the command that was interrupted would have.
+    """What of the run in that folder (which --out is a part of) is kept, and what finishes it in the
+    store that was named and shows it as the command that was interrupted would have.
     """
+    from profharness.files import shell_command
     from profharness.run import read_run
 
     arguments = sys.argv[1:]
     name = next(word for word in arguments if word in COMMANDS)
     rest = arguments[arguments.index(name) + 1 :]
     command: click.Command = import_module(COMMANDS[name][0]).command
-    context = command.make_context(name, rest, resilient_parsing=True)
-    store: list[str] = []
-    if context.get_parameter_source("store") is ParameterSource.COMMANDLINE:
-        store = ["--store", str(context.params["store"])]
-    text = shlex.join(["profharness", "capture", "--resume", str(folder), *store])
-    if name == "bench" and read_run(folder).profilers:  # not the verification of what was timed
-        text += " && " + shlex.join(["profharness", "bench", "--run", folder.name, *store])
-    return text
+    store = Path(command.make_context(name, rest, resilient_parsing=True).params["store"])
+    run = read_run(folder)
+    if any(cell.case is not None for cell in run.cells):
+        done = sum(cell.status != "pending" for cell in run.cells)
+        kept = shell_command("ingest", str(folder), store=store)
+        text = f"{done} of {len(run.cells)} checks are done; store them with: {kept}"
+        if name == "bench":
+            shown = shell_command("bench", "--run", "latest", store=store)
+            text += f"; what was timed is stored, see it with: {shown}"
+        return f"{text}; a verification cannot be resumed, only begun anew"
+    text = shell_command("capture", "--resume", str(folder), store=store)
+    if name == "bench":
+        text += " && " + shell_command("bench", "--run", folder.name, store=store)
+    return f"what was done is kept; go on with: {text}"
 
 
 def _end_in_order() -> None:

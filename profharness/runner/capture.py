@@ -23,11 +23,13 @@ from profharness.backends import (
 from profharness.cases import derive_cases
 from profharness.config import Config
 from profharness.errors import CaptureError, Interrupted, UsageError
+from profharness.files import exclusive
 from profharness.logs import log_wanted
 from profharness.processes import deferred, let_through
 from profharness.profilers import Profiler, find_profilers, open_session, require_tools
 from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
+    GPU,
     JOURNAL_FILE,
     PLAN_FILE,
     RUN_FILE,
@@ -46,6 +48,7 @@ from profharness.run import (
 )
 from profharness.runner.supervise import LOG_FILE, Progress, RunRecord, run_cells, worker_argv
 
+LOCK_FILE = ".lock"
 START_REMEDY = (
     "`profharness doctor` shows what is missing; the worker's own words are in worker.log"
 )
@@ -73,7 +76,8 @@ def capture(
     folder, run = _make_run(
         options.out, kind, options.protocol, cells, backends, names, options.note, options.bench
     )
-    return _carry_out(folder, run, tools, progress)
+    with locked(folder):
+        return _carry_out(folder, run, tools, progress)
 
 
 def verify(
@@ -91,14 +95,46 @@ def verify(
     cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
     protocol = replace(options.protocol, iterations=0, warmup=0, samples=0)
     folder, run = _make_run(options.out, "verify", protocol, cells, backends)
-    return _carry_out(folder, run, {}, progress)
+    with locked(folder):
+        return _carry_out(folder, run, {}, progress)
 
 
 def resume(folder: Path, progress: Progress | None = None) -> Path:
-    """Run the cells of a folder that have no result yet, with the protocol that it was begun with."""
-    run = read_run(folder)
-    tools = require_tools(find_profilers(run.profilers))
-    return _carry_out(folder, run, tools, progress)
+    """Run the cells of a folder that have no result yet, with the protocol that it was begun with.
+
+    Raises UsageError for a verification or a finished run, CaptureError for one that still runs.
+    """
+    with locked(folder):
+        run = read_run(folder)
+        reason = why_not_resumed(folder, run)
+        if reason is not None:
+            raise UsageError(f"--resume: {reason}")
+        tools = require_tools(find_profilers(run.profilers))
+        return _carry_out(folder, run, tools, progress)
+
+
+def why_not_resumed(folder: Path, run: Run) -> str | None:
+    """Why a run cannot go on, whoever holds its folder; None where it can."""
+    if any(cell.case is not None for cell in run.cells):
+        return f"run {run.run} is one of `profharness verify`, which begins anew each time"
+    left = any(problem.profiler != GPU for problem in run.problems)
+    left = left or any(cell.status == "pending" for cell in run.cells)
+    if left or (folder / JOURNAL_FILE).exists():
+        return None
+    return f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of a run folder. Raises CaptureError while another is at work."""
+    with exclusive(folder / LOCK_FILE) as holder:
+        if holder is not None:
+            raise CaptureError(f"{folder}: {holder} is at work on this run; wait for its end")
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                (folder / LOCK_FILE).unlink()
 
 
 def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell, ...]:

@@ -8,15 +8,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from profharness.rows import LaunchRow, RangeRow
-from profharness.store.queries import Selection, Store, open_store
+from profharness.store.queries import Store, open_store
+from profharness.store.selection import ALL_RUNS, LATEST, Need, Selection
 
 if TYPE_CHECKING:
     from profharness.store.frames import frame, query, to_frame
     from profharness.store.ingest import IngestResult, ingest_path
 
 __all__ = [
+    "ALL_RUNS",
+    "LATEST",
     "IngestResult",
     "LaunchRow",
+    "Need",
     "RangeRow",
     "Selection",
     "Store",

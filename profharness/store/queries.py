@@ -7,15 +7,14 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from itertools import chain, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profharness.config import FLAGS, Config
 from profharness.devices import Device, Occupancy, occupancy
-from profharness.errors import NotFoundError, ProfharnessError
+from profharness.errors import ProfharnessError
 from profharness.rows import CellRow, KernelRow, LaunchRow, RangeRow, Refusal, RunRow, Triple
 from profharness.store.schema import (
     connect,
@@ -24,6 +23,15 @@ from profharness.store.schema import (
     forget_run,
     is_damage,
     transaction,
+)
+from profharness.store.selection import (
+    ALL_RUNS,
+    Need,
+    Selection,
+    config_ids,
+    find_run,
+    lack_of_kernels,
+    shown_by,
 )
 from profharness.store.verifications import (
     find_peaks,
@@ -34,6 +42,7 @@ from profharness.store.verifications import (
 
 if TYPE_CHECKING:
     from profharness.cases import VerificationRow
+    from profharness.config import Config
     from profharness.devices import Peaks
     from profharness.run import Problem
 
@@ -41,14 +50,9 @@ Record = dict[str, Any]
 Metrics = dict[str, tuple[float, str]]
 
 FAILED = ("oom", "error", "crashed", "timeout")
-CANDIDATES_SHOWN = 8
-LATEST = "latest"
-ALL_RUNS = "all"
-NO_PROFILERS = "[]"
 # What reading garbage can raise; whether the file is damaged is looked at only then.
 OF_DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, ArithmeticError)
 UNKNOWN = float("nan")  # a sum with one part unknown is unknown, and so are all shares of it
-_CONFIG_FIELDS = tuple(field.name for field in fields(Config))
 _DEVICE_COLUMNS = ", ".join(
     "device_index" if field.name == "index" else f"d.{field.name}" for field in fields(Device)
 )
@@ -68,34 +72,6 @@ def _where(filters: Mapping[str, Iterable[Any] | None]) -> tuple[str, list[Any]]
     given = {column: list(values) for column, values in filters.items() if values is not None}
     conditions = [f"{name} IN ({', '.join('?' * len(given[name]))})" for name in given]
     return " AND ".join(conditions) or "1", [*chain.from_iterable(given.values())]
-
-
-def _config_ids(
-    connection: sqlite3.Connection, configs: Sequence[Config] | None
-) -> list[int] | None:
-    """Ids of the stored configs that any of the configs matches; without a dtype it matches any."""
-    if configs is None:
-        return None
-    rows = connection.execute(f"SELECT id, {', '.join(_CONFIG_FIELDS)} FROM configs").fetchall()
-    matching = []
-    for row in rows:
-        values = dict(zip(_CONFIG_FIELDS, row[1:], strict=True))
-        stored = Config(**(values | {name: bool(values[name]) for name in FLAGS}))
-        if any(config.matches(stored) for config in configs):
-            matching.append(row[0])
-    return matching
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which stored rows are meant. run: an id, a unique prefix, `latest`, `latest~N` or `all`; None
-    is the latest run that has all the configs, on all the backends. An empty filter takes all.
-    """
-
-    run: str | None = None
-    configs: Sequence[Config] = ()
-    backends: Sequence[str] = ()
-    profilers: Sequence[str] = ()
 
 
 class Store:
@@ -154,46 +130,31 @@ class Store:
 
         Raises NotFoundError, naming candidates, when no run or more than one is meant.
         """
-        rows = self.connection.execute(
-            "SELECT run, profilers FROM runs ORDER BY created DESC, id DESC"
-        ).fetchall()
-        names = [str(row[0]) for row in rows]
-        if not names:
-            raise NotFoundError(f"{self.path} holds no run; `profharness capture` makes one")
-        if ref in names:
-            return ref
-        head, tilde, number = ref.partition("~")
-        if head == LATEST and (number.isdecimal() or not tilde):
-            back = int(number) if tilde else 0
-            # a run of `verify` has no profilers and nothing that anyone means by `latest`
-            names = [str(row[0]) for row in rows if row[1] != NO_PROFILERS] or names
-            if back < len(names):
-                return names[back]
-            raise NotFoundError(f"{ref}: the store holds only {len(names)} run(s): {_some(names)}")
-        matching = [name for name in names if ref and name.startswith(ref)]
-        if len(matching) == 1:
-            return matching[0]
-        if matching:
-            raise NotFoundError(f"run {ref!r} is ambiguous; it could be {_some(matching)}")
-        raise NotFoundError(f"no run {ref!r} in {self.path}; there are {_some(names)}")
+        return self.find_run(Selection(ref), "run")
 
-    def find_run(self, selection: Selection) -> str:
-        """The id of the selected run, or `all`. Raises NotFoundError if there is none."""
-        if selection.run == ALL_RUNS:
-            return ALL_RUNS
-        if selection.run is not None or not selection.configs:
-            return self.resolve(LATEST if selection.run is None else selection.run)
-        run = self.latest_run_with(selection.configs, selection.backends or None)
-        if run is None:
-            labels = ", ".join(config.label for config in selection.configs)
-            raise NotFoundError(f"no stored run has {labels}; profharness.capture(…) makes one")
-        return run
+    def find_run(self, selection: Selection, *needs: Need) -> str:
+        """The id of the selected run, or `all`. `latest`, or none, is the newest one that has what is
+        needed: the first of the needs that any run has, by default kernels.
+
+        Raises NotFoundError where there is none.
+        """
+        return find_run(self.connection, self.path, selection, needs or ("kernels",))
+
+    def shown_by(self, run: str) -> str:
+        """The command that shows what a run has."""
+        return shown_by(self.connection, self.path, run)
+
+    def lack_of_kernels(self, run: str) -> str | None:
+        """Says that a run has no kernels and what shows the rest of it; None where it has some."""
+        return lack_of_kernels(self.connection, self.path, run)
 
     def rows(
-        self, selection: Selection, *, by_op: bool = False
+        self, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
     ) -> tuple[list[KernelRow], list[CellRow]]:
-        """The selected kernels and cells. Raises NotFoundError where no run is meant."""
-        run = self.find_run(selection)
+        """The selected kernels and cells of the run that has what is needed. Raises NotFoundError
+        where no run is meant.
+        """
+        run = self.find_run(selection, *needs)
         configs, backends = selection.configs or None, selection.backends or None
         profilers = selection.profilers or None
         kernels = self.kernels(
@@ -213,16 +174,16 @@ class Store:
     ) -> list[KernelRow]:
         """What ran, one row per cell, profiler, range, kernel, launch configuration and device.
 
-        run None is the latest, `all` the whole store; None for a filter means no filter. A config
-        without dtype matches any dtype.
+        run None is the latest with kernels, `all` the whole store; None for a filter means no
+        filter. A config without dtype matches any dtype.
         by_op keeps launches from different op paths apart; otherwise op_path is that of most
         launches.
         """
         where, values = _where(
             {
                 "by_op": [by_op],
-                "run": self._selected(run),
-                "config_id": _config_ids(self.connection, configs),
+                "run": self._selected(run, "kernels"),
+                "config_id": config_ids(self.connection, configs),
                 "backend": backends,
                 "profiler": profilers,
                 "cell": cells,
@@ -254,29 +215,18 @@ class Store:
             for row, whole, values in zip(rows, wholes, metrics, strict=True)
         ]
 
-    def _selected(self, run: str | None) -> list[str] | None:
-        """The runs that a question is about: None for `all`, else one."""
-        return None if run == ALL_RUNS else [self.resolve(run or LATEST)]
+    def _named(self, run: str | None) -> str:
+        return self.find_run(Selection(run), "run")
 
-    def latest_run_with(
-        self, configs: Sequence[Config], backends: Sequence[str] | None = None
-    ) -> str | None:
-        """The newest run with cells for all the configs, on all the backends if any are given."""
-        ids = [_config_ids(self.connection, [config]) or [] for config in configs]
-        if not ids or not all(ids):
-            return None
-        rows = self.connection.execute(
-            "SELECT r.run, c.config_id, c.backend FROM runs r JOIN cells c ON c.run_id = r.id "
-            f"WHERE r.profilers <> '{NO_PROFILERS}' ORDER BY r.created DESC, r.id DESC"
-        )
-        held: dict[str, set[tuple[int, str | None]]] = {}
-        for name, config_id, backend in rows:
-            held.setdefault(name, set()).update({(config_id, backend), (config_id, None)})
-        needs = [(any_of, backend) for any_of in ids for backend in (backends or (None,))]
-        for name, cells in held.items():
-            if all(any((one, backend) in cells for one in any_of) for any_of, backend in needs):
-                return name
-        return None
+    def _selected(self, run: str | None, need: Need) -> list[str] | None:
+        """The runs that a question is about: None for `all`, else one."""
+        found = self.find_run(Selection(run), need)
+        return None if found == ALL_RUNS else [found]
+
+    def backends(self) -> list[str]:
+        """The names of all backends that any stored cell ran on, in alphabetical order."""
+        rows = self.connection.execute("SELECT DISTINCT backend FROM cells ORDER BY backend")
+        return [str(row[0]) for row in rows]
 
     def cells(
         self,
@@ -288,8 +238,8 @@ class Store:
         """Cells in the run's order; run None is the latest, `all` the whole store."""
         where, values = _where(
             {
-                "run": self._selected(run),
-                "config_id": _config_ids(self.connection, configs),
+                "run": self._selected(run, "run"),
+                "config_id": config_ids(self.connection, configs),
                 "backend": backends,
             }
         )
@@ -328,7 +278,7 @@ class Store:
         row = self.connection.execute(
             "SELECT e.data FROM environments e JOIN runs r ON r.environment_id = e.id "
             "WHERE r.run = ?",
-            (self.resolve(run or LATEST),),
+            (self._named(run),),
         ).fetchone()
         data: dict[str, Any] = json.loads(row[0])
         return data
@@ -344,20 +294,20 @@ class Store:
 
     def verifications(self, run: str | None = None) -> list[VerificationRow]:
         """The checks of a run of `verify` (None: the latest run), in its order."""
-        return verification_rows(self.connection, self.resolve(run or LATEST))
+        return verification_rows(self.connection, self._named(run))
 
     def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
         """(config label, backend) of the run's cells that some check in this store, made on the
         same device with the same torch and code, shows to be wrong; never rank these.
         """
-        return wrong_backends(self.connection, self.resolve(run or LATEST))
+        return wrong_backends(self.connection, self._named(run))
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
         """What the profilers of a run failed to do, and what helps; empty for a foreign trace."""
         from profharness.run import Problem
 
         row = self.connection.execute(
-            "SELECT problems FROM runs WHERE run = ?", (self.resolve(run or LATEST),)
+            "SELECT problems FROM runs WHERE run = ?", (self._named(run),)
         ).fetchone()
         return tuple(
             Problem(**{**problem, "cells": tuple(problem["cells"])})
@@ -369,7 +319,7 @@ class Store:
         rows = self.connection.execute(
             f"SELECT {_DEVICE_COLUMNS} FROM devices d JOIN runs r ON r.id = d.run_id "
             "WHERE r.run = ? ORDER BY device_index",
-            (self.resolve(run or LATEST),),
+            (self._named(run),),
         )
         return list(starmap(Device, rows))
 
@@ -379,7 +329,7 @@ class Store:
         """Stream the launches of a run, trace by trace in the order of their files."""
         where, values = _where(
             {
-                "run": [self.resolve(run or LATEST)],
+                "run": [self.find_run(Selection(run))],
                 "profiler": None if profiler is None else [profiler],
                 "cell": None if cell is None else [cell],
             }
@@ -411,7 +361,7 @@ class Store:
             "g.parent_id, c.cell, g.iteration FROM ranges g JOIN traces t ON t.id = g.trace_id "
             "JOIN runs r ON r.id = t.run_id JOIN range_names n ON n.id = g.name_id "
             "LEFT JOIN cells c ON c.id = g.cell_id WHERE r.run = ? ORDER BY g.id",
-            (self.resolve(run or LATEST),),
+            (self._named(run),),
         )
         return list(map(RangeRow._make, rows))
 
@@ -430,11 +380,6 @@ def open_store(path: Path, *, write: bool = False) -> Store:
     stays untouched.
     """
     return Store(path, connect(path, write=write))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - CANDIDATES_SHOWN
-    return ", ".join(names[:CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _kernel_row(

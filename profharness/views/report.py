@@ -10,8 +10,9 @@ from typing import Any
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.answers.bench.answer import benched
-from profharness.answers.diff.answer import diff_cells, find_side
+from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import Diff
+from profharness.answers.diff.sides import find_sides
 from profharness.config import parse_config
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import Problem
@@ -62,7 +63,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     records: list[dict[str, Any]] = []
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": []}
     if len(runs) == 2:
-        diff = diff_cells(*(find_side(store, run, ()) for run in runs))
+        diff = diff_cells(*find_sides(store, runs[0], runs[1]))
         blocks += diff_blocks(diff)
         extra["diff"] = diff.to_json()
     for run in runs:

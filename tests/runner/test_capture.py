@@ -13,10 +13,12 @@ from waiting import HANG, PATIENCE_S, alive, until
 
 from profharness.answers.agreement import disagreements, with_predictions
 from profharness.config import expand_configs
-from profharness.errors import CaptureError, TraceFormatError, UsageError
-from profharness.jobs import capture_into_store
+from profharness.errors import CaptureError, NotFoundError, TraceFormatError, UsageError
+from profharness.files import exclusive
+from profharness.jobs import capture_into_store, find_run_folder
 from profharness.run import JOURNAL_FILE, RUN_FILE, CaptureOptions, Cell, Protocol, Run, read_run
 from profharness.runner import capture, resume
+from profharness.runner.capture import LOCK_FILE
 from profharness.runner.supervise import run_cells
 from profharness.store import open_store
 
@@ -89,13 +91,15 @@ def test_environment_tells_the_software_and_nothing_private(run: tuple[Path, Run
         assert private not in text or len(private) < 5
 
 
-def test_a_finished_folder_is_tidy_and_resumes_to_itself(run: tuple[Path, Run]) -> None:
+def test_a_finished_folder_is_tidy_and_stays_as_it_is(run: tuple[Path, Run]) -> None:
     folder, record = run
     assert not (folder / JOURNAL_FILE).exists()
+    assert not (folder / LOCK_FILE).exists()
     before = (folder / RUN_FILE).read_bytes()
-    resume(folder)
-    assert read_run(folder) == record
+    with pytest.raises(UsageError, match=rf"run {record.run} is finished: each of its \d+ cell"):
+        resume(folder)
     assert (folder / RUN_FILE).read_bytes() == before
+    assert not (folder / LOCK_FILE).exists()
 
 
 def test_unknown_names_are_usage_errors(tmp_path: Path) -> None:
@@ -217,11 +221,13 @@ def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     journals = lambda: tmp_path.glob("*/journal.jsonl")  # noqa: E731
     until(lambda: any(b'"end"' in path.read_bytes() for path in journals()), process)
+    folder = find_run_folder("latest", tmp_path)
+    with pytest.raises(CaptureError, match=f"process {process.pid} is at work on this run"):
+        resume(folder)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "--resume" in errors
-    folder = next(tmp_path.glob("*/run.json")).parent
     stopped = read_run(folder)
     done = {cell.cell for cell in stopped.cells if cell.status == "ok"}
     assert done
@@ -230,6 +236,26 @@ def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     assert {cell.status for cell in finished.cells} == {"ok"}
     for name in done:
         assert _cell(finished, name) == _cell(stopped, name)
+    with pytest.raises(NotFoundError, match=f"nothing left|anything left.*run {stopped.run} is"):
+        find_run_folder("latest", tmp_path)
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from profharness.files import exclusive\n"
+        "with exclusive(Path(sys.argv[1])) as holder:\n"
+        "    print(holder, flush=True); sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "None\n"
+    with exclusive(tmp_path / "lock") as holder:
+        assert holder == f"process {process.pid}"
+    process.kill()
+    process.communicate()
+    with exclusive(tmp_path / "lock") as holder:
+        assert holder is None
 
 
 def _cell(run: Run, name: str) -> Cell:

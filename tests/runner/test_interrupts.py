@@ -19,7 +19,8 @@ import pytest
 from fake_tools import Behaviour, Scenario, install
 from waiting import PATIENCE_S, until
 
-from profharness.jobs import _opened_meanwhile, resume_into_store
+from profharness.errors import NotFoundError, UsageError
+from profharness.jobs import _opened_meanwhile, find_run_folder, resume_into_store
 from profharness.processes import deferred, has_ended, held, let_through, wait_for
 from profharness.profilers import base
 from profharness.run import read_run
@@ -161,7 +162,7 @@ def test_an_interrupted_tool_that_obeys_is_no_timeout(tmp_path: Path) -> None:
     assert "took too long" not in record.read_text()
 
 
-def test_an_interrupted_verification_names_its_folder_and_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_verification_says_what_is_kept_and_is_not_resumed(tmp_path: Path) -> None:
     runs, store = tmp_path / "runs", tmp_path / "s.db"
     argv = [
         *(sys.executable, "-m", "profharness", "verify", "--config", "1,4,64,16,fp32"),
@@ -173,18 +174,22 @@ def test_an_interrupted_verification_names_its_folder_and_goes_on(tmp_path: Path
     _, errors = process.communicate(timeout=PATIENCE_S)
     (folder,) = runs.iterdir()
     assert process.returncode == 130
-    assert f"profharness capture --resume {folder} --store {store}" in errors
     stopped = read_run(folder)
     done = [cell for cell in stopped.cells if cell.checks]
     assert 0 < len(done) < len(stopped.cells)
-    finished = resume_into_store(folder, store)
-    assert [cell for cell in finished.run.cells if cell in done] == done
-    assert all(cell.checks for cell in finished.run.cells)
+    assert "--resume" not in errors
+    assert f"{len(done)} of {len(stopped.cells)} checks are done" in errors
+    command = f"profharness ingest {folder} --store {store}"
+    assert command in errors
+    with pytest.raises(UsageError, match="profharness verify"):
+        resume_into_store(folder, store)
+    with pytest.raises(NotFoundError, match="profharness verify"):
+        find_run_folder("latest", runs)
+    assert read_run(folder) == stopped
+    subprocess.run([sys.executable, "-m", *command.split()], check=True, capture_output=True)
     with open_store(store) as opened:
-        rows = opened.verifications(finished.run.run)
-    assert {(row.case, row.backend) for row in rows} == {
-        (cell.case, cell.backend) for cell in stopped.cells
-    }
+        rows = opened.verifications(folder.name)
+    assert {(row.case, row.backend) for row in rows} == {(cell.case, cell.backend) for cell in done}
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3, 5, 8, 13, 21, 55, 100, 200, 350, 500])

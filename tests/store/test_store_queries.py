@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from profharness.config import parse_config
 from profharness.devices import Device
 from profharness.errors import NotFoundError, StoreError, UsageError
-from profharness.store import ingest_path, open_store, query, to_frame
+from profharness.store import Selection, ingest_path, open_store, query, to_frame
 from profharness.store.groups import group, pack
 from profharness.store.insert import insert_trace, sdpa_op
 from profharness.store.schema import SCHEMA_VERSION, connect, transaction
@@ -59,11 +59,12 @@ def test_config_without_dtype_matches_any(store: Path) -> None:
     plain, half = parse_config("2,8,512,64"), parse_config("2,8,512,64,fp16")
     other = parse_config("2,8,1024,64")
     with open_store(store) as opened:
-        assert opened.latest_run_with([plain]) == "20261123-bb"
-        assert opened.latest_run_with([half]) == "20261122-aa"
-        assert opened.latest_run_with([half], ["efficient", "flash"]) == "20261122-aa"
-        assert opened.latest_run_with([half], ["math"]) is None
-        assert opened.latest_run_with([half, other]) is None
+        assert opened.find_run(Selection(None, [plain])) == "20261123-bb"
+        assert opened.find_run(Selection(None, [half])) == "20261122-aa"
+        assert opened.find_run(Selection(None, [half], ["efficient", "flash"])) == "20261122-aa"
+        for selection in (Selection(None, [half], ["math"]), Selection(None, [half, other])):
+            with pytest.raises(NotFoundError, match="no stored run with kernels"):
+                opened.find_run(selection)
         assert len(opened.kernels("all", configs=[plain])) == 6
         assert len(opened.kernels("all", configs=[half], backends=["flash"])) == 2
         assert opened.kernels("all", configs=[other]) == []

@@ -14,11 +14,11 @@ from waiting import PATIENCE_S
 
 from profharness.cases import CASES, VerificationRow, failures
 from profharness.config import expand_configs
-from profharness.errors import UsageError
+from profharness.errors import NotFoundError, UsageError
 from profharness.jobs import verify_into_store
 from profharness.run import Protocol, VerifyOptions, read_run
 from profharness.runner.capture import verify
-from profharness.store import ingest_path, open_store
+from profharness.store import Selection, ingest_path, open_store
 
 WRONG = Path(__file__).parent / "wrong.py"
 # a CPU takes long over 1000 rows in half precision
@@ -208,8 +208,13 @@ def test_a_verification_is_no_run_that_latest_means(tmp_path: Path) -> None:
     record = read_run(folder)
     assert [cell.status for cell in record.cells] == ["ok"]
     with open_store(tmp_path / "store.db") as store:
-        assert store.latest_run_with(expand_configs("1,1,16,16,fp32")) is None
-        assert store.resolve("latest") == rows[0].run  # there is no other
+        for needs in ("run", "times", "kernels"):
+            for configs in ([], expand_configs("1,1,16,16,fp32")):
+                with pytest.raises(NotFoundError, match=r"^no stored run"):
+                    store.find_run(Selection("latest", configs), needs)
+        with pytest.raises(NotFoundError, match=f"profharness report {rows[0].run}"):
+            store.resolve("latest")  # there is no other
+        assert store.resolve(rows[0].run) == rows[0].run
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -202,7 +202,9 @@ def test_checks_have_a_section(tmp_path: Path) -> None:
     when = "2026-01-01T00:00:00+00:00"
     write_run(folder, Run("20260101-bbbb", when, ("events",), Protocol(), (cell,), {"torch": "2"}))
     ingest_path(tmp_path / "store.db", folder)
-    document = report(tmp_path / "store.db")
+    with pytest.raises(NotFoundError, match="profharness report 20260101-bbbb"):
+        report(tmp_path / "store.db")
+    document = report(tmp_path / "store.db", "20260101")
     assert "Verification" in headings(document)
     assert document.extra["verifications"][0]["passed"] is False
     assert "off by one" in RENDERERS["md"](document)

@@ -32,10 +32,11 @@ from profharness.devices import MEASURED as MEASURED_PEAKS
 from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.rows import CALL_MEASUREMENTS, CellRow, KernelRow
-from profharness.store import Selection, open_store
+from profharness.store import Need, Selection, open_store
 from profharness.store.verifications import device_name
 
 FASTER = 1.1  # a ratio of medians below this is not worth a word
+ANALYZED: tuple[Need, ...] = ("kernels of configs", "times")  # the first that any run has
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 
 
@@ -192,11 +193,11 @@ def analyze_stored(
     if peaks not in (None, *SOURCES):
         raise UsageError(f"no peaks {peaks!r}; known are {', '.join(SOURCES)}")
     with open_store(path) as store:
-        rows, cells = store.rows(selection)
+        rows, cells = store.rows(selection, needs=ANALYZED)
         if not cells:
             selected = [*(config.label for config in selection.configs), *selection.backends]
             raise NotFoundError(
-                f"run {store.find_run(selection)} has none of: "
+                f"run {store.find_run(selection, *ANALYZED)} has none of: "
                 f"{', '.join(selected) or 'captured cells'}; profharness.capture(…) makes them"
             )
     if peaks == MEASURE:

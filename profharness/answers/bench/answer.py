@@ -30,7 +30,7 @@ from profharness.dispatch.advice import SDP_BACKENDS, call_code
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import MEASUREMENTS, CellRow, RunRow
 from profharness.run import PRECISION, BenchPlan, read_plan
-from profharness.store import Store
+from profharness.store import Need, Selection, Store
 
 
 def bench_configs(
@@ -94,6 +94,7 @@ def _check_dtypes(names: Sequence[str]) -> None:
             raise UsageError(f"no dtype {name!r}; known are {', '.join(DTYPES)}")
 
 
+TIMED: tuple[Need, ...] = ("times", "run")  # the first that any run has
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 
 
@@ -241,12 +242,12 @@ def benched(
 
 def _timed_run(store: Store, ref: str | None) -> RunRow:
     """The run that a reference (None: the latest) means. Raises NotFoundError for a foreign trace."""
-    name = store.resolve(ref or "latest")
+    name = store.find_run(Selection(ref), *TIMED)
     stored = next(row for row in store.runs() if row.run == name)
     if stored.source == "trace":
         raise NotFoundError(
             f"run {name} is a trace that profharness did not make: it has no timed cells; "
-            f"`profharness kernels --run {name}` shows its kernels"
+            f"see it with: {store.shown_by(name)}"
         )
     return stored
 

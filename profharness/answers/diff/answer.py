@@ -10,11 +10,8 @@ from typing import Any
 from profharness import stats
 from profharness.answers.diff.model import Change, Diff, DiffRow, Side, Verdict, environment_changes
 from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
-from profharness.config import Config
-from profharness.errors import NotFoundError
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
-from profharness.store import Selection, Store
 
 Groups = dict[str, tuple[KernelRow, ...]]
 
@@ -140,14 +137,26 @@ def _kernel_rows(
     calls = _least(kernels[0]), _least(kernels[1])
     left, right, composite = aligned(grouped(kernels[0]), grouped(kernels[1]))
     rows = []
+    unseen = _unseen(base, kernels[0], "baseline") or _unseen(cand, kernels[1], "candidate")
     for role in sorted({*left, *right}, key=lambda name: (role_order(name), name)):
         sides = left.get(role, ()), right.get(role, ())
         row = _kernel_row(pair | {"role": role}, sides, calls, doubts, threshold)
+        if unseen is not None:
+            row = replace(row, verdict="unknown", reasons=(unseen,))
         if role in composite:
             text = "a fused kernel against the kernels of math: each side's whole direction"
             row = replace(row, composite=True, reasons=(text, *row.reasons))
         rows.append(row)
     return rows
+
+
+def _unseen(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | None:
+    """Why it is not known what a side launches; None where it is, as after a refusal."""
+    if kernels or side.cell is None or side.cell.status == "refused":
+        return None
+    if side.cell.status == "ok":
+        return f"no profiler recorded the kernels of the {name}"
+    return f"the {name} has no kernels, for its cell ended as {side.cell.status}"
 
 
 def _kernel_row(
@@ -384,32 +393,3 @@ def _properties(row: KernelRow) -> tuple[Any, ...]:
     """The values of FIELDS; the tile is in the kernel's name."""
     tile = parse_kernel_name(row.kernel, row.kernel_kind).tile
     return tuple(tile if name == "tile" else getattr(row, name) for name in FIELDS)
-
-
-def find_side(store: Store, text: str, configs: Sequence[Config]) -> Side:
-    """The rows of RUN, RUN:BACKEND or a backend of the latest run. Raises NotFoundError."""
-    ref, colon, backend = text.partition(":")
-    if colon:
-        run = store.resolve(ref)
-    else:
-        run = store.latest_run_with(configs) or store.resolve("latest")
-        backend = text
-    backends = dict.fromkeys(cell.backend for cell in store.cells(run))
-    has = ", ".join(backends) or "none"
-    if colon and backend not in backends:
-        raise NotFoundError(f"run {run} has no backend {backend!r}; it has {has}")
-    if backend not in backends:
-        try:
-            run, backend = store.resolve(text), ""
-        except NotFoundError:
-            raise NotFoundError(
-                f"{text!r} is neither a run nor a backend of the latest run {run} (it has {has})"
-            ) from None
-    kernels, cells = store.rows(Selection(run, configs))
-    return Side(
-        label=f"{run}:{backend}" if backend else run,
-        cells=tuple(cells),
-        kernels=tuple(kernels),
-        backend=backend or None,
-        environment=store.environment(run),
-    )

@@ -1,0 +1,128 @@
+"""Which rows the two sides of a diff are, and whether anything of them could be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
+
+from profharness.answers.diff.model import Diff, DiffRow, Side
+from profharness.config import Config
+from profharness.errors import NotFoundError
+from profharness.store import Need, Selection, Store
+
+SHOWN = 6  # configs of a side in one message
+OF_TIMES = ("same", "faster", "slower")
+OF_KERNELS = ("changed", "added", "removed")
+
+
+def find_sides(
+    store: Store, baseline: str, candidate: str, configs: Sequence[Config] = ()
+) -> tuple[Side, Side]:
+    """The rows of RUN, RUN:BACKEND or a backend; those of the latest run that has all that are named.
+
+    `latest` is the newest run with kernels; where that finds no two sides, with times. Raises
+    NotFoundError.
+    """
+    try:
+        return _find_sides(store, (baseline, candidate), configs, "kernels")
+    except NotFoundError:
+        return _find_sides(store, (baseline, candidate), configs, "times")
+
+
+def _find_sides(
+    store: Store, texts: tuple[str, str], configs: Sequence[Config], need: Need
+) -> tuple[Side, Side]:
+    stored = set(store.backends())
+    names = [text for text in dict.fromkeys(texts) if text in stored]
+    run = _run_of(store, configs, names, need) if names else None
+    left, right = (
+        _side(store, run, text, configs)
+        if run is not None and text in names
+        else _named_side(store, text, configs, need)
+        for text in texts
+    )
+    return left, right
+
+
+def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need: Need) -> str:
+    """The latest run with all the configs on all the backends."""
+    try:
+        return store.find_run(Selection(None, configs, names), need)
+    except NotFoundError as error:
+        if len(names) < 2:
+            raise
+        runs = [store.find_run(Selection(None, configs, [name]), need) for name in names]
+        pairs = [f"{run}:{name}" for run, name in zip(runs, names, strict=True)]
+        raise NotFoundError(f"{error}; there are {' and '.join(pairs)} to name instead") from None
+
+
+def _named_side(store: Store, text: str, configs: Sequence[Config], need: Need) -> Side:
+    ref, colon, backend = text.partition(":")
+    if colon:
+        run = store.find_run(Selection(ref, configs, (backend,)), need)
+        return _side(store, run, backend, configs)
+    try:
+        run = store.find_run(Selection(text, configs), need)
+    except NotFoundError as error:
+        known = ", ".join(store.backends()) or "none"
+        raise NotFoundError(f"{error}; nor is it one of the stored backends ({known})") from None
+    return _side(store, run, None, configs)
+
+
+def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]) -> Side:
+    kernels, cells = store.rows(Selection(run, configs))
+    if backend is not None and backend not in {cell.backend for cell in cells}:
+        has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
+        of = f" of {', '.join(config.label for config in configs)}" if configs else ""
+        raise NotFoundError(f"run {run} has no cell on {backend!r}{of}; its backends are {has}")
+    return Side(
+        label=f"{run}:{backend}" if backend else run,
+        cells=tuple(cells),
+        kernels=tuple(kernels),
+        backend=backend,
+        environment=store.environment(run),
+    )
+
+
+def nothing_compared(
+    diff: Diff, sides: Iterable[Side], verdicts: Collection[str] = ()
+) -> str | None:
+    """Why a diff says nothing on some of the verdicts, or at all if none is named; else None.
+
+    Times and kernels count as compared where some config has them on both sides.
+    """
+    pair = attrgetter("config", "backend_baseline", "backend_candidate")
+    judged: set[str] = set()
+    for _, group in groupby(diff.rows, pair):
+        judged |= _judged(list(group))
+    open_ones = [name for name in verdicts if name not in judged] if verdicts else []
+    if judged and not open_ones:
+        return None
+    what = f" for {', '.join(sorted(open_ones))}" if judged else ""
+    return f"nothing to compare{what}: " + "; ".join(map(_has, sides))
+
+
+def _judged(rows: Sequence[DiffRow]) -> set[str]:
+    """The verdicts that were possible for one config on both sides."""
+    every = {*OF_TIMES, *OF_KERNELS, "unknown"}
+    if any(row.role == "status" for row in rows):
+        return every
+    times = any(row.ratio is not None for row in rows)
+    kernels = any(row.baseline for row in rows) and any(row.candidate for row in rows)
+    found = {*(OF_TIMES if times else ()), *(OF_KERNELS if kernels else ())}
+    return {*found, "unknown"} if found else found
+
+
+def _has(side: Side) -> str:
+    """What a side has of which configs."""
+    cells = [cell for cell in side.cells if side.backend in (None, cell.backend)]
+    rows = [row for row in side.kernels if side.backend in (None, row.backend)]
+    labels = [cell.config for cell in cells] or [str(row.range) for row in rows]
+    unique = list(dict.fromkeys(labels))
+    shown = ", ".join(unique[:SHOWN]) or "no config"
+    more = f" and {len(unique) - SHOWN} more" if len(unique) > SHOWN else ""
+    lacks = [] if rows else ["kernels"]
+    lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
+    without = f", without {' and '.join(lacks)}" if lacks else ""
+    return f"{side.label} has {shown}{more}{without}"

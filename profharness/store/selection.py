@@ -1,0 +1,228 @@
+"""Which stored run answers a question: a run that is named is itself, and `latest` is the newest
+run that has what the question needs.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal
+
+from profharness.config import FLAGS, Config
+from profharness.errors import NotFoundError
+from profharness.files import shell_command
+from profharness.rows import TRACE_PROFILERS
+
+Need = Literal["run", "kernels", "kernels of configs", "times"]
+"""What an answer is made of; a `run` is whatever a user captured, timed or took in."""
+
+CANDIDATES_SHOWN = 8
+LATEST = "latest"
+ALL_RUNS = "all"
+CHECKED, EXPLAINED = "verify", "explain"  # kinds of runs that are nobody's latest one
+_CONFIG_FIELDS = tuple(field.name for field in fields(Config))
+
+_ASKED = "(SELECT value FROM json_each(:profilers))"
+_NO_RESULT = "c.status NOT IN ('ok', 'pending')"  # which is the answer, for no run can have more
+_WATCHED = f"EXISTS (SELECT 1 FROM json_each(r.profilers) WHERE value IN {_ASKED})"
+_LAUNCHED = f"""EXISTS (SELECT 1 FROM trace_cells tc JOIN traces t ON t.id = tc.trace_id
+    WHERE tc.cell_id = c.id AND tc.launches > 0 AND t.profiler IN {_ASKED})"""
+_KERNELS = f"({_LAUNCHED} OR ({_NO_RESULT} AND {_WATCHED}))"
+_TIMES = f"""({_NO_RESULT} OR {_LAUNCHED}
+    OR EXISTS (SELECT 1 FROM samples s WHERE s.cell_id = c.id))"""
+_TRACED = f"""EXISTS (SELECT 1 FROM traces t
+    WHERE t.run_id = r.id AND t.launches > 0 AND t.profiler IN {_ASKED})"""
+_OF_CELL: dict[Need, str] = {
+    "run": "1",
+    "kernels": _KERNELS,
+    "kernels of configs": _KERNELS,
+    "times": _TIMES,
+}
+"""When a cell c of run r has what is needed."""
+
+
+def _some_cell(need: Need) -> str:
+    return f"EXISTS (SELECT 1 FROM cells c WHERE c.run_id = r.id AND {_OF_CELL[need]})"
+
+
+_OF_RUN: dict[Need, str] = {
+    "run": "1",
+    "kernels": f"({_TRACED} OR {_some_cell('kernels')})",
+    "kernels of configs": _some_cell("kernels of configs"),
+    "times": _some_cell("times"),
+}
+"""When a run r has what is needed, of whatever config."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which stored rows are meant. run: an id, a unique prefix, `latest`, `latest~N` or `all`; None
+    is `latest`, the newest run that has all the configs, on all the backends. An empty filter takes
+    all.
+    """
+
+    run: str | None = None
+    configs: Sequence[Config] = ()
+    backends: Sequence[str] = ()
+    profilers: Sequence[str] = ()
+
+
+def config_ids(
+    connection: sqlite3.Connection, configs: Sequence[Config] | None
+) -> list[int] | None:
+    """Ids of the stored configs that any of the configs matches; without a dtype it matches any."""
+    if configs is None:
+        return None
+    rows = connection.execute(f"SELECT id, {', '.join(_CONFIG_FIELDS)} FROM configs").fetchall()
+    matching = []
+    for row in rows:
+        values = dict(zip(_CONFIG_FIELDS, row[1:], strict=True))
+        stored = Config(**(values | {name: bool(values[name]) for name in FLAGS}))
+        if any(config.matches(stored) for config in configs):
+            matching.append(row[0])
+    return matching
+
+
+def find_run(
+    connection: sqlite3.Connection, path: Path, selection: Selection, needs: Sequence[Need]
+) -> str:
+    """The id of the run that is meant, or `all`; path is the store's. Of the needs the first one
+    counts that any run has.
+
+    Raises NotFoundError, naming candidates, when no run or more than one is meant.
+    """
+    ref = LATEST if selection.run is None else selection.run
+    if ref == ALL_RUNS:
+        return ALL_RUNS
+    names = _names(connection)
+    if not names:
+        raise NotFoundError(f"{path} holds no run; `profharness capture` makes one")
+    if ref in names:
+        return ref
+    head, tilde, number = ref.partition("~")
+    if head == LATEST and (number.isdecimal() or not tilde):
+        return _latest(connection, path, selection, needs, int(number) if tilde else 0)
+    matching = [name for name in names if ref and name.startswith(ref)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise NotFoundError(f"run {ref!r} is ambiguous; it could be {_some(matching)}")
+    raise NotFoundError(f"no run {ref!r} in {path}; there are {_some(names)}")
+
+
+def answering_runs(
+    connection: sqlite3.Connection, selection: Selection, need: Need
+) -> Iterator[str]:
+    """The ids of the runs that have all of what a question needs, newest first.
+
+    A run that was made to explain counts for the configs that are asked for alone.
+    """
+    ids = [config_ids(connection, [config]) or [] for config in selection.configs]
+    if not all(ids):
+        return
+    values = {
+        "profilers": json.dumps(tuple(selection.profilers or TRACE_PROFILERS)),
+        "kinds": json.dumps([CHECKED] if ids else [CHECKED, EXPLAINED]),
+        "configs": json.dumps(ids[0] if ids else []),
+    }
+    has_first = "r.id IN (SELECT run_id FROM cells WHERE config_id IN (SELECT value FROM json_each(:configs)))"
+    runs = connection.execute(
+        f"SELECT r.id, r.run FROM runs r WHERE {_OF_RUN[need]} AND {has_first if ids else '1'} "
+        "AND r.kind NOT IN (SELECT value FROM json_each(:kinds)) "
+        "ORDER BY r.created DESC, r.id DESC",
+        values,
+    ).fetchall()
+    backends = selection.backends or (None,)
+    places: Sequence[Sequence[int | None]] = ids or [[None]]
+    asked = [(any_of, name) for any_of in places for name in backends]
+    for run_id, run in runs:
+        held: set[tuple[int | None, str | None]] = {(None, None)}
+        for config_id, name in connection.execute(
+            "SELECT c.config_id, c.backend FROM cells c JOIN runs r ON r.id = c.run_id "
+            f"WHERE r.id = :run AND {_OF_CELL[need]}",
+            values | {"run": run_id},
+        ):
+            held |= {(config_id, name), (config_id, None), (None, name)}
+        if all(any((one, name) in held for one in any_of) for any_of, name in asked):
+            yield str(run)
+
+
+def shown_by(connection: sqlite3.Connection, path: Path, run: str) -> str:
+    """The command that shows what a run has: its kernels, else its times, else its report."""
+    if _has(connection, run, _OF_RUN["kernels"]):
+        return shell_command("kernels", "--run", run, store=path)
+    if _has(connection, run, f"r.kind <> '{CHECKED}' AND {_OF_RUN['times']}"):
+        return shell_command("bench", "--run", run, store=path)
+    return shell_command("report", run, store=path)
+
+
+def lack_of_kernels(connection: sqlite3.Connection, path: Path, run: str) -> str | None:
+    """Says that a run has no kernels, how it was made, and what shows the rest of it; else None."""
+    if _has(connection, run, _OF_RUN["kernels"]):
+        return None
+    row = connection.execute("SELECT kind, profilers FROM runs WHERE run = ?", (run,)).fetchone()
+    how = " ".join((row[0], *(f"--profiler {name}" for name in json.loads(row[1]))))
+    return f"run {run} ({how}) has no kernels; see it with: {shown_by(connection, path, run)}"
+
+
+def _has(connection: sqlite3.Connection, run: str, condition: str) -> bool:
+    query = f"SELECT 1 FROM runs r WHERE r.run = :run AND {condition}"
+    values = {"run": run, "profilers": json.dumps(TRACE_PROFILERS)}
+    return connection.execute(query, values).fetchone() is not None
+
+
+def _latest(
+    connection: sqlite3.Connection,
+    path: Path,
+    selection: Selection,
+    needs: Sequence[Need],
+    back: int,
+) -> str:
+    """The newest run that answers, or the one `back` before it. Raises NotFoundError."""
+    found: list[str] = []
+    for need in needs:
+        found = found or list(islice(answering_runs(connection, selection, need), back + 1))
+    if back < len(found):
+        return found[back]
+    what = _wanted(selection, needs[0])
+    if found:
+        raise NotFoundError(
+            f"{LATEST}~{back}: the store holds only {len(found)} run(s) {what}: {_some(found)}"
+        )
+    raise NotFoundError(f"no stored run {what}; {_instead(connection, path, selection)}")
+
+
+def _wanted(selection: Selection, need: Need) -> str:
+    """What a run lacks that would answer, as in `with kernels of b2-…-fp16 on flash, math`."""
+    word = need.removesuffix(" of configs") if selection.configs else need
+    parts: list[tuple[str, Sequence[str]]] = [
+        ("of", ["capture, bench or ingest"]) if need == "run" else ("with", [word]),
+        ("of", [config.label for config in selection.configs]),
+        ("on", selection.backends),
+        ("under", selection.profilers if need.startswith("kernels") else ()),
+    ]
+    return " ".join(f"{word} {_some(names)}" for word, names in parts if names)
+
+
+def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -> str:
+    """What to do where no run answers: see the newest that has the configs, else what is stored."""
+    asked = Selection(None, selection.configs)
+    others = _names(connection) if not selection.configs else []
+    run = next(chain(answering_runs(connection, asked, "run"), others), None)
+    lack = None if run is None else lack_of_kernels(connection, path, run)
+    return lack or f"see what is stored with: {shell_command('runs', store=path)}"
+
+
+def _names(connection: sqlite3.Connection) -> list[str]:
+    """The ids of all runs, newest first."""
+    rows = connection.execute("SELECT run FROM runs ORDER BY created DESC, id DESC")
+    return [str(row[0]) for row in rows]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - CANDIDATES_SHOWN
+    return ", ".join(names[:CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")

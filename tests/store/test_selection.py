@@ -1,0 +1,127 @@
+"""Which run answers: the newest that has what the question needs, never one that cannot know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profharness.config import parse_config
+from profharness.errors import NotFoundError
+from profharness.run import Cell, Check, Protocol, Run, write_run
+from profharness.store import Need, Selection, ingest_path, open_store
+
+Folder = Callable[..., Path]
+HALF = parse_config("2,8,512,64,fp16")
+OTHER = parse_config("1,1,64,64,fp16")
+CAPTURED, EXPLAINED, TIMED, TIMED_TOO, CHECKED = (
+    "1-captured",
+    "2-explain",
+    "3-bench",
+    "4-bench",
+    "5-verify",
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path, run_folder: Folder, kineto: Path) -> Path:
+    """From old to new: a trace, a capture, `explain --measure`, two timed runs and a verification."""
+    ok = Cell("0", HALF, "flash", "ok", iterations=5, samples={"event": [7000, 7100, 7200]})
+    refused = Cell("1", HALF, "cudnn", "refused")
+    pending = Cell("2", HALF, "math")
+    elsewhere = replace(ok, config=OTHER)
+    checked = replace(ok, samples={}, case="plain", checks=(Check("out", True),), asked=HALF.label)
+    store = tmp_path / "s.db"
+    ingest_path(store, kineto)
+    ingest_path(store, run_folder(CAPTURED, "2027-01-01T00:00:00+00:00"))
+    explained = run_folder(EXPLAINED, "2027-01-02T00:00:00+00:00", {"c0": ["flash"]})
+    (explained / "run.json").write_text(
+        (explained / "run.json").read_text().replace('"kind": null', '"kind": "explain"')
+    )
+    ingest_path(store, explained)
+    for name, kind, profilers, cells in (
+        (TIMED, "bench", ("events",), (ok, elsewhere)),
+        (TIMED_TOO, "capture", ("events",), (ok, refused, pending)),
+        (CHECKED, "verify", (), (checked, replace(refused, case="plain"))),
+    ):
+        cells = tuple(replace(cell, cell=f"c{place}") for place, cell in enumerate(cells))
+        created = f"2027-01-0{name[0]}T00:00:00+00:00"
+        (tmp_path / name).mkdir()
+        write_run(
+            tmp_path / name,
+            Run(name, created, profilers, Protocol(), cells, {"torch": "2.11"}, kind=kind),
+        )
+        ingest_path(store, tmp_path / name)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("selection", "needs", "run"),
+    [
+        (Selection(), ("kernels",), CAPTURED),
+        (Selection("latest"), ("kernels",), CAPTURED),
+        (Selection("latest"), ("run",), TIMED_TOO),
+        (Selection("latest"), ("times",), TIMED_TOO),
+        (Selection("latest~1"), ("times",), TIMED),
+        (Selection("latest~2"), ("times",), CAPTURED),
+        (Selection("latest"), ("kernels of configs", "times"), CAPTURED),
+        (Selection(None, [HALF]), ("kernels",), EXPLAINED),
+        (Selection(None, [HALF], ["flash", "efficient"]), ("kernels",), CAPTURED),
+        (Selection(None, [HALF], ["cudnn"]), ("kernels",), EXPLAINED),
+        (Selection(None, (), ["flash", "cudnn"]), ("kernels",), CAPTURED),
+        (Selection(None, [OTHER]), ("times",), TIMED),
+        (Selection(CHECKED), ("kernels",), CHECKED),
+        (Selection("3"), ("kernels",), TIMED),
+        (Selection(None, (), (), ["nsys"]), ("kernels", "run"), TIMED_TOO),
+    ],
+)
+def test_the_newest_run_that_can_know_answers(
+    path: Path, selection: Selection, needs: tuple[Need, ...], run: str
+) -> None:
+    with open_store(path) as store:
+        assert store.find_run(selection, *needs) == run
+
+
+def test_the_next_one_back_has_it_too(path: Path) -> None:
+    with open_store(path) as store:
+        assert store.find_run(Selection("latest~1")).startswith("trace-")
+        with pytest.raises(NotFoundError, match=f"only 2 run.s. with kernels: {CAPTURED}, trace-"):
+            store.find_run(Selection("latest~2"))
+
+
+@pytest.mark.parametrize(
+    ("selection", "told"),
+    [
+        (
+            Selection(None, [OTHER]),
+            rf"run {TIMED} \(bench --profiler events\) has no kernels; see it",
+        ),
+        (Selection(None, [OTHER]), rf"with: profharness bench --run {TIMED} --store \S+/s.db$"),
+        (
+            Selection(None, [HALF], ["math"]),
+            "no stored run with kernels of b2-h8-s512-d64-fp16 on math",
+        ),
+        (Selection("latest", (), (), ["ncu"]), "no stored run with kernels under ncu"),
+    ],
+)
+def test_where_none_answers_it_is_told_what_shows_the_rest(
+    path: Path, selection: Selection, told: str
+) -> None:
+    with open_store(path) as store, pytest.raises(NotFoundError, match=told):
+        store.find_run(selection)
+
+
+def test_a_run_without_kernels_says_how_it_was_made(path: Path) -> None:
+    with open_store(path) as store:
+        assert store.lack_of_kernels(CAPTURED) is None
+        assert f"profharness report {CHECKED}" in str(store.lack_of_kernels(CHECKED))
+        assert store.shown_by(CAPTURED) == f"profharness kernels --run {CAPTURED} --store {path}"
+        assert f"({CHECKED[2:]})" in str(store.lack_of_kernels(CHECKED))
+
+
+def test_rows_of_the_latest_are_those_of_a_run_with_kernels(path: Path) -> None:
+    with open_store(path) as store:
+        assert {row.run for row in store.kernels()} == {CAPTURED}
+        assert len(list(store.launches())) == len(list(store.launches(CAPTURED))) > 0
