@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from profharness.config import Config
 from profharness.devices import Device
 
 if TYPE_CHECKING:
@@ -63,11 +64,73 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorArgument:
+    """A tensor that an op was given. strides and dtype are None where the trace does not tell them;
+    a dtype that configs know has their name.
+    """
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One attention call of a program. Times are those of its ops on the CPU.
+
+    kind is `sdpa` (scaled_dot_product_attention), `inner` (the op below it alone, as compiled code
+    calls it), `fast_path` (nn.TransformerEncoder's), `flex`, `custom` (a package's op) or `eager`
+    (matrix products around a softmax). op is what was called, sdpa_op what computed it, None where
+    that is not told. recompute: it repeats a forward during a backward. backward: a gradient was
+    computed or prepared for. modules are the nn.Modules around it, outermost first; path is their
+    dotted name where a marker tells it. config replays the call; reason says why there is none, or
+    what of the call a config does not say. tensors are query, key, value and mask.
+    """
+
+    kind: str
+    op: str
+    sdpa_op: str | None
+    compiled: bool
+    recompute: bool
+    backward: bool
+    modules: tuple[str, ...]
+    path: str | None
+    step: int | None
+    config: Config | None
+    reason: str | None
+    tensors: tuple[TensorArgument | None, ...]
+    pid: int
+    tid: int
+    start_ns: int
+    duration_ns: int
+
+
+DIRECTIONS = ("forward", "recompute", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpan:
+    """A stretch of a thread whose launches belong to the call of that index, in a direction."""
+
+    call: int
+    direction: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a program; its name is that of the range or module that bounds it."""
+
+    name: str
+    start_ns: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchBatch:
     """Columns of equal length, one element a launch, all int64; NONE (-1) where there is no such
     thing.
 
-    kernel, launch_config, op_path, range and api are indices into the Trace's lists. cell_range is
+    kernel, launch_config, op_path, range, api and call_span are indices into the Trace's lists. cell_range is
     the index of the enclosing `profharness:` range: on the launching thread if one is open there,
     else one of the same process that was open at the time of the launch call (autograd launches
     from a thread of its own). range is the innermost user range of the launching thread, else equal
@@ -92,6 +155,7 @@ class LaunchBatch:
     start_ns: Column
     duration_ns: Column
     bytes: Column  # moved by a memcpy or memset
+    call_span: Column  # the stretch of an attention call in which it was launched
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,5 +197,8 @@ class Trace:
     batches: Callable[[], Iterator[LaunchBatch]]
     close: Callable[[], None]
     warnings: tuple[str, ...] = field(default=())
+    calls: tuple[AttentionCall, ...] = ()
+    call_spans: tuple[CallSpan, ...] = ()
+    steps: tuple[Step, ...] = ()
     metrics: Metrics | None = None
     created_s: int | None = None
