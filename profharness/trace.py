@@ -94,15 +94,15 @@ class AttentionCall:
     recompute: bool
     backward: bool
     modules: tuple[str, ...]
-    path: str | None
-    step: int | None
     config: Config | None
     reason: str | None
     tensors: tuple[TensorArgument | None, ...]
-    pid: int
-    tid: int
-    start_ns: int
-    duration_ns: int
+    path: str | None = None
+    step: int | None = None
+    pid: int = NONE
+    tid: int = NONE
+    start_ns: int = 0
+    duration_ns: int = 0
 
 
 DIRECTIONS = ("forward", "recompute", "backward")

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, cast
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
 from profharness.parse import join as link
+from profharness.parse.calls import find_calls
 from profharness.parse.chrome_read import (
     BLOCK,
     MAX_PIECE,
@@ -39,6 +40,7 @@ from profharness.parse.columns import (
     make_device,
     whole,
 )
+from profharness.parse.ops import EVALUATION, MODULE
 from profharness.parse.packed import is_packed
 from profharness.processes import start_python
 from profharness.trace import LaunchConfig, Trace
@@ -68,6 +70,8 @@ FLUSH = 2 * 1024 * 1024
 REACH = 4 * 1024 * 1024  # how far a broken event is followed over compact separators
 FOREVER = 1 << 62
 NUMBER = re.compile(r"-?[0-9]{1,18}")
+MODULE_MARK = f'"{MODULE}'.encode()
+MAX_FRAME = 1 << 12  # bytes of a Python frame's event
 TWO_PROCESSES_FROM = 50_000_000  # bytes of JSON; below, a second process costs more than it saves
 GZIP_RATIO = 13
 CHILD = "from profharness.parse.chrome import main; main()"  # -m would pickle as __main__
@@ -287,7 +291,20 @@ class Scanner:
                 flushed = window.base
 
     def _segment(self, segment: bytes, *, last: bool) -> int:
-        """Decode events; returns how many bytes are done with, fewer if the last event goes on."""
+        """Take in events; returns how many bytes are done with, fewer if the last event goes on."""
+        used = self._decode(segment, last=last)
+        # Python frames are most of a trace with stacks: the decoder skips all, and of those only
+        # calls of modules are decoded.
+        at = segment.find(MODULE_MARK, 0, used)
+        while at >= 0:
+            begin = segment.rfind(b"{", max(0, at - MAX_FRAME), at)
+            end = object_end(segment, begin, min(used, begin + MAX_FRAME)) if begin >= 0 else None
+            if end is not None:
+                self.collector.add_module(segment[begin:end])
+            at = segment.find(MODULE_MARK, max(at + 1, end or 0), used)
+        return used
+
+    def _decode(self, segment: bytes, *, last: bool) -> int:
         try:
             events = self.collector.events.many.decode(b"[" + segment + b"]")
         except UNDECODABLE:
@@ -494,7 +511,10 @@ def _assemble(
     base, doubt = time_base(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     ranges = link.Ranges(tables.ranges, threads, base)
-    output = link.Output(ranges, base, Spool.temporary(stack))
+    flows = link.flows(tables.arrows)
+    ranges.follow((op for op in tables.details if op.name.startswith(EVALUATION)), flows)
+    calls, steps = find_calls(tables.details, flows, tables.modules, ranges.rows, threads, base)
+    output = link.Output(ranges, base, Spool.temporary(stack), calls)
     stacks, doubts = link.Stacks(source, rows=slice_rows), link.Doubts()
     if tables.gpu:
         kernels, configs = list(tables.kernels), list(tables.configs)
@@ -527,4 +547,7 @@ def _assemble(
         batches=output.file.read,
         close=stack.pop_all().close,
         warnings=(*warnings, *doubt, *_skipped(tables), *doubts.texts(output.file.rows, stacks)),
+        calls=calls.calls,
+        call_spans=calls.spans,
+        steps=steps,
     )

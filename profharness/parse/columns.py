@@ -10,7 +10,7 @@ import types
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import chain
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profharness.devices import Device
+from profharness.parse.ops import Detail, has_arguments, is_detailed
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -63,6 +64,15 @@ class OpRows(NamedTuple):
     end: Ints
     thread: Ints
     name: Ints
+
+
+class Arrow(NamedTuple):
+    """One end of an arrow between two moments: where it starts or, with begins 0, where it ends."""
+
+    key: int | str
+    begins: int
+    thread: int
+    t: int
 
 
 class NeedExactTimes(Exception):
@@ -138,6 +148,9 @@ class Tables:
     launches: list[Block] = field(default_factory=list)
     ops: list[Block] = field(default_factory=list)
     ranges: RangeColumns = field(default_factory=RangeColumns)
+    details: list[Detail] = field(default_factory=list)
+    modules: list[Detail] = field(default_factory=list)
+    arrows: list[Arrow] = field(default_factory=list)
     events: int = 0
     skipped: int = 0
     negative: int = 0  # of the skipped, for their duration
@@ -212,6 +225,11 @@ class Collector:
         for event in events:
             take[type(event)](event)
 
+    def add_module(self, data: bytes) -> None:
+        """Take in an event that may be the call of an nn.Module."""
+        with suppress(*_UNDECODABLE):
+            self._pending["module"].append(self.events.module.decode(data))
+
     def flush(self, part: int) -> None:
         """Write the pending events as blocks of a part of the file. Raises NeedExactTimes."""
         order = (part, self._sequence)
@@ -224,6 +242,8 @@ class Collector:
             "launch": self._write_launches,
             "op": self._write_ops,
             "range": self._write_ranges,
+            "arrow": self._write_arrows,
+            "module": self._write_modules,
         }
         for kind, write in writers.items():
             if pending[kind]:
@@ -265,7 +285,42 @@ class Collector:
         start, duration, keep = self._times(events)
         names = self.tables.names.column([e.name for e in events])
         rows = OpRows(start, start + duration, self._threads(events), names)
+        for at in [at for at, event in enumerate(events) if is_detailed(event.name)]:
+            if keep[at]:
+                self._detail(events[at], int(start[at]), int(rows.end[at]), int(rows.thread[at]))
         self._write(self.tables.ops, rows, keep, order, start, rows.end)
+
+    def _detail(self, event: Any, start: int, end: int, thread: int) -> None:
+        given = OpArgs()
+        if has_arguments(event.name):
+            with suppress(msgspec.MsgspecError):
+                given = _OP_ARGS.decode(event.args)
+        lists = (given.dims, given.strides, given.types, given.values)
+        dims, strides, types, values = (item if isinstance(item, list) else () for item in lists)
+        number = whole(given.sequence)
+        sequence = -1 if number is None else number
+        self.tables.details.append(
+            Detail(event.name, start, end, thread, dims, strides, types, values, sequence)
+        )
+
+    def _write_arrows(self, events: list[Any], _order: tuple[int, int]) -> None:
+        keep = np.ones(len(events), np.bool_)
+        times = self._nanoseconds([e.ts for e in events], keep).tolist()
+        threads = self._threads(events).tolist()
+        self.tables.arrows += [
+            Arrow(event.id, event.ph == "s", thread, t)
+            for event, thread, t, kept in zip(events, threads, times, keep.tolist(), strict=True)
+            if kept and isinstance(event.id, int | str) and event.ph in ("s", "f")
+        ]
+
+    def _write_modules(self, events: list[Any], _order: tuple[int, int]) -> None:
+        start, duration, keep = self._times(events)
+        columns = (start, start + duration, self._threads(events))
+        self.tables.modules += [
+            Detail(event.name, *row)
+            for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True)
+            if kept
+        ]
 
     def _write_ranges(self, events: list[Any], _order: tuple[int, int]) -> None:
         start, duration, keep = self._times(events)
@@ -273,6 +328,9 @@ class Collector:
         for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True):
             if kept:
                 self.tables.ranges.add(event.name, *row)
+                if is_detailed(event.name):
+                    begin, lasted, own = row
+                    self.tables.details.append(Detail(event.name, begin, begin + lasted, own))
             else:
                 self.tables.skipped += 1
 
@@ -352,8 +410,10 @@ def _fits(config: tuple[Any, ...]) -> bool:
 
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = ("cuda_runtime", "cuda_driver")
+ARROWS = ("fwdbwd", "forward_backward")  # from a forward op to its backward op
+MODULES = "python_function"  # skipped by the decoder, but for those that modules are
 IGNORED = (
-    "python_function", "ac2g", "async_cpu_to_gpu", "fwdbwd", "forward_backward",
+    "python_function", "ac2g", "async_cpu_to_gpu",
     "cpu_instant_event", "overhead", "Trace", "gpu_user_annotation", "cuda_sync", "cuda_event",
     "cuda_profiler_range", "collective_comm", "async_gpu", "async",
 )  # fmt: skip
@@ -380,6 +440,19 @@ class GpuArgs(msgspec.Struct, gc=False):
     bytes: int = -1
 
 
+class OpArgs(msgspec.Struct, gc=False):
+    """`args` of an op that is kept on its own."""
+
+    dims: Any = msgspec.field(default=None, name="Input Dims")
+    strides: Any = msgspec.field(default=None, name="Input Strides")
+    types: Any = msgspec.field(default=None, name="Input type")
+    values: Any = msgspec.field(default=None, name="Concrete Inputs")
+    sequence: Any = msgspec.field(default=None, name="Sequence number")
+
+
+_OP_ARGS = msgspec.json.Decoder(OpArgs)
+
+
 class LaunchArgs(msgspec.Struct, gc=False):
     """`args` of a runtime or driver call."""
 
@@ -400,21 +473,26 @@ class Events:
         timed: list[Any] = [("name", str), ("ts", time), ("dur", float)]
         thread: list[Any] = [(name, int | str | float | None, None) for name in ("pid", "tid")]
         launch = [("name", str), ("ts", time), ("args", LaunchArgs), *thread]
+        arrow = [("ph", str, ""), ("id", Any, None), ("ts", time, 0), *thread]
         loose = [("name", str, ""), ("ts", Any, None), ("args", Any, None), *thread]
         self.classes = {
             "gpu": [_struct(category, [*timed, ("args", GpuArgs)]) for category in GPU],
             "launch": [_struct(category, launch) for category in LAUNCH],
             "loose": [_struct(category, loose) for category in self.extra],
-            "op": [_struct("cpu_op", [*timed, *thread])],
+            "op": [_struct("cpu_op", [*timed, *thread, ("args", msgspec.Raw, msgspec.Raw())])],
+            "arrow": [_struct(category, arrow) for category in ARROWS],
+            "module": [_struct(MODULES, [*timed, *thread])],
             "range": [_struct("user_annotation", [*timed, *thread])],
         }
         self.ignored = [_struct(category, []) for category in IGNORED]
         kinds = (category.removeprefix("gpu_") for category in GPU)
         self.kinds.update(zip(self.classes["gpu"], kinds, strict=True))
-        union: Any = Union[(*chain.from_iterable(self.classes.values()), *self.ignored)]
+        decoded = (classes for kind, classes in self.classes.items() if kind != "module")
+        union: Any = Union[(*chain.from_iterable(decoded), *self.ignored)]
         self.many: Any = msgspec.json.Decoder(types.GenericAlias(list, (union,)))
         self.one: Any = msgspec.json.Decoder(union)
-        self.known = {*GPU, *LAUNCH, "cpu_op", "user_annotation", *IGNORED, *self.extra}
+        self.module: Any = msgspec.json.Decoder(*self.classes["module"])
+        self.known = {*GPU, *LAUNCH, *ARROWS, "cpu_op", "user_annotation", *IGNORED, *self.extra}
 
     def launch_of(self, event: Any) -> Any | None:
         """An event of an unknown category as a launch, if it looks like one."""

@@ -4,13 +4,15 @@ time, and the result as launch batches in a temporary file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from profharness.parse.calls import Calls
 from profharness.parse.columns import (
+    Arrow,
     Block,
     GpuRows,
     Ints,
@@ -21,6 +23,7 @@ from profharness.parse.columns import (
     Tables,
 )
 from profharness.parse.intervals import Intervals, nothing
+from profharness.parse.ops import Detail, Flow
 from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, Range
 
 CHUNK_ROWS = 65536  # GPU rows joined at once
@@ -44,6 +47,44 @@ class _RangeIndex:
         if len(self.rows) == 1:
             return nothing(len(t))
         return self.rows[self.intervals.innermost(group, t)]
+
+
+class _Open:
+    """How many threads of a process have a range open: the outermost ranges of a thread never
+    overlap, so it is those begun less those ended.
+    """
+
+    def __init__(self, process: Ints, start: Ints, stop: Ints, outermost: Ints) -> None:
+        self._of = {}
+        for number in np.unique(process[outermost]).tolist():
+            mine = outermost[process[outermost] == number]
+            self._of[number] = np.sort(start[mine]), np.sort(stop[mine])
+
+    def count(self, process: Ints, t: Ints) -> Ints:
+        """Threads with an open range at each time."""
+        result = np.zeros(len(t), np.int64)
+        for number, (starts, stops) in self._of.items():
+            mine = np.flatnonzero(process == number)
+            begun = np.searchsorted(starts, t[mine], side="right")
+            result[mine] = begun - np.searchsorted(stops, t[mine], side="right")
+        return result
+
+
+class _Forward:
+    """The moment at which the forward op behind a backward op ran, by autograd's arrows."""
+
+    def __init__(self, evaluations: Iterable[Detail], flows: Sequence[Flow]) -> None:
+        columns = np.array([row[1:4] for row in evaluations], np.int64).reshape(-1, 3).T
+        self._nodes = Intervals.build(columns[2], columns[0], columns[1])
+        arrows = np.array(flows, np.int64).reshape(-1, 4).T
+        at = self._nodes.innermost(arrows[2], arrows[3])
+        self._thread, self._t = nothing(len(columns[0]) + 1), nothing(len(columns[0]) + 1)
+        self._thread[at[at >= 0]], self._t[at[at >= 0]] = arrows[:2, at >= 0]
+
+    def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
+        """(thread, t) of the forward ops, -1 where there is none."""
+        at = self._nodes.innermost(thread, t)
+        return self._thread[at], self._t[at]
 
 
 class Ranges:
@@ -72,8 +113,11 @@ class Ranges:
         self._own_cells = _RangeIndex(cells, thread, start, stop)
         self._any_cells = _RangeIndex(cells, process, start, stop)
         self._wide = _RangeIndex(wide, process, start, stop)
+        self._any = _RangeIndex(np.arange(len(text)), process, start, stop)
         parents = nothing(len(text))
         parents[self._all.rows[:-1]] = self._all.rows[self._all.intervals.enclosing()]
+        self._outermost = _Open(process, start, stop, np.flatnonzero(parents == NONE))
+        self._forward: _Forward | None = None
         rows = (start + base, duration, process, tids[thread], parents)
         self.rows = [
             Range(name, s, d, pid, tid, None if parent == NONE else parent)
@@ -81,8 +125,10 @@ class Ranges:
         ]
 
     def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """(range, cell_range) of calls on a thread at a time, as LaunchBatch documents them; where
-        neither thread nor cell has a range, the process's innermost start/end range is the range.
+        """(range, cell_range) of calls on a thread at a time, as LaunchBatch documents them.
+
+        Where neither thread nor cell has a range, it is that of the process's innermost start/end
+        range, else of the only thread with a range, else of the forward op behind a backward op.
         """
         inner, cell = nothing(len(t)), nothing(len(t))
         launched = np.flatnonzero(thread >= 0)
@@ -93,8 +139,20 @@ class Ranges:
         own, mine = self._own_cells.lookup(thread, t), self._all.lookup(thread, t)
         cell[launched] = np.where(own >= 0, own, self._any_cells.lookup(process, t))
         mine = np.where(mine >= 0, mine, cell[launched])
-        inner[launched] = np.where(mine >= 0, mine, self._wide.lookup(process, t))
+        mine = np.where(mine >= 0, mine, self._wide.lookup(process, t))
+        left = np.flatnonzero(mine < 0)
+        if len(left):
+            only = self._outermost.count(process[left], t[left]) == 1
+            mine[left] = np.where(only, self._any.lookup(process[left], t[left]), NONE)
+        left = np.flatnonzero(mine < 0)
+        if len(left) and self._forward is not None:
+            mine[left] = self._all.lookup(*self._forward.lookup(thread[left], t[left]))
+        inner[launched] = mine
         return inner, cell
+
+    def follow(self, evaluations: Iterable[Detail], flows: Sequence[Flow]) -> None:
+        """Let a launch of a backward op without a range have that of its forward op."""
+        self._forward = _Forward(evaluations, flows)
 
 
 @dataclass(slots=True)
@@ -147,11 +205,26 @@ def merge(tables: list[Tables], spools: list[Spool]) -> Source:
         merged.ranges.extend(other.ranges, mine["threads"])
         for name in ("gpu", "launches", "ops"):
             getattr(merged, name).extend(replace(b, owner=owner) for b in getattr(other, name))
+        for name in ("details", "modules", "arrows"):
+            threads = mine["threads"].tolist()
+            rows = (row._replace(thread=threads[row.thread]) for row in getattr(other, name))
+            getattr(merged, name).extend(rows)
         merged.events += other.events
         merged.skipped += other.skipped
     for blocks in (merged.gpu, merged.launches, merged.ops):
         blocks.sort(key=lambda block: block.order)
     return Source(merged, spools, maps)
+
+
+def flows(arrows: Iterable[Arrow]) -> list[Flow]:
+    """Arrows that have both ends, in order of their start."""
+    starts: dict[int | str, Arrow] = {}
+    ends: dict[int | str, Arrow] = {}
+    for arrow in arrows:
+        (starts if arrow.begins else ends)[arrow.key] = arrow
+    both = ((start, ends[key]) for key, start in starts.items() if key in ends)
+    made = (Flow(start.thread, start.t, end.thread, end.t) for start, end in both)
+    return sorted(made, key=lambda flow: flow.start)
 
 
 @dataclass(slots=True)
@@ -493,8 +566,9 @@ class BatchFile:
 class Output:
     """Writes joined launches to `file`. apis are numbered by first use."""
 
-    def __init__(self, ranges: Ranges, base: int, spool: Spool) -> None:
+    def __init__(self, ranges: Ranges, base: int, spool: Spool, calls: Calls | None = None) -> None:
         self.file = BatchFile(spool)
+        self._calls = calls
         self.apis = Renumber()
         self._ranges = ranges
         self._base = base
@@ -520,5 +594,8 @@ class Output:
             start_ns=rows.start + self._base,
             duration_ns=rows.duration,
             bytes=rows.bytes,
+            call_span=self._calls.lookup(thread, linked.launch)
+            if self._calls
+            else nothing(len(thread)),
         )
         self.file.write(batch)

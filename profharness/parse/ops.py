@@ -1,0 +1,70 @@
+"""The ops of which a trace's arguments are kept: attention, what it is made of in plain ops, and what
+tells where its backward ran.
+
+Op names and positions are those of PyTorch's native_functions.yaml, 2.5 to 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+OUTER = "aten::scaled_dot_product_attention"
+LAYER, FAST = "aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"
+INNER = re.compile(
+    r"aten::_scaled_dot_product_(?:flash|efficient|cudnn|fused|attention_math)\w*"
+    r"|aten::_(?:flash|efficient|cudnn)_attention_forward"
+)
+FLEX = re.compile(r"triton_\w*flex_attention\w*|flex_attention\w*")
+PACKAGES = re.compile(
+    r"FlashAttn\w*Func|flash_attn\w*::\w+|(?:xformers\w*|_?vllm\w*|sglang|sgl_kernel|flashinfer"
+    r"|sageattention|aiter|transformer_engine\w*)::\w*(?:attention|attn|fmha|flash|mha|mla)\w*"
+)
+BACKWARD = re.compile(r"(?i)\S*(?:backward|bwd)\w*")
+PRODUCTS = ("aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum")
+SOFTMAX = ("aten::softmax", "aten::_softmax", "aten::_safe_softmax")
+LINEAR = "aten::linear"  # its products are no attention's
+EVALUATION = "autograd::engine::evaluate_function: "
+REGION = re.compile(r"Torch-Compiled Region.*|CompiledFunction\w*|## Call CompiledFxGraph .*")
+GRADIENT = re.compile(r"aten::\w*attention\w*backward\w*")
+MODULE = "nn.Module: "
+
+
+@cache
+def is_detailed(name: str) -> bool:
+    """Whether an op is kept on its own, beside the columns of all ops."""
+    named = name == LINEAR or name.startswith(EVALUATION) or bool(REGION.fullmatch(name))
+    return named or has_arguments(name)
+
+
+@cache
+def has_arguments(name: str) -> bool:
+    """Whether an op's arguments are kept."""
+    if name in (OUTER, LAYER, FAST, *PRODUCTS, *SOFTMAX):
+        return True
+    return any(rule.fullmatch(name) for rule in (INNER, FLEX, PACKAGES, GRADIENT))
+
+
+class Detail(NamedTuple):
+    """An op that is kept on its own. Times are ns, thread an index, sequence autograd's number."""
+
+    name: str
+    start: int
+    end: int
+    thread: int
+    dims: Sequence[Any] = ()
+    strides: Sequence[Any] = ()
+    types: Sequence[Any] = ()
+    values: Sequence[Any] = ()
+    sequence: int = -1
+
+
+class Flow(NamedTuple):
+    """An arrow from a moment of a forward op to one of its backward op."""
+
+    thread: int
+    start: int
+    to_thread: int
+    end: int
