@@ -78,7 +78,7 @@ def test_equals_the_kineto_trace_of_the_same_program(h200: Path) -> None:
     with parsed(h200) as trace, closing(parse_chrome(DATA / "kineto_h200.json.gz")) as kineto:  # type: ignore[type-var]
         mine = Counter(facts(row) for row in launches(trace) if row["range"])
         theirs = Counter(facts(row) for row in launches(kineto) if row["range"])
-        assert sum(mine.values()) == 86
+        assert sum(mine.values()) == 128
         assert {fact: 3 * count for fact, count in mine.items()} == theirs
         assert trace.devices == kineto.devices
 
@@ -207,14 +207,20 @@ def test_autograd_thread_gets_the_cell_but_keeps_its_own_range(tmp_path: Path) -
         assert [row["cell_range"] for row in rows] == ["profharness:c1", "profharness:c1", None]
 
 
-def test_push_pop_ranges_are_not_process_wide(tmp_path: Path) -> None:
+def test_a_push_pop_range_of_another_thread_counts_where_only_one_thread_has_any(
+    tmp_path: Path,
+) -> None:
     maker = Maker()
     maker.nvtx("push", 100, 900)
+    maker.nvtx("inside", 150, 250)
     maker.nvtx("wide", 300, 900, eventType=60)
-    maker.launch(200, thread=AUTOGRAD)
-    maker.launch(350, thread=AUTOGRAD)
+    maker.nvtx("other", 910, 990)
+    maker.nvtx("third", 920, 990, globalTid=AUTOGRAD + 2)
+    for t in (200, 260, 350, 915, 930):
+        maker.launch(t, thread=AUTOGRAD)
     with parsed(maker.write(tmp_path / "t.sqlite")) as trace:
-        assert [row["range"] for row in launches(trace)] == [None, "wide"]
+        found = [row["range"] for row in launches(trace)]
+    assert found == ["inside", "push", "wide", "other", None]
 
 
 def test_correlations_count_per_process(tmp_path: Path) -> None:
