@@ -42,6 +42,7 @@ from profharness.parse.columns import (
 )
 from profharness.parse.ops import EVALUATION, MODULE
 from profharness.parse.packed import is_packed
+from profharness.parse.ranges import Ranges
 from profharness.processes import start_python
 from profharness.trace import LaunchConfig, Trace
 
@@ -510,7 +511,7 @@ def _assemble(
     tables = source.tables
     base, doubt = time_base(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
-    ranges = link.Ranges(tables.ranges, threads, base)
+    ranges = Ranges(tables.ranges, threads, base)
     flows = link.flows(tables.arrows)
     ranges.follow((op for op in tables.details if op.name.startswith(EVALUATION)), flows)
     calls, steps = find_calls(tables.details, flows, tables.modules, ranges.rows, threads, base)

@@ -227,7 +227,7 @@ class Collector:
 
     def add_module(self, data: bytes) -> None:
         """Take in an event that may be the call of an nn.Module."""
-        with suppress(*_UNDECODABLE):
+        with suppress(*UNDECODABLE):
             self._pending["module"].append(self.events.module.decode(data))
 
     def flush(self, part: int) -> None:

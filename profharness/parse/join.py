@@ -4,7 +4,7 @@ time, and the result as launch batches in a temporary file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -18,13 +18,13 @@ from profharness.parse.columns import (
     Ints,
     LaunchRows,
     OpRows,
-    RangeColumns,
     Spool,
     Tables,
 )
 from profharness.parse.intervals import Intervals, nothing
-from profharness.parse.ops import Detail, Flow
-from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, Range
+from profharness.parse.ops import Flow
+from profharness.parse.ranges import Ranges
+from profharness.trace import NONE, LaunchBatch
 
 CHUNK_ROWS = 65536  # GPU rows joined at once
 SLICE_ROWS = 262144  # ops (by start) in one time slice
@@ -33,126 +33,6 @@ MAX_DEPTH = 100  # ops in one stack; PyTorch nests a few dozen
 ID_TABLES = {
     "kernel": "kernels", "config": "configs", "api": "apis", "thread": "threads", "name": "names",
 }  # fmt: skip
-
-
-class _RangeIndex:
-    """The ranges `rows`, to be looked up by group (thread or process) and time."""
-
-    def __init__(self, rows: Ints, group: Ints, start: Ints, stop: Ints) -> None:
-        self.intervals = Intervals.build(group[rows], start[rows], stop[rows])
-        self.rows = np.append(rows[self.intervals.rows], NONE)  # index -1 is NONE
-
-    def lookup(self, group: Ints, t: Ints) -> Ints:
-        """For each (group, t) the innermost range, NONE for none."""
-        if len(self.rows) == 1:
-            return nothing(len(t))
-        return self.rows[self.intervals.innermost(group, t)]
-
-
-class _Open:
-    """How many threads of a process have a range open: the outermost ranges of a thread never
-    overlap, so it is those begun less those ended.
-    """
-
-    def __init__(self, process: Ints, start: Ints, stop: Ints, outermost: Ints) -> None:
-        self._of = {}
-        for number in np.unique(process[outermost]).tolist():
-            mine = outermost[process[outermost] == number]
-            self._of[number] = np.sort(start[mine]), np.sort(stop[mine])
-
-    def count(self, process: Ints, t: Ints) -> Ints:
-        """Threads with an open range at each time."""
-        result = np.zeros(len(t), np.int64)
-        for number, (starts, stops) in self._of.items():
-            mine = np.flatnonzero(process == number)
-            begun = np.searchsorted(starts, t[mine], side="right")
-            result[mine] = begun - np.searchsorted(stops, t[mine], side="right")
-        return result
-
-
-class _Forward:
-    """The moment at which the forward op behind a backward op ran, by autograd's arrows."""
-
-    def __init__(self, evaluations: Iterable[Detail], flows: Sequence[Flow]) -> None:
-        columns = np.array([row[1:4] for row in evaluations], np.int64).reshape(-1, 3).T
-        self._nodes = Intervals.build(columns[2], columns[0], columns[1])
-        arrows = np.array(flows, np.int64).reshape(-1, 4).T
-        at = self._nodes.innermost(arrows[2], arrows[3])
-        self._thread, self._t = nothing(len(columns[0]) + 1), nothing(len(columns[0]) + 1)
-        self._thread[at[at >= 0]], self._t[at[at >= 0]] = arrows[:2, at >= 0]
-
-    def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """(thread, t) of the forward ops, -1 where there is none."""
-        at = self._nodes.innermost(thread, t)
-        return self._thread[at], self._t[at]
-
-
-class Ranges:
-    """User ranges ordered by start, longest first, and which of them a launch call lies in.
-
-    threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
-    """
-
-    def __init__(self, columns: RangeColumns, threads: list[tuple[int, int]], base: int) -> None:
-        start, duration, thread = (
-            np.array(column, np.int64)
-            for column in (columns.start, columns.duration, columns.thread)
-        )
-        pids, tids = np.array([*threads, (NONE, NONE)], np.int64).T
-        ranks = {name: rank for rank, name in enumerate(sorted(set(columns.names)))}
-        names = np.array([ranks[name] for name in columns.names], np.int64)
-        # equal for however many processes read the file
-        order = np.lexsort((names, tids[thread], pids[thread], -duration, start))
-        start, duration, thread = start[order], duration[order], thread[order]
-        text = [columns.names[row] for row in order.tolist()]
-        cells = np.flatnonzero([name.startswith(CELL_RANGE_PREFIX) for name in text])
-        wide = np.flatnonzero(np.array(columns.wide, np.bool_)[order])
-        process, stop = pids[thread], start + duration
-        self.pids, self.tids = pids, tids  # by thread index; NONE for -1
-        self._all = _RangeIndex(np.arange(len(text)), thread, start, stop)
-        self._own_cells = _RangeIndex(cells, thread, start, stop)
-        self._any_cells = _RangeIndex(cells, process, start, stop)
-        self._wide = _RangeIndex(wide, process, start, stop)
-        self._any = _RangeIndex(np.arange(len(text)), process, start, stop)
-        parents = nothing(len(text))
-        parents[self._all.rows[:-1]] = self._all.rows[self._all.intervals.enclosing()]
-        self._outermost = _Open(process, start, stop, np.flatnonzero(parents == NONE))
-        self._forward: _Forward | None = None
-        rows = (start + base, duration, process, tids[thread], parents)
-        self.rows = [
-            Range(name, s, d, pid, tid, None if parent == NONE else parent)
-            for name, s, d, pid, tid, parent in zip(text, *(c.tolist() for c in rows), strict=True)
-        ]
-
-    def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """(range, cell_range) of calls on a thread at a time, as LaunchBatch documents them.
-
-        Where neither thread nor cell has a range, it is that of the process's innermost start/end
-        range, else of the only thread with a range, else of the forward op behind a backward op.
-        """
-        inner, cell = nothing(len(t)), nothing(len(t))
-        launched = np.flatnonzero(thread >= 0)
-        if not self.rows or not len(launched):
-            return inner, cell
-        thread, t = thread[launched], t[launched]
-        process = self.pids[thread]
-        own, mine = self._own_cells.lookup(thread, t), self._all.lookup(thread, t)
-        cell[launched] = np.where(own >= 0, own, self._any_cells.lookup(process, t))
-        mine = np.where(mine >= 0, mine, cell[launched])
-        mine = np.where(mine >= 0, mine, self._wide.lookup(process, t))
-        left = np.flatnonzero(mine < 0)
-        if len(left):
-            only = self._outermost.count(process[left], t[left]) == 1
-            mine[left] = np.where(only, self._any.lookup(process[left], t[left]), NONE)
-        left = np.flatnonzero(mine < 0)
-        if len(left) and self._forward is not None:
-            mine[left] = self._all.lookup(*self._forward.lookup(thread[left], t[left]))
-        inner[launched] = mine
-        return inner, cell
-
-    def follow(self, evaluations: Iterable[Detail], flows: Sequence[Flow]) -> None:
-        """Let a launch of a backward op without a range have that of its forward op."""
-        self._forward = _Forward(evaluations, flows)
 
 
 @dataclass(slots=True)

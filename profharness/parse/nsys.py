@@ -57,6 +57,7 @@ from profharness.parse.nsys_info import (
     environment,
     start_time,
 )
+from profharness.parse.ranges import Ranges
 from profharness.profilers import require_tool
 from profharness.profilers.nsys import export_report
 from profharness.trace import NONE, LaunchConfig, Trace
@@ -118,7 +119,7 @@ def _parse(path: Path, shown: Path) -> Trace:
             warnings += [*doubt, *unknown_start, *kernels.warnings, *_notes(export, reader)]
         tables = reader.tables
         threads = list(tables.threads)
-        ranges = link.Ranges(tables.ranges, threads, base)
+        ranges = Ranges(tables.ranges, threads, base)
         output = link.Output(ranges, base, Spool.temporary(stack))
         warnings += _join(reader, kernels, spool, output)
         apis = list(tables.apis)
