@@ -13,6 +13,7 @@ import click
 from profharness.cli._options import hint, quiet_stdout, store_option
 from profharness.errors import ProfharnessError
 from profharness.profilers.nsys import SUFFIX, export_limit_s
+from profharness.store import open_store
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -52,6 +53,7 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
     from profharness.store.ingest import find_sources, ingest_path
 
     done = failed = warned = 0
+    taken: list[str] = []
     for given in sources:
         try:
             found = find_sources(given)
@@ -73,6 +75,11 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
                 done += 1
                 warned += any(result.warnings for result in results)
                 _report(source, results)
+                taken += [result.run for result in results]
+    if taken:
+        with open_store(store) as opened:
+            which = "it" if len(set(taken)) == 1 else f"the last of {len(set(taken))} runs"
+            hint(f"see {which} with: {opened.shown_by(taken[-1])}")
     if failed:
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
     if strict and warned:

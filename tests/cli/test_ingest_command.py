@@ -161,3 +161,16 @@ def test_the_help_names_every_kind_of_source(open_folder: Path) -> None:
     text = ingest(open_folder, "--help").stdout
     for kind in (".json.gz", ".nsys-rep", ".sqlite", ".ncu-rep", ".csv", "run folder"):
         assert kind in text.lower(), kind
+
+
+def test_the_command_that_shows_what_was_taken_in_works_as_printed(tmp_path: Path) -> None:
+    one = ingest(tmp_path, str(TRACE))
+    command = one.stderr.split("see it with: ")[1].split()
+    assert command[:3] == ["profharness", "kernels", "--run"]
+    assert command[3] in one.stdout and command[4:] == ["--store", "s.db"]
+    shown = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "flash_fwd" in shown.stdout
+    two = ingest(tmp_path, str(TRACE), str(RUN))
+    assert "see the last of 2 runs with: profharness kernels --run 20261121-151544" in two.stderr
