@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from itertools import chain, islice
@@ -31,6 +30,7 @@ from profharness.store.insert import (
     row_id,
     to_json,
 )
+from profharness.store.limits import check_record, check_tables
 from profharness.store.schema import (
     connect,
     damaged,
@@ -40,14 +40,13 @@ from profharness.store.schema import (
     transaction,
     waiting,
 )
-from profharness.trace import LaunchBatch, LaunchConfig, Trace
+from profharness.trace import LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
 UNREADABLE = "trace_unreadable"
-MAX_INT = (1 << 63) - 1  # of SQLite
 MAX_PATH, SHOWN_PATH = 1024, 60  # characters of a trace's path, in all and in a message
 LAST_SECOND = 253402300799.0  # of the year 9999, after which no date can be written
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
@@ -244,7 +243,7 @@ def _ingest(
 ) -> IngestResult:
     """A trace of a run that turns out unreadable is left out, at the price of a new start."""
     if source.run is not None:
-        _check_record(source.path / RUN_FILE, source.run)
+        check_record(source.path / RUN_FILE, source.run)
     unchanged = waiting(lambda: _unchanged(writer(), source)) if store.exists() else None
     if unchanged:
         return unchanged
@@ -266,28 +265,6 @@ def _ingest(
                 source = replace(source, raws=raws)
 
 
-def _check_record(path: Path, run: Run) -> None:
-    """Raise TraceFormatError, before there is a store, for a record that no table can hold."""
-    (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
-    if count > 1:
-        raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
-    for cell in run.cells:
-        # tuning is kept as text
-        if _largest(msgspec.to_builtins(replace(cell, tuning=None))) > MAX_INT:
-            raise TraceFormatError(
-                path, f"a number of cell {cell.cell!r} is too large", expected="64 bits at most"
-            )
-
-
-def _largest(value: object) -> int:
-    """The largest absolute integer anywhere in plain data, 0 without one."""
-    if isinstance(value, dict):
-        return max(map(_largest, value.values()), default=0)
-    if isinstance(value, list | tuple):
-        return max(map(_largest, value), default=0)
-    return abs(value) if isinstance(value, int) else 0
-
-
 def _open(raw: Raw, opened: ExitStack) -> _Parsed:
     """Parse up to the first batch, so that most of the work is done before the store is locked."""
     try:
@@ -295,39 +272,12 @@ def _open(raw: Raw, opened: ExitStack) -> _Parsed:
         opened.callback(trace.close)
         if raw.profiler not in (None, trace.profiler):
             raise TraceFormatError(raw.path, f"a trace of {trace.profiler}", expected=raw.profiler)
-        _check_tables(raw.path, trace)
+        check_tables(raw.path, trace)
         batches = trace.batches()
         first = list(islice(batches, 1))
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
     return _Parsed(raw, trace, chain(first, batches))
-
-
-def _check_tables(path: Path, trace: Trace) -> None:
-    """Raise TraceFormatError, before there is a store, for numbers and names that no table can hold."""
-    numbers = chain(
-        chain.from_iterable(asdict(device).values() for device in trace.devices),
-        (number for one in trace.launch_configs for number in _flat(one)),
-        (number for r in trace.ranges for number in (r.start_ns, r.duration_ns, r.pid, r.tid)),
-    )
-    largest = max((abs(number) for number in numbers if isinstance(number, int)), default=0)
-    if largest > MAX_INT:
-        raise TraceFormatError(
-            path, f"{str(largest)[:20]}… is too large", expected="64 bits at most"
-        )
-    names = chain(
-        *(trace.kernels, trace.op_paths, trace.apis, (item.name for item in trace.ranges)),
-        (device.name for device in trace.devices),
-    )
-    try:
-        "".join(names).encode()
-    except (UnicodeEncodeError, TypeError) as error:
-        raise TraceFormatError(path, f"holds a name that is no text: {error}") from None
-
-
-def _flat(config: LaunchConfig) -> Iterator[int | None]:
-    for value in (getattr(config, item.name) for item in fields(config)):
-        yield from value if isinstance(value, tuple) else (value,)
 
 
 def _unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:

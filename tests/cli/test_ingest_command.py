@@ -6,10 +6,12 @@ import ctypes
 import importlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,20 @@ def test_strict_fails_for_warnings_and_tells_what_was_taken_in(open_folder: Path
         assert f"warning: run: not taken in: run/{name}" in done.stderr
         assert "--strict: 1 of 2 sources gave warnings" in done.stderr
         (open_folder / "s.db").unlink()
+
+
+def test_what_was_taken_in_last_is_shown_by_the_command_at_the_end(open_folder: Path) -> None:
+    """As printed; the newest run of the store may be another one."""
+    (open_folder / "good.json.gz").write_bytes(TRACE.read_bytes())
+    shutil.copytree(RUN, open_folder / "run")
+    done = ingest(open_folder, "run", "good.json.gz")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("see ")]
+    words = shlex.split(line.partition(" with: ")[2])
+    assert words[:3] == ["profharness", "kernels", "--run"] and words[3].startswith("trace-")
+    main = importlib.import_module("profharness.cli.main").cli
+    with chdir(open_folder):
+        shown = CliRunner().invoke(main, [*words[1:], "--format", "json"])
+    assert {row["run"] for row in json.loads(shown.stdout)["rows"]} == {words[3]}
 
 
 def test_a_warning_names_a_lone_trace_once(open_folder: Path) -> None:
