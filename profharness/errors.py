@@ -7,6 +7,16 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def shown(path: str | Path) -> str:
+    """A path as one line that any terminal and any store takes: what does not print, and bytes
+    that are not UTF-8, are escaped.
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in str(path)
+    )
+
+
 class ProfharnessError(Exception):
     """Base of all errors with a remedy; the command line prints it and exits with `exit_code`."""
 
@@ -69,7 +79,7 @@ class TraceFormatError(ProfharnessError):
         self.path = Path(path)
         self.offset = offset
         self.expected = expected
-        where = f"{path}" if offset is None else f"{path}, byte {offset}"
+        where = shown(path) if offset is None else f"{shown(path)}, byte {offset}"
         tail = f"; expected {expected}" if expected else ""
         super().__init__(f"{where}: {message}{tail}")
 

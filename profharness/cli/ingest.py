@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from profharness.cli._options import hint, quiet_stdout, store_option
-from profharness.errors import ProfharnessError
+from profharness.errors import ProfharnessError, shown
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
 
@@ -70,7 +70,7 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
                 hint(f"error: {error}")
             except OSError as error:  # TMPDIR is full, the file went away
                 failed += 1
-                hint(f"error: {source}: {error.filename or 'TMPDIR'}: {error.strerror}")
+                hint(f"error: {shown(source)}: {error.filename or 'TMPDIR'}: {error.strerror}")
             else:
                 done += 1
                 warned += any(result.warnings for result in results)
@@ -90,13 +90,13 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
     """A line on each run: its name, whether it is new, and what of it is stored."""
     for warning in [text for result in results for text in result.warnings]:
         # a lone trace's own name need not stand twice
-        hint(f"warning: {source}: {warning.removeprefix(f'{source.name}: ')}")
+        hint(f"warning: {shown(source)}: {warning.removeprefix(f'{shown(source.name)}: ')}")
     with quiet_stdout() as stream:
         for result in results:
             counts = f"{result.launches:,} launches"
             counts += f", {result.cells} cells" if result.cells else ""
             kept = f" (stored from {result.kept})" if result.kept else ""
-            line = f"{source}: {result.status}, run {result.run}{kept}: {counts}\n"
+            line = f"{shown(source)}: {result.status}, run {result.run}{kept}: {counts}\n"
             stream.write(line.encode())
 
 
@@ -106,14 +106,14 @@ def _progress(source: Path) -> Iterator[Progress | None]:
     read. How long nsys may take is told in both cases.
     """
     if source.suffix == SUFFIX:
-        hint(f"{source}: nsys exports it, for {export_limit_s(source):.0f} s at most")
+        hint(f"{shown(source)}: nsys exports it, for {export_limit_s(source):.0f} s at most")
     if not sys.stderr.isatty():
-        hint(f"reading {source}")
+        hint(f"reading {shown(source)}")
         yield None
         return
 
     def show(name: str, done: int, total: int) -> None:
-        click.echo(f"\r\x1b[K{name}: {done:,} of {total:,} launches", err=True, nl=False)
+        click.echo(f"\r\x1b[K{shown(name)}: {done:,} of {total:,} launches", err=True, nl=False)
 
     yield show
     click.echo("\r\x1b[K", err=True, nl=False)

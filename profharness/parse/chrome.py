@@ -97,7 +97,7 @@ def parse_chrome(
         layout = probe(window)
     with ExitStack() as stack:
         source, header, warnings = _scan_file(path, layout, processes, range_bytes, stack)
-        return _assemble(path, source, header, warnings, chunk_rows, slice_rows, stack)
+        return _assemble(path, source, header, warnings, (chunk_rows, slice_rows), stack)
 
 
 def _scan_file(
@@ -490,13 +490,14 @@ def _skipped(tables: Tables) -> list[str]:
     return [f"{tables.skipped} events could not be read and were skipped{negative}"]
 
 
-def _useless(path: Path, tables: Tables) -> TraceFormatError:
-    """The error about a file without anything to show."""
-    if not tables.events and not tables.skipped:
-        message = "traceEvents is empty"
-    else:
+def _check_use(path: Path, tables: Tables, launches: int) -> None:
+    """Raise TraceFormatError for a file without anything to show."""
+    if launches:
+        return
+    message = "traceEvents is empty"
+    if tables.events or tables.skipped:
         message = "; ".join([f"nothing ran in its {tables.events:,} events", *_skipped(tables)])
-    return TraceFormatError(path, message, expected="a kernel, a copy or an ATen op")
+    raise TraceFormatError(path, message, expected="a kernel, a copy or an ATen op")
 
 
 def _assemble(
@@ -504,8 +505,7 @@ def _assemble(
     source: link.Source,
     header: dict[str, Any],
     warnings: list[str],
-    chunk_rows: int,
-    slice_rows: int,
+    rows: tuple[int, int],
     stack: ExitStack,
 ) -> Trace:
     tables = source.tables
@@ -516,10 +516,10 @@ def _assemble(
     ranges.follow((op for op in tables.details if op.name.startswith(EVALUATION)), flows)
     calls, steps = find_calls(tables.details, flows, tables.modules, ranges.rows, threads, base)
     output = link.Output(ranges, base, Spool.temporary(stack), calls)
-    stacks, doubts = link.Stacks(source, rows=slice_rows), link.Doubts()
+    stacks, doubts = link.Stacks(source, rows=rows[1]), link.Doubts()
     if tables.gpu:
         kernels, configs = list(tables.kernels), list(tables.configs)
-        chunks = link.device_chunks(source, stacks, doubts, chunk_rows)
+        chunks = link.device_chunks(source, stacks, doubts, rows[0])
     else:
         kernels, configs = [("op", name) for name in tables.names], [(None,) * 4]
         chunks = link.op_chunks(stacks, ranges, doubts)
@@ -527,8 +527,7 @@ def _assemble(
     for chunk, paths in chunks:
         kernel, config = kernel_ids(chunk.gpu.kernel), config_ids(chunk.gpu.config)
         output.write(chunk, kernel, config, path_ids(paths))
-    if not output.file.rows:
-        raise _useless(path, tables)
+    _check_use(path, tables, output.file.rows)
     folded, apis = stacks.folded(), list(tables.apis)
     return Trace(
         profiler="torch",

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from profharness.devices import Device
 from profharness.parse.ops import Detail, has_arguments, is_detailed
+from profharness.parse.packed import without_room
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -166,17 +167,21 @@ class Spool:
     @classmethod
     def temporary(cls, stack: ExitStack) -> Spool:
         """A new empty file, gone when the stack is closed."""
-        file = tempfile.TemporaryFile(prefix="profharness-", buffering=0)  # noqa: SIM115
+        with without_room():
+            file = tempfile.TemporaryFile(prefix="profharness-", buffering=0)  # noqa: SIM115
         return cls(cast(BinaryIO, stack.enter_context(file)))
 
     def write(self, columns: Iterable[Ints]) -> int:
-        """Append columns of equal length; returns their offset."""
+        """Append columns of equal length; returns their offset. Raises ProfharnessError without
+        room for them.
+        """
         offset = self.size
         data = b"".join(column.tobytes() for column in columns)
         view = memoryview(data)
-        while view:
-            view = view[os.pwrite(self.file.fileno(), view, self.size) :]
-            self.size = offset + len(data) - len(view)
+        with without_room():
+            while view:
+                view = view[os.pwrite(self.file.fileno(), view, self.size) :]
+                self.size = offset + len(data) - len(view)
         return offset
 
     def read(self, block: Block) -> Ints:

@@ -146,7 +146,7 @@ class Doubts:
         }
         texts = [f"{count:,} launches {what}" for what, count in found.items() if count]
         if stacks.paths.deep:
-            texts.append(f"stacks of more than {MAX_DEPTH} ops are told without their middle")
+            texts.append(f"stacks of more than {MAX_DEPTH} ops are told in part")
         return texts
 
 
@@ -218,7 +218,8 @@ class OpSlice:
 class StackIds(dict[tuple[int, ...], int]):
     """Numbers of stacks, each (id of the stack above, names of the ops below it, outermost first).
 
-    A stack deeper than MAX_DEPTH keeps its outermost ops and the innermost one; deep counts these.
+    A stack deeper than MAX_DEPTH keeps its outermost ops and the innermost one; deep counts these
+    and those of overlapping ops, which keep the innermost.
     """
 
     def __init__(self) -> None:
@@ -272,8 +273,9 @@ class Stacks:
         self._name_paths(ops, at[has[nested]])
         result[has[nested]] = ops.paths[at[has[nested]]]
         odd = has[~nested]
-        chains = ops.intervals.chains(at[odd], t[odd], MAX_DEPTH)
-        for row, chain in zip(odd.tolist(), chains, strict=True):
+        chains = ops.intervals.chains(at[odd], t[odd], MAX_DEPTH + 1)
+        self.paths.deep += int(np.count_nonzero(chains[:, MAX_DEPTH] >= 0))
+        for row, chain in zip(odd.tolist(), chains[:, :MAX_DEPTH], strict=True):
             inner_first = ops.names[chain[chain >= 0]].tolist()
             result[row] = self.paths[-1, *reversed(inner_first)]
         return result

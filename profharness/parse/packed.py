@@ -14,7 +14,7 @@ from typing import IO, BinaryIO, cast
 
 from isal import igzip_lib
 
-from profharness.errors import ProfharnessError, TraceFormatError
+from profharness.errors import ProfharnessError, TraceFormatError, shown
 
 GZIP = b"\x1f\x8b"
 SUFFIX = ".gz"
@@ -174,7 +174,8 @@ def without_room() -> Iterator[None]:
 
 def _rename(error: ProfharnessError, plain: Path, path: Path) -> None:
     error.args = tuple(
-        arg.replace(str(plain), str(path)) if isinstance(arg, str) else arg for arg in error.args
+        arg.replace(shown(plain), shown(path)) if isinstance(arg, str) else arg
+        for arg in error.args
     )
     if isinstance(error, TraceFormatError):
         error.path = path

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from profharness.errors import StoreError, TraceFormatError
+from profharness.errors import StoreError, TraceFormatError, shown
 from profharness.parse import is_trace, open_trace, sniff
 from profharness.parse.packed import open_file
 from profharness.run import RUN_FILE, Cell, Problem, Protocol, Run, TraceFile, read_run, run_kind
@@ -108,7 +108,8 @@ def find_sources(path: Path) -> list[Path]:
         if path.is_file() or (path / RUN_FILE).is_file():
             return [path]
         if not path.is_dir():
-            raise TraceFormatError(path, "no such file or folder", expected=EXPECTED)
+            missing = "not a regular file" if path.exists() else "no such file or folder"
+            raise TraceFormatError(path, missing, expected=EXPECTED)
         sources = list(_walk(path))
     except OSError as error:
         place = error.filename or path
@@ -141,7 +142,7 @@ def _read_source(path: Path) -> Source:
     """A run folder or trace file with its content hash, nothing parsed. Raises TraceFormatError."""
     if path.is_file():
         content_hash = _hash_file(path, packed=False)
-        return Source(path, None, (Raw(None, path.name, path, content_hash),), content_hash)
+        return Source(path, None, (Raw(None, shown(path.name), path, content_hash),), content_hash)
     run = read_run(path)
     raws = tuple(_raw(path, trace) for trace in run.traces)
     digest = xxhash.xxh3_128(msgspec.json.encode(run))
@@ -367,7 +368,7 @@ def _insert_run(
         "created": run.created if run else _created(source.path, parsed[0]),
         "source": "capture" if run else "trace",
         "kind": run_kind(source.path, run) if run else "trace",
-        "path": str(source.path),
+        "path": shown(source.path),
         "content_hash": source.content_hash,
         "environment_id": row_id(
             connection, "environments", {"hash": digest}, lambda: {"data": data}

@@ -18,6 +18,9 @@ import pytest
 from click.testing import CliRunner
 from waiting import PATIENCE_S
 
+from profharness.errors import TraceFormatError
+from profharness.store import ingest_path
+
 TRACE = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
 RUN = Path(__file__).parents[2] / "traces" / "h200-torch2.11"
 CAPBSET_DROP = 24
@@ -190,3 +193,44 @@ def test_the_command_that_shows_what_was_taken_in_works_as_printed(tmp_path: Pat
     assert "flash_fwd" in shown.stdout
     two = ingest(tmp_path, str(TRACE), str(RUN))
     assert "see the last of 2 runs with: profharness kernels --run 20261121-151544" in two.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (b"bad\xff\xfe.json", "bad\\udcff\\udcfe.json"),
+        (b"a\nb\x1b[31m\x07.json", "a\\nb\\x1b[31m\\x07.json"),
+        ("Größe \u202e.json".encode(), "Größe \\u202e.json"),
+    ],
+)
+def test_odd_names_of_files_are_taken_in_and_shown_escaped(
+    name: bytes, told: str, tmp_path: Path
+) -> None:
+    event = '{"ph":"X","cat":"kernel","name":"k","pid":0,"tid":7,"ts":5,"dur":%s,"args":{}}'
+    good = tmp_path / os.fsdecode(name)
+    good.write_text('{"traceEvents": [' + event % "1" + "," + event % "-1" + "]}")
+    command = [sys.executable, "-m", "profharness", "ingest"]
+    store = ["--store", str(tmp_path / "s.db")]
+    for given in (good, tmp_path):  # by name, and found in a folder
+        done = subprocess.run([*command, given, *store], capture_output=True, check=False)
+        out, err = done.stdout.decode(), done.stderr.decode()
+        assert done.returncode == 0, err
+        assert f"{tmp_path}/{told}: " in out and out.count("\n") == 1
+        assert f"reading {tmp_path}/{told}\n" in err
+        assert "\x1b" not in out + err and "\x07" not in out + err
+    good.write_text("{")
+    done = subprocess.run([*command, good, *store], capture_output=True, check=False)
+    assert done.returncode == 1
+    assert f"error: {tmp_path}/{told}, byte 1: " in done.stderr.decode()
+    listed = subprocess.run(
+        [sys.executable, "-m", "profharness", "runs", "--format", "json", *store],
+        capture_output=True,
+        check=True,
+    )
+    assert json.dumps(told, ensure_ascii=False)[1:-1] in listed.stdout.decode()
+
+
+def test_a_pipe_is_no_missing_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(TraceFormatError, match="not a regular file"):
+        ingest_path(tmp_path / "s.db", tmp_path / "pipe.json")

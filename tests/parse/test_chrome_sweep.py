@@ -125,5 +125,6 @@ def test_many_that_overlap_cost_no_square(category: str, shape: str, tmp_path: P
     before = time.process_time()
     with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
         assert trace.num_launches == (count if category == "cpu_op" else count // 8)
+        assert any("told in part" in text for text in trace.warnings) == (category == "cpu_op")
         assert max(text.count(";") for text in [*trace.op_paths, ""]) < MAX_DEPTH
     assert time.process_time() - before < 20  # a square takes minutes
