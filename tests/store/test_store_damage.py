@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.errors import StoreError
+from profharness.errors import StoreError, UsageError
 from profharness.store import Store, ingest_path, open_store, query, schema
 
 Folder = Callable[..., Path]
@@ -141,7 +141,7 @@ def test_of_a_large_store_what_every_ingest_reads_is_looked_at(
 
 def test_a_wrong_question_is_not_damage(whole: Path) -> None:
     with (
-        pytest.raises(sqlite3.OperationalError, match="no such column"),
+        pytest.raises(UsageError, match="no such column"),
         open_store(whole) as store,
     ):
         query(store, "SELECT absent FROM runs")

@@ -187,7 +187,7 @@ def big_trace() -> Trace:
             kernel, none, zero = i % 60, np.full(len(i), -1), np.zeros(len(i), np.int64)
             yield LaunchBatch(
                 kernel, kernel % 30, (i // 60) % 2, i // 500, none, zero, zero, zero, i, none,
-                zero, zero, i * 100, i * 100 + 50, 100 + kernel, none,
+                zero, zero, i * 100, i * 100 + 50, 100 + kernel, none, none,
             )  # fmt: skip
 
     return Trace(
