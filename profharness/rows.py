@@ -230,3 +230,64 @@ class RangeRow(NamedTuple):
     parent: int | None
     cell: str | None
     iteration: int | None
+
+
+class CallKernel(NamedTuple):
+    """A kernel of an attention call in a direction: `forward`, `recompute` or `backward`."""
+
+    direction: str
+    kernel: str
+    kernel_short: str
+    family: str
+    launches: int
+    total_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """An attention call of a program, as `profharness.trace.AttentionCall` describes it. step counts
+    the steps of its trace, None outside of them.
+    """
+
+    run: str
+    trace: int
+    call: int
+    step: int | None
+    kind: str
+    op: str
+    sdpa_op: str | None
+    compiled: bool
+    recompute: bool
+    backward: bool
+    path: str | None
+    modules: tuple[str, ...]
+    config: str | None
+    reason: str | None
+    tensors: tuple[Any, ...]
+    start_ns: int
+    duration_ns: int
+    kernels: tuple[CallKernel, ...] = ()
+
+
+class StepRow(NamedTuple):
+    """A step of a trace; busy_ns is how long at least one kernel ran that began in it."""
+
+    trace: int
+    step: int
+    name: str
+    start_ns: int
+    duration_ns: int
+    busy_ns: int
+
+
+class GapRow(NamedTuple):
+    """A stretch without any kernel on a device, and the launch that ended it: launch_ns is when the
+    program asked for it.
+    """
+
+    device: int
+    start_ns: int
+    duration_ns: int
+    kernel_short: str
+    op_path: str | None
+    launch_ns: int | None

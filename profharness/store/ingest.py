@@ -313,7 +313,8 @@ def _write(
     run_id = _insert_run(connection, source, name, parsed)
     _insert_devices(connection, run_id, [item.trace for item in parsed])
     cells = _insert_cells(connection, run_id, run.cells) if run else None
-    results = [_insert_raw(connection, run_id, item, cells, progress) for item in parsed]
+    # without cells everything that the traces hold is asked about, as of a foreign trace
+    results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
     for item, result in zip(parsed, results, strict=True):

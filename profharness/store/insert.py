@@ -16,6 +16,7 @@ import numpy as np
 from profharness.config import Config
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import axes
+from profharness.store.calls import CallLaunches
 from profharness.store.groups import Grouped, Grouping
 from profharness.store.schema import insert_row
 from profharness.trace import (
@@ -184,6 +185,7 @@ def insert_trace(
     kept: list[Column] = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
     grouping = Grouping()
+    calls_of = CallLaunches(trace)
     for batch in chain.from_iterable(map(_pieces, batches)):
         _check_batch(batch)
         keep = slice(None) if cells is None else ids.cell[batch.cell_range] != NONE
@@ -191,6 +193,7 @@ def insert_trace(
         if trace.metrics is not None:
             kept.append(np.arange(len(batch.kernel))[keep] + result.launches + result.dropped)
         stored = len(columns["trace_id"])
+        calls_of.add(batch, ids.kernel[batch.kernel], ids.launch_config[batch.launch_config])
         result.dropped += len(batch.kernel) - stored
         result.launches += stored
         if stored:
@@ -202,6 +205,7 @@ def insert_trace(
             _count_calls(per_call, columns["cell_id"], columns["iteration"])
         if progress:
             progress(len(batch.kernel))
+    calls_of.insert(connection, trace_id, config_ids)
     grouped = grouping.finish() if result.launches else None
     if grouped:
         _insert_groups(connection, trace_id, grouped, foreign=cells is None)

@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from profharness.devices import Device, Occupancy, occupancy
 from profharness.errors import ProfharnessError
-from profharness.rows import CellRow, KernelRow, LaunchRow, RangeRow, Refusal, RunRow, Triple
+from profharness.rows import (
+    CallRow,
+    CellRow,
+    GapRow,
+    KernelRow,
+    LaunchRow,
+    RangeRow,
+    Refusal,
+    RunRow,
+    StepRow,
+    Triple,
+)
+from profharness.store.calls import call_rows, gap_rows, step_rows
 from profharness.store.schema import (
     connect,
     damaged,
@@ -322,6 +334,18 @@ class Store:
             (self._named(run),),
         )
         return list(starmap(Device, rows))
+
+    def calls(self, run: str | None = None) -> list[CallRow]:
+        """The attention calls of a program that was traced."""
+        return call_rows(self.connection, self._named(run))
+
+    def steps(self, run: str | None = None) -> list[StepRow]:
+        """The steps of a run's traces, with how long the GPU was busy."""
+        return step_rows(self.connection, self._named(run))
+
+    def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:
+        """The largest stretches within steps in which a GPU had nothing to do."""
+        return gap_rows(self.connection, steps)
 
     def launches(
         self, run: str | None = None, *, profiler: str | None = None, cell: str | None = None

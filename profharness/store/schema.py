@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from profharness.errors import NotFoundError, StoreError
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 8  # 1 to 7 were never released
+SCHEMA_VERSION = 9  # 1 to 8 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 WHOLLY_CHECKED_BYTES = 32 << 20  # some 0.2 s
@@ -160,6 +160,28 @@ CREATE TABLE launch_groups (
 CREATE INDEX launch_groups_trace ON launch_groups(trace_id, by_op);
 CREATE INDEX launch_groups_cell ON launch_groups(cell_id) WHERE cell_id IS NOT NULL;
 
+CREATE TABLE steps (
+    trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
+    name TEXT NOT NULL, start_ns INTEGER NOT NULL, duration_ns INTEGER NOT NULL,
+    PRIMARY KEY (trace_id, ordinal)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE calls (
+    id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    ordinal INTEGER NOT NULL, step INTEGER, kind TEXT NOT NULL, op TEXT NOT NULL, sdpa_op TEXT,
+    compiled INTEGER NOT NULL, recompute INTEGER NOT NULL, backward INTEGER NOT NULL, path TEXT,
+    modules TEXT NOT NULL, config_id INTEGER REFERENCES configs(id), reason TEXT,
+    tensors TEXT NOT NULL, pid INTEGER NOT NULL, tid INTEGER NOT NULL, start_ns INTEGER NOT NULL,
+    duration_ns INTEGER NOT NULL) STRICT;
+CREATE INDEX calls_trace ON calls(trace_id);
+CREATE INDEX calls_config ON calls(config_id) WHERE config_id IS NOT NULL;
+
+CREATE TABLE call_kernels (
+    call_id INTEGER NOT NULL REFERENCES calls(id) ON DELETE CASCADE, direction TEXT NOT NULL,
+    kernel_id INTEGER NOT NULL REFERENCES kernels(id),
+    launch_config_id INTEGER NOT NULL REFERENCES launch_configs(id), launches INTEGER NOT NULL,
+    total_ns INTEGER NOT NULL, first_ns INTEGER NOT NULL,
+    PRIMARY KEY (call_id, direction, kernel_id, launch_config_id)) STRICT, WITHOUT ROWID;
+
 CREATE TABLE metrics (
     launch_id INTEGER NOT NULL REFERENCES launches(id) ON DELETE CASCADE, name TEXT NOT NULL,
     value REAL NOT NULL, unit TEXT NOT NULL,
@@ -209,6 +231,20 @@ VIEWS = {
             k.short AS kernel_short, lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y,
             lc.block_z, m.name AS metric, m.value, m.unit, l.id AS launch_id
         {_LAUNCHES_OF_TRACES} JOIN metrics m ON m.launch_id = l.id""",
+    "attention_calls": """
+        SELECT r.run, t.profiler, t.path AS trace, c.ordinal AS call, s.name AS step,
+            coalesce(c.path, (SELECT group_concat(m.value, '.') FROM json_each(c.modules) m))
+                AS module,
+            cf.label AS config, c.kind, c.op, c.sdpa_op,
+            CASE c.compiled WHEN 1 THEN 'compile' ELSE 'eager' END AS mode, c.recompute,
+            c.backward, sum(k.total_ns) FILTER (WHERE k.direction <> 'backward') AS forward_ns,
+            sum(k.total_ns) FILTER (WHERE k.direction = 'backward') AS backward_ns,
+            coalesce(sum(k.launches), 0) AS launches, c.reason,
+            c.config_id IS NOT NULL AND c.reason IS NULL AS replayable, c.start_ns, c.duration_ns
+        FROM calls c JOIN traces t ON t.id = c.trace_id JOIN runs r ON r.id = t.run_id
+        LEFT JOIN steps s ON s.trace_id = c.trace_id AND s.ordinal = c.step
+        LEFT JOIN configs cf ON cf.id = c.config_id LEFT JOIN call_kernels k ON k.call_id = c.id
+        GROUP BY c.id""",
     "sample_summary": """
         SELECT cell_id, measurement, count(*) AS samples, min(duration_ns) AS min_ns,
             max(duration_ns) AS max_ns, avg(duration_ns) AS mean_ns,
@@ -242,7 +278,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     from sqlite_utils import Database, Migrations  # imports pandas; an up-to-date store needs none
 
     migrations = Migrations(MIGRATION_SET)
-    migrations(name="008_initial")(_initial)
+    migrations(name="009_initial")(_initial)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -283,9 +319,11 @@ def forget_run(connection: sqlite3.Connection, run: str) -> bool:
         connection.execute("DELETE FROM metrics WHERE launch_id BETWEEN ? AND ?", ids)
         connection.execute("DELETE FROM launches WHERE id BETWEEN ? AND ?", ids)
     trace_ids = "trace_id IN (SELECT id FROM traces WHERE run_id = ?)"
+    call_ids = f"call_id IN (SELECT id FROM calls WHERE {trace_ids})"
     cell_ids = "cell_id IN (SELECT id FROM cells WHERE run_id = ?)"
     for tables, where in (
-        (("launch_groups", "trace_cells", "ranges"), trace_ids),
+        (("call_kernels",), call_ids),
+        (("launch_groups", "trace_cells", "ranges", "calls", "steps"), trace_ids),
         (("samples", "refusals", "verifications"), cell_ids),
         (("traces", "cells", "devices"), "run_id = ?"),
         (("runs",), "id = ?"),

@@ -1,0 +1,177 @@
+"""Attention calls of programs in the store: their rows, their kernels, and how busy the GPU was."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from profharness.rows import CallKernel, CallRow, GapRow, StepRow
+from profharness.store.schema import insert_row
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from profharness.config import Config
+    from profharness.trace import LaunchBatch, Trace
+
+    Column = NDArray[np.int64]
+
+ConfigIds = Callable[[sqlite3.Connection, Iterable["Config"]], dict["Config", int]]
+GAPS = 5  # the largest ones
+# Where a device was idle: each launch against the latest end of those before it.
+_ENDS = """
+    SELECT l.id, l.device, l.start_ns, l.duration_ns, l.launch_ns, l.kernel_id, l.op_path_id,
+        max(l.start_ns + l.duration_ns) OVER (
+            PARTITION BY l.trace_id, l.device ORDER BY l.start_ns, l.id
+            ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS busy_until
+    FROM launches l JOIN traces t ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
+    WHERE t.id = ? AND l.duration_ns IS NOT NULL AND l.device >= 0
+        AND l.start_ns >= ? AND l.start_ns < ?"""
+
+
+class CallLaunches:
+    """The launches of a trace's calls, added up as its batches go by."""
+
+    def __init__(self, trace: Trace) -> None:
+        from profharness.store.groups import Grouping
+
+        self._trace = trace
+        self._grouping = Grouping()
+        self._any = False
+
+    def add(self, batch: LaunchBatch, kernel: Column, launch_config: Column) -> None:
+        """Take in a batch; kernel and launch_config are row ids."""
+        mine = batch.call_span >= 0
+        if mine.any():
+            self._any = True
+            keys = [batch.call_span[mine], kernel[mine], launch_config[mine]]
+            self._grouping.add(keys, batch.duration_ns[mine], batch.start_ns[mine])
+
+    def insert(self, connection: sqlite3.Connection, trace_id: int, config_ids: ConfigIds) -> None:
+        """Insert steps, calls and their kernels inside the caller's transaction."""
+        trace = self._trace
+        connection.executemany(
+            "INSERT INTO steps (trace_id, ordinal, name, start_ns, duration_ns) VALUES (?, ?, ?, ?, ?)",
+            (
+                (trace_id, at, step.name, step.start_ns, step.duration_ns)
+                for at, step in enumerate(trace.steps)
+            ),
+        )
+        configs = config_ids(connection, (call.config for call in trace.calls if call.config))
+        ids = []
+        for ordinal, call in enumerate(trace.calls):
+            row = {
+                name: getattr(call, name)
+                for name in (
+                    "step", "kind", "op", "sdpa_op", "compiled", "recompute", "backward", "path",
+                    "reason", "pid", "tid", "start_ns", "duration_ns",
+                )
+            }  # fmt: skip
+            row |= {
+                "trace_id": trace_id,
+                "ordinal": ordinal,
+                "modules": json.dumps(call.modules),
+                "config_id": configs[call.config] if call.config else None,
+                "tensors": json.dumps(msgspec.to_builtins(call.tensors)),
+            }
+            ids.append(insert_row(connection, "calls", row))
+        if not self._any:
+            return
+        grouped = self._grouping.finish()
+        columns = (grouped.fine.count, grouped.fine.total, grouped.fine.first)
+        rows = zip(grouped.keys.tolist(), *(column.tolist() for column in columns), strict=True)
+        added: dict[tuple[int, str, int, int], list[int]] = {}
+        for (span, kernel, config), count, total, first in rows:
+            place = trace.call_spans[span]
+            key = (ids[place.call], place.direction, kernel, config)
+            have = added.setdefault(key, [0, 0, first])
+            added[key] = [have[0] + count, have[1] + total, min(have[2], first)]
+        connection.executemany(
+            "INSERT INTO call_kernels (call_id, direction, kernel_id, launch_config_id, launches, "
+            "total_ns, first_ns) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            ((*key, *values) for key, values in added.items()),
+        )
+
+
+def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
+    """The attention calls of a run, trace by trace in order of their start, with their kernels."""
+    kernels: dict[int, list[CallKernel]] = {}
+    for call, *values in connection.execute(
+        "SELECT k.call_id, k.direction, n.name, n.short, n.family, k.launches, k.total_ns "
+        "FROM call_kernels k JOIN kernels n ON n.id = k.kernel_id JOIN calls c ON c.id = k.call_id "
+        "JOIN traces t ON t.id = c.trace_id JOIN runs r ON r.id = t.run_id WHERE r.run = ? "
+        "ORDER BY k.call_id, k.first_ns",
+        (run,),
+    ):
+        kernels.setdefault(call, []).append(CallKernel(*values))
+    rows = connection.execute(
+        "SELECT c.id, c.trace_id, c.ordinal, c.step, c.kind, c.op, c.sdpa_op, c.compiled, "
+        "c.recompute, c.backward, c.path, c.modules, cf.label, c.reason, c.tensors, c.start_ns, "
+        "c.duration_ns FROM calls c JOIN traces t ON t.id = c.trace_id "
+        "JOIN runs r ON r.id = t.run_id LEFT JOIN configs cf ON cf.id = c.config_id "
+        "WHERE r.run = ? ORDER BY c.id",
+        (run,),
+    )
+    return [
+        CallRow(
+            run, trace, ordinal, step, kind, op, sdpa_op, bool(compiled), bool(recompute),
+            bool(backward), path, tuple(json.loads(modules)), config, reason,
+            tuple(json.loads(tensors)), start_ns, duration_ns, tuple(kernels.get(number, ())),
+        )
+        for (
+            number, trace, ordinal, step, kind, op, sdpa_op, compiled, recompute, backward, path,
+            modules, config, reason, tensors, start_ns, duration_ns,
+        ) in rows
+    ]  # fmt: skip
+
+
+def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
+    """The steps of a run's traces; a trace without any is one step from its first launch on."""
+    rows: list[StepRow] = []
+    for trace, first, last in connection.execute(
+        "SELECT t.id, min(l.start_ns), max(l.start_ns + coalesce(l.duration_ns, 0)) FROM traces t "
+        "JOIN runs r ON r.id = t.run_id "
+        "JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id "
+        "WHERE r.run = ? GROUP BY t.id",
+        (run,),
+    ).fetchall():
+        steps = connection.execute(
+            "SELECT ordinal, name, start_ns, duration_ns FROM steps WHERE trace_id = ? "
+            "ORDER BY ordinal",
+            (trace,),
+        ).fetchall() or [(0, "the whole trace", first, last - first)]
+        ends = [*(step[2] for step in steps[1:]), last + 1]
+        for (step, name, start, duration), end in zip(steps, ends, strict=True):
+            busy = _busy(connection, trace, start, end)
+            rows.append(StepRow(trace, step, name, start, duration, busy))
+    return rows
+
+
+def _busy(connection: sqlite3.Connection, trace: int, begin: int, end: int) -> int:
+    """ns in which at least one of the kernels ran that began in [begin, end), device by device."""
+    row = connection.execute(
+        "SELECT coalesce(sum(max(0, start_ns + duration_ns - max(start_ns, "
+        f"coalesce(busy_until, start_ns)))), 0) FROM ({_ENDS})",
+        (trace, begin, end),
+    ).fetchone()
+    return int(row[0])
+
+
+def gap_rows(connection: sqlite3.Connection, steps: Sequence[StepRow]) -> list[GapRow]:
+    """The largest stretches within the steps in which a device had nothing to do."""
+    gaps: list[GapRow] = []
+    for step in steps:
+        rows: list[Any] = connection.execute(
+            "SELECT e.device, e.busy_until, e.start_ns - e.busy_until AS idle, k.short, o.path, "
+            f"e.launch_ns FROM ({_ENDS}) e JOIN kernels k ON k.id = e.kernel_id "
+            "LEFT JOIN op_paths o ON o.id = e.op_path_id WHERE idle > 0 "
+            f"ORDER BY idle DESC LIMIT {GAPS}",
+            (step.trace, step.start_ns, step.start_ns + step.duration_ns),
+        ).fetchall()
+        gaps += [GapRow(*row) for row in rows]
+    return sorted(gaps, key=lambda gap: -gap.duration_ns)[:GAPS]
