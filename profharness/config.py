@@ -100,6 +100,7 @@ KEYED = {
 FIELDS = {option.name: option.field for option in OPTIONS}
 NUMERIC = tuple(option.name for option in OPTIONS if option.kind == "number")
 FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
+STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
 EXAMPLE = "2,8,512,64,bf16,causal"
 MAX_DIGITS = 12
 # Other names of the dtypes, for a hint.

@@ -25,6 +25,7 @@ from profharness.errors import Interrupted, ProfharnessError
 COMMANDS: dict[str, tuple[str, str]] = {
     "capture": ("profharness.cli.capture", "Run attention configs on backends under a profiler."),
     "kernels": ("profharness.cli.kernels", "Show which kernels each backend launched."),
+    "layers": ("profharness.cli.layers", "Show the attention of a program, layer by layer."),
     "explain": ("profharness.cli.explain", "Say why PyTorch takes the backend that it takes."),
     "diff": ("profharness.cli.diff", "Compare two backends of a run, or two runs."),
     "bench": ("profharness.cli.bench", "Time backends on configs, side by side."),

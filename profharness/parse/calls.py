@@ -158,7 +158,8 @@ def find_calls(
     ]
     stretches += _backward(drafts, tree, list(flows))
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
-    steps = _steps(ranges, chains.tree, base)
+    last = max((op.end for op in tree.spans), default=0)
+    steps = _steps(ranges, chains.tree, base, last)
     begins = [step.start_ns for step in steps]
     paths = _paths(drafts, ranges, threads, base)
     calls = []
@@ -422,8 +423,10 @@ def _replayed(
         return None, str(error)
 
 
-def _steps(ranges: Sequence[Range], modules: Tree, base: int) -> tuple[Step, ...]:
-    """ProfilerStep ranges; else from optimizer step to optimizer step; else outermost modules."""
+def _steps(ranges: Sequence[Range], modules: Tree, base: int, last: int) -> tuple[Step, ...]:
+    """ProfilerStep ranges; else from optimizer step to optimizer step; else from one call of an
+    outermost module to the next one, the last until the last op, since a backward comes behind it.
+    """
     numbered = [row for row in ranges if row.name.startswith("ProfilerStep#")]
     if numbered:
         rows = sorted(numbered, key=lambda row: row.start_ns)
@@ -436,10 +439,12 @@ def _steps(ranges: Sequence[Range], modules: Tree, base: int) -> tuple[Step, ...
             Step(row.name, begin, end - begin)
             for row, begin, end in zip(ends, borders, borders[1:], strict=False)
         )
-    outermost = (
-        span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0
+    outermost = sorted(
+        (span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0),
+        key=lambda span: int(span.start),
     )
+    borders_behind = [*(int(span.start) for span in outermost[1:]), last]
     return tuple(
-        Step(span.name.removeprefix(MODULE), span.start + base, span.end - span.start)
-        for span in sorted(outermost, key=lambda span: int(span.start))
+        Step(span.name.removeprefix(MODULE), span.start + base, max(span.end, end) - span.start)
+        for span, end in zip(outermost, borders_behind, strict=False)
     )

@@ -12,12 +12,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
-from profharness.config import FLAGS, Config
+from profharness.config import FLAGS, STRIDES, Config
 from profharness.errors import NotFoundError
 from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS
 
-Need = Literal["run", "kernels", "kernels of configs", "times"]
+Need = Literal["run", "kernels", "kernels of configs", "times", "attention calls"]
 """What an answer is made of; a `run` is whatever a user captured, timed or took in."""
 
 CANDIDATES_SHOWN = 8
@@ -41,6 +41,7 @@ _OF_CELL: dict[Need, str] = {
     "kernels": _KERNELS,
     "kernels of configs": _KERNELS,
     "times": _TIMES,
+    "attention calls": "1",
 }
 """When a cell c of run r has what is needed."""
 
@@ -54,6 +55,8 @@ _OF_RUN: dict[Need, str] = {
     "kernels": f"({_TRACED} OR {_some_cell('kernels')})",
     "kernels of configs": _some_cell("kernels of configs"),
     "times": _some_cell("times"),
+    "attention calls": """EXISTS (SELECT 1 FROM calls a JOIN traces t ON t.id = a.trace_id
+        WHERE t.run_id = r.id)""",
 }
 """When a run r has what is needed, of whatever config."""
 
@@ -81,6 +84,7 @@ def config_ids(
     matching = []
     for row in rows:
         values = dict(zip(_CONFIG_FIELDS, row[1:], strict=True))
+        values |= {name: tuple(json.loads(values[name])) for name in STRIDES if values[name]}
         stored = Config(**(values | {name: bool(values[name]) for name in FLAGS}))
         if any(config.matches(stored) for config in configs):
             matching.append(row[0])

@@ -1,0 +1,275 @@
+"""The map of a program's attention: like calls of like layers as one row, with what ran, what it
+cost, why, and what would help.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from profharness.answers.agreement import FAMILY_BACKENDS, backend_of_op
+from profharness.answers.explain.rules import Place, explain_by_rule, named_places
+from profharness.config import Config, parse_config
+from profharness.dispatch.machine import machine_of, rules_know
+from profharness.errors import NotFoundError
+from profharness.rows import CallRow, GapRow, StepRow
+from profharness.store import Store
+
+_NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
+EAGER = (
+    "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """Like calls of like layers. module has the layers' numbers in braces, None where the trace
+    has no modules. calls and times are those of one step, on average over the steps asked for.
+
+    phase is `prefill`, `decode`, `cross` or `train`; direction `forward` or `recompute`; mode
+    `eager` or `compile`. asked is the backend that the program allowed, None where that is not told;
+    ran what computed it. forward_ns and backward_ns are times of kernels, None without any. share is
+    theirs of the time in which the GPU was busy, step_share of the step. config is that of the call
+    of median length, lengths the least and the largest seq_kv. reasons say why it ran so, or what
+    the config does not say; advice what would help. replayable: config is the whole call.
+    """
+
+    run: str
+    step: str
+    module: str | None
+    module_class: str | None
+    kind: str
+    config: str | None
+    lengths: tuple[int, int] | None
+    calls: float
+    phase: str | None
+    direction: str
+    mode: str
+    asked: str | None
+    ran: str | None
+    sdpa_op: str | None
+    kernels: tuple[str, ...]
+    forward_ns: float | None
+    backward_ns: float | None
+    share: float | None
+    step_share: float | None
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    replayable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMap:
+    """The rows, dearest first, the steps that they are of, the largest gaps, and what casts doubt."""
+
+    run: str
+    rows: tuple[LayerRow, ...]
+    steps: tuple[StepRow, ...]
+    gaps: tuple[GapRow, ...]
+    caveats: tuple[str, ...]
+
+    @property
+    def busy_ns(self) -> float:
+        """How long the GPU was busy in a step, on average."""
+        return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
+
+    @property
+    def step_ns(self) -> float:
+        """How long a step took, on average."""
+        return sum(step.duration_ns for step in self.steps) / len(self.steps) if self.steps else 0
+
+
+def find_layers(
+    store: Store, run: str, *, step: int | None = None, torch: str | None = None
+) -> LayerMap:
+    """The map of a run. step: only that one, counted from 0 over all its traces. torch: the release
+    that the rules are asked for, where the run does not tell it. Raises NotFoundError for a run
+    without attention calls and a step that there is not, UsageError for an unknown release.
+    """
+    calls = store.calls(run)
+    if not calls:
+        raise NotFoundError(
+            f"run {run} shows no attention call of a program; record a trace with "
+            "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
+        )
+    steps = store.steps(run)
+    if step is not None:
+        if not 0 <= step < len(steps):
+            raise NotFoundError(f"run {run} has {len(steps)} steps, 0 to {len(steps) - 1}")
+        steps = [steps[step]]
+    inside = {(row.trace, row.step) for row in steps}
+    whole = {row.trace for row in steps if row.name == "the whole trace"}
+    chosen = [c for c in calls if (c.trace, c.step) in inside or c.trace in whole]
+    chosen = chosen if step is not None else calls
+    place = _place(store, run, torch)
+    groups: dict[tuple[Any, ...], list[CallRow]] = {}
+    for call in chosen:
+        groups.setdefault(_likeness(call), []).append(call)
+    name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
+    rows = [_row(run, name, group, steps, place) for group in groups.values()]
+    rows.sort(key=lambda row: -((row.forward_ns or 0) + (row.backward_ns or 0)))
+    return LayerMap(run, tuple(rows), tuple(steps), tuple(store.gaps(steps)), _caveats(rows, place))
+
+
+def _place(store: Store, run: str, torch: str | None) -> Place | None:
+    """Where the program ran, as the rules want it; None where its PyTorch is not known."""
+    environment = store.environment(run)
+    devices = store.devices(run)
+    if torch is not None:
+        return named_places(torch, devices[0].name if devices else "cpu")[-1]
+    if not rules_know(environment):
+        return None
+    device = str(environment["device_type"])
+    return Place(machine_of(environment), device, environment.get("gpu"), pinned=False)
+
+
+def module_name(call: CallRow) -> str | None:
+    """Its dotted path, else the classes around it with their numbers."""
+    return call.path or ".".join(call.modules) or None
+
+
+def _likeness(call: CallRow) -> tuple[Any, ...]:
+    """What calls of one row have in common: decoding may have any length of keys."""
+    config = parse_config(call.config) if call.config else None
+    if config is not None and phase_of(call) == "decode":
+        config = replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
+    shapes = tuple(tuple(t["dims"]) for t in call.tensors if t) if config is None else ()
+    module = module_name(call)
+    return (
+        _NUMBER.sub("{}", module) if module else None,
+        call.kind, call.op, call.sdpa_op, config, shapes, call.compiled, call.recompute,
+        call.backward, ran(call),
+    )  # fmt: skip
+
+
+def phase_of(call: CallRow) -> str | None:
+    """What the call is for, by its shapes; None where they are not told."""
+    if call.backward or call.recompute:
+        return "train"
+    if call.config is None:
+        return None
+    config = parse_config(call.config)
+    if config.seq_len_q == config.seq_len_kv:
+        return "prefill"
+    return "decode" if config.seq_len_q == 1 else "cross"
+
+
+def ran(call: CallRow) -> str | None:
+    """The backend that computed a call: by its op, else by the families of its kernels."""
+    if call.kind in ("eager", "flex"):
+        return call.kind
+    by_op = backend_of_op(call.sdpa_op)
+    if by_op and by_op != "fused":
+        return by_op
+    families = {FAMILY_BACKENDS.get(kernel.family) for kernel in call.kernels} - {None}
+    return " and ".join(sorted(map(str, families))) or None
+
+
+def numbered(names: Sequence[str]) -> str:
+    """Names that differ in their numbers as one: `layers.{0-2}.attn`."""
+    columns = [_NUMBER.findall(name) for name in names]
+    numbers = iter([sorted({int(row[at]) for row in columns}) for at in range(len(columns[0]))])
+    return _NUMBER.sub(lambda _: _spans(next(numbers)), names[0])
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """`3`, `{0-2}` or `{0-2,5}`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ",".join(f"{low}-{high}" if high > low else f"{low}" for low, high in spans)
+    return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def _row(
+    run: str, step: str, group: Sequence[CallRow], steps: Sequence[StepRow], place: Place | None
+) -> LayerRow:
+    first, count = group[0], max(len(steps), 1)
+    configs = [parse_config(call.config) for call in group if call.config]
+    middle = _median_config(configs)
+    spent: Counter[str] = Counter()
+    for kernel in chain.from_iterable(call.kernels for call in group):
+        spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
+    names = [name for call in group if (name := module_name(call))]
+    reasons, advice = _because(first, middle, place)
+    known = any(call.kernels for call in group)
+    busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
+    kernels = dict.fromkeys(kernel.kernel_short for call in group[:1] for kernel in call.kernels)
+    lengths = [config.seq_len_kv for config in configs]
+    return LayerRow(
+        run=run,
+        step=step,
+        module=numbered(names) if names else None,
+        module_class=_NUMBER.sub("", first.modules[-1]).rstrip("_") if first.modules else None,
+        kind=first.kind,
+        config=middle.label if middle else None,
+        lengths=(min(lengths), max(lengths)) if lengths else None,
+        calls=len(group) / count,
+        phase=phase_of(first),
+        direction="recompute" if first.recompute else "forward",
+        mode="compile" if first.compiled else "eager",
+        asked=None,
+        ran=ran(first),
+        sdpa_op=first.sdpa_op,
+        kernels=tuple(kernels),
+        forward_ns=spent["forward"] / count if known else None,
+        backward_ns=spent["backward"] / count if known and spent["backward"] else None,
+        share=spent.total() / busy if known and busy else None,
+        step_share=spent.total() / long if known and long else None,
+        reasons=reasons,
+        advice=advice,
+        replayable=middle is not None and all(call.reason is None for call in group),
+    )
+
+
+def _median_config(configs: Sequence[Config]) -> Config | None:
+    if not configs:
+        return None
+    ordered = sorted(configs, key=lambda config: config.seq_len_kv)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _because(
+    call: CallRow, config: Config | None, place: Place | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(reasons, advice) of a call."""
+    reasons = [call.reason] if call.reason else []
+    if call.kind == "eager":
+        return tuple(reasons), (EAGER,)
+    if ran(call) != "math" or config is None or place is None:
+        return tuple(reasons), ()
+    answer = explain_by_rule(config, place)
+    advice = []
+    for side in answer.backends:
+        if side.backend != "math" and side.eligible is False and side.reasons:
+            reasons.append(f"{side.backend}: {side.reasons[0].message}")
+            advice += [f"{side.backend}: {item.change}" for item in side.advice[:1]]
+    return tuple(reasons), tuple(advice)
+
+
+def _caveats(rows: Iterable[LayerRow], place: Place | None) -> tuple[str, ...]:
+    kept = list(rows)
+    texts = []
+    if not any(row.module for row in kept):
+        texts.append("The trace has no modules: record it with with_stack=True.")
+    if place is None and any(row.ran == "math" for row in kept):
+        texts.append("Why math ran depends on PyTorch's release: name it with --torch.")
+    if all(row.forward_ns is None for row in kept):
+        texts.append("No kernel of these calls is in the trace, so no time is told.")
+    return tuple(texts)
+
+
+def replay_lines(layers: LayerMap) -> list[str]:
+    """The configs that replay the calls, one a line with what it stands for, for `--configs`."""
+    lines: dict[str, list[str]] = {}
+    for row in layers.rows:
+        if row.config and row.replayable:
+            lines.setdefault(row.config, []).append(row.module or "a call")
+    return [f"{config}  # {', '.join(modules)}" for config, modules in lines.items()]
