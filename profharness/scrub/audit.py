@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import re
 import shutil
 import sqlite3
@@ -17,7 +18,7 @@ from profharness.errors import ProfharnessError, TraceFormatError
 from profharness.parse.nsys_export import MAGIC, META_TABLES
 from profharness.parse.packed import GZIP, SUFFIX
 from profharness.scrub.nsys import FILTERED, PRIVATE_COLUMNS, STRINGS, columns_of, row_allowed
-from profharness.scrub.reports import private_columns
+from profharness.scrub.reports import private_cells
 from profharness.scrub.text import PRIVATE_KEYS, Cleaner, machine_names, windows
 
 WINDOW = 1 << 18  # bytes searched at once
@@ -33,6 +34,7 @@ DELETED = re.compile(
     rb"/(?:home|root|Users)/\w|(?<![A-Z_])(?:PATH|HOME|PWD|USER|LOGNAME|HOSTNAME)=[^\s\0]"
     rb"|(?<!\w)(?:gh[pousr]_[A-Za-z0-9]{20}|github_pat_\w{20}|AKIA[0-9A-Z]{16})"
 )
+_BOUNDARY = re.compile(rb'[\n"]')
 _ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|(["\\/bfnrt]))')
 _PLAIN = {"b": " ", "f": " ", "n": "\n", "r": "\n", "t": "\t"}
 
@@ -86,9 +88,10 @@ def _file(path: Path, root: Path, cleaner: Cleaner) -> Iterator[Finding]:
                 return
             file.seek(0)
             yield from _stream(path, file, cleaner)
-        if name.endswith(".csv") and not packed:
-            for column in private_columns(path):
-                yield Finding(path, column, "private column", "names a host or a process")
+            if name.endswith(".csv"):
+                file.seek(0)
+                for column, kind, text in private_cells(path, file, cleaner):
+                    yield Finding(path, column, kind, text[:EXCERPT])
     except (OSError, EOFError, sqlite3.Error) as error:
         raise TraceFormatError(path, f"cannot be read: {error}") from None
 
@@ -107,11 +110,27 @@ def _export(path: Path, file: IO[bytes], cleaner: Cleaner, *, packed: bool) -> I
 def _stream(path: Path, file: IO[bytes], cleaner: Cleaner) -> Iterator[Finding]:
     """Search a text window by window; each finding once."""
     seen: set[tuple[str, str]] = set()
-    for offset, window in windows(iter(lambda: file.read(WINDOW), b""), OVERLAP):
-        for kind, text in _text(_unescaped(window), cleaner):
+    # an empty block behind the last one, so that the last window knows that it is
+    blocks = itertools.chain(iter(lambda: file.read(WINDOW), b""), (b"",))
+    for (offset, window), (_, behind) in itertools.pairwise(windows(blocks, OVERLAP)):
+        whole = _whole(window, first=offset == 0, last=len(behind) <= OVERLAP)
+        for kind, text in _text(_unescaped(whole), cleaner):
             if (kind, text) not in seen:
                 seen.add((kind, text))
                 yield Finding(path, f"about byte {offset}", kind, text[:EXCERPT])
+
+
+def _whole(window: bytes, *, first: bool, last: bool) -> bytes:
+    """The window without the parts of texts at its cuts, if they are short: of a package's name a cut
+    makes a path (`torch/nn/…`), and of a public address another one. Both stand in the next window.
+    """
+    start = end = None
+    if not first and (head := _BOUNDARY.search(window, 0, OVERLAP // 4)):
+        start = head.start()
+    if not last:
+        tail = max(window.rfind(mark, len(window) - OVERLAP // 4) for mark in (b"\n", b'"'))
+        end = tail + 1 if tail >= 0 else None
+    return window[start:end]
 
 
 def _text(text: str, cleaner: Cleaner) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError, UsageError
-from profharness.parse.ncu_csv import read_table, read_text
+from profharness.parse.ncu_csv import PUSH_POP, START_END, nvtx_ranges, read_table, read_text
 from profharness.parse.ncu_readers import report_to_csv
 from profharness.parse.nsys_export import opened
 from profharness.parse.packed import SUFFIX, unpacked
@@ -19,6 +19,7 @@ from profharness.scrub.text import Cleaner, names_in, private_names
 
 EMPTIED = ("Host Name", "Process Name")
 NUMBERED = ("Process ID",)
+NVTX = (PUSH_POP, START_END)
 EXPECTED = "a CSV of ncu (--csv --page raw)"
 
 
@@ -31,22 +32,48 @@ def private_names_in(path: Path) -> frozenset[str]:
     return private_names(hosts) | names_in([text])
 
 
-def private_columns(path: Path) -> list[str]:
-    """The columns of an ncu table, whole or not, that name a host or a process in some row."""
-    private: set[str] = set()
+def private_cells(path: Path, opened: IO[bytes], cleaner: Cleaner) -> list[tuple[str, str, str]]:
+    """Column, kind and text of what only the columns of an ncu table tell: hosts, processes, and what
+    stands in NVTX names between colons. The table need not be whole.
+    """
+    found: dict[tuple[str, str, str], None] = {}
     head: list[str] = []
+    file = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="replace", newline="")
     try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            for row in csv.reader(file):
-                if head:
-                    cells = zip(head, row, strict=False)
-                    private |= {name for name, value in cells if name in EMPTIED and value}
-                elif "ID" in row[:1] and "Kernel Name" in row:
-                    head = row
+        for row in csv.reader(file):
+            if not head:
+                head = row if "ID" in row[:1] and "Kernel Name" in row else []
+                continue
+            for name, value in zip(head, row, strict=False):
+                if name in EMPTIED and value:
+                    found[name, "private column", "names a host or a process"] = None
+                elif name in NVTX:
+                    texts = _nvtx_texts(name, value)
+                    found |= {
+                        (name, *match): None for text in texts for match in cleaner.find(text)
+                    }
     except csv.Error as error:
         if head:
             raise TraceFormatError(path, f"cannot be read: {error}", expected=EXPECTED) from None
-    return sorted(private)
+    finally:
+        file.detach()
+    return sorted(found)
+
+
+def _nvtx_texts(column: str, cell: str) -> list[str]:
+    """The domains and names of an NVTX cell, longest first."""
+    ranges = nvtx_ranges(cell, numbered=column == START_END)
+    texts = {text for item in ranges for text in (item.domain, item.name)}
+    return sorted(texts, key=lambda text: (-len(text), text))
+
+
+def _clean_cell(column: str, cell: str, cleaner: Cleaner) -> str:
+    """In NVTX cells each name is cleaned by itself: the colons around it are not part of it."""
+    if column in NVTX:
+        for text in _nvtx_texts(column, cell):
+            clean = cleaner.clean(text)
+            cell = cell.replace(text, clean) if clean != text else cell
+    return cleaner.clean(cell)
 
 
 def scrub_ncu(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
@@ -66,7 +93,7 @@ def scrub_ncu(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
                 value = ""
             elif name in NUMBERED:
                 value = numbers.setdefault(value, str(len(numbers)))
-            cells.append(cleaner.clean(value))
+            cells.append(_clean_cell(name, value, cleaner))
         writer.writerow(cells)
     text.detach()
 

@@ -1,25 +1,29 @@
-"""What is private in a text: one table of rules that the scrubber replaces by and the audit searches by,
-and the host and user names that a text gives away.
-"""
+"""A text without what is private, and the host and user names that texts give away."""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
-import ipaddress
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import msgspec
+from profharness.scrub.rules import (
+    HIDDEN,
+    RULES,
+    SECRET,
+    SECRETS,
+    Rule,
+    is_argument,
+    is_hash,
+    is_secret,
+    may_hold,
+    words,
+)
 
-from profharness.environment import RELEVANT_VARIABLES
-
-SECRET = "secret"
-HIDDEN = "<secret>"
 REMOVED = "<removed>"
 MAX_PASSES = 4
 OVERLAP = 1 << 10
@@ -27,16 +31,6 @@ MIN_NAME = 3
 LONG_NAME = 5
 
 
-def words(text: str) -> frozenset[str]:
-    """The words of a text."""
-    return frozenset(text.split())
-
-
-# Variables that PyTorch's own messages advise; they say nothing of a machine.
-HARMLESS_VARIABLES = frozenset(RELEVANT_VARIABLES) | words(
-    "TORCH_LOGS TORCHDYNAMO_VERBOSE TORCH_SHOW_CPP_STACKTRACES TORCH_USE_CUDA_DSA"
-)
-PUBLIC_HOSTS = ("pytorch.org", "github.com", "nvidia.com", "python.org", "ui.perfetto.dev")
 # Host and user names that half the world has, or that are words of traces.
 COMMON_NAMES = words(
     "admin app aten attention autograd backward bench bool build cell char conda const container copy "
@@ -61,7 +55,7 @@ _GATES = (
 _WORD = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-"
 # A last part with a dot (`/home/run.py`) is a file's name.
 _HOME = re.compile(
-    r"[/\\](?:home\d*|[Uu]sers)[/\\]+(?:(?P<name>[A-Za-z_][\w.-]*)(?=[/\\])"
+    r"(?:[/\\]|%2[Ff])(?:home\d*|[Uu]sers)(?:[/\\]|%2[Ff])+(?:(?P<name>[A-Za-z_][\w.-]*)(?=[/\\%])"
     r"|(?P<last>[A-Za-z_][\w-]*)(?![\w/\\-]|\.\w))"
 )
 _NAMED = re.compile(
@@ -120,264 +114,6 @@ def machine_names() -> frozenset[str]:
     with contextlib.suppress(OSError, KeyError, ImportError):
         names.append(getpass.getuser())
     return private_names(names)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One kind of private thing. Every text that the pattern matches in holds the cheaper gate.
-    replacement stands in a match's place, or gives what does (None: the match is harmless).
-    """
-
-    kind: str
-    gate: re.Pattern[str]
-    pattern: re.Pattern[str]
-    replacement: str | Callable[[re.Match[str]], str | None]
-
-    def replace(self, match: re.Match[str]) -> str | None:
-        """What stands in the place of a match; None to let it be."""
-        return self.replacement if isinstance(self.replacement, str) else self.replacement(match)
-
-    def clean(self, text: str) -> str:
-        """The text with every match replaced."""
-        if not self.gate.search(text):
-            return text
-
-        def put(match: re.Match[str]) -> str:
-            replacement = self.replace(match)
-            return match[0] if replacement is None else replacement
-
-        return self.pattern.sub(put, text)
-
-
-_MIXED = r"(?=[\w-]*[0-9A-Z]|[a-z]{20})"  # a short word of small letters alone is a name
-_FORMS = (
-    r"gh[pousr]_[A-Za-z0-9]{10,}",
-    r"github_pat_\w{10,}",
-    r"glpat-[\w-]{10,}",
-    rf"hf_{_MIXED}[A-Za-z0-9]{{10,}}",
-    rf"sk-{_MIXED}[\w-]{{12,}}",
-    rf"(?:sk|rk|pk)_(?:live|test)_{_MIXED}\w{{10,}}",
-    r"(?:AKIA|ASIA)[0-9A-Z]{12,}",
-    r"AIza[\w-]{30,}",
-    r"xox[abeoprs]-[\w-]{10,}",
-    rf"(?:pypi|npm|nvapi|dckr_pat|xapp)[-_]{_MIXED}[\w-]{{16,}}",
-    r"eyJ[\w-]{5,}\.[\w-]{5,}(?:\.[\w-]*)?",
-)
-# What names a secret when `=` or `:` follows it; the word may end a longer one, as HF_TOKEN does.
-_NAMES = (
-    r"(?:(?i:token|secret|passw(?:or)?d|passphrase|pass_?phrase|credentials?|authorization"
-    r"|(?:api|access|private|secret|auth|ssh|signing|encryption|license|account)[_-]?key)"
-    r"|(?:(?<=_)|(?<![A-Za-z]))(?:KEY|PASS|PWD|AUTH))"
-)
-_MARKS = r"[\"'\\]*+"  # quotes of JSON, also inside a text of JSON
-_VALUE = (
-    r"(?P<value>(?i:(?:bearer|basic|digest|token)\s+(?=[^\s<]))?"
-    r"(?:(?<=[\"'])[^\"'\\\n<]+|[^\s,;\"'&<>()\[\]{}\\]+))"
-)
-_ASSIGNED = re.compile(rf"(?P<name>{_NAMES}){_MARKS}\s*+(?:=(?!=)|:(?!:))\s*+\\*+[\"']?+{_VALUE}")
-# what follows `token=` in texts of models and types
-_HARMLESS = re.compile(
-    r"(?:\d{1,7}(?:\.\d+)?|none|null|nil|nan|true|false|str|int|float|bytes|bool|optional|any|\*+)",
-    re.IGNORECASE,
-)
-_STRONG = re.compile(r"passw|passphrase|secret|PASS|PWD", re.IGNORECASE)
-
-
-# Every text that a rule matches in holds one of these in small letters; a search for words is ten
-# times cheaper than the gates.
-_HINTS = (
-    "token", "secret", "pass", "credential", "auth", "key", "pwd", "bearer", "ghp_", "gho_", "ghu_",
-    "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "sk-", "k_live", "k_test", "akia", "asia", "aiza",
-    "xox", "pypi", "npm", "nvapi", "dckr_pat", "xapp", "eyj",
-)  # fmt: skip
-_BYTE_HINTS = tuple(hint.encode() for hint in _HINTS)
-
-
-def may_hold(text: str) -> bool:
-    """Whether any rule of secrets can match in a text."""
-    small = text.lower()
-    return any(hint in small for hint in _HINTS)
-
-
-def may_hold_bytes(data: bytes) -> bool:
-    """The same of ASCII bytes."""
-    small = data.lower()
-    return any(hint in small for hint in _BYTE_HINTS)
-
-
-def _hide_value(match: re.Match[str]) -> str | None:
-    value = match["value"]
-    number = value.replace(".", "", 1).isdecimal()
-    if _HARMLESS.fullmatch(value) and not (number and _STRONG.search(match["name"])):
-        return None
-    whole, start = match[0], match.start("value") - match.start()
-    return f"{whole[:start]}{HIDDEN}"
-
-
-@lru_cache(maxsize=4096)
-def names_a_secret(key: str) -> bool:
-    """Whether a text that stands under this key is a secret."""
-    return _ASSIGNED.search(f'"{key}": "x9"') is not None
-
-
-def is_secret(key: str, value: object) -> bool:
-    """Whether a member of a JSON object is a secret by its name; a count of tokens is none."""
-    if not names_a_secret(key) or not isinstance(value, str | int | float):
-        return False
-    match = _ASSIGNED.search(f'"{key}": {msgspec.json.encode(value).decode()}')
-    return match is not None and _hide_value(match) is not None
-
-
-_PART = r"[\w.+@%~,$#{}-]"
-# behind the slash of a path: what may stand before it
-_START = r"(?:(?<![\w.)\]}>~*/\\-]/)|(?<=-[ILBD]/)|(?<=[\s\"'=(]//)|(?<=\\[nrt]/))"
-_ROOTS = (
-    "bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|private|proc|root|run|scratch|snap|srv"
-    "|sys|tmp|Users|usr|var|workspace"
-)
-
-
-PUBLIC_ROOTS = re.compile(
-    r"/(?:site-packages|dist-packages|lib/python3\.\d+|pytorch(?=/\w+/))(?=/)"
-)
-
-
-def _path(match: re.Match[str]) -> str:
-    """What follows a root that many machines have (a package of Python's) is kept, without it."""
-    quote = match[0][0] if match[0][0] in "\"'" else ""
-    path = match[0].strip(quote) if quote else match[0]
-    roots = list(PUBLIC_ROOTS.finditer(path))
-    kept = path[roots[-1].end() :].lstrip("/") if roots else "<path>"
-    return f"{quote}{kept}{quote}"
-
-
-def _url(match: re.Match[str]) -> str | None:
-    public = f".{match['host'].lower()}".endswith(tuple(f".{name}" for name in PUBLIC_HOSTS))
-    return None if public and not match["login"] else "<url>"
-
-
-def _variable(match: re.Match[str]) -> str | None:
-    return None if match["name"] in HARMLESS_VARIABLES else "<variable>"
-
-
-def _ipv4(match: re.Match[str]) -> str | None:
-    octets = [int(part) for part in match[0].split(".")]
-    return None if max(octets) > 255 or octets[0] in (0, 127) else "<address>"
-
-
-def _ipv6(match: re.Match[str]) -> str | None:
-    groups = [group for group in match[0].split(":") if group]
-    if len(groups) < 3 and not match[0].lower().startswith(("fe80", "fc", "fd")):
-        return None  # `c10::a` is C++
-    try:
-        ipaddress.IPv6Address(match[0])
-    except ValueError:
-        return None
-    return "<address>"
-
-
-_HEX = "[0-9a-fA-F]"
-_TABLE: tuple[tuple[str, str, str, str | Callable[[re.Match[str]], str | None]], ...] = (
-    (
-        SECRET,
-        r"(?i:token|secret|passwd|password|phrase|credentials?|authorization|key|pass|pwd|auth)"
-        rf"{_MARKS}\s*+[:=]",
-        _ASSIGNED.pattern,
-        _hide_value,
-    ),
-    (
-        SECRET,
-        r"--[\w-]*(?i:token|passw|secret|key)",
-        r"--(?P<name>[\w-]*(?i:token|password|passwd|secret|api-key))\s+(?P<value>[^\s\"'<-][^\s\"'<]*)",
-        _hide_value,
-    ),
-    (
-        SECRET,
-        r"[Bb]earer|BEARER",
-        r"(?P<name>[Bb]earer|BEARER)\s+(?P<value>[\w.~+/=-]{6,})",
-        _hide_value,
-    ),
-    (
-        SECRET,
-        r"gh[pousr]_|github_pat_|glpat-|hf_|sk-|[srp]k_(?:live|test)_|AKIA|ASIA|AIza|xox[abeoprs]-"
-        r"|pypi[-_]|npm[-_]|nvapi[-_]|dckr_pat[-_]|xapp[-_]|eyJ|PRIVATE KEY-",
-        rf"(?<![A-Za-z0-9])(?:{'|'.join(_FORMS)})"
-        r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\w+/=\s\\-]*?-----END [A-Z ]*PRIVATE KEY-----"
-        r"|[\w+/=\s\\]*)",
-        HIDDEN,
-    ),
-    (
-        "command line",
-        r"\.(?:py|sh|ipynb)\b|-m |-c |torchrun|srun|mpirun",
-        r"(?<![\w.-])(?:[\w./-]*/)?(?:(?:torchrun|srun|mpirun) +-[^\n\"]*"
-        r"|(?:python[\d.]*|torchrun|srun|mpirun|bash|sh)"
-        r"(?: +-[^\s\"]*)*? +(?:[^\s\"]+\.(?:py|sh|ipynb)\b|-m +[\w.]+|-c +\S)[^\n\"]*)",
-        "<command>",
-    ),
-    (
-        "address",
-        "://",
-        r"\b[a-z][a-z0-9+.]*://(?P<login>[^\s/@\"'<>]*@)?(?P<host>[\w.-]+)[^\s\"'<>)]*",
-        _url,
-    ),
-    (
-        "environment variable",
-        r"=(?<=[A-Z0-9_]=)",
-        r"(?<![A-Za-z0-9_])(?P<name>[A-Z_][A-Z0-9_]+)=(?!=)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s,;\"')]+)",
-        _variable,
-    ),
-    ("mail address", "@", r"[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b", "<mail>"),
-    (
-        "path",
-        r"/(?<=[\"']/)",
-        r"\"/(?:[^\"'\n/:]+/)+[^\"'\n:]*\"|'/(?:[^\"'\n/:]+/)+[^\"'\n:]*'",
-        _path,
-    ),
-    (
-        "path",
-        rf"/{_START}",
-        rf"(?:\bfile:/+|/{_START})(?:(?={_PART}*/?{_PART}*[A-Za-z_])(?:{_PART}+/)+{_PART}*"
-        rf"|(?:{_ROOTS})(?![\w.-]){_PART}*)",
-        _path,
-    ),
-    ("path", "~", rf"(?<![\w~])~[\w-]*/{_PART}[\w./+-]*", "<path>"),
-    ("path", r"\\", r"(?<![A-Za-z0-9])[A-Za-z]:\\[^\s\"'<>|:]+|\\\\[\w.-]+\\[\w.$\\-]+", "<path>"),
-    (
-        "uuid",
-        rf"-{_HEX}{{4}}-{_HEX}{{4}}-",
-        rf"(?:\b(?:GPU|MIG)-)?(?<!{_HEX}){_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}",
-        "<uuid>",
-    ),
-    (
-        "bus address",
-        rf":{_HEX}{{2}}(?::{_HEX}{{2}})?\.[0-7]",
-        rf"(?<![\w:]){_HEX}{{4,8}}(?::{_HEX}{{2}}){{1,2}}\.[0-7](?!\w)",
-        "<bus>",
-    ),
-    (
-        "MAC address",
-        rf"([:-]){_HEX}{{2}}\1{_HEX}{{2}}\1",
-        rf"(?<![\w:-]){_HEX}{{2}}([:-])(?:{_HEX}{{2}}\1){{4}}{_HEX}{{2}}(?![\w:-])",
-        "<address>",
-    ),
-    (
-        "IP address",
-        rf":{_HEX}{{0,4}}:{_HEX}{{0,4}}(?!\w)",
-        rf"(?<![\w:.])(?:{_HEX}{{1,4}})?(?::{_HEX}{{0,4}}){{2,7}}(?![\w:])",
-        _ipv6,
-    ),
-    (
-        "IP address",
-        r"\.\d{1,3}\.\d{1,3}\.\d",
-        r"(?<![\w.])(?<!==)(?<![vV]ersion )(?<![vV]ersion\": \")\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)",
-        _ipv4,
-    ),
-)
-RULES = tuple(
-    Rule(kind, re.compile(gate), re.compile(pattern), replacement)
-    for kind, gate, pattern, replacement in _TABLE
-)
-SECRETS = tuple(rule for rule in RULES if rule.kind == SECRET)
 
 
 class Match(NamedTuple):
@@ -439,13 +175,23 @@ class Cleaner:
             return self.clean(value)
         if isinstance(value, dict):
             return {
-                self.clean(str(key)): HIDDEN if is_secret(str(key), item) else self.clean_json(item)
+                self.clean(str(key)): self.clean_member(str(key), item)
                 for key, item in value.items()
                 if key not in PRIVATE_KEYS
             }
         if isinstance(value, list | tuple):
-            return [self.clean_json(item) for item in value]
+            before = [None, *value][: len(value)]
+            return [
+                HIDDEN if is_argument(first, item) else self.clean_json(item)
+                for first, item in zip(before, value, strict=True)
+            ]
         return value
+
+    def clean_member(self, key: str, value: Any) -> Any:
+        """The value of an object's key, cleaned; a hash of content under the name of one is kept."""
+        if is_secret(key, value):
+            return HIDDEN
+        return value if is_hash(key, value) else self.clean_json(value)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -139,3 +139,21 @@ def test_the_command_says_what_it_did(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, "")
     assert "wrote" in result.stderr
     assert json.loads((tmp_path / "a-scrubbed.json").read_text()) == {"traceEvents": []}
+
+
+@pytest.mark.parametrize("shift", range(0, 40, 3))
+def test_a_border_makes_nothing_private_of_a_harmless_text(tmp_path: Path, shift: int) -> None:
+    """A window that began inside `torch/nn/…` had a path, one that ended in `pytorch.or` a host."""
+    texts = '"torch/nn/modules/module.py(1): f","see https://pytorch.org/docs/x.html",\n'
+    path = tmp_path / "a.json"
+    path.write_text(" " * shift + texts * (2 * WINDOW // len(texts)))
+    assert audit(path, names=()) == []
+
+
+def test_a_packed_table_of_ncu_is_read_inside(tmp_path: Path) -> None:
+    path = tmp_path / "k.csv.gz"
+    table = '"ID","Process Name","Kernel Name"\n"0","python3.11","k"\n'
+    path.write_bytes(gzip.compress(table.encode()))
+    assert [(found.where, found.kind) for found in audit(path)] == [
+        ("Process Name", "private column")
+    ]

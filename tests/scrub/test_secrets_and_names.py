@@ -16,7 +16,8 @@ import pytest
 from profharness.errors import TraceFormatError
 from profharness.run import read_run, write_run
 from profharness.scrub import audit, scrub
-from profharness.scrub.text import is_secret, names_in, names_in_stream
+from profharness.scrub.rules import is_secret
+from profharness.scrub.text import names_in, names_in_stream
 
 ROOT = Path(__file__).parents[2]
 TOKENS = (

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.scrub.text import (
-    REMOVED,
-    RULES,
-    SECRET,
-    Cleaner,
-    machine_names,
-    may_hold,
-    may_hold_bytes,
-    private_names,
-)
+from profharness.scrub.rules import RULES, SECRET, may_hold, may_hold_bytes
+from profharness.scrub.text import REMOVED, Cleaner, machine_names, private_names
 
 NAMES = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
 CLEANER = Cleaner(frozenset({"blade17", "user7"}))

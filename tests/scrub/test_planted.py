@@ -1,0 +1,167 @@
+"""Secrets planted in every place that a profiler or profharness writes texts to: none stays, no copy is
+thrown away, and the audit finds each of them in the source.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import io
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import PLANTED
+
+from profharness.parse.ncu_csv import PUSH_POP, START_END
+from profharness.run import Problem, read_run, write_run
+from profharness.scrub import audit, scrub
+from profharness.scrub.text import Cleaner
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "traces" / "h200-torch-nsys-ncu"
+TEXTS = [text for text, _ in PLANTED.values()]
+
+
+def staying(text: str) -> list[str]:
+    """The kinds of which something is left."""
+    return [kind for kind, (_, secret) in PLANTED.items() if secret in text]
+
+
+def kineto(folder: Path, texts: list[str]) -> Path:
+    """Planted in the header, names of events, kernels and tracks, arguments, lists and keys."""
+    tree = json.loads(gzip.decompress((RUN / "c0001.torch.json.gz").read_bytes()))
+    op = next(event for event in tree["traceEvents"] if event.get("cat") == "cpu_op")
+    kernel = next(event for event in tree["traceEvents"] if event.get("cat") == "kernel")
+    for number, text in enumerate(texts):
+        tree[f"note{number}"] = text
+        op["args"][f"note{number}"] = text
+        tree["traceEvents"] += [
+            {**op, "cat": "user_annotation", "name": text, "args": {"list": [[text], {text: 1}]}},
+            {**kernel, "name": text, "args": {**kernel["args"], "kernel_backend": text}},
+            {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": text}},
+            {"ph": "M", "name": "process_sort_index", "pid": 1, "tid": 0, "args": {"x": text}},
+            {"ph": "i", "name": text, "pid": 1, "tid": 0, "ts": 1.5, "s": "g"},
+        ]
+    path = folder / "t.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(tree).encode()))
+    return path
+
+
+def nsys(folder: Path, texts: list[str]) -> Path:
+    """Planted in ranges, StringIds of kernels and ranges, names of devices, metadata, a foreign table."""
+    path = folder / "t.sqlite"
+    path.write_bytes((RUN / "nsys-1.sqlite").read_bytes())
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE FOREIGN_NOTES (id INTEGER PRIMARY KEY, note TEXT NOT NULL)")
+        for number, text in enumerate(texts):
+            key = 900_000 + number
+            db.execute("INSERT INTO StringIds VALUES (?, ?)", (key, text))
+            row = "(SELECT rowid FROM {} LIMIT 1 OFFSET ?)"
+            kernels = row.format("CUPTI_ACTIVITY_KIND_KERNEL")
+            db.execute(
+                f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = ? WHERE rowid = {kernels}",
+                (key, number),
+            )
+            for column, value, at in (("text", text, 0), ("textId", key, len(texts))):
+                ranges = row.format("NVTX_EVENTS")
+                sql = f"UPDATE NVTX_EVENTS SET {column} = ? WHERE rowid = {ranges}"
+                db.execute(sql, (value, number + at))
+            db.execute("INSERT INTO META_DATA_EXPORT VALUES (?, ?)", ("EXPORT_PLATFORM", text))
+            db.execute("INSERT INTO FOREIGN_NOTES VALUES (?, ?)", (number, text))
+        db.execute("UPDATE TARGET_INFO_GPU SET name = ?", (" ".join(texts),))
+        db.commit()
+    return path
+
+
+def ncu(folder: Path, texts: list[str]) -> Path:
+    """Planted in names of kernels, both kinds of NVTX cells, other cells, and around the table."""
+    head, units, first, *_ = csv.reader(io.StringIO((RUN / "ncu-1.csv").read_text()))
+    rows = []
+    for number, text in enumerate(texts):
+        text = text.replace("\n", "\\n")  # the table has a line a kernel
+        row = dict(zip(head, first, strict=True)) | {"ID": str(number), "Kernel Name": text}
+        item = f":{text}:none:none:none:none:ASCII:{text}"
+        row |= {PUSH_POP: f'0  "<default domain>{item}"', START_END: f'"{number}:d{item}"'}
+        row |= {"Process Name": text, "device__attribute_display_name": text}
+        rows.append(list(row.values()))
+    head = list(row)
+    file = io.StringIO()
+    for line in (head, units, *rows):
+        cells = [*line, *[""] * (len(head) - len(line))]
+        csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n").writerow(cells)
+    path = folder / "t.csv.gz"
+    path.write_bytes(gzip.compress(f"==PROF== {texts[0]}\n{file.getvalue()}".encode()))
+    return path
+
+
+def record(folder: Path, texts: list[str]) -> Path:
+    """Planted in what run.json says of a run, its environment, cells and problems."""
+    run = read_run(RUN)
+    path = folder / "run"
+    path.mkdir()
+    cells = list(run.cells)
+    words = " and ".join(texts)
+    problems = [Problem("nsys", "no_tool", text, text, text) for text in texts]
+    cells[0] = dataclasses.replace(
+        cells[0],
+        message=words,
+        warnings=tuple(texts),
+        tuning={"note": texts, "by_text": {text: text for text in texts}},
+    )
+    environment: dict[str, Any] = {**run.environment, "env": {"A": texts[0]}}
+    environment |= {f"note{number}": text for number, text in enumerate(texts)}
+    changed = dataclasses.replace(
+        run, traces=(), note=words, cells=tuple(cells), environment=environment
+    )
+    write_run(path, dataclasses.replace(changed, problems=tuple(problems)))
+    return path
+
+
+def content(path: Path) -> str:
+    """All that a copy holds, uncompressed and without JSON's escapes."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    data = b"".join(file.read_bytes() for file in files)
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    return data.decode("utf-8", "replace").replace("\\n", "\n").replace("\\\\", "\\")
+
+
+PLACES: dict[str, Callable[[Path, list[str]], Path]] = {
+    "kineto": kineto,
+    "nsys": nsys,
+    "ncu": ncu,
+    "run": record,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_planted_stays(tmp_path: Path, place: str) -> None:
+    source = PLACES[place](tmp_path, TEXTS)
+    copy = scrub(source).output
+    assert staying(content(copy)) == []
+    assert audit(copy, names=()) == []
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_each_is_cleaned_alone_and_amid_words(kind: str) -> None:
+    text, secret = PLANTED[kind]
+    cleaner = Cleaner(frozenset({"carol"}))
+    for form in ("{}", "step 3: {} done", "a\n{}\nb", "({})", '{{"x": "{}"}}', "k={}"):
+        assert secret not in cleaner.clean(form.format(text)), form
+        assert list(cleaner.find(form.format(text)))
+
+
+def test_the_audit_finds_each_in_a_file_of_its_own(tmp_path: Path) -> None:
+    missed = []
+    for kind, (text, _) in PLANTED.items():
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps({"name": text}))
+        if not audit(path, names=["carol"]):
+            missed.append(kind)
+    assert missed == []
