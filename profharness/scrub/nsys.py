@@ -1,4 +1,4 @@
-"""An nsys SQLite export as a fresh file that holds the allowed tables and columns alone."""
+"""An nsys SQLite export as a fresh file: all tables and columns, with allowed contents alone."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ STRINGS = "StringIds"
 ENUM_COLUMNS = "id $name $label"
 
 
+KIND = re.compile(r"[A-Za-z ]{0,30}")
 # Rows of texts are copied only where the whole text is one of these.
 DIAGNOSTICS = re.compile(r"Number of [A-Za-z ]+ events collected: [\d,]+\.?")
 METADATA = re.compile(
@@ -203,16 +204,16 @@ def _copy(
         "%": lambda value: numbers.get(value),
         "$": lambda value: cleaner.clean(value) if isinstance(value, str) else None,
     }
+    empty = _declare(source, target, cleaner)
     used: set[int] = set()
     for table, columns in kept.items():
-        kinds = [(name, "TEXT" if mark == "$" else "NUMERIC") for name, mark in columns.items()]
-        declared = ", ".join(f'"{name}" {kind}' for name, kind in kinds)
-        target.execute(f'CREATE TABLE "{table}" ({declared})')
         chosen = [converts[mark] for mark in columns.values()]
         strings = [index for index, mark in enumerate(columns.values()) if mark == "@"]
-        holes = ", ".join("?" * len(columns))
         names = ", ".join(f'"{column}"' for column in columns)
         cursor = source.execute(f'SELECT {names} FROM "{table}" ORDER BY rowid')
+        given = [(name, "?") for name in columns]
+        given += [pair for pair in empty[table].items() if pair[0] not in columns]
+        into, holes = (", ".join(part) for part in zip(*given, strict=True))
         while rows := cursor.fetchmany(BATCH):
             done = [
                 tuple(convert(value) for convert, value in zip(chosen, row, strict=True))
@@ -220,12 +221,45 @@ def _copy(
                 if row_allowed(table, dict(zip(columns, row, strict=True)))
             ]
             used.update(row[index] for row in done for index in strings if row[index] is not None)
-            target.executemany(f'INSERT INTO "{table}" VALUES ({holes})', done)
-    target.execute(f"CREATE TABLE {STRINGS} (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL)")
+            target.executemany(f'INSERT INTO "{table}" ({into}) VALUES ({holes})', done)
+    if STRINGS not in empty:
+        target.execute(f"CREATE TABLE {STRINGS} (id INTEGER PRIMARY KEY, value TEXT NOT NULL)")
     if {"id", "value"} <= set(_columns(source, STRINGS)):
         texts = source.execute(f"SELECT id, value FROM {STRINGS} ORDER BY id")
         cleaned = ((key, cleaner.clean(str(text))) for key, text in texts if key in used)
         target.executemany(f"INSERT INTO {STRINGS} VALUES (?, ?)", cleaned)
+
+
+def _declare(
+    source: sqlite3.Connection, target: sqlite3.Connection, cleaner: Cleaner
+) -> dict[str, dict[str, str]]:
+    """Make all tables of the source, empty: other readers look for them and for each column. Gives
+    what stands for nothing in the columns of each that must not be null.
+    """
+    sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
+    empty: dict[str, dict[str, str]] = {}
+    for (table,) in source.execute(f"{sql} ORDER BY rowid").fetchall():
+        known = table == STRINGS or columns_of(table) is not None
+        if str(table).startswith("sqlite_") or not (known or _harmless(table, cleaner)):
+            continue
+        declared = []
+        for _, name, kind, needed, _, key in source.execute(f'PRAGMA table_info("{table}")'):
+            if not _harmless(name, cleaner):
+                continue
+            kind = kind.upper() if KIND.fullmatch(kind) else ""
+            needs = " PRIMARY KEY" if key == 1 and kind == "INTEGER" else " NOT NULL" * needed
+            declared.append(f'"{name}" {kind}{needs}')
+            if needed and not key:
+                empty.setdefault(table, {})[name] = "''" if "TEXT" in kind else "0"
+        if declared:
+            empty.setdefault(table, {})
+            target.execute(f'CREATE TABLE "{table}" ({", ".join(declared)})')
+    return empty
+
+
+def _harmless(name: str, cleaner: Cleaner) -> bool:
+    """Whether the name of a table or column is a plain word with nothing private."""
+    return re.fullmatch(r"\w{1,80}", name) is not None and cleaner.clean(name) == name
 
 
 def _numbers(source: sqlite3.Connection, kept: _Kept) -> dict[int, int]:
