@@ -459,11 +459,18 @@ def report(
     return text
 
 
-def scrub_run(source: PathLike, path: PathLike | None = None, *, force: bool = False) -> Path:
-    """A copy of a run folder or a trace that is fit to publish; where it lies. path None:
-    `<name>-scrubbed` beside the source. Raises what `scrub` raises.
+def scrub_run(
+    source: PathLike,
+    path: PathLike | None = None,
+    *,
+    force: bool = False,
+    store: PathLike | None = None,
+) -> Path:
+    """A copy of a run or a trace that is fit to publish; where it lies. source: a run folder, a file,
+    or a stored run. path None: `<name>-scrubbed` beside the source. Raises what `scrub` raises.
     """
-    return scrub(Path(source), None if path is None else Path(path), force=force).output
+    found = jobs.find_source(str(source), store_path(store))
+    return scrub(found, None if path is None else Path(path), force=force).output
 
 
 def list_backends() -> pd.DataFrame:

@@ -24,7 +24,13 @@ from profharness.backends import (
 from profharness.cases import NONE, VerificationRow
 from profharness.config import Config, parse_config
 from profharness.environment import gpu_present
-from profharness.errors import NotFoundError, ProfharnessError, StoreError, UsageError
+from profharness.errors import (
+    NotFoundError,
+    ProfharnessError,
+    StoreError,
+    TraceFormatError,
+    UsageError,
+)
 from profharness.processes import STEP_S, deferred, let_through
 from profharness.profilers import find_profilers, require_tools
 from profharness.run import (
@@ -160,6 +166,26 @@ def _latest_unfinished(out: Path) -> Path:
         reasons.append(reason)
     newest = f"; the newest: {reasons[0]}" if reasons else ""
     raise NotFoundError(f"no run folder in {out} has anything left to resume{newest}")
+
+
+def find_source(text: str, store: Path) -> Path:
+    """A run folder or trace given as a path, or as a stored run: an id, a unique prefix, `latest`,
+    `latest~1`.
+
+    Raises TraceFormatError where there is no such file and nothing stored, NotFoundError where
+    the store does not know the run or its files are gone.
+    """
+    path = Path(text)
+    if path.exists():
+        return path
+    if not store.is_file() or len(path.parts) > 1:
+        raise TraceFormatError(path, "no such file or folder", expected="a run folder or a trace")
+    with open_store(store) as opened:
+        run = opened.resolve(text)
+        found = next(Path(row.path) for row in opened.runs() if row.run == run)
+    if not found.exists():
+        raise NotFoundError(f"run {run} was taken in from {found}, which is gone")
+    return found
 
 
 def resume_into_store(folder: Path, store: Path, progress: Progress | None = None) -> Captured:

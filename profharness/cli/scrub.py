@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from profharness.cli._options import hint, quiet_stdout
-from profharness.errors import GateError, TraceFormatError, UsageError
+from profharness.cli._options import complete_runs, hint, quiet_stdout, store_option
+from profharness.errors import GateError, UsageError
 
 
 @click.command()
-@click.argument("source", metavar="RUN_FOLDER_OR_FILE", type=click.Path(path_type=Path))
+@click.argument("source", metavar="RUN_OR_FILE", shell_complete=complete_runs)
 @click.option(
     "-o",
     "--output",
@@ -23,8 +23,12 @@ from profharness.errors import GateError, TraceFormatError, UsageError
 @click.option(
     "--check", is_flag=True, help="Only look for what is private; exit 3 if there is any."
 )
-def command(source: Path, output: Path | None, force: bool, check: bool) -> None:
-    """Make a copy of a run folder or a trace that is fit to publish.
+@store_option
+def command(source: str, output: Path | None, force: bool, check: bool, store: Path) -> None:
+    """Make a copy of a run or a trace that is fit to publish.
+
+    The run is a stored one (an id, a unique prefix, latest, latest~1) or a run folder; the trace
+    is a file.
 
     Host and user names, passwords and tokens, paths, command lines, environment variables,
     addresses and ids of the GPU are gone; kernels, launches, ranges and times are kept. A raw
@@ -34,27 +38,28 @@ def command(source: Path, output: Path | None, force: bool, check: bool) -> None
 
     \b
     Example:
+      profharness scrub latest
       profharness scrub traces/runs/20261121-152530-4142
       profharness scrub --check traces/runs
     """
+    from profharness.jobs import find_source
     from profharness.scrub import audit, scrub
 
     if check:
         if output is not None or force:
             raise UsageError("--check only reads; it goes without -o and --force")
-        if not source.exists():
-            raise TraceFormatError(source, "no such file or folder")
-        findings = audit(source)
+        place = find_source(source, store)
+        findings = audit(place)
         with quiet_stdout() as stream:
             stream.write("".join(f"{finding}\n" for finding in findings).encode())
         if findings:
             raise GateError(
-                f"{source}: {len(findings)} private thing(s); "
+                f"{place}: {len(findings)} private thing(s); "
                 "`profharness scrub` makes a copy without"
             )
-        hint(f"{source}: nothing private found")
+        hint(f"{place}: nothing private found")
         return
-    done = scrub(source, output, force=force)
+    done = scrub(find_source(source, store), output, force=force)
     for name, instead in done.replaced:
         hint(f"replaced {name} by {instead}")
     for name in done.left_out:

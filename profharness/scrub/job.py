@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 import msgspec
@@ -120,7 +121,10 @@ def scrub_run(run: Run, cleaner: Cleaner) -> Run:
     if "env" in plain["environment"]:
         cleaned["environment"]["env"] = {}
     for before, after in zip(plain["cells"], cleaned["cells"], strict=True):
-        after |= {key: before[key] for key in ("cell", "config", "backend", "status", "choice")}
+        after |= {key: before[key] for key in ("cell", "config", "status", "choice")}
+        path, colon, function = before["backend"].rpartition(":")
+        name = dict(cleaner.files).get(path)
+        after["backend"] = before["backend"] if name is None else f"{name}{colon}{function}"
     for key in ("traces", "problems"):
         for before, after in zip(plain[key], cleaned[key], strict=True):
             after["cells"] = before["cells"]
@@ -158,13 +162,36 @@ def _once(traces: tuple[TraceFile, ...], jobs: dict[str, _Job]) -> tuple[TraceFi
 def _cleaner(jobs: Iterable[_Job], run: Run | None = None) -> Cleaner:
     """The rules with the names of this machine and those in the traces and the record."""
     names = machine_names()
+    backends: tuple[str, ...] = ()
     if run is not None:
         names |= names_in([msgspec.json.encode(run).decode()])
+        backends = tuple(dict.fromkeys(cell.backend for cell in run.cells))
     for job in jobs:
         with _plain(job.source) as path:
             names_of, _ = _kind(path)
             names |= names_of(path)
-    return Cleaner(names)
+    return Cleaner(names, _file_names(backends, Cleaner(names)))
+
+
+def _file_names(backends: Iterable[str], cleaner: Cleaner) -> tuple[tuple[str, str], ...]:
+    """The file's name for each private path that a backend is (`/home/x/mine.py:attention`); two files
+    of one name stay two: `mine.py`, `mine-2.py`.
+    """
+    paths = dict.fromkeys(text.rpartition(":")[0] for text in backends)
+    private = [path for path in paths if cleaner.clean(path) != path and "/" in path]
+    taken = set(paths) - set(private)
+    names: list[tuple[str, str]] = []
+    for path in private:
+        file = PurePosixPath(path)
+        numbers = (f"{file.stem}-{number}{file.suffix}" for number in itertools.count(2))
+        name = next(
+            name
+            for name in (file.name, *itertools.islice(numbers, len(paths)))
+            if name not in taken
+        )
+        taken.add(name)
+        names.append((path, name))
+    return tuple(names)
 
 
 def _scrub_one(job: _Job, target: Path, cleaner: Cleaner) -> None:

@@ -125,9 +125,12 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Cleaner:
-    """The rules, and the host and user names that are private besides."""
+    """The rules, and the host and user names that are private besides. files are paths of backends,
+    each with the name that stands in its place wherever it is.
+    """
 
     names: frozenset[str] = frozenset()
+    files: tuple[tuple[str, str], ...] = ()
     _other: tuple[Rule, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -139,6 +142,12 @@ class Cleaner:
             parts = f"|(?<![A-Za-z0-9])(?:{'|'.join(long)})(?![A-Za-z0-9])" if long else ""
             pattern = re.compile(rf"(?<![\w-])(?:{either})(?![\w-]){parts}")
             rules += (Rule("host or user name", re.compile(either), pattern, "<name>"),)
+        if self.files:
+            names = dict(self.files)
+            either = "|".join(re.escape(path) for path in sorted(names, key=len, reverse=True))
+            named = re.compile(rf"(?<![\w.])(?:{either})(?!\w)")
+            path = Rule("path", re.compile(either), named, lambda match: names[match[0]])
+            rules = (path, *rules)
         object.__setattr__(self, "_other", rules)
 
     @property

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from profharness.errors import TraceFormatError, UsageError
+import profharness
+from profharness.cli.scrub import command
+from profharness.errors import GateError, NotFoundError, TraceFormatError, UsageError
 from profharness.parse import open_trace
 from profharness.parse.ncu_native import has_package
 from profharness.run import Problem, TraceFile, read_run, write_run
@@ -206,6 +209,84 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     child.send_signal(signal.SIGINT)
     assert child.wait(30) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["big.json"]
+
+
+def test_a_stored_run_is_named_by_id(run: Path, tmp_path: Path) -> None:
+    store = tmp_path / "s.db"
+    ingest_path(store, run)
+    name = read_run(run).run
+    for ref in (name, name[:-1], "latest", "latest~0"):
+        done = CliRunner().invoke(command, [ref, "--store", str(store), "--force"])
+        assert done.exit_code == 0, done.stderr
+        assert read_run(tmp_path / "run-scrubbed").run == name
+        shutil.rmtree(tmp_path / "run-scrubbed")
+    checked = CliRunner().invoke(command, ["--check", "latest", "--store", str(store)])
+    assert isinstance(checked.exception, GateError)
+    assert profharness.scrub_run("latest", store=store) == tmp_path / "run-scrubbed"
+    no_run = CliRunner().invoke(command, ["latest~7", "--store", str(store)])
+    assert isinstance(no_run.exception, NotFoundError)
+    shutil.rmtree(run)
+    gone = CliRunner().invoke(command, ["latest", "--store", str(store)])
+    assert isinstance(gone.exception, NotFoundError)
+    assert "is gone" in str(gone.exception)
+
+
+def test_a_backend_that_is_a_path_is_named_by_its_file(tmp_path: Path) -> None:
+    record = read_run(H200)
+    cells = [replace(cell) for cell in record.cells[:3]]
+    paths = ("/home/user7/mine.py", "/srv/other/mine.py", "kernels/slow.py")
+    for at, path in enumerate(paths):
+        message = f"{path} and {paths[0]}"
+        cells[at] = replace(cells[at], backend=f"{path}:attention", message=message)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    versions = {f"{paths[0]}:attention": "sha256:0123456789abcdef"}
+    write_run(
+        folder,
+        replace(
+            record,
+            cells=tuple(cells),
+            traces=(),
+            environment={**record.environment, "implementations": versions},
+        ),
+    )
+    copy = read_run(scrub(folder).output)
+    assert [cell.backend for cell in copy.cells] == [
+        "mine.py:attention",
+        "mine-2.py:attention",
+        "kernels/slow.py:attention",
+    ]
+    assert [cell.message for cell in copy.cells] == [
+        "mine.py and mine.py",
+        "mine-2.py and mine.py",
+        "kernels/slow.py and mine.py",
+    ]
+    assert copy.environment["implementations"] == {"mine.py:attention": "sha256:0123456789abcdef"}
+
+
+def test_python_stacks_keep_the_parts_of_packages(tmp_path: Path) -> None:
+    """A real trace with stacks and shapes, as it is and with the whole paths that some releases write."""
+    torch = pytest.importorskip("torch")
+    profiler = pytest.importorskip("torch.profiler")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    path = tmp_path / "t.json"
+    with profiler.profile(
+        activities=[profiler.ProfilerActivity.CPU],
+        with_stack=True,
+        record_shapes=True,
+        experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True),
+    ) as profile:
+        model(torch.ones(2, 8)).sum().backward()
+    profile.export_chrome_trace(str(path))
+    text = path.read_text()
+    stacks = [*re.findall(r"torch/nn/modules/module\.py\(\d+\): _call_impl", text)]
+    assert stacks
+    for root in ("", "/home/user7/env/lib/python3.11/site-packages/", "../env/site-packages/"):
+        path.write_text(text.replace("torch/nn/modules", f"{root}torch/nn/modules"))
+        copy = scrub(path, tmp_path / "copy.json", force=True).output
+        kept = copy.read_text()
+        assert re.findall(r"torch/nn/modules/module\.py\(\d+\): _call_impl", kept) == stacks
+        assert "user7" not in kept and "/env/" not in kept
 
 
 def test_default_names() -> None:
