@@ -33,6 +33,8 @@ FAMILY_BACKENDS = {
     **dict.fromkeys(("cudnn", "cudnn_bwd"), "cudnn"),
     "flex": "flex",
     "triton": "triton",
+    # of libraries that PyTorch does not bring; the name says which
+    **dict.fromkeys(("fmha", "fmha_combine", "fmha_bwd"), "fmha"),
 }
 EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
 _MATH_FAMILIES = {"gemm", "softmax"}  # math has no kernels of its own

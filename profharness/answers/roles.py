@@ -22,8 +22,9 @@ MATH_OP = "aten::_scaled_dot_product_attention_math"
 
 
 _GEMM_OPS = frozenset({"aten::bmm", "aten::mm", "aten::addmm", "aten::baddbmm"})
-_FUSED = frozenset({"flash", "flash_splitkv", "efficient", "cudnn", "flex", "triton"})
-_FUSED_BWD = frozenset({"flash_bwd", "efficient_bwd", "cudnn_bwd"})
+_FUSED = frozenset({"flash", "flash_splitkv", "efficient", "cudnn", "flex", "triton", "fmha"})
+_FUSED_BWD = frozenset({"flash_bwd", "efficient_bwd", "cudnn_bwd", "fmha_bwd"})
+_COMBINE = frozenset({"flash_combine", "fmha_combine"})
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _FRONT = "aten::scaled_dot_product_attention"
 _SPLIT_K = re.compile(r"splitKreduce")
@@ -107,6 +108,8 @@ def role(row: KernelRow) -> str:
         return "memory_bwd" if is_backward(row) else "memory"
     if named := _first(_NAMED, row.kernel):
         return named
+    if row.family in _COMBINE:
+        return "combine"
     if row.family in _FUSED_BWD:
         return "attention_bwd"
     if row.family in _FUSED:
@@ -135,7 +138,7 @@ def shows_attention(row: KernelRow) -> bool:
     if row.family == "triton":
         if _ATTENTION_NAME.search(row.kernel):
             return True
-    elif row.family in _FUSED_BWD or row.family in _FUSED:
+    elif row.family in _FUSED_BWD | _FUSED | _COMBINE:
         return True
     named = _first(_NAMED, row.kernel)
     if named not in (None, "helper", "mask"):

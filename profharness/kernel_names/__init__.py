@@ -8,6 +8,7 @@ import re
 from functools import lru_cache
 
 from profharness.kernel_names.attention import parse_library
+from profharness.kernel_names.serving import parse_serving
 from profharness.kernel_names.text import (
     DTYPES,
     Head,
@@ -29,7 +30,8 @@ __all__ = ["FAMILIES", "KernelName", "canonical", "parse_kernel_name"]
 FAMILIES = (
     "flash", "flash_splitkv", "flash_combine", "flash_bwd", "efficient", "efficient_bwd", "cudnn",
     "cudnn_bwd", "flex", "triton", "gemm", "gemv", "softmax", "elementwise", "reduce", "copy",
-    "memset", "memcpy", "other",
+    "memset", "memcpy", "fmha", "fmha_combine", "fmha_bwd", "collective", "norm", "rope", "moe",
+    "quantize", "other",
 )  # fmt: skip
 _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)
 # ATen ops that stand for one kernel
@@ -74,7 +76,12 @@ def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
         return KernelName(name, clip(name), family, "cuda")
     text = normalise(name)
     head = split_head(text, name)
-    for parse in (parse_library, _native, _own):  # the first that knows the name decides
+    for parse in (
+        parse_library,
+        _native,
+        _own,
+        parse_serving,
+    ):  # the first that knows the name decides
         kernel = parse(text, head)
         if kernel is not None:
             return kernel.clipped()
@@ -94,12 +101,16 @@ def _native(text: str, head: Head) -> KernelName | None:
     elif base.startswith(("triu_tril_kernel", "fused_dropout_kernel")):
         family = "elementwise"
     elif head.path.startswith(("at::", "c10::", "at_cuda_detail::")):
-        family = "other"
+        family = "norm" if _NORM.search(base) else "other"
     else:
         return None
-    return KernelName(head.name, generic_short(text, head), family, "aten")
+    direction = "bwd" if family == "norm" and "ackward" in base else None
+    return KernelName(head.name, generic_short(text, head), family, "aten", direction=direction)
 
 
+_NORM = re.compile(
+    r"(?:[lL]ayer|[bB]atch|[gG]roup|[rR]ms)_?[nN]orm|RowwiseMoments|GammaBetaBackward"
+)
 _SOFTMAX = re.compile(
     r"cunn_(?:Spatial)?SoftMax(?:Forward|Backward)|(?:masked_)?(?:log_)?softmax_warp_(?:for|back)ward"
 )

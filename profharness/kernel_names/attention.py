@@ -1,5 +1,5 @@
-"""Kernels of libraries by their names: attention (FlashAttention 2, 3 and 4, efficient, cuDNN, flex,
-Triton, serving libraries) and matrix products (cuBLAS, cuBLASLt, CUTLASS); cuDNN, NCCL and CUB.
+"""Kernels of PyTorch's libraries by their names: attention (FlashAttention 2, 3 and 4, efficient,
+cuDNN, flex, Triton) and matrix products (cuBLAS, cuBLASLt, CUTLASS); CUB.
 """
 
 from __future__ import annotations
@@ -236,43 +236,6 @@ def _triton(_text: str, head: Head, match: re.Match[str]) -> KernelName:
     return KernelName(head.name, head.base, "triton", "triton", direction=direction)
 
 
-_TRTLLM = re.compile(r"H(?:Qk)?(\d+)(?:HV\d+)?(?=[A-Z]).*?Q(\d+)Kv(\d+)")
-_TRTLLM_DTYPE = {"Bfloat16": "bf16", "Fp16": "fp16", "E4m3": "fp8_e4m3"}
-
-
-def _trtllm(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    sizes = _TRTLLM.search(head.base, match.end())
-    kind = re.match(r"Q(?:kv)?(Bfloat16|Fp16|E4m3)", head.base[match.end("sm") + 8 :] or "")
-    kind = kind or re.search(r"_Qkv(Bfloat16|Fp16|E4m3)", head.base)
-    tail = head.base.replace("fmhaSm", "fmha_sm", 1).replace("Kernel_", "_", 1)
-    return KernelName(
-        head.name,
-        tail,
-        "other",
-        "trtllm",
-        arch=f"sm{match['sm']}",
-        dtype=_TRTLLM_DTYPE[kind[1]] if kind else None,
-        direction="fwd",
-        causal=True if "Causal" in tail else False if "Dense" in tail else None,
-        **integers(sizes, head_dim=1, tile_m=2, tile_n=3),
-    )
-
-
-def _library(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """A serving library's kernel: the library is certain, no family of ours is."""
-    backend = next(name for name, value in match.groupdict().items() if value)
-    is_attention = re.search(r"attn|attention|prefill|decode|mla", head.base, re.IGNORECASE)
-    mask = re.search(r"\(flashinfer::MaskMode\)(\d)", text)
-    return KernelName(
-        head.name,
-        generic_short(text, head),
-        "other",
-        backend,
-        direction=_direction(head.base) if is_attention else None,
-        causal={"0": False, "1": True}.get(mask[1]) if mask else None,
-    )
-
-
 _CONVOLUTION = re.compile(r"cudnn|winograd|fprop|dgrad|wgrad|conv(?:olve|olution|2d|3d)?(?=_|\b)")
 _TILE = re.compile(r"(?<![a-z\d])(?:tilesize)?(\d+)x(\d+)(?:x(\d+))?(?=_|$|>|\()")
 _STAGES = re.compile(r"stages_\d+x(\d+)|stage(\d+)|_\d+x\d+_\d+x(\d+)_[ntc]{2}(?:_|$)")
@@ -385,11 +348,6 @@ def _cub(text: str, head: Head, _match: re.Match[str]) -> KernelName:
     return KernelName(head.name, generic_short(text, head), family, "cub")
 
 
-def _named(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    backend = next(name for name, value in match.groupdict().items() if value)
-    return KernelName(head.name, generic_short(text, head), "other", backend)
-
-
 Rule = tuple[re.Pattern[str], Callable[[str, Head, re.Match[str]], KernelName]]
 
 
@@ -399,7 +357,8 @@ def _rules(*rows: tuple[str, Callable[[str, Head, re.Match[str]], KernelName]]) 
 
 # Tried in this order; the first that matches decides.
 _ATTENTION = _rules(
-    (r"(?:\w+::){0,4}flash_(?P<direction>fwd|bwd)_\w+(?=[<(]|$)", _fa2),
+    # FlashMLA's flash_fwd_splitkv_mla_kernel is none of these
+    (r"(?:\w+::){0,4}flash_(?P<direction>fwd|bwd)_(?!\w*mla_)\w+(?=[<(]|$)", _fa2),
     (
         r"(?:cutlass::device_kernel<)?(?:flash::enable_sm\w+<)?flash::"
         r"(?P<base>FlashAttn(?P<side>Fwd|Bwd)\w*|(?:prepare_varlen\w*))",
@@ -431,17 +390,9 @@ _ATTENTION = _rules(
     ),
     (r"triton_", _triton),
     (
-        r"(?P<attention>_?attn_(?:fwd|bwd)|_(?:fwd|bwd)_(?:kernel|preprocess|grouped_kernel)"
-        r"|bwd_kernel_(?:dk_dv|dq|fuse)|kernel_unified_attention|_splitK_reduce)\w*$",
+        r"(?P<attention>_?attn_(?:fwd|bwd)|_(?:fwd|bwd)_(?:kernel(?!_stage)|preprocess)"
+        r"|bwd_kernel_(?:dk_dv|dq|fuse)|_splitK_reduce)\w*$",
         _triton,
-    ),
-    (r"fmhaSm(?P<sm>1\d\d)[a-z]?Kernel_", _trtllm),
-    (
-        r"(?P<flashinfer>(?:cutlass::device_kernel<)?flashinfer::)"
-        r"|(?P<trtllm>fmha_v2_flash_attention_|tensorrt_llm::)"
-        r"|(?P<sage>qk_int\w{0,12}_sv_f|(?:QuantInt8|MeanScale|TransposePadPermute)Kernel\b)"
-        r"|(?P<vllm>vllm::)",
-        _library,
     ),
 )
 _PRODUCTS = _rules(
@@ -472,9 +423,4 @@ _PRODUCTS = _rules(
         _cutlass3,
     ),
     (r"(?:\w+::){0,3}cub::", _cub),
-    (
-        r"(?P<nccl>nccl(?:DevKernel|Kernel|SymDevKernel|Symk)\w*)|(?P<cudnn>cudnn\w*)"
-        r"|(?P<cutlass>cutlass\w*::|kernel_cutlass_)",
-        _named,
-    ),
 )

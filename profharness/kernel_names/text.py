@@ -16,11 +16,12 @@ class KernelName:
     """What a kernel's name says. None: the name does not tell (never a default).
 
     backend is the library in one word: `flash2 flash2_pip fa3 fa4 efficient xformers cudnn
-    flashinfer trtllm sage vllm flex triton cublas cutlass nccl cub aten cuda unknown`. arch is
-    the code's (`sm90`), not the device's. head_dim is the bucket compiled for; 65536 stands for
-    any in the efficient kernels. tile_m and tile_n count query and key rows in attention, output
-    rows and columns in GEMM. tile_k is a tile's third number: the depth of a step in GEMM, the
-    head dim in cuDNN attention. causal and dropout are compile-time flags.
+    flashinfer trtllm sage flashmla vllm sglang aiter ck deepgemm flex triton cublas cutlass tensile
+    nccl cub aten cuda unknown`. arch is the code's (`sm90`), not the device's. head_dim is the
+    bucket compiled for; 65536 stands for any in the efficient kernels. tile_m and tile_n count
+    query and key rows in attention, output rows and columns in GEMM. tile_k is a tile's third
+    number: the depth of a step in GEMM, the head dim in cuDNN attention. causal and dropout are
+    compile-time flags.
     """
 
     name: str
@@ -73,6 +74,8 @@ DTYPES = {
     "cutlass::half_t": "fp16",
     "c10::BFloat16": "bf16",
     "__nv_bfloat16": "bf16",
+    "__hip_bfloat16": "bf16",
+    "std::bfloat16_t": "bf16",
     "cutlass::bfloat16_t": "bf16",
     "cutlass::float_e4m3_t": "fp8_e4m3",
     "c10::Float8_e4m3fn": "fp8_e4m3",
@@ -83,7 +86,7 @@ DTYPES = {
 _CAST = re.compile(r"\((?:unsigned |signed )?(?:int|long long|long|short|char|size_t)\)(?=-?\d)")
 _BOOL = re.compile(r"\(bool\)([01])")
 _RETURN_TYPE = re.compile(
-    r"(?:(?:void|static|__global__) |std::enable_if<[^<>]{0,80}>::type )*", re.ASCII
+    r"(?:(?:void|static|__global__) |std::enable_if<.{0,200}?>::type )*", re.ASCII
 )
 _PATH = re.compile(r"[\w:~.$@*\-/]+")
 _BRACKET = re.compile(r"[<>(){},]")

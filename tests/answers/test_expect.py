@@ -66,6 +66,16 @@ def test_a_family_covers_its_op_and_its_combine_kernel_only() -> None:
     assert unmet_expectations(["flash"], rows, [cell()]) == []
 
 
+def test_attention_of_a_serving_library_is_judged_by_its_family() -> None:
+    rows = [
+        kernel(family=family, sdpa_op=None, cell=None, config=None, backend=None)
+        for family in ("fmha", "fmha_combine", "moe", "norm", "collective")
+    ]
+    assert unmet_expectations(["fmha"], rows, []) == []
+    (line,) = unmet_expectations(["flash"], rows, [])
+    assert "expected flash, but fmha ran (fmha kernels; fmha_combine kernels)" in line
+
+
 def test_math_without_an_op_shows_by_its_kernels() -> None:
     rows = [kernel(family=family, sdpa_op=None) for family in ("gemm", "softmax", "gemm")]
     assert unmet_expectations(["math"], rows, [cell(sdpa_op=None)]) == []

@@ -225,6 +225,20 @@ def test_kernels_of_a_foreign_trace_without_a_stack_have_their_family() -> None:
     assert [name for name, _ in foreign(bare("triton", "my_attn_fwd"))] == ["attention"]
 
 
+def test_attention_of_serving_libraries_is_attention_in_a_foreign_trace() -> None:
+    names = {"fmha": "attention", "fmha_combine": "combine", "fmha_bwd": "attention_bwd"}
+    rows = [
+        replace(row, cell=None, op_path=None)
+        for family in [*names, "rope", "moe"]
+        for row in bare(family, f"{family}_kernel")
+    ]
+    assert {row.family: role for role, row in assign_roles(rows)} == {
+        **names,
+        "rope": "rope",
+        "moe": "moe",
+    }
+
+
 def test_own_kernel_outside_of_pytorch() -> None:
     row = rows_of("b2h8s512d64-fp16", "flash")[0]
     own = replace(row, kernel="my_attention(float*)", family="other", op_path=None, first_ns=0)
