@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import re
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,6 +91,22 @@ def cache_key(files: Mapping[Path, bytes], parts: Iterable[str]) -> str:
     return digest.hexdigest()[:32]
 
 
+def why_not_trusted(path: Path) -> str | None:
+    """Why a cache file may be somebody else's: its owner, or who may write to it or its folder. None
+    for one that is this user's, and for one that is missing.
+    """
+    for place in (path.parent, path):
+        try:
+            found = place.lstat()
+        except OSError:
+            return None
+        if found.st_uid != os.geteuid():
+            return f"{place} belongs to another user"
+        if stat.S_ISLNK(found.st_mode) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"{place} is a link or can be written by others"
+    return None
+
+
 def read_cached(path: Path) -> CompiledSource | None:
     """What `write_cached` left, or None if the file is missing, unreadable or damaged."""
     try:
@@ -113,8 +130,9 @@ def read_cached(path: Path) -> CompiledSource | None:
 
 
 def write_cached(path: Path, compiled: CompiledSource) -> bool:
-    """Write the file whole or not at all; False where the folder cannot be written to. The cubin
-    comes first, so that cuobjdump and nvdisasm read the file as it is.
+    """Write the file whole or not at all, in a folder that is this user's alone; False where the
+    folder cannot be written to or belongs to another user. The cubin comes first, so that cuobjdump
+    and nvdisasm read the file as it is.
     """
     digest = hashlib.sha256(compiled.cubin).hexdigest()
     names = dict(compiled.names)
@@ -122,7 +140,10 @@ def write_cached(path: Path, compiled: CompiledSource) -> bool:
     content = compiled.cubin + trailer + len(trailer).to_bytes(8, "little") + MAGIC
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid != os.geteuid():
+            return False
+        path.parent.chmod(0o700)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -19,6 +19,7 @@ from profharness.backends.cuda_launch import (
     load_kernel,
     local_files,
     read_cached,
+    why_not_trusted,
     write_cached,
 )
 from profharness.errors import pip_line
@@ -68,7 +69,10 @@ class CudaSource:
         parts = [arch, version, *names, *(f"{k}={v!r}" for k, v in sorted(self._options.items()))]
         stem = f"{self.path.stem}-{arch}-{cache_key(files, parts)}.cubin"
         place = cache_folder() / stem
-        cached = read_cached(place)
+        doubt = why_not_trusted(place)
+        if doubt is not None:
+            LOG.warning("%s; what is cached there is not used, but compiled again", doubt)
+        cached = read_cached(place) if doubt is None else None
         if cached is not None:
             LOG.debug("%s for %s taken from %s", ", ".join(names), arch, place)
             return cached

@@ -27,6 +27,7 @@ from profharness.backends.cuda_launch import (
     cache_folder,
     local_files,
     read_cached,
+    why_not_trusted,
     write_cached,
 )
 from profharness.backends.cuda_source import CompileError, CudaSource, architecture
@@ -360,3 +361,33 @@ def test_dimensions() -> None:
     assert _three(5) == (5, 1, 1)
     assert _three((2, 3)) == (2, 3, 1)
     assert _three((2, 3, 4)) == (2, 3, 4)
+
+
+def test_a_cache_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
+    """A forged file holds the hash of its own content: only owner and mode tell."""
+    place = tmp_path / "open" / "cuda" / "k.cubin"
+    compiled = CompiledSource(b"code", {"k": "k"}, "sm_90a", "13.0")
+    assert why_not_trusted(place) is None
+    umask = os.umask(0)
+    try:
+        assert write_cached(place, compiled)
+    finally:
+        os.umask(umask)
+    assert place.parent.stat().st_mode & 0o777 == 0o700
+    assert why_not_trusted(place) is None
+    assert read_cached(place) is not None
+    place.parent.chmod(0o777)
+    assert "can be written by others" in str(why_not_trusted(place))
+    assert write_cached(place, compiled)  # makes it the user's alone again
+    place.chmod(0o666)
+    assert str(place) in str(why_not_trusted(place))
+    other = tmp_path / "link.cubin"
+    other.symlink_to(place)
+    assert "link" in str(why_not_trusted(other))
+    if os.geteuid() != 0:
+        pytest.skip("another owner needs root")
+    place.chmod(0o600)
+    os.chown(place, 12345, -1)
+    assert "another user" in str(why_not_trusted(place))
+    os.chown(place.parent, 12345, -1)
+    assert not write_cached(place, compiled)
