@@ -239,12 +239,12 @@ def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
 
 # FlashInfer 0.6: KernelTraits<mask, rows of Q, MMAs of Q, of KV, of D, of D of V, warps of Q, of KV>
 _FLASHINFER = re.compile(
-    r"KernelTraits<\(flashinfer::MaskMode\)(?P<mask>\d), (?P<m>\d+)u?, \d+u?, (?P<kv>\d+)u?, "
-    r"(?P<d>\d+)u?, \d+u?, (?P<wq>\d+)u?, (?P<wkv>\d+)u?,"
+    r"KernelTraits<\(flashinfer::MaskMode\)(?P<mask>\d), (?P<m>\d{1,6})u?, \d+u?, (?P<kv>\d{1,6})u?, "
+    r"(?P<d>\d{1,6})u?, \d+u?, (?P<wq>\d{1,6})u?, (?P<wkv>\d{1,6})u?,"
 )
 # decode: <…, stages, tile, elements of a vector, threads of a row, …>, of which D has as many
 _FLASHINFER_DECODE = re.compile(
-    r"<\(flashinfer::PosEncodingMode\)\d, (?P<stages>\d+)u?, \d+u?, (?P<vec>\d+)u?, (?P<row>\d+)u?, \d"
+    r"<\(flashinfer::PosEncodingMode\)\d, (?P<stages>\d{1,6})u?, \d+u?, (?P<vec>\d{1,6})u?, (?P<row>\d{1,6})u?, \d"
 )
 # SageAttention 2.2: <rows of Q, rows of K, rows of Q and K of a warp (sm90: threads), D, …>
 _SAGE = re.compile(r"<(?P<m>\d+)u?, (?P<n>\d+)u?, \d+u?, (?:(\d+)u?, )?(?P<d>\d+)u?, \(")

@@ -167,10 +167,13 @@ def integer(argument: str) -> int | None:
 
 
 def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]:
-    """Fields of a KernelName from groups of a match, None for an absent group; {} without one."""
+    """Fields of a KernelName from groups of a match, None for an absent group; {} without one. A
+    number of ten digits or more is no size, and none that a store could hold.
+    """
     if match is None:
         return {}
-    return {field: int(match[group]) if match[group] else None for field, group in groups.items()}
+    texts = {field: match[group] or "" for field, group in groups.items()}
+    return {field: int(text) if 0 < len(text) < 10 else None for field, text in texts.items()}
 
 
 def short_type(argument: str) -> str:

@@ -305,3 +305,18 @@ def test_hostile_names_of_these_libraries_take_no_time(stem: str, unit: str) -> 
     start = time.process_time()
     parse_kernel_name(stem + unit * 20_000)
     assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        TENSILE.replace("256x32x64", f"{'9' * 5000}x32x64"),
+        RAGGED.replace("128u", "9" * 1500),
+        f"nvjet_tst_{'9' * 5000}x64_64x16_2x1_v_bz_TNT",
+        f"fmhaSm100fKernel_QkvFp16OFp16H{'9' * 5000}PagedKvCausalVarSeqQ32Kv128",
+    ],
+)
+def test_a_number_that_is_no_size_is_left_out(name: str) -> None:
+    found = parse_kernel_name(name)
+    sizes = (found.head_dim, found.tile_m, found.tile_n, found.tile_k, found.stages, found.warps)
+    assert all(size is None or size < 10**9 for size in sizes)
