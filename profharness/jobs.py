@@ -56,7 +56,7 @@ from profharness.runner.capture import (
     why_not_resumed,
 )
 from profharness.runner.supervise import Progress
-from profharness.store import LATEST, Selection, open_store
+from profharness.store import LATEST, Selection, Store, open_store
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -273,7 +273,7 @@ def verify_into_store(
 def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
     """Capture the configs of a selection that no stored run has; the selection, of the new run."""
     count, named = len(selection.configs), ", ".join(selection.backends) or "the usual backends"
-    listener.say(f"{store} has no answer yet: capturing {count} config(s) on {named}")
+    listener.say(f"{store} has no kernels of them yet: capturing {count} config(s) on {named}")
     options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)
     with listener.progress() as progress:
         captured = capture_into_store(
@@ -295,7 +295,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
         if options.verify:
             raise UsageError("--verify measures; leave --run out, or use profharness verify")
         with open_store(store) as opened:
-            run = opened.find_run(Selection(options.run, options.configs), *answer.TIMED)
+            run = _timed_run(opened, options)
             return answer.benched(
                 opened,
                 run,
@@ -328,6 +328,13 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
             rank_by=plan.measurements,
             verifications=checks,
         )
+
+
+def _timed_run(store: Store, options: BenchOptions) -> str:
+    """The run that is meant; where none has the configs, the one whose configs are to be told."""
+    with contextlib.suppress(NotFoundError):
+        return store.find_run(Selection(options.run, options.configs), *answer.TIMED)
+    return store.find_run(Selection(options.run), *answer.TIMED)
 
 
 def _verified(captured: Captured, store: Path, listener: Listener) -> str:
