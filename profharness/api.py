@@ -53,7 +53,7 @@ from profharness.run import (
 from profharness.runner.probe import BackendState, probe_backends, probe_environment
 from profharness.runner.supervise import Progress, Step
 from profharness.scrub import scrub
-from profharness.store import Selection, open_store
+from profharness.store import KERNELS_ELSE_CELLS, Selection, open_store
 from profharness.views.diff import FIELDS as DIFF_FIELDS
 from profharness.views.renderers import RENDERERS
 from profharness.views.report import report_document
@@ -246,7 +246,7 @@ def kernels(
     named = profiler_tuple(profilers)
     backends = stored_names(split_names(backends))
     selection = Selection(run, config_list(configs), backends, named)
-    rows, _ = predicted_rows(store_path(store), selection)
+    rows, _ = predicted_rows(store_path(store), selection, needs=KERNELS_ELSE_CELLS)
     frame = stores.to_frame(rows if profilers else of_first_profiler(rows), KernelRow)
     return frame[[*KERNEL_COLUMNS, *(name for name in frame.columns if name not in KERNEL_COLUMNS)]]
 

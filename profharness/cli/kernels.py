@@ -27,7 +27,7 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, of_first_profiler
-from profharness.store import ALL_RUNS, Need, Selection, open_store
+from profharness.store import ALL_RUNS, KERNELS_ELSE_CELLS, Need, Selection, open_store
 from profharness.views.document import Document
 from profharness.views.kernels import cell_notes, kernels_document, witness_document
 from profharness.views.runs import warning_notes, with_warnings
@@ -170,7 +170,7 @@ def find_rows(
     selection: Selection,
     *,
     by_op: bool = False,
-    needs: Sequence[Need] = ("kernels", "run"),
+    needs: Sequence[Need] = KERNELS_ELSE_CELLS,
 ) -> tuple[list[KernelRow], list[CellRow]]:
     """The selected rows of the latest run that has the first of the needs that any run has.
 

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from profharness.rows import LaunchRow, RangeRow
 from profharness.store.queries import Store, open_store
-from profharness.store.selection import ALL_RUNS, LATEST, Need, Selection
+from profharness.store.selection import (
+    ALL_RUNS,
+    KERNELS_ELSE_CELLS,
+    LATEST,
+    Need,
+    Selection,
+)
 
 if TYPE_CHECKING:
     from profharness.store.frames import frame, query, to_frame
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALL_RUNS",
+    "KERNELS_ELSE_CELLS",
     "LATEST",
     "IngestResult",
     "LaunchRow",

@@ -20,6 +20,7 @@ from profharness.rows import TRACE_PROFILERS
 Need = Literal["run", "kernels", "kernels of configs", "times", "attention calls"]
 """What an answer is made of; a `run` is whatever a user captured, timed or took in."""
 
+KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")  # cells tell at least why there are none
 CANDIDATES_SHOWN = 8
 LATEST = "latest"
 ALL_RUNS = "all"
@@ -195,21 +196,21 @@ def _latest(
     what = _wanted(selection, needs[0])
     if found:
         raise NotFoundError(
-            f"{LATEST}~{back}: the store holds only {len(found)} run(s) {what}: {_some(found)}"
+            f"{LATEST}~{back}: only {len(found)} stored run(s) have {what}: {_some(found)}"
         )
-    raise NotFoundError(f"no stored run {what}; {_instead(connection, path, selection)}")
+    raise NotFoundError(f"no stored run has {what}; {_instead(connection, path, selection)}")
 
 
 def _wanted(selection: Selection, need: Need) -> str:
-    """What a run lacks that would answer, as in `with kernels of b2-…-fp16 on flash, math`."""
+    """What a run lacks that would answer, as in `kernels of b2-…-fp16 on flash, math`."""
     word = need.removesuffix(" of configs") if selection.configs else need
+    word = "been captured, timed or ingested" if need == "run" else word
     parts: list[tuple[str, Sequence[str]]] = [
-        ("of", ["capture, bench or ingest"]) if need == "run" else ("with", [word]),
         ("of", [config.label for config in selection.configs]),
         ("on", selection.backends),
         ("under", selection.profilers if need.startswith("kernels") else ()),
     ]
-    return " ".join(f"{word} {_some(names)}" for word, names in parts if names)
+    return " ".join([word, *(f"{of} {_some(names)}" for of, names in parts if names)])
 
 
 def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -> str:

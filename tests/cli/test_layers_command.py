@@ -87,7 +87,7 @@ def test_what_is_not_there_is_named(store: Path, tmp_path: Path) -> None:
     x, layer = torch.randn(2, 8), torch.nn.Linear(8, 8)
     run("ingest", record(tmp_path / "t.json", lambda: layer(x)), "--store", tmp_path / "s.db")
     for arguments, error in (
-        (["--store", str(tmp_path / "s.db")], "no stored run with attention calls"),
+        (["--store", str(tmp_path / "s.db")], "no stored run has attention calls"),
         (["--step", "9", "--store", str(store)], "has 1 steps, 0 to 0"),
         (["--torch", "x", "--store", str(store)], "'x'"),
     ):

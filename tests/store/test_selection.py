@@ -87,7 +87,9 @@ def test_the_newest_run_that_can_know_answers(
 def test_the_next_one_back_has_it_too(path: Path) -> None:
     with open_store(path) as store:
         assert store.find_run(Selection("latest~1")).startswith("trace-")
-        with pytest.raises(NotFoundError, match=f"only 2 run.s. with kernels: {CAPTURED}, trace-"):
+        with pytest.raises(
+            NotFoundError, match=f"only 2 stored run.s. have kernels: {CAPTURED}, trace-"
+        ):
             store.find_run(Selection("latest~2"))
 
 
@@ -101,9 +103,9 @@ def test_the_next_one_back_has_it_too(path: Path) -> None:
         (Selection(None, [OTHER]), rf"with: profharness bench --run {TIMED} --store \S+/s.db$"),
         (
             Selection(None, [HALF], ["math"]),
-            "no stored run with kernels of b2-h8-s512-d64-fp16 on math",
+            "no stored run has kernels of b2-h8-s512-d64-fp16 on math",
         ),
-        (Selection("latest", (), (), ["ncu"]), "no stored run with kernels under ncu"),
+        (Selection("latest", (), (), ["ncu"]), "no stored run has kernels under ncu"),
     ],
 )
 def test_where_none_answers_it_is_told_what_shows_the_rest(

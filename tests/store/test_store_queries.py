@@ -63,7 +63,7 @@ def test_config_without_dtype_matches_any(store: Path) -> None:
         assert opened.find_run(Selection(None, [half])) == "20261122-aa"
         assert opened.find_run(Selection(None, [half], ["efficient", "flash"])) == "20261122-aa"
         for selection in (Selection(None, [half], ["math"]), Selection(None, [half, other])):
-            with pytest.raises(NotFoundError, match="no stored run with kernels"):
+            with pytest.raises(NotFoundError, match="no stored run has kernels"):
                 opened.find_run(selection)
         assert len(opened.kernels("all", configs=[plain])) == 6
         assert len(opened.kernels("all", configs=[half], backends=["flash"])) == 2
