@@ -410,7 +410,7 @@ _TABLE: tuple[tuple[str, str, str, str | Callable[[re.Match[str]], str | None]],
     (
         "host",
         rf"\.(?:{_TOP}|{_TOP.upper()}|{_OTHER_TOP})(?![\w(-])|localhost:\d",
-        rf"(?<![A-Za-z0-9.])(?:(?P<host>(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?\.)+"
+        rf"(?<![A-Za-z0-9.])(?:(?P<host>(?:[A-Za-z0-9](?:[A-Za-z0-9-]{{0,61}}[A-Za-z0-9])?\.)+"
         rf"(?:{_TOP}|{_TOP.upper()}|{_OTHER_TOP}))(?![\w(-])(?!\.\w)|localhost(?=:\d+/))"
         r"(?P<tail>(?::\d+)?(?:/[\w.+@%~:/-]*)?)",
         _host,
