@@ -279,7 +279,8 @@ def diff(
 ) -> pd.DataFrame:
     """Paired rows of two sides (RUN, RUN:BACKEND, or a backend of the latest run) with verdicts.
 
-    What changed in the environment is in the frame's `attrs["environment"]`.
+    What changed in the environment is in the frame's `attrs["environment"]`, and the layers of two
+    programs that were traced in `attrs["layers"]`.
     """
     chosen = config_list(configs)
     with open_store(store_path(store)) as opened:
@@ -287,7 +288,9 @@ def diff(
     record = diff_cells(
         *sides, threshold=stats.THRESHOLD if threshold is None else threshold
     ).to_json()
-    return _frame(record["rows"], list(DIFF_FIELDS), environment=list(record["environment"]))
+    layers = list(record.get("layers", ()))
+    environment = list(record["environment"])
+    return _frame(record["rows"], list(DIFF_FIELDS), environment=environment, layers=layers)
 
 
 def explain(

@@ -8,7 +8,7 @@ import click
 
 from profharness import stats
 from profharness.answers.diff.answer import diff_cells
-from profharness.answers.diff.model import VERDICTS
+from profharness.answers.diff.model import BACKEND_CHANGED, VERDICTS
 from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.cli._options import (
     complete_sides,
@@ -22,7 +22,7 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.store import open_store
-from profharness.views.diff import diff_document
+from profharness.views.diff import diff_document, layer_text
 
 
 @click.command()
@@ -33,7 +33,8 @@ from profharness.views.diff import diff_document
     "--fail-on",
     multiple=True,
     metavar="VERDICT",
-    help="Exit 3 if a row has this verdict: slower, changed, removed, … Repeatable, or by commas.",
+    help="Exit 3 if a row has this verdict: slower, changed, removed, … or, of programs, if another "
+    "backend computes a layer: backend-changed. Repeatable, or by commas.",
 )
 @click.option(
     "--threshold",
@@ -62,30 +63,36 @@ def command(
     BASELINE and CANDIDATE are each a run (an id, a unique prefix, latest, latest~1), RUN:BACKEND,
     or the name of a backend in the latest run that has all the backends named. Kernels are paired by
     what they compute; ratio is the candidate's time over the baseline's. A gate (--fail-on) for which
-    there is nothing to compare is not met.
+    there is nothing to compare is not met. Traces of two programs are compared layer by layer too.
 
     \b
-    Example:
+    Examples:
       profharness diff flash math --config 2,8,512,64 --fail-on slower
+      profharness diff latest~1 latest --fail-on backend-changed
     """
     verdicts = frozenset(split_names(fail_on))
     for name in split_names(fail_on):
-        if name not in VERDICTS:
-            raise UsageError(f"--fail-on {name!r}: not one of {', '.join(VERDICTS)}")
+        if name not in (*VERDICTS, BACKEND_CHANGED):
+            known = ", ".join((*VERDICTS, BACKEND_CHANGED))
+            raise UsageError(f"--fail-on {name!r}: not one of {known}")
     configs = read_configs(config, configs_file)
     with open_store(store) as opened:
         sides = find_sides(opened, baseline, candidate, configs)
     diff = diff_cells(*sides, threshold=threshold)
     empty = nothing_compared(diff, sides, verdicts)
-    if not diff.rows and not verdicts:
+    if not diff.rows and not diff.layers and not verdicts:
         raise NotFoundError(empty or "nothing to compare")
     emit(diff_document(diff, full=full), format_, output, force=force)
-    failed = diff.fails(verdicts) if verdicts else []
     gate = f"--fail-on {','.join(sorted(verdicts))}"
-    if failed:
-        lines = [
-            f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}" for row in failed
-        ]
+    lines = [
+        f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"
+        for row in diff.fails(verdicts)
+    ]
+    lines += [
+        f"{row.name}: {'; '.join((layer_text(row), *row.reasons))}"
+        for row in diff.failing_layers(verdicts)
+    ]
+    if lines:
         lines += [empty] if empty else []
         raise GateError(f"{gate} is met: " + "\n  ".join(lines))
     if empty and verdicts:

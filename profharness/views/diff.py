@@ -3,14 +3,15 @@ kernels, as in a patch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from profharness.answers.diff.model import Diff, DiffRow
+from profharness.answers.diff.model import Diff, DiffRow, LayerDiff, LayerSide
 from profharness.rows import KernelRow
-from profharness.views.document import Block, Column, Document, Heading, Note, Table
+from profharness.views.document import MISSING, Block, Column, Document, Heading, Note, Table
 from profharness.views.kernels import COLUMNS as KERNEL_COLUMNS
 
 FIELDS = (
@@ -34,6 +35,16 @@ COLUMNS = (
     Column("ratio", "ratio", "ratio", right=True),
     Column("verdict", "verdict"),
 )
+LAYER_COLUMNS = (
+    Column("layer", "module", shrink=True),
+    Column("calls", "calls/step", right=True),
+    Column("ran", "ran"),
+    Column("forward_ns", "forward µs/call", right=True),
+    Column("backward_ns", "backward µs/call", right=True),
+    Column("ratio", "ratio", "ratio", right=True),
+    Column("verdict", "verdict"),
+)
+MODULES_SHOWN = 2  # of the modules around a call; full shows all
 
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
@@ -46,6 +57,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         blocks.append(Table.of(ENVIRONMENT_COLUMNS, diff.environment))
     else:
         blocks.append(Note("the environments are the same"))
+    blocks += _layer_blocks(diff.layers, full)
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
     same = [
@@ -66,8 +78,58 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         blocks=tuple(blocks),
         fields=FIELDS,
         records=tuple(plain["rows"]),
-        extra={key: plain[key] for key in ("baseline", "candidate", "environment")},
+        extra={key: value for key, value in plain.items() if key not in ("schema", "rows")},
     )
+
+
+def layer_text(row: LayerDiff) -> str:
+    """The verdict on a layer, what the times say behind it, and what ran."""
+    told = (row.verdict, row.speed) if row.changed else (row.verdict,)
+    return f"{', '.join(told)}: {_both(row, lambda side: side.ran) or 'what ran is not told'}"
+
+
+def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> list[Block]:
+    """Attention layer by layer, `before → after` where the sides differ."""
+    if not layers:
+        return []
+    counts = Counter(row.verdict for row in layers).most_common()
+    detail = ", ".join(f"{count} {verdict}" for verdict, count in counts)
+    lines = [_layer_line(row, full) for row in layers]
+    columns = [c for c in LAYER_COLUMNS if any(line[c.key] is not None for line in lines)]
+    blocks: list[Block] = [Heading("Attention by layer", detail), Table.of(columns, lines)]
+    for row, line in zip(layers, lines, strict=True):
+        if row.verdict != "same" or len(row.reasons) > 1:
+            level = "warning" if {row.verdict, row.speed} & {"slower", "removed"} else "note"
+            text = f"{layer_text(row)}; {'; '.join(row.reasons)}"
+            blocks.append(Note(text, str(line["layer"]), level))
+    return blocks
+
+
+def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
+    name = row.name
+    parts = name.split(".")
+    if not full and len(parts) > MODULES_SHOWN and "{" not in parts[0]:
+        name = ".".join(parts[-MODULES_SHOWN:])
+    told = (row.verdict, row.speed) if row.changed else (row.verdict,)
+    return {
+        "layer": name if row.direction == "forward" else f"{name} ({row.direction})",
+        "calls": _both(row, lambda side: f"{side.calls:g}"),
+        "ran": _both(row, lambda side: side.ran),
+        "forward_ns": _both(row, lambda side: _us(side.forward_ns)),
+        "backward_ns": _both(row, lambda side: _us(side.backward_ns)),
+        "ratio": row.ratio,
+        "verdict": ", ".join(told),
+    }
+
+
+def _both(row: LayerDiff, value: Callable[[LayerSide], str | None]) -> str | None:
+    """`before → after`, once where they are the same; None where neither is known."""
+    before, after = (value(side) if side else None for side in (row.baseline, row.candidate))
+    return before if before == after else f"{before or MISSING} → {after or MISSING}"
+
+
+def _us(time_ns: float | None) -> str | None:
+    return None if time_ns is None else f"{time_ns / 1e3:,.2f}"
 
 
 def _pair_text(config: str, *backends: str | None) -> str:

@@ -8,16 +8,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness import stats
-from profharness.answers.diff.model import Change, Diff, DiffRow, Side, Verdict, environment_changes
+from profharness.answers.diff.layers import diff_layers
+from profharness.answers.diff.model import (
+    MIN_LAUNCHES,
+    RESOLUTION_NS,
+    Change,
+    Diff,
+    DiffRow,
+    Side,
+    Verdict,
+    environment_changes,
+)
 from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 
 Groups = dict[str, tuple[KernelRow, ...]]
 
-
-MIN_LAUNCHES = 3
-RESOLUTION_NS = 64  # two ticks of the 32 ns clock that device timestamps are read from
 FORWARD = (
     *("attention", "combine", "qk", "softmax", "softmax_guard", "pv", "qk+pv"),
     *("mask", "scale", "dropout", "cast", "copy"),
@@ -72,7 +79,9 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     for key in [*base, *(key for key in cand if key not in base)]:
         rows += _diff_pair(baseline, candidate, base.get(key), cand.get(key), threshold)
     changed = environment_changes(baseline.environment, candidate.environment)
-    return Diff(baseline.label, candidate.label, tuple(changed), tuple(rows))
+    before, after = baseline.program, candidate.program
+    layers = diff_layers(before, after, threshold) if before and after else ()
+    return Diff(baseline.label, candidate.label, tuple(changed), tuple(rows), layers)
 
 
 def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:

@@ -10,22 +10,38 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import CallRow, CellRow, KernelRow, StepRow
 
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+BACKEND_CHANGED = "backend-changed"
+"""What a gate calls a layer that another backend computes."""
 SCHEMA = "profharness.diff/1"
+MIN_LAUNCHES = 3
+RESOLUTION_NS = 64  # two ticks of the 32 ns clock that device timestamps are read from
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The attention calls of a traced program, its steps, and the name of its GPU if it is known."""
+
+    calls: tuple[CallRow, ...]
+    steps: tuple[StepRow, ...] = ()
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a diff. Kernels without a config are grouped by their range."""
+    """One side of a diff. Kernels without a config are grouped by their range. program: the calls of
+    a run that is no capture, None without any.
+    """
 
     label: str
     cells: tuple[CellRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()
     backend: str | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    program: Program | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +89,61 @@ class DiffRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSide:
+    """Like calls of like layers on one side. module has the layers' numbers in braces. calls are
+    those of a step; forward_ns and backward_ns the medians of one call's kernels. config is that of
+    the call of median length, as phase, mode and sdpa_op are; ran is what computed the calls, None
+    where that is not told.
+    """
+
+    module: str | None
+    config: str | None
+    calls: float
+    phase: str | None
+    mode: str
+    ran: str | None
+    sdpa_op: str | None
+    forward_ns: float | None
+    backward_ns: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDiff:
+    """Like layers on both sides; None: that side has none. ratio is the candidate's time of a call
+    over the baseline's, basis what of it was timed. verdict is `changed` where another backend or
+    mode ran, else speed, what the times say. backend_changed: both are told and differ.
+    """
+
+    direction: str
+    baseline: LayerSide | None = None
+    candidate: LayerSide | None = None
+    ratio: float | None = None
+    basis: str | None = None
+    verdict: Verdict = "unknown"
+    speed: Verdict = "unknown"
+    changed: bool = False
+    backend_changed: bool = False
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layers' module, else the config of their calls."""
+        side = self.baseline or self.candidate
+        assert side is not None
+        return side.module or side.config or "a call"
+
+
+@dataclass(frozen=True, slots=True)
 class Diff:
-    """All rows in the order of the baseline's configs, and the differences of the environments."""
+    """All rows in the order of the baseline's configs, and the differences of the environments.
+    layers are of two programs that have attention calls.
+    """
 
     baseline: str
     candidate: str
     environment: tuple[EnvChange, ...]
     rows: tuple[DiffRow, ...]
+    layers: tuple[LayerDiff, ...] = ()
 
     def verdicts(self) -> Counter[str]:
         """How many rows have each verdict."""
@@ -89,9 +153,23 @@ class Diff:
         """The rows whose verdict is in on; `changed` also meets changed rows with another verdict."""
         return [row for row in self.rows if row.verdict in on or (row.changed and "changed" in on)]
 
+    def failing_layers(self, on: Set[str]) -> list[LayerDiff]:
+        """The layers whose verdict or speed is in on; BACKEND_CHANGED meets those of another backend."""
+        return [
+            row
+            for row in self.layers
+            if row.verdict in on
+            or (row.speed in on and row.baseline and row.candidate)
+            or (row.backend_changed and BACKEND_CHANGED in on)
+        ]
+
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists and scalars under schema `profharness.diff/1`."""
+        """Plain dicts, lists and scalars under schema `profharness.diff/1`; `layers` where there are
+        any.
+        """
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
+        if not self.layers:
+            del plain["layers"]
         return {"schema": SCHEMA, **plain}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from profharness.answers.diff.model import Diff, DiffRow, Side
-from profharness.config import Config
+from profharness.answers.diff.model import BACKEND_CHANGED, Diff, DiffRow, LayerDiff, Program, Side
+from profharness.config import Config, parse_config
 from profharness.errors import NotFoundError
 from profharness.store import Need, Selection, Store
 
@@ -21,13 +22,19 @@ def find_sides(
 ) -> tuple[Side, Side]:
     """The rows of RUN, RUN:BACKEND or a backend; those of the latest run that has all that are named.
 
-    `latest` is the newest run with kernels; where that finds no two sides, with times. Raises
-    NotFoundError.
+    `latest` is the newest run with kernels; where that finds no two sides, with times, else with
+    attention calls. Raises NotFoundError.
     """
+    texts = baseline, candidate
     try:
-        return _find_sides(store, (baseline, candidate), configs, "kernels")
+        return _find_sides(store, texts, configs, "kernels")
     except NotFoundError:
-        return _find_sides(store, (baseline, candidate), configs, "times")
+        try:
+            return _find_sides(store, texts, configs, "times")
+        except NotFoundError as error:
+            with contextlib.suppress(NotFoundError):
+                return _find_sides(store, texts, configs, "attention calls")
+            raise error from None
 
 
 def _find_sides(
@@ -82,7 +89,21 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         kernels=tuple(kernels),
         backend=backend,
         environment=store.environment(run),
+        program=_program(store, run, configs),
     )
+
+
+def _program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
+    """The attention calls of a run without cells, of these configs alone if any are named."""
+    calls = [] if store.cells(run) else store.calls(run)
+    if configs:
+        kept = {call.config for call in calls if call.config}
+        asked = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
+        calls = [call for call in calls if call.config in asked]
+    if not calls:
+        return None
+    devices = store.devices(run)
+    return Program(tuple(calls), tuple(store.steps(run)), devices[0].name if devices else None)
 
 
 def nothing_compared(
@@ -90,12 +111,14 @@ def nothing_compared(
 ) -> str | None:
     """Why a diff says nothing on some of the verdicts, or at all if none is named; else None.
 
-    Times and kernels count as compared where some config has them on both sides.
+    Times and kernels count as compared where some config or layer has them on both sides.
     """
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     judged: set[str] = set()
     for _, group in groupby(diff.rows, pair):
         judged |= _judged(list(group))
+    for row in diff.layers:
+        judged |= _judged_layer(row)
     open_ones = [name for name in verdicts if name not in judged] if verdicts else []
     if judged and not open_ones:
         return None
@@ -112,6 +135,15 @@ def _judged(rows: Sequence[DiffRow]) -> set[str]:
     kernels = any(row.baseline for row in rows) and any(row.candidate for row in rows)
     found = {*(OF_TIMES if times else ()), *(OF_KERNELS if kernels else ())}
     return {*found, "unknown"} if found else found
+
+
+def _judged_layer(row: LayerDiff) -> set[str]:
+    """The verdicts that were possible for one layer; backends are judged where both are told."""
+    if row.baseline is None or row.candidate is None:
+        return {"added", "removed"}
+    told = None not in (row.baseline.ran, row.candidate.ran)
+    found = {*OF_KERNELS, "unknown"} | (set(OF_TIMES) if row.ratio is not None else set())
+    return found | ({BACKEND_CHANGED} if told else set())
 
 
 def _has(side: Side) -> str:

@@ -1,0 +1,333 @@
+"""The diff of two programs: their attention calls paired layer by layer, with what ran before and
+after and what it cost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import median
+from typing import Any
+
+from profharness import stats
+from profharness.answers.diff.model import (
+    MIN_LAUNCHES,
+    RESOLUTION_NS,
+    LayerDiff,
+    LayerSide,
+    Program,
+    Verdict,
+)
+from profharness.answers.layers import module_name, numbered, phase_of, ran
+from profharness.config import Config, parse_config
+from profharness.rows import CallRow
+
+NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
+# What wraps a model and is no layer of it: torch.compile, DistributedDataParallel.
+WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """The like calls of one layer. name is its module without wrappers, else None; place counts the
+    sites of a config whose calls have no module.
+    """
+
+    name: str | None
+    place: int
+    shape: Hashable
+    core: Hashable
+    direction: str
+    dotted: bool
+    calls: tuple[CallRow, ...] = ()
+
+    @property
+    def pattern(self) -> str | None:
+        return NUMBER.sub("{}", self.name) if self.name else None
+
+    @property
+    def tail(self) -> str | None:
+        return self.pattern.rpartition(".")[2] if self.pattern else None
+
+
+_Times = tuple[int, int | None] | None
+
+# How sites pair, the strictest way first: a layer may be compiled, have another mask or repeat its
+# key-value heads on one side; names say nothing where one side has none, or names of another kind.
+_KEYS: tuple[Callable[[_Site], Hashable], ...] = (
+    lambda site: (site.name or site.place, site.shape),
+    lambda site: (site.pattern, site.shape),
+    lambda site: (site.name or site.place, site.core),
+    lambda site: (site.pattern, site.core),
+    lambda site: (site.tail, site.core),
+)
+
+
+def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
+    """A row for the like layers of both sides, in the baseline's order; what only one has is `added`
+    or `removed`. threshold is the smallest relative change of a time that counts.
+    """
+    pairs, removed, added = _paired(_sites(baseline), _sites(candidate))
+    groups: dict[Hashable, list[tuple[_Site, _Site]]] = {}
+    for base, cand in pairs:
+        groups.setdefault((_likeness(base), _likeness(cand)), []).append((base, cand))
+    doubts = _doubts(baseline, candidate)
+    rows = []
+    for group in groups.values():
+        left = _calls([base for base, _ in group])
+        right = _calls([cand for _, cand in group])
+        sides = _side(baseline, left), _side(candidate, right)
+        times = [_spent(call) for call in left], [_spent(call) for call in right]
+        rows.append(_row(group[0][0].direction, sides, times, doubts, threshold))
+    rows += _of_one_side(baseline, removed, "removed")
+    rows += _of_one_side(candidate, added, "added")
+    return tuple(rows)
+
+
+def _sites(program: Program) -> list[_Site]:
+    """The layers of a program, in the order of their first calls."""
+    found: dict[_Site, list[CallRow]] = {}
+    seen: Counter[Hashable] = Counter()
+    for call in program.calls:
+        config = parse_config(call.config) if call.config else None
+        module = module_name(call)
+        name = WRAPPER.sub("", module).lstrip(".") if module else None
+        shape, core = _shapes(call, config)
+        direction = "recompute" if call.recompute else "forward"
+        place = 0
+        if name is None and phase_of(call) != "decode":
+            where = (call.trace, call.step, shape, direction)
+            place = seen[where]
+            seen[where] += 1
+        site = _Site(name, place, shape, core, direction, call.path is not None)
+        found.setdefault(site, []).append(call)
+    return [replace(site, calls=tuple(calls)) for site, calls in found.items()]
+
+
+def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
+    """(what a config computes, less its dtype and strides; its sizes without masks and groups). A
+    decoding call has any number of keys.
+    """
+    if config is None:
+        dims = tuple(tuple(tensor["dims"]) for tensor in call.tensors if tensor)
+        return (call.op, dims), (call.op, dims)
+    keys = None if phase_of(call) == "decode" else config.seq_len_kv
+    core = (
+        *(config.output_batch, config.num_heads, config.seq_len_q, keys),
+        *(config.head_dim, config.value_dim),
+    )
+    masked = (config.causal, config.mask, config.mask_shape, config.dropout, config.scale)
+    return (*core, config.num_kv_heads, config.bwd, *masked), core
+
+
+def _paired(
+    base: list[_Site], cand: list[_Site]
+) -> tuple[list[tuple[_Site, _Site]], list[_Site], list[_Site]]:
+    """(pairs in the baseline's order, what only the baseline has, what only the candidate has).
+
+    Sites that agree in a key pair in their order where both sides have as many of them; where names
+    cannot agree, all of them are one.
+    """
+    pairs: list[tuple[_Site, _Site]] = []
+    taken: set[int] = set()
+    for key in (*_KEYS, None):
+        left, right = (_by(key or (lambda site: site.core), sites) for sites in (base, cand))
+        for value in left.keys() & right.keys():
+            sites, others = left[value], right[value]
+            if key is None and not _named_apart(sites[0], others[0]):
+                continue
+            if len(sites) != len(others) and key is None:
+                pairs.append((_merged(sites), _merged(others)))
+            elif len(sites) == len(others):
+                pairs += zip(sites, others, strict=True)
+            else:
+                continue
+            taken |= {id(site) for site in chain(sites, others)}
+        base, cand = ([site for site in each if id(site) not in taken] for each in (base, cand))
+    pairs.sort(key=lambda pair: (pair[0].calls[0].trace, pair[0].calls[0].call))
+    return pairs, base, cand
+
+
+def _merged(sites: Sequence[_Site]) -> _Site:
+    return replace(sites[0], calls=tuple(_calls(sites)))
+
+
+def _by(
+    key: Callable[[_Site], Hashable], sites: Iterable[_Site]
+) -> dict[tuple[Hashable, str], list[_Site]]:
+    groups: dict[tuple[Hashable, str], list[_Site]] = {}
+    for site in sites:
+        groups.setdefault((key(site), site.direction), []).append(site)
+    return groups
+
+
+def _named_apart(base: _Site, cand: _Site) -> bool:
+    """Whether names of the two sides cannot agree: one has none, or a path where the other has
+    classes.
+    """
+    return base.name is None or cand.name is None or base.dotted != cand.dotted
+
+
+def _likeness(site: _Site) -> Hashable:
+    first = site.calls[0]
+    return (
+        *(site.pattern, site.shape, site.direction, first.kind, first.config and _dtype(first)),
+        *(_ran(site.calls), first.compiled),
+    )
+
+
+def _dtype(call: CallRow) -> str | None:
+    return parse_config(call.config).dtype if call.config else None
+
+
+def _ran(calls: Iterable[CallRow]) -> str | None:
+    """What computed the calls; several where steps differ, None where it is not told."""
+    return " and ".join(sorted({name for call in calls if (name := ran(call))})) or None
+
+
+def _calls(sites: Iterable[_Site]) -> list[CallRow]:
+    return list(chain.from_iterable(site.calls for site in sites))
+
+
+def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
+    """What like calls of like layers have in common; their middle one by length stands for them."""
+    middle = sorted(calls, key=_length)[(len(calls) - 1) // 2]
+    names = list(dict.fromkeys(name for call in calls if (name := module_name(call))))
+    spent = [times for call in calls if (times := _spent(call))]
+    backward = [each[1] for each in spent if each[1] is not None]
+    return LayerSide(
+        module=numbered(names) if names else None,
+        config=middle.config,
+        calls=len(calls) / max(len(program.steps), 1),
+        phase=phase_of(middle),
+        mode="compile" if middle.compiled else "eager",
+        ran=_ran(calls),
+        sdpa_op=middle.sdpa_op,
+        forward_ns=median(each[0] for each in spent) if spent else None,
+        backward_ns=median(backward) if backward else None,
+    )
+
+
+def _length(call: CallRow) -> int:
+    return parse_config(call.config).seq_len_kv if call.config else 0
+
+
+def _spent(call: CallRow) -> tuple[int, int | None] | None:
+    """(forward ns, backward ns) of a call's kernels: no backward is None, as are no kernels."""
+    if not call.kernels:
+        return None
+    backward = [kernel.total_ns for kernel in call.kernels if kernel.direction == "backward"]
+    whole = sum(kernel.total_ns for kernel in call.kernels)
+    return whole - sum(backward), sum(backward) if backward else None
+
+
+def _row(
+    direction: str,
+    sides: tuple[LayerSide, LayerSide],
+    times: tuple[Sequence[_Times], Sequence[_Times]],
+    doubts: Sequence[str],
+    threshold: float,
+) -> LayerDiff:
+    base, cand = sides
+    other_backend = None not in (base.ran, cand.ran) and base.ran != cand.ran
+    with_backward = [side.backward_ns is not None for side in sides]
+    left, right = (_samples(each, both_ways=all(with_backward)) for each in times)
+    ratio, speed, why = _speed(left, right, threshold)
+    if doubts and ratio is not None:
+        speed, why = "unknown", "; ".join(doubts)
+    reasons = [*_differences(base, cand), why]
+    if any(with_backward) and not all(with_backward):
+        reasons.append(f"only the {'baseline' if with_backward[0] else 'candidate'} has a backward")
+    changed = other_backend or base.mode != cand.mode
+    basis = "forward and backward" if all(with_backward) else "forward"
+    return LayerDiff(
+        direction=direction,
+        baseline=base,
+        candidate=cand,
+        ratio=ratio,
+        basis=None if ratio is None else basis,
+        verdict="changed" if changed else speed,
+        speed=speed,
+        changed=changed,
+        backend_changed=other_backend,
+        reasons=tuple(reasons),
+    )
+
+
+def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
+    """What differs beside backend and time."""
+    calls = f"{base.calls:g}", f"{cand.calls:g}"
+    pairs = (
+        ("module", base.module, cand.module),
+        ("config", base.config, cand.config),
+        ("mode", base.mode, cand.mode),
+        ("calls a step", *calls),
+    )
+    return [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
+
+
+def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> list[LayerDiff]:
+    """The like layers that one side has alone."""
+    here, there = ("baseline", "candidate") if verdict == "removed" else ("candidate", "baseline")
+    groups: dict[Hashable, list[_Site]] = {}
+    for site in sites:
+        groups.setdefault(_likeness(site), []).append(site)
+    rows = []
+    for group in groups.values():
+        side: dict[str, Any] = {here: _side(program, _calls(group))}
+        reason = f"the {there} has no such layer of these sizes"
+        rows.append(LayerDiff(group[0].direction, **side, verdict=verdict, reasons=(reason,)))
+    return rows
+
+
+def _samples(times: Iterable[_Times], *, both_ways: bool) -> list[int]:
+    """The times of single calls, with those of their backward or without."""
+    known = [each for each in times if each is not None]
+    if not both_ways:
+        return [forward for forward, _ in known]
+    return [forward + backward for forward, backward in known if backward is not None]
+
+
+def _speed(
+    base: Sequence[int], cand: Sequence[int], threshold: float
+) -> tuple[float | None, Verdict, str]:
+    """(ratio, verdict, reason) of the times of calls: by a rank test, of few calls by their ranges."""
+    if not base or not cand or not median(base) or not median(cand):
+        return None, "unknown", "no times of kernels on both sides"
+    times = median(base), median(cand)
+    ratio = times[1] / times[0]
+    basis = f"{len(base)} and {len(cand)} calls"
+    change = f"{basis}: {(ratio - 1) * 100:+.1f} %"
+    least = min(len(base), len(cand))
+    if least < MIN_LAUNCHES:
+        return ratio, "unknown", f"too few calls ({change}; {MIN_LAUNCHES} are needed)"
+    if stats.beyond(ratio, threshold) and abs(times[1] - times[0]) <= RESOLUTION_NS:
+        return ratio, "same", f"{change}, within the clock's resolution"
+    if least >= stats.MIN_SAMPLES:
+        compared = stats.compare(base, cand, threshold=threshold)
+        return ratio, compared.verdict, f"{basis}: {compared.reason}"
+    if not stats.beyond(ratio, threshold):
+        return ratio, "same", f"{change}, within the {threshold * 100:g} % threshold"
+    if min(base) <= times[1] <= max(base) or min(cand) <= times[0] <= max(cand):
+        return ratio, "unknown", f"{change}, but the ranges of single calls overlap"
+    return ratio, "slower" if ratio > 1 else "faster", f"{change}, beyond either side's range"
+
+
+def _doubts(baseline: Program, candidate: Program) -> list[str]:
+    """Why times of the two programs must not be compared."""
+    devices = baseline.device, candidate.device
+    if None not in devices and devices[0] != devices[1]:
+        return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
+    on_cpu = [_on_cpu(program) for program in (baseline, candidate)]
+    if None not in on_cpu and on_cpu[0] != on_cpu[1]:
+        return ["kinds of device differ (ops of a CPU and kernels of a GPU)"]
+    return []
+
+
+def _on_cpu(program: Program) -> bool | None:
+    """Whether ops stand for kernels; None without any."""
+    names = [kernel.kernel for call in program.calls for kernel in call.kernels]
+    return all(name.startswith("aten::") for name in names) if names else None
