@@ -27,14 +27,17 @@ class _RangeIndex:
 
 
 class _Open:
-    """How many threads of a process have a range open: the outermost ranges of a thread never
-    overlap, so it is those begun less those ended.
+    """How many threads of a process have a range open: of the stretches of a thread in which any
+    range is open those begun less those ended.
     """
 
-    def __init__(self, process: Ints, start: Ints, stop: Ints, outermost: Ints) -> None:
+    def __init__(self, ranges: Intervals, pids: Ints) -> None:
         self._of = {}
-        for number in np.unique(process[outermost]).tolist():
-            mine = outermost[process[outermost] == number]
+        first = np.flatnonzero(ranges.parent == NONE)  # no earlier range of the thread is open
+        process, start = pids[ranges.thread[first]], ranges.start[first]
+        stop = np.maximum.reduceat(ranges.stop, first) if len(first) else start
+        for number in np.unique(process).tolist():
+            mine = process == number
             self._of[number] = np.sort(start[mine]), np.sort(stop[mine])
 
     def count(self, process: Ints, t: Ints) -> Ints:
@@ -93,7 +96,7 @@ class Ranges:
         self._any = _RangeIndex(np.arange(len(text)), process, start, stop)
         parents = nothing(len(text))
         parents[self._all.rows[:-1]] = self._all.rows[self._all.intervals.enclosing()]
-        self._outermost = _Open(process, start, stop, np.flatnonzero(parents == NONE))
+        self._open = _Open(self._all.intervals, pids)
         self._forward: _Forward | None = None
         rows = (start + base, duration, process, tids[thread], parents)
         self.rows = [
@@ -119,7 +122,7 @@ class Ranges:
         mine = np.where(mine >= 0, mine, self._wide.lookup(process, t))
         left = np.flatnonzero(mine < 0)
         if len(left):
-            only = self._outermost.count(process[left], t[left]) == 1
+            only = self._open.count(process[left], t[left]) == 1
             mine[left] = np.where(only, self._any.lookup(process[left], t[left]), NONE)
         left = np.flatnonzero(mine < 0)
         if len(left) and self._forward is not None:

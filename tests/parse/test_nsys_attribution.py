@@ -39,7 +39,8 @@ def naive(rows: Sequence[tuple[Any, ...]], t: int, thread: int) -> tuple[str | N
     cells = [row for row in own if row[0].startswith("profharness:")]
     cells = cells or [row for row in process if row[0].startswith("profharness:")]
     wide = [row for row in process if row[4] == 60]
-    inner = own or cells or wide
+    only = process if len({row[3] for row in process}) == 1 else []
+    inner = own or cells or wide or only
     return (inner[-1][0] if inner else None), (cells[-1][0] if cells else None)
 
 
