@@ -41,7 +41,10 @@ from profharness.trace import AttentionCall, CallSpan, Range, Step, TensorArgume
 
 PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # parts of their parent's attention
 MARKER = "profharness-attention:"  # a range with a module's dotted path
-NO_SHAPES = "the trace has no shapes; record it with record_shapes=True"
+NO_SHAPES = (
+    "the trace has no shapes; record it with record_shapes=True, "
+    "under nsys with --pytorch=autograd-shapes-nvtx"
+)
 MAX_DEPTH = 100  # modules in one another
 
 
@@ -395,6 +398,8 @@ def _call(draft: _Draft, has_backward: bool) -> AttentionCall:
     config, reason = None, draft.unsaid
     if draft.kind != "custom" and draft.tensors[0] is not None:
         config, why = _replayed(draft.tensors, backward, tuple(flags.items()))
+        if draft.kind in ("eager", "flex") and reason and why:  # a remark, and why there is none
+            reason = f"{why}; {reason}"
         reason = reason or why
     elif reason is None:
         reason = "the trace does not tell the shapes of this call"

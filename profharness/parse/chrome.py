@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, cast
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
 from profharness.parse import join as link
-from profharness.parse.calls import find_calls
 from profharness.parse.chrome_read import (
     BLOCK,
     MAX_PIECE,
@@ -40,9 +39,8 @@ from profharness.parse.columns import (
     make_device,
     whole,
 )
-from profharness.parse.ops import EVALUATION, MODULE
+from profharness.parse.ops import MODULE
 from profharness.parse.packed import is_packed
-from profharness.parse.ranges import Ranges
 from profharness.processes import start_python
 from profharness.trace import LaunchConfig, Trace
 
@@ -511,10 +509,7 @@ def _assemble(
     tables = source.tables
     base, doubt = time_base(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
-    ranges = Ranges(tables.ranges, threads, base)
-    flows = link.flows(tables.arrows)
-    ranges.follow((op for op in tables.details if op.name.startswith(EVALUATION)), flows)
-    calls, steps = find_calls(tables.details, flows, tables.modules, ranges.rows, threads, base)
+    ranges, calls, steps = link.surroundings(tables, link.flows(tables.arrows), threads, base)
     output = link.Output(ranges, base, Spool.temporary(stack), calls)
     stacks, doubts = link.Stacks(source, rows=rows[1]), link.Doubts()
     if tables.gpu:

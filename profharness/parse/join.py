@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.parse.calls import Calls
+from profharness.parse.calls import Calls, find_calls
 from profharness.parse.columns import (
     Arrow,
     Block,
@@ -22,9 +22,9 @@ from profharness.parse.columns import (
     Tables,
 )
 from profharness.parse.intervals import Intervals, nothing
-from profharness.parse.ops import Flow
+from profharness.parse.ops import EVALUATION, Flow
 from profharness.parse.ranges import Ranges
-from profharness.trace import NONE, LaunchBatch
+from profharness.trace import NONE, LaunchBatch, Step
 
 CHUNK_ROWS = 65536  # GPU rows joined at once
 SLICE_ROWS = 262144  # ops (by start) in one time slice
@@ -105,6 +105,21 @@ def flows(arrows: Iterable[Arrow]) -> list[Flow]:
     both = ((start, ends[key]) for key, start in starts.items() if key in ends)
     made = (Flow(start.thread, start.t, end.thread, end.t) for start, end in both)
     return sorted(made, key=lambda flow: flow.start)
+
+
+def surroundings(
+    tables: Tables, arrows: list[Flow], threads: list[tuple[int, int]], base: int
+) -> tuple[Ranges, Calls, tuple[Step, ...]]:
+    """What launches may lie in: ranges, which follow autograd's arrows, attention calls, and steps.
+
+    threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
+    """
+    ranges = Ranges(tables.ranges, threads, base)
+    if arrows:
+        evaluations = (op for op in tables.details if op.name.startswith(EVALUATION))
+        ranges.follow(evaluations, arrows)
+    calls, steps = find_calls(tables.details, arrows, tables.modules, ranges.rows, threads, base)
+    return ranges, calls, steps
 
 
 @dataclass(slots=True)
@@ -450,7 +465,7 @@ class Output:
 
     def __init__(self, ranges: Ranges, base: int, spool: Spool, calls: Calls | None = None) -> None:
         self.file = BatchFile(spool)
-        self._calls = calls
+        self._calls = calls if calls and calls.spans else None
         self.apis = Renumber()
         self._ranges = ranges
         self._base = base

@@ -32,7 +32,6 @@ from profharness.parse.columns import (
     whole,
 )
 from profharness.parse.demangle import canonical_names
-from profharness.parse.intervals import nothing
 from profharness.parse.nsys_calls import (
     CORRELATIONS,
     PROCESS_SHIFT,
@@ -57,7 +56,8 @@ from profharness.parse.nsys_info import (
     environment,
     start_time,
 )
-from profharness.parse.ranges import Ranges
+from profharness.parse.nsys_ops import OpRanges
+from profharness.parse.ops import Flow
 from profharness.profilers import require_tool
 from profharness.profilers.nsys import export_report
 from profharness.trace import NONE, LaunchConfig, Trace
@@ -117,12 +117,11 @@ def _parse(path: Path, shown: Path) -> Trace:
             gpus, doubt = devices(export)
             base, unknown_start = start_time(export)
             warnings += [*doubt, *unknown_start, *kernels.warnings, *_notes(export, reader)]
-        tables = reader.tables
-        threads = list(tables.threads)
-        ranges = Ranges(tables.ranges, threads, base)
-        output = link.Output(ranges, base, Spool.temporary(stack))
-        warnings += _join(reader, kernels, spool, output)
-        apis = list(tables.apis)
+        source = link.Source(reader.tables, [spool], [{}])
+        threads, apis = list(source.tables.threads), list(source.tables.apis)
+        ranges, calls, steps = link.surroundings(source.tables, reader.flows, threads, base)
+        output = link.Output(ranges, base, Spool.temporary(stack), calls)
+        op_paths, doubts = _join(source, reader.doubles(), kernels, output)
         return Trace(
             profiler="nsys",
             devices=gpus,
@@ -130,22 +129,27 @@ def _parse(path: Path, shown: Path) -> Trace:
             kernels=kernels.names,
             kernel_kinds=kernels.kinds,
             launch_configs=kernels.configs,
-            op_paths=[],
+            op_paths=op_paths,
             apis=[apis[row] for row in output.apis.order],
             ranges=ranges.rows,
             num_launches=output.file.rows,
-            skipped=tables.skipped,
+            skipped=source.tables.skipped,
             batches=output.file.read,
             close=stack.pop_all().close,
-            warnings=tuple(warnings),
+            warnings=(*warnings, *doubts),
+            calls=calls.calls,
+            call_spans=calls.spans,
+            steps=steps,
         )
 
 
-def _join(reader: Reader, kernels: _Kernels, spool: Spool, output: link.Output) -> list[str]:
-    """Write every launch with its call, once; the warnings on those that lack something."""
+def _join(
+    source: link.Source, doubles: Doubles | None, kernels: _Kernels, output: link.Output
+) -> tuple[list[str], list[str]]:
+    """Write every launch with its call, once; (op stacks, warnings on what lacks something)."""
     lost = nameless = 0
-    doubles = reader.doubles()
-    for chunk in link.linked_chunks(link.Source(reader.tables, [spool], [{}])):
+    stacks, path_ids = link.Stacks(source), link.Renumber()
+    for chunk in link.linked_chunks(source):
         if doubles is not None:
             keep = doubles.fresh(hashed(list(chunk.gpu)))
             gpu = GpuRows(*(column[keep] for column in chunk.gpu))
@@ -155,14 +159,18 @@ def _join(reader: Reader, kernels: _Kernels, spool: Spool, output: link.Output) 
         chunk.gpu = rows._replace(correlation=np.where(key >= 0, key % CORRELATIONS, NONE))
         kernel, config = kernels.kernel_of[rows.kernel], kernels.config_of[rows.kernel]
         nameless += int((kernel == kernels.nameless).sum())
-        output.write(chunk, kernel, config, nothing(len(key)))
+        paths = path_ids(stacks.lookup(chunk.thread, chunk.launch))
+        output.write(chunk, kernel, config, paths)
     of, copies = f"of {output.file.rows} launches", doubles.count if doubles else 0
     counted = {
         f"{lost} {of} have no API call in the file and so belong to no range": lost,
         f"{nameless} {of} have no name in {STRINGS}": nameless,
         f"{copies} launches are exact copies of others and are left out": copies,
+        f"stacks of more than {link.MAX_DEPTH} ops are told without their middle": stacks.paths.deep,
     }
-    return [text for text, count in counted.items() if count]
+    folded = stacks.folded()
+    texts = [text for text, count in counted.items() if count]
+    return [folded[row] for row in path_ids.order], texts
 
 
 def _notes(export: Export, reader: Reader) -> list[str]:
@@ -234,6 +242,7 @@ class Reader:
     def __init__(self, export: Export, spool: Spool) -> None:
         self.tables = Tables()
         self.variants = Ids()
+        self.flows: list[Flow] = []  # from forward ops to their backward ops
         self.doubts: Counter[str] = Counter()  # texts with {n} for the count
         self._export = export
         self._spool = spool
@@ -334,10 +343,10 @@ class Reader:
     def _read_ranges(self) -> None:
         if not self._export.has(NVTX, "start", "eventType", "globalTid"):
             return
-        domains = self._domains()
+        domains, ops = self._domains(), OpRanges(self.tables, self._spool)
         end_of_trace: int | None = None
         columns = ("start", "end", "globalTid", "eventType", "domainId", "textId", "text")
-        names: dict[str, str] = {}
+        names: dict[str, str] = {}  # of ranges that are no ops
         seen: set[int] = set()
         for row in self._export.rows(NVTX, columns, RANGES):
             start, end, thread, kind, domain, string, text = row
@@ -352,14 +361,28 @@ class Reader:
                 continue
             message = (text if string is None else self._string(string)) or ""
             self._doubt("{n} ranges have no name in the export", not message)
-            name = f"{domains.get((thread >> 24, domain), '')}{message}"[:MAX_RANGE_NAME]
-            name = names.setdefault(name, name)
-            wide = kind in START_END
+            prefix, wide = domains.get((thread >> 24, domain), ""), kind in START_END
+            name = f"{prefix}{message}"
             if (key := hash((name, start, stop, thread, wide))) in seen:
                 self._doubt("{n} ranges are exact copies of others and are left out", 1)
                 continue
             seen.add(key)
-            self.tables.ranges.add(name, start, stop - start, self._thread(thread), wide)
+            number = self._thread(thread)
+            if name not in names and not (prefix or wide):
+                told = ops.take(name, start, stop, number)
+                if told is None:
+                    continue
+                name = told
+            name = name[:MAX_RANGE_NAME]
+            name = names.setdefault(name, name)
+            self.tables.ranges.add(name, start, stop - start, number, wide)
+        ops.finish()
+        self.flows, unclear = ops.flows()
+        self._doubt("{n} ops have sizes that could not be read", ops.unread)
+        text = (
+            "{n} backward ops have a sequence number of several threads; their forward is unknown"
+        )
+        self._doubt(text, unclear)
 
     def _end_of_trace(self) -> int:
         """The latest end of anything, in ns since the start of the capture."""

@@ -1,0 +1,174 @@
+"""Ops among the NVTX ranges of an nsys export. PyTorch's `emit_nvtx`, which `nsys profile
+--pytorch=autograd-shapes-nvtx` turns on, writes what it knows of an op into the range's text:
+`aten::mm, seq = 5, op_id = 7, sizes = [[2, 3], [3, 4]], input_op_ids = [(1,0), (2,0)]`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from array import array
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from profharness.parse.columns import Block, Ints, Spool, Tables
+from profharness.parse.ops import EVALUATION, Detail, Flow, has_arguments, is_detailed
+
+BLOCK_ROWS = 65536
+# The tail of a text, by getNvtxStr of torch/csrc/profiler/util.cpp; nsys may have cut its lists off.
+TAIL = re.compile(
+    r", (?=(?:seq|op_id|sizes|input_op_ids) = )(?:seq = (?P<sequence>\d{1,18})(?:, |\Z))?"
+    r"(?:op_id = (?P<id>\d+)(?:, |\Z))?(?:sizes = (?P<sizes>[\[\]\d, ]*))?"
+    r"(?:input_op_ids = [\[\]()\d, -]*)?\Z",
+    re.ASCII,
+)
+OWN = ("aten::", "autograd::", "torch::")
+NAMESPACED = re.compile(r"[a-z_]\w*::\w")
+BARE = re.compile(r"detach_?|triton_\w+")  # ops without a namespace
+A_SIZE = re.compile(r"[0-9]")
+NODE = re.compile(r"Backwards?\d*$")
+
+
+class OpText(NamedTuple):
+    """What the text of a range of PyTorch tells. is_op is false for a user's `record_function`."""
+
+    name: str
+    sequence: int
+    sizes: str | None
+    is_op: bool
+
+
+def read_text(text: str) -> OpText | None:
+    """The parts of a text that PyTorch wrote; None for any other.
+
+    PyTorch numbers every op. A `record_function` has that number too, but neither a sequence number
+    nor a tensor.
+    """
+    match = TAIL.search(text)
+    if match is None or not match.start():
+        return None
+    name = sys.intern(text[: match.start()])
+    sequence, number, sizes = match.group("sequence", "id", "sizes")
+    own = name.startswith(OWN)
+    if number is None and not own:
+        return None
+    told = sequence is not None or bool(sizes and A_SIZE.search(sizes))
+    is_op = own or told or bool(NAMESPACED.match(name) or BARE.fullmatch(name))
+    return OpText(name, int(sequence or -1), sizes, is_op)
+
+
+@lru_cache(maxsize=4096)
+def dims(text: str) -> tuple[Any, ...] | None:
+    """The shapes of `[[2, 3], []]`; None for what is no list of lists."""
+    try:
+        shapes = json.loads(text.removesuffix(", "))
+        return tuple(map(tuple, shapes))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+class OpRanges:
+    """Puts ops into the tables and the spool. unread counts those whose sizes were wanted and are no
+    list of shapes.
+    """
+
+    def __init__(self, tables: Tables, spool: Spool) -> None:
+        self.unread = 0
+        self._tables = tables
+        self._spool = spool
+        self._any = False
+        self._renamed: dict[int, str] = {}  # whole texts of ranges, by number, before the first op
+        self._pending: list[tuple[int, int, int, int]] = []
+        self._numbered = array("q")  # thread, start, sequence number, name of each op that has one
+
+    def take(self, text: str, start: int, stop: int, thread: int) -> str | None:
+        """Take in a range that is an op; of any other return the name. Times are ns."""
+        told = read_text(text)
+        if told is None:
+            return text
+        if is_detailed(told.name):
+            self._detail(told, start, stop, thread)
+        if not told.is_op:
+            if not self._any:
+                self._renamed[len(self._tables.ranges.names)] = text
+            return told.name
+        self._any = True
+        name = self._tables.names[told.name]
+        if told.sequence >= 0:
+            self._numbered.extend((thread, start, told.sequence, name))
+        self._pending.append((start, stop, thread, name))
+        if len(self._pending) == BLOCK_ROWS:
+            self._flush()
+        return None
+
+    def finish(self) -> None:
+        """Write what is left. Where there is no op, it was not PyTorch that named the ranges."""
+        self._flush()
+        if not self._any:
+            self._tables.details.clear()
+            for number, text in self._renamed.items():
+                self._tables.ranges.names[number] = text
+        self._renamed.clear()
+
+    def _detail(self, told: OpText, start: int, stop: int, thread: int) -> None:
+        shapes = dims(told.sizes) if told.sizes and has_arguments(told.name) else ()
+        self.unread += shapes is None
+        detail = Detail(told.name, start, stop, thread, shapes or (), sequence=told.sequence)
+        self._tables.details.append(detail)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        columns = np.array(self._pending, np.int64).T
+        low, high = int(columns[0].min()), int(columns[1].max())
+        place = (0, len(self._tables.ops)), self._spool.write(columns)
+        self._tables.ops.append(Block(*place, len(columns), len(self._pending), low, high))
+        self._pending.clear()
+
+    def flows(self) -> tuple[list[Flow], int]:
+        """Arrows from forward ops to their backward ops, in order of their start, by autograd's
+        sequence numbers; and how many backward ops have a number of several threads.
+
+        A thread counts the backward ops that it prepares. The op that prepared one is the last that
+        started with its number.
+        """
+        rows = np.array(self._numbered, np.int64).reshape(-1, 4).T
+        ids = self._tables.names
+        names = list(ids)
+        nodes = [number for name, number in ids.items() if EVALUATION + name in ids]
+        is_node = np.isin(rows[3], nodes)
+        processes = np.array([pid for pid, _ in self._tables.threads], np.int64)
+        key = _keys(processes[rows[0]], rows[2])
+        forward = np.flatnonzero(~is_node)
+        thread, start = rows[0, forward], rows[1, forward]
+        forward = forward[np.lexsort((start, thread, key[forward]))]
+        changes = np.diff(key[forward], append=-1) | np.diff(rows[0, forward], append=-1)
+        last = forward[changes != 0]
+        backward = np.flatnonzero(is_node)
+        low, high = (np.searchsorted(key[last], key[backward], side) for side in ("left", "right"))
+        found, unclear = [], 0
+        columns = (backward.tolist(), low.tolist(), high.tolist())
+        for node, begin, end in zip(*columns, strict=True):
+            ops = last[begin:end].tolist()
+            if len(ops) > 1:
+                wanted = _stem(names[rows[3, node]])
+                ops = [op for op in ops if _stem(names[rows[3, op]]) == wanted]
+                unclear += len(ops) != 1
+            if len(ops) == 1 and rows[1, ops[0]] < rows[1, node]:
+                found.append(Flow(*rows[:2, ops[0]].tolist(), *rows[:2, node].tolist()))
+        return sorted(found, key=lambda flow: flow.start), unclear
+
+
+def _keys(process: Ints, sequence: Ints) -> Ints:
+    """A number for each pair, equal where both are."""
+    sequences, number = np.unique(sequence, return_inverse=True)
+    keys: Ints = np.unique(process, return_inverse=True)[1] * len(sequences) + number
+    return keys
+
+
+def _stem(name: str) -> str:
+    """`mm` for both `aten::mm` and its `MmBackward0`."""
+    return NODE.sub("", name.rpartition("::")[2]).replace("_", "").lower()
