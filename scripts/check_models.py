@@ -1,0 +1,371 @@
+"""Real models under the profiler, and whether `layers` tells every attention call of them rightly.
+
+python scripts/check_models.py --out FOLDER [--only NAME,…] [--device cpu] [--no-replay]
+
+Each model runs with random weights, so nothing is downloaded. An independent record of its calls is
+written by a patch around scaled_dot_product_attention in a run of its own. The trace of another run
+is ingested; then calls, configs, modules and backends are held against that record, and the configs
+are replayed by `capture` on the same machine. Needs transformers, but for the model `encoder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from profharness.answers.layers import ran
+from profharness.config import parse_config
+from profharness.errors import UsageError
+from profharness.parse.replay import replay_config
+from profharness.store import Selection, ingest_path, open_store
+from profharness.trace import TensorArgument
+
+Work = Callable[[], Any]
+DTYPES = {str(torch.float16): "fp16", str(torch.bfloat16): "bf16", str(torch.float32): "fp32"}
+HEADER = "model           recorded  found  configs  modules  backends  replayed"
+
+
+def llama(device: str, **more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = device == "cpu"
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=256 if small else 2048, intermediate_size=512 if small else 5632,
+        num_hidden_layers=3, num_attention_heads=8 if small else 32,
+        num_key_value_heads=2 if small else 8, max_position_embeddings=4096,
+        attn_implementation=more.pop("attn", "sdpa"),
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device, torch.bfloat16)
+
+
+def tokens(device: str, batch: int, length: int) -> Any:
+    return torch.randint(0, 4096, (batch, 64 if device == "cpu" else length), device=device)
+
+
+def llama_prefill(device: str) -> Work:
+    model, ids = llama(device).eval(), tokens(device, 2, 1024)
+    return without_gradient(lambda: model(ids, use_cache=False))
+
+
+def llama_padded(device: str) -> Work:
+    model, ids = llama(device).eval(), tokens(device, 2, 1024)
+    mask = torch.ones_like(ids)
+    mask[0, : ids.shape[1] // 3] = 0
+    return without_gradient(lambda: model(ids, attention_mask=mask, use_cache=False))
+
+
+def llama_generate(device: str) -> Work:
+    model, ids = llama(device).eval(), tokens(device, 2, 256)
+    return without_gradient(
+        lambda: model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    )
+
+
+def llama_train(device: str) -> Work:
+    model, ids = llama(device), tokens(device, 2, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def llama_checkpoint(device: str) -> Work:
+    model, ids = llama(device).train(), tokens(device, 2, 1024)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return lambda: model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+def llama_compile(device: str) -> Work:
+    model, ids = llama(device).eval(), tokens(device, 2, 1024)
+    compiled = torch.compile(model)
+    return without_gradient(lambda: compiled(ids, use_cache=False))
+
+
+def llama_eager(device: str) -> Work:
+    model, ids = llama(device, attn="eager").eval(), tokens(device, 2, 1024)
+    return without_gradient(lambda: model(ids, use_cache=False))
+
+
+def bert(device: str, dtype: Any, autocast: bool) -> Work:
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(BertConfig(num_hidden_layers=3)).to(device, dtype).eval()
+    ids = tokens(device, 8, 384)
+    mask = torch.ones_like(ids)
+    mask[:, ids.shape[1] // 2 :] = 0
+
+    def step() -> Any:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            return model(ids, attention_mask=mask)
+
+    return without_gradient(step)
+
+
+def vit(device: str) -> Work:
+    from transformers import ViTConfig, ViTModel
+
+    model = ViTModel(ViTConfig(num_hidden_layers=3)).to(device, torch.float16).eval()
+    pixels = torch.randn(2 if device == "cpu" else 16, 3, 224, 224, device=device).half()
+    return without_gradient(lambda: model(pixels))
+
+
+def whisper(device: str) -> Work:
+    from transformers import WhisperConfig, WhisperModel
+
+    config = WhisperConfig(d_model=512, encoder_layers=2, decoder_layers=2,
+                           encoder_attention_heads=8, decoder_attention_heads=8)  # fmt: skip
+    model = WhisperModel(config).to(device, torch.float16).eval()
+    sound = torch.randn(2, 80, 3000, device=device).half()
+    ids = torch.randint(0, 1000, (2, 32), device=device)
+    return without_gradient(lambda: model(sound, decoder_input_ids=ids, use_cache=False))
+
+
+def encoder(device: str) -> Work:
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 1024, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = model.to(device, torch.float16).train()
+    x = torch.randn(8, 256, 512, device=device).half().requires_grad_()
+    return lambda: model(x).float().sum().backward()
+
+
+class Unet(torch.nn.Module):
+    """Self and cross attention at three resolutions, as a diffusion model's denoiser has them."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, width: int, heads: int, cross: int | None = None) -> None:
+            super().__init__()
+            self.heads = heads
+            self.to_q = torch.nn.Linear(width, width)
+            self.to_k = torch.nn.Linear(cross or width, width)
+            self.to_v = torch.nn.Linear(cross or width, width)
+
+        def forward(self, x: Any, y: Any = None) -> Any:
+            y = x if y is None else y
+            q, k, v = (
+                made.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for made in (self.to_q(x), self.to_k(y), self.to_v(y))
+            )
+            return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (320, 640, 1280)
+        self.own = torch.nn.ModuleList(self.Block(width, 8) for width in widths)
+        self.text = torch.nn.ModuleList(self.Block(width, 8, 768) for width in widths)
+
+    def forward(self, maps: Any, text: Any) -> Any:
+        return [
+            cross(own(x), text) for own, cross, x in zip(self.own, self.text, maps, strict=True)
+        ]
+
+
+def unet(device: str) -> Work:
+    model = Unet().to(device, torch.float16).eval()
+    sizes = ((4096, 320), (1024, 640), (256, 1280))
+    maps = [torch.randn(2, length, width, device=device).half() for length, width in sizes]
+    text = torch.randn(2, 77, 768, device=device).half()
+    return without_gradient(lambda: model(maps, text))
+
+
+MODELS: dict[str, Callable[[str], Work]] = {
+    "llama_prefill": llama_prefill,
+    "llama_padded": llama_padded,
+    "llama_generate": llama_generate,
+    "llama_train": llama_train,
+    "llama_checkpoint": llama_checkpoint,
+    "llama_compile": llama_compile,
+    "llama_eager": llama_eager,
+    "bert_fp32": lambda device: bert(device, torch.float32, autocast=False),
+    "bert_autocast": lambda device: bert(device, torch.float32, autocast=True),
+    "vit": vit,
+    "whisper": whisper,
+    "encoder": encoder,
+    "unet": unet,
+}
+UNTOLD = ("llama_compile",)  # what compiled code calls does not pass through the function
+
+
+def without_gradient(work: Work) -> Work:
+    def step() -> Any:
+        with torch.no_grad():
+            return work()
+
+    return step
+
+
+@contextlib.contextmanager
+def recorded(calls: list[dict[str, Any]]) -> Iterator[None]:
+    """Note every call of scaled_dot_product_attention, with the class of the module around it."""
+    real = F.scaled_dot_product_attention
+    stack: list[str] = []
+    entered = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: stack.append(type(module).__name__)
+    )
+    left = torch.nn.modules.module.register_module_forward_hook(lambda *_: stack.pop() and None)
+
+    def noted(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+              is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+        choice = torch._fused_sdp_choice(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        given = [query, key, value, attn_mask]
+        cast = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled() else None
+        calls.append(
+            {
+                "module": stack[-1] if stack else None,
+                "tensors": [None if t is None else told(t, cast) for t in given],
+                "flags": {"causal": is_causal, "dropout": dropout_p, "scale": scale, "gqa": enable_gqa},
+                "backward": torch.is_grad_enabled()
+                and any(t is not None and t.requires_grad for t in given),
+                "choice": CHOICES.get(int(choice)),
+            }
+        )  # fmt: skip
+        return real(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    F.scaled_dot_product_attention = noted
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = real
+        entered.remove()
+        left.remove()
+
+
+def told(tensor: Any, cast: Any) -> TensorArgument:
+    dtype = tensor.dtype if cast is None or tensor.dtype == torch.bool else cast
+    name = "bool" if dtype == torch.bool else DTYPES.get(str(dtype), str(dtype))
+    return TensorArgument(tuple(tensor.shape), tuple(tensor.stride()), name)
+
+
+CHOICES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+
+
+def trace(work: Work, path: Path, device: str) -> None:
+    activities = [ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, record_shapes=True, with_stack=True) as seen:
+        with torch.profiler.record_function("step"):
+            work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    seen.export_chrome_trace(str(path))
+
+
+def check(name: str, device: str, out: Path, replay: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    work = MODELS[name](device)
+    for _ in range(3):
+        work()
+    calls: list[dict[str, Any]] = []
+    if name not in UNTOLD:
+        with recorded(calls):
+            work()
+    path = out / f"{name}.json.gz"
+    trace(work, path, device)
+    store = out / f"{name}.db"
+    store.unlink(missing_ok=True)
+    (result,) = ingest_path(store, path)
+    with open_store(store) as opened:
+        found = opened.calls(result.run)
+    row = {"model": name, "recorded": len(calls), "found": len(found), "warnings": result.warnings}
+    row |= compare(calls, found)
+    (out / f"{name}.txt").write_text(
+        subprocess.run(
+            [sys.executable, "-m", "profharness", "layers", "--store", store, "--torch",
+             torch.__version__.split("+")[0]], capture_output=True, text=True, check=False,
+        ).stdout
+    )  # fmt: skip
+    if replay:
+        row["replayed"] = replayed(found, store, out / "runs", device)
+    return row
+
+
+def compare(calls: list[dict[str, Any]], found: list[Any]) -> dict[str, Any]:
+    """How many of the recorded calls the trace tells alike, in order."""
+    forward = [call for call in found if call.kind in ("sdpa", "fast_path")]
+    same = {"configs": 0, "modules": 0, "backends": 0}
+    for want, got in zip(calls, forward, strict=False):
+        try:
+            wanted = replay_config(
+                want["tensors"], backward=want["backward"], **want["flags"]
+            ).label
+        except UsageError:
+            wanted = None
+        same["configs"] += wanted == got.config
+        same["modules"] += (
+            bool(got.modules) and got.modules[-1].rpartition("_")[0] == want["module"]
+        )
+        same["backends"] += want["choice"] == ran(got)
+        if wanted != got.config or want["choice"] != ran(got):
+            print(f"  differs: {wanted} {want['choice']} | {got.config} {ran(got)} {got.reason}")
+    return same
+
+
+def replayed(found: list[Any], store: Path, runs: Path, device: str) -> str:
+    """How many configs of the calls are given the same backend again by `capture`."""
+    wanted: dict[str, str | None] = {}
+    for call in found:
+        if call.config and call.reason is None and call.kind in ("sdpa", "inner", "fast_path"):
+            wanted.setdefault(call.config, ran(call))
+    if not wanted:
+        return "-"
+    listing = store.with_suffix(".configs")
+    listing.write_text("\n".join(wanted))
+    subprocess.run(
+        [sys.executable, "-m", "profharness", "capture", "--configs", listing, "--backend", "auto",
+         "--store", store, "--out", runs, "--device", device, "--iterations", "1", "--samples", "1"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    same = 0
+    with open_store(store) as opened:
+        for label, backend in wanted.items():
+            selection = Selection(configs=[parse_config(label)])
+            cells = [cell for cell in opened.rows(selection)[1] if cell.backend == "auto"]
+            same += any(cell.choice == backend for cell in cells)
+            if not any(cell.choice == backend for cell in cells):
+                print(f"  replayed otherwise: {label}: {backend}, then {[c.choice for c in cells]}")
+    return f"{same}/{len(wanted)}"
+
+
+def main() -> None:
+    """Check the models and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(MODELS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-replay", action="store_true")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    print(HEADER, flush=True)
+    for name in given.only.split(","):
+        try:
+            row = check(name, given.device, given.out, not given.no_replay)
+        except Exception as error:  # one model must not cost the others
+            print(f"{name:<15} {type(error).__name__}: {error}"[:300], flush=True)
+            continue
+        rows.append(row)
+        keys = ("recorded", "found", "configs", "modules", "backends", "replayed")
+        print(f"{name:<15}" + "".join(f"{row.get(key, '-')!s:>9}" for key in keys), flush=True)
+    (given.out / "models.json").write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
