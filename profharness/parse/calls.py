@@ -162,7 +162,7 @@ def find_calls(
     stretches += _backward(drafts, tree, list(flows))
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
     last = max((op.end for op in tree.spans), default=0)
-    steps = _steps(ranges, chains.tree, base, last)
+    steps = _steps(ranges, _outermost(chains.tree, tree), base, last)
     begins = [step.start_ns for step in steps]
     paths = _paths(drafts, ranges, threads, base)
     calls = []
@@ -428,7 +428,18 @@ def _replayed(
         return None, str(error)
 
 
-def _steps(ranges: Sequence[Range], modules: Tree, base: int, last: int) -> tuple[Step, ...]:
+def _outermost(modules: Tree, ops: Tree) -> list[Detail]:
+    """The modules that no other one is around, in order; not those that a backward calls again."""
+    spans = [span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0]
+    evaluations = Tree(op for op in ops.spans if op.name.startswith(EVALUATION))
+    around = evaluations.around((span.thread, span.start) for span in spans)
+    kept = (span for span, nodes in zip(spans, around, strict=True) if not nodes)
+    return sorted(kept, key=lambda span: int(span.start))
+
+
+def _steps(
+    ranges: Sequence[Range], outermost: Sequence[Detail], base: int, last: int
+) -> tuple[Step, ...]:
     """ProfilerStep ranges; else from optimizer step to optimizer step; else from one call of an
     outermost module to the next one, the last until the last op, since a backward comes behind it.
     """
@@ -444,10 +455,6 @@ def _steps(ranges: Sequence[Range], modules: Tree, base: int, last: int) -> tupl
             Step(row.name, begin, end - begin)
             for row, begin, end in zip(ends, borders, borders[1:], strict=False)
         )
-    outermost = sorted(
-        (span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0),
-        key=lambda span: int(span.start),
-    )
     borders_behind = [*(int(span.start) for span in outermost[1:]), last]
     return tuple(
         Step(span.name.removeprefix(MODULE), span.start + base, max(span.end, end) - span.start)

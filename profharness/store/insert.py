@@ -205,7 +205,8 @@ def insert_trace(
             _count_calls(per_call, columns["cell_id"], columns["iteration"])
         if progress:
             progress(len(batch.kernel))
-    calls_of.insert(connection, trace_id, config_ids)
+    if cells is None:  # the calls of a cell are the cell
+        calls_of.insert(connection, trace_id, config_ids)
     grouped = grouping.finish() if result.launches else None
     if grouped:
         _insert_groups(connection, trace_id, grouped, foreign=cells is None)

@@ -78,6 +78,7 @@ def test_its_configs_are_what_capture_takes(store: Path, tmp_path: Path) -> None
     )
     with open_store(tmp_path / "s.db") as opened:
         (cell,) = opened.cells()
+        assert opened.calls() == []  # what a cell calls is the cell
         assert (cell.status, cell.choice) == ("ok", "flash")
         assert parse_config(cell.config) == parse_config(f"{LABEL}-bwd")
         assert opened.rows(Selection(configs=[parse_config(f"{LABEL}-bwd")]))[1]

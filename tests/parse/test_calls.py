@@ -67,6 +67,7 @@ def test_a_recomputed_forward_is_told_apart(tmp_path: Path) -> None:
     model, x = Model(again=True), torch.randn(3, 16, 32)
     with closing(traced(tmp_path, lambda: model(x).sum().backward())) as trace:
         assert Counter(call.recompute for call in trace.calls) == {False: 2, True: 2}
+        assert [step.name for step in trace.steps] == ["Model_0"]
         assert Counter(span.direction for span in trace.call_spans)["recompute"] == 2
         assert Counter(span.direction for span in trace.call_spans)["backward"] == 2
 
