@@ -1,0 +1,371 @@
+"""Templates of attention calls: what is told of a call once, and how often it was made.
+
+A call's exact key finds its entry in one look-up. Only a call with a new key is looked at more
+closely, and only one with a new template is written down.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from profharness.observer import facts, masks
+from profharness.observer.journal import Journal, say
+from profharness.observer.window import Window
+
+C: Any = torch._C
+CALL: CodeType = torch.nn.Module._call_impl.__code__
+MARKER = "profharness-attention:"
+TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
+MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
+FLUSH_S = 5.0
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+# parts of a path that wrappers put in, and wrappers whose own name is not the model's
+INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+PARALLEL = ("DistributedDataParallel", "DataParallel")
+
+_flash = C._get_flash_sdp_enabled
+_efficient = C._get_mem_efficient_sdp_enabled
+_math = C._get_math_sdp_enabled
+_cudnn = getattr(C, "_get_cudnn_sdp_enabled", bool)
+_deterministic = C._get_deterministic_algorithms
+_grad = torch.is_grad_enabled
+_task = getattr(C, "_current_graph_task_id", int)
+_autocast = torch.is_autocast_enabled
+PRIORITY = facts.PRIORITY or tuple
+
+
+class Entry:
+    """The calls of one exact key."""
+
+    __slots__ = ("count", "lengths", "marker", "site", "template")
+
+    def __init__(self, template: int, site: int, marker: str, lengths: tuple[int, ...]) -> None:
+        self.count = 0
+        self.template, self.site, self.marker, self.lengths = template, site, marker, lengths
+
+
+class Recorder:
+    """The calls of this process."""
+
+    def __init__(self, journal: Journal, window: Window) -> None:
+        self.journal, self.window = journal, window
+        self.on = True
+        self.lock = threading.Lock()
+        self.templates: list[dict[str, Any]] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.entries: dict[Any, Entry] = {}
+        self.numbers: dict[Any, int] = {}  # of templates, by what they have in common
+        self.lengths: list[Counter[tuple[int, ...]]] = []
+        self.templates.clear()
+        self.compiled: dict[Any, int] = {}
+        self.sites: dict[int, int] = {}  # module id -> site
+        self.kept: dict[int, Any] = {}  # module id -> weak reference
+        self.paths: dict[int, tuple[str | None, str | None]] = {}  # module id -> path, root class
+        self.next_site = 1
+        self.first_site: int | None = None
+        self.total = 0
+        self.flush_at = 2
+        self.flushed = 0.0
+        self.optimized = False
+        self.started = False
+
+    def forked(self) -> None:
+        """A forked child begins anew, in a journal of its own."""
+        self.lock = threading.Lock()
+        self._reset()
+        self.window.forget()
+
+    def note(self, frame: FrameType, a: tuple[Any, ...], k: dict[str, Any]) -> tuple[Entry, bool] | None:
+        """The entry of a call, and whether its template is new; None for a call that is no one's to
+        record: no tensors, or a graph is being traced.
+        """
+        n = len(a)
+        q = a[0] if n > 0 else k.get("query")
+        key = a[1] if n > 1 else k.get("key")
+        v = a[2] if n > 2 else k.get("value")
+        mask = a[3] if n > 3 else k.get("attn_mask")
+        if type(q) is not torch.Tensor and not _recordable(q):
+            return None
+        if C._get_tracing_state() is not None:
+            return None
+        above: FrameType | None = frame
+        while above is not None and above.f_code is not CALL:
+            above = above.f_back
+        site = 0
+        if above is not None:
+            module = above.f_locals["self"]
+            site = self.sites.get(id(module), 0) or self._new_site(module)
+        shape = q.shape
+        exact = (
+            site, frame.f_lasti, shape, q.stride(), q.dtype, q.requires_grad,
+            key.shape, key.stride(), v.shape, v.stride(),
+            None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+            a[4:] if n > 4 else (k.get("dropout_p"), k.get("is_causal"), k.get("scale"), k.get("enable_gqa")) if k else None,
+            _flash(), _efficient(), _math(), _cudnn(), _deterministic(), _grad(), _task() >= 0,
+            _autocast(q.device.type), tuple(PRIORITY()),
+        )  # fmt: skip
+        entry = self.entries.get(exact)
+        fresh = False
+        if entry is None:
+            entry, fresh = self._new_entry(exact, site, above, frame, (q, key, v, mask), a, k)
+        entry.count += 1
+        self.total += 1
+        if self.window.state == "waiting" or self.window.open:
+            self._pass(site)
+        if self.total >= self.flush_at:
+            self._flush_in_time()
+        return entry, fresh
+
+    def learn(self, entry: Entry, a: tuple[Any, ...], k: dict[str, Any], output: Any) -> None:
+        """What only the call itself could tell of a new template; the template is written down."""
+        template = self.templates[entry.template]
+        given = dict(zip(NAMES, a, strict=False)) | k
+        template["node"] = facts.node(output)
+        options = {name: template[name] for name in ("dropout", "causal", "scale", "gqa")}
+        mask = given.get("attn_mask")
+        template["choice"] = facts.choice(*(given[name] for name in NAMES[:3]), mask, options)
+        template["ran"] = facts.ran(template["node"], template["choice"])
+        if mask is not None:
+            template["mask"] = masks.contents(mask)
+        self._write(template)
+
+    def note_compiled(self, what: dict[str, Any]) -> None:
+        """A call that Dynamo traces; how often it runs is not known."""
+        key = repr(sorted(what.items()))
+        if key not in self.compiled:
+            self.compiled[key] = len(self.templates)
+            template = {"template": len(self.templates), "kind": "sdpa", "compiled": True, **what}
+            self.templates.append(template)
+            self.lengths.append(Counter())
+            self._write(template)
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer's step has ended."""
+        self.optimized = True
+        if self.total:
+            self.window.step()
+
+    def flush(self) -> None:
+        """Write how often each template was called so far, and with what lengths."""
+        if not self.total:
+            return
+        self._gather()
+        counts = [
+            [number, sum(lengths.values()), [[*key, count] for key, count in lengths.items()]]
+            for number, lengths in enumerate(self.lengths)
+            if lengths
+        ]
+        self.journal.write("counts", total=self.total, counts=counts)
+
+    def counts(self) -> list[int]:
+        """The calls of each template so far."""
+        self._gather()
+        return [sum(lengths.values()) for lengths in self.lengths]
+
+    def _gather(self) -> None:
+        with self.lock:
+            for entry in list(self.entries.values()):
+                count, entry.count = entry.count, 0
+                if count:
+                    self.lengths[entry.template][entry.lengths] += count
+
+    def _flush_in_time(self) -> None:
+        """After 1, 2, 4, … calls, later every thousand calls, at most each few seconds."""
+        self.flush_at = self.total * 2 if self.total < 1024 else self.total + 1024
+        now = time.monotonic()
+        if self.total < 1024 or now - self.flushed > FLUSH_S:
+            self.flushed = now
+            self.flush()
+
+    def _pass(self, site: int) -> None:
+        """A pass over the model begins where its first attention comes again; where an optimizer or
+        a gradient is at work, its steps count instead.
+        """
+        if not self.started:
+            self.started = True
+            self.first_site = site
+            self.window.first()
+        elif site == self.first_site and not self.optimized and not _grad():
+            self.window.step()
+
+    def _new_site(self, module: Any) -> int:
+        identity = id(module)
+
+        def gone(_: Any) -> None:
+            self.sites.pop(identity, None)
+            self.kept.pop(identity, None)
+            self.paths.pop(identity, None)
+
+        self.kept[identity] = weakref.ref(module, gone)
+        site, self.next_site = self.next_site, self.next_site + 1
+        self.sites[identity] = site
+        return site
+
+    def _new_entry(
+        self,
+        exact: Any,
+        site: int,
+        above: FrameType | None,
+        frame: FrameType,
+        tensors: tuple[Any, ...],
+        a: tuple[Any, ...],
+        k: dict[str, Any],
+    ) -> tuple[Entry, bool]:
+        given = dict(zip(NAMES, a, strict=False)) | k
+        options = {
+            "dropout": given.get("dropout_p", 0.0),
+            "causal": bool(given.get("is_causal", False)),
+            "scale": given.get("scale"),
+            "gqa": bool(given.get("enable_gqa", False)),
+        }
+        told = tuple(facts.tensor(item) for item in tensors)
+        common = (*map(_pattern, told), _relation(told), *options.values(), *exact[12:])
+        lengths = _lengths(told)
+        with self.lock:
+            if len(self.entries) >= MOST_KEYS:
+                for entry in self.entries.values():
+                    self.lengths[entry.template][entry.lengths] += entry.count
+                self.entries.clear()
+            number = self.numbers.get((site, frame.f_lasti, common))
+            fresh = number is None
+            if number is None:
+                if len(self.templates) >= MOST_TEMPLATES:
+                    raise RuntimeError(f"more than {MOST_TEMPLATES} kinds of calls")
+                number = self.numbers[site, frame.f_lasti, common] = len(self.templates)
+                self.templates.append(
+                    {"template": number, "kind": "sdpa", "compiled": False}
+                    | self._place(above, frame)
+                    | {"tensors": told, **options}
+                    | _state(tensors[0].device.type)
+                )
+                self.lengths.append(Counter())
+                self.window.fresh()
+            template = self.templates[number]
+            name = template["path"] or template["module_class"] or template["function"]
+            entry = self.entries[exact] = Entry(number, site, f"{MARKER}{name}", lengths)
+        return entry, fresh
+
+    def _place(self, above: FrameType | None, frame: FrameType) -> dict[str, Any]:
+        """Where a call stands: the modules around it, and the line outside of torch."""
+        modules = []
+        walked = above
+        while walked is not None:
+            if walked.f_code is CALL:
+                modules.append(walked.f_locals["self"])
+            walked = walked.f_back
+        path, root = self._path(modules) if modules else (None, None)
+        outside: FrameType | None = frame
+        while outside is not None and outside.f_code.co_filename.startswith(TORCH):
+            outside = outside.f_back
+        outside = outside or frame
+        return {
+            "path": path,
+            "root": root,
+            "module_class": type(modules[0]).__name__ if modules else None,
+            "modules": [type(module).__name__ for module in reversed(modules)],
+            "file": _shown_file(outside.f_code.co_filename),
+            "line": outside.f_lineno,
+            "function": outside.f_code.co_qualname,
+        }
+
+    def _path(self, modules: list[Any]) -> tuple[str | None, str | None]:
+        """The dotted name of the innermost module below the outermost one, and that one's class."""
+        innermost, outermost = modules[0], modules[-1]
+        if id(innermost) not in self.paths:
+            root = type(outermost).__name__
+            for name, module in outermost.named_modules():
+                if id(module) in self.sites:
+                    self.paths[id(module)] = (_clean(name, root) or None, root)
+        return self.paths.get(id(innermost), (None, type(outermost).__name__))
+
+    def _write(self, template: dict[str, Any]) -> None:
+        if template["template"] == 0:
+            self._write_start()
+        self.journal.write("template", **template)
+
+    def _write_start(self) -> None:
+        rank = {name.lower(): os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+        self.journal.write("start", environment=facts.environment(), **rank)
+
+    def fail(self, error: BaseException) -> None:
+        """Record nothing more, and say so once."""
+        if not self.on:
+            return
+        self.on = False
+        say(f"attention is no longer recorded: {error!r}; the program goes on")
+        try:
+            self.journal.write("failed", why=repr(error))
+        except Exception:  # the disk is full: it was said
+            pass
+
+
+def _recordable(query: Any) -> bool:
+    """Whether a tensor of a class of its own has sizes that may be looked at."""
+    return isinstance(query, torch.Tensor) and type(query).__name__ not in ("FakeTensor", "FunctionalTensor")
+
+
+def _state(device: str) -> dict[str, Any]:
+    return {
+        "grad": _grad(),
+        "inference": torch.is_inference_mode_enabled(),
+        "recompute": _task() >= 0,
+        "autocast": facts.autocast(device),
+        **facts.flags(),
+    }
+
+
+def _pattern(told: dict[str, Any] | None) -> Any:
+    """What calls of one template have in common of a tensor: heads, head dim, order in memory."""
+    if told is None or told["dims"] is None:
+        return None if told is None else told["dtype"]
+    dims, strides = told["dims"], told["strides"]
+    order = sorted(range(len(dims)), key=lambda at: (-strides[at], at)) if strides else ()
+    wide = [at for at in order if dims[at] != 1]
+    fixed = (dims[-3] if len(dims) > 2 else None, dims[-1]) if told["dtype"] != "bool" else None
+    return len(dims), fixed, told["dtype"], told["requires_grad"], tuple(wide), told.get("class")
+
+
+def _relation(told: tuple[dict[str, Any] | None, ...]) -> tuple[Any, ...]:
+    """How the lengths of query and key stand to each other, and which dims of a mask are 1."""
+    query, key, _, mask = ((item or {}).get("dims") for item in told)
+    if not query or not key or len(query) < 2 or len(key) < 2:
+        return ()
+    rows, columns = query[-2], key[-2]
+    relation = "one" if rows == 1 < columns else (rows > columns) - (rows < columns)
+    return relation, tuple(size == 1 for size in mask) if mask else None
+
+
+def _lengths(told: tuple[dict[str, Any] | None, ...]) -> tuple[int, ...]:
+    """Batch, query length and key length."""
+    query, key = ((item or {}).get("dims") or () for item in told[:2])
+    if len(query) < 3 or len(key) < 3:
+        return ()
+    return query[0] if len(query) == 4 else 1, query[-2], key[-2]
+
+
+def _clean(name: str, root: str) -> str:
+    parts = [part for part in name.split(".") if part not in INSERTED]
+    if root in PARALLEL and parts[:1] == ["module"]:
+        del parts[0]
+    return ".".join(parts)
+
+
+def _shown_file(path: str) -> str:
+    """A path below the working folder or a place of Python's path is told from there."""
+    best = path
+    for place in (os.getcwd(), *sys.path):  # noqa: PTH109
+        begin = place.rstrip(os.sep) + os.sep
+        if place and path.startswith(begin) and len(path) - len(begin) < len(best):
+            best = path[len(begin) :]
+    return best

@@ -1,0 +1,191 @@
+"""What stands in for scaled_dot_product_attention in an observed process. It hashes and compares as
+the builtin does, so that tables and compilers that know the builtin know it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import multiprocessing.util
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from profharness.observer.hook import after_import
+from profharness.observer.journal import Journal, read_options
+from profharness.observer.recorder import Recorder
+from profharness.observer.window import Window
+
+NAME = "scaled_dot_product_attention"
+sd: Any = getattr(torch._C._nn, NAME)
+is_compiling = torch.compiler.is_compiling
+comptime: Any = None  # torch._dynamo's, once that is there
+recorders: tuple[Recorder, ...] = ()
+marked: Any = torch._C._profiler._RecordFunctionFast
+
+
+class Sdpa:
+    """Calls the builtin with the arguments as they are, and has the recorders note the call."""
+
+    __name__ = NAME
+    __qualname__ = NAME
+
+    def __init__(self) -> None:
+        self.__doc__ = sd.__doc__
+
+    def __call__(self, *a: Any, **k: Any) -> Any:
+        if is_compiling():
+            if comptime is not None:
+                comptime(at_compile)
+            return sd(*a, **k)
+        if not recorders:
+            return sd(*a, **k)
+        return _recorded(sys._getframe(1), a, k)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is sd
+
+    def __hash__(self) -> int:
+        return hash(sd)
+
+    def __repr__(self) -> str:
+        return repr(sd)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (sd,)  # the builtin, where it is loaded
+
+    def __copy__(self) -> Sdpa:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Sdpa:
+        return self
+
+
+Sdpa.__module__ = sd.__module__
+wrapper = Sdpa()
+
+
+def _recorded(frame: Any, a: tuple[Any, ...], k: dict[str, Any]) -> Any:
+    noted = []
+    marker = None
+    for recorder in recorders:
+        if not recorder.on:
+            continue
+        try:
+            found = recorder.note(frame, a, k)
+        except Exception as error:
+            recorder.fail(error)
+            continue
+        if found is not None:
+            if recorder.window.open:
+                marker = found[0].marker
+            if found[1]:
+                noted.append((recorder, found[0]))
+    if marker is None:
+        output = sd(*a, **k)
+    else:
+        with marked(marker):
+            output = sd(*a, **k)
+    for recorder, entry in noted:
+        try:
+            recorder.learn(entry, a, k, output)
+        except Exception as error:
+            recorder.fail(error)
+    return output
+
+
+def at_compile(context: Any) -> None:
+    """Dynamo calls this while it traces a call."""
+    for recorder in recorders:
+        try:
+            recorder.note_compiled(_traced(context))
+        except Exception as error:
+            recorder.fail(error)
+
+
+def _traced(context: Any) -> dict[str, Any]:
+    """What Dynamo knows of the call. Its module stack is private: without it there is no path."""
+    told: dict[str, Any] = {"path": None, "module_class": None, "modules": [], "tensors": []}
+    try:
+        transaction = context._ComptimeContext__tx
+        stack = list(transaction.nn_module_stack.values())
+        told["path"] = _dotted(stack[-1][0]) if stack else None
+        told["modules"] = [getattr(kind, "__name__", str(kind)) for _, kind in stack]
+        told["module_class"] = told["modules"][-1] if stack else None
+    except (AttributeError, IndexError, KeyError, TypeError):
+        pass
+    return told
+
+
+def _dotted(source: str) -> str:
+    """`L['self'].model.layers.0.self_attn` without its beginning; 2.5 spells `_modules['layers']`."""
+    text = source.replace("']._modules['", ".").replace("._modules['", ".").replace("_modules['", "")
+    text = text.replace("['", ".").replace("']", "").replace('["', ".").replace('"]', "")
+    text = text.removeprefix("L.self.").removeprefix("L.self")
+    parts = [part for part in text.split(".") if part not in ("_orig_mod", "")]
+    return ".".join(parts)
+
+
+def install() -> None:
+    """Put the object in place of the builtin, once."""
+    if F.scaled_dot_product_attention is wrapper:
+        return
+    torch.jit._builtins._register_builtin(wrapper, f"aten::{NAME}")
+    F.scaled_dot_product_attention = wrapper
+    after_import("torch._dynamo", _bind_comptime)
+
+
+def _bind_comptime() -> None:
+    global comptime
+    found = sys.modules.get("torch._dynamo.comptime")
+    comptime = getattr(found, "comptime", None)
+
+
+def install_for(folder: str) -> None:
+    """Record all of this process into a run folder, as its options say."""
+    global recorders
+    options = read_options(folder)
+    journal = Journal(folder)
+    ranks = (None, str(options["rank"]))
+    chosen = options["rank"] == "all" or os.environ.get("RANK") in ranks
+    profiler = options["profiler"] if chosen else "none"
+    window = Window(journal, profiler, options["steps"], options["warmup"])
+    recorder = Recorder(journal, window)
+    recorders = (*recorders, recorder)
+    install()
+    if window.state != "off":
+        register_optimizer_step_post_hook(_stepped(recorder))
+    os.register_at_fork(after_in_child=recorder.forked)
+    # children of multiprocessing end without atexit
+    multiprocessing.util.register_after_fork(recorder, _end_with_process)
+    atexit.register(_end, recorder)
+
+
+def _stepped(recorder: Recorder) -> Any:
+    def hook(*_: Any) -> None:
+        if is_compiling() or not recorder.on:
+            return
+        try:
+            recorder.optimizer_stepped()
+        except Exception as error:
+            recorder.fail(error)
+
+    return hook
+
+
+def _end_with_process(recorder: Recorder) -> None:
+    multiprocessing.util.Finalize(None, _end, args=(recorder,), exitpriority=0)
+
+
+def _end(recorder: Recorder) -> None:
+    if not recorder.on:
+        return
+    try:
+        recorder.window.close()
+        recorder.flush()
+    except Exception as error:
+        recorder.fail(error)
