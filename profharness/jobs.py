@@ -31,6 +31,7 @@ from profharness.errors import (
     TraceFormatError,
     UsageError,
 )
+from profharness.parse.observed import ObservedCall, read_observed
 from profharness.processes import STEP_S, deferred, let_through
 from profharness.profilers import find_profilers, require_tools
 from profharness.run import (
@@ -39,6 +40,7 @@ from profharness.run import (
     BenchOptions,
     BenchPlan,
     CaptureOptions,
+    ObserveOptions,
     Protocol,
     Run,
     VerifyOptions,
@@ -55,6 +57,7 @@ from profharness.runner.capture import (
     verify,
     why_not_resumed,
 )
+from profharness.runner.observe import Observed, observe
 from profharness.runner.supervise import Progress
 from profharness.store import LATEST, Selection, Store, open_store
 
@@ -134,6 +137,27 @@ def bench_into_store(
     traced = "kernel" in plan.measurements and device_type(options.protocol.device) == "cuda"
     options = replace(options, bench=plan, profilers=("torch",) if traced else ("events",))
     return capture_into_store(configs, backends, store, options, progress)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What an observed program left: its run folder, the calls it made, what the store made of it."""
+
+    observed: Observed
+    calls: tuple[ObservedCall, ...]
+    ingested: list[IngestResult]
+
+
+def observe_into_store(
+    argv: Sequence[str], store: Path, options: ObserveOptions | None = None
+) -> Watched:
+    """Run a program with the observer in it, and ingest what it left if anything was recorded."""
+    require_store(store)
+    observed = observe(argv, options or ObserveOptions())
+    if observed.why is not None:
+        return Watched(observed, (), [])
+    calls = read_observed(observed.folder)
+    return Watched(observed, calls, stores.ingest_path(store, observed.folder))
 
 
 def find_run_folder(text: str, out: Path) -> Path:

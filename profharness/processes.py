@@ -488,3 +488,28 @@ def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen
         env=child_environment(),
         **options,
     )
+
+
+FORWARDED = (*SIGNALS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+FROM_KERNEL = 0x80  # SI_KERNEL of <asm-generic/siginfo.h>: a terminal's, for the whole group
+
+
+def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The return code of a child with this process's own streams and group. Signals go on to the
+    child, except those that a terminal has sent to both. Raises OSError when it does not start.
+    """
+    wanted = {signal.SIGCHLD, *FORWARDED}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    try:
+        child = subprocess.Popen(
+            argv,
+            env=environment,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+        )
+        while child.poll() is None:
+            told = signal.sigtimedwait(wanted, STEP_S)
+            if told and told.si_signo != signal.SIGCHLD and told.si_code != FROM_KERNEL:
+                kill(child.pid, signal.Signals(told.si_signo))
+        return child.returncode
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -39,7 +39,8 @@ NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of 
 PRECISIONS = (1e-9, 1 - 1e-9)
 SHORTEST_SAMPLING_S = 1e-6
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
-KINDS = ("capture", "bench", "verify", "explain")  # the commands that make runs
+OBSERVE = "observe"
+KINDS = ("capture", "bench", "verify", "explain", OBSERVE)  # the commands that make runs
 STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
 
 
@@ -347,6 +348,20 @@ class CaptureOptions:
     note: str | None = None
     bench: BenchPlan | None = None
     kind: str = "capture"
+
+
+@dataclass(frozen=True)
+class ObserveOptions:
+    """How a program is observed. profiler: `torch`, `nsys` or `none`; steps: of its window; warmup:
+    steps without a call of a new kind before that; rank: the one whose process gets a window, or `all`.
+    """
+
+    profiler: str = "torch"
+    steps: int = 3
+    warmup: int = 3
+    rank: str = "0"
+    out: Path = RUNS_FOLDER
+    note: str | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "profharness"
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 TRACE = ROOT / "tests" / "data" / "kineto_h200.json.gz"
 
+BESIDE = {"worker", "observer"}  # of the layers, with rules of their own
 HEAVY = ("torch", "triton", "pandas", "sqlite_utils")
 PROBE = """
 import json, sys
@@ -84,7 +85,7 @@ def everything() -> Iterator[tuple[Path, str, bool, int]]:
 
 def test_the_page_names_every_module_and_nothing_else() -> None:
     real = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"}
-    assert set(RANK) | {"worker"} == real
+    assert set(RANK) | BESIDE == real
 
 
 def test_imports_go_to_lower_layers_only() -> None:
@@ -99,8 +100,8 @@ def test_imports_go_to_lower_layers_only() -> None:
         if other == unit or unit in ("__init__", "__main__"):
             continue
         checked += 1
-        if unit == "worker":
-            continue  # has a rule of its own below
+        if unit in BESIDE:
+            continue
         if RANK.get(other, len(LAYERS)) >= RANK[unit]:
             wrong.append(f"{path.relative_to(ROOT)}:{line}: {unit} imports {other}")
     assert checked > 50
@@ -116,11 +117,24 @@ def test_the_store_stores_and_does_not_judge() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_worker_is_started_and_never_imported() -> None:
+@pytest.mark.parametrize("inside", sorted(BESIDE))
+def test_what_runs_inside_is_started_and_never_imported(inside: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
         for path, name, _, line in everything()
-        if name.startswith("profharness.worker") and unit_of(path) != "worker"
+        if name.startswith(f"profharness.{inside}") and unit_of(path) != inside
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_observer_imports_the_standard_library_torch_and_itself() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, name, _, line in everything()
+        if unit_of(path) == "observer"
+        and name.split(".")[0] not in {*sys.stdlib_module_names, "torch"}
+        and not name.startswith("profharness.observer")
+        and path.stem != "fixture"  # which pytest imports
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -160,7 +174,7 @@ def test_children_start_and_process_groups_end_in_one_module() -> None:
 def test_torch_is_imported_inside_functions_outside_of_the_worker() -> None:
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        if unit_of(path) == "worker":
+        if unit_of(path) in BESIDE:
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("profharness.cli.verify", "Hold backends against an fp64 reference."),
     "report": ("profharness.cli.report", "Write a report on runs: HTML with charts, Markdown, …"),
     "serve": ("profharness.cli.serve", "Show the store in a browser."),
+    "observe": ("profharness.cli.observe", "Run a program and record the attention in it."),
     "ingest": ("profharness.cli.ingest", "Take traces and run folders into the store."),
     "export": ("profharness.cli.export", "Write a run as a Chrome trace."),
     "scrub": ("profharness.cli.scrub", "Make a copy of a run that is fit to publish."),

@@ -64,10 +64,10 @@ def autocast(device: str) -> str | None:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
-def choice(query: Any, key: Any, value: Any, mask: Any, options: dict[str, Any]) -> str | None:
+def choice(inputs: list[Any], mask: Any, options: dict[str, Any]) -> str | None:
     """The backend that torch says it would take; None where it must not be asked."""
-    tensors = [query, key, value, mask]
-    if any(type(item) not in PLAIN for item in tensors[:3]):
+    tensors, query = [*inputs, mask], inputs[0]
+    if any(type(item) not in PLAIN for item in inputs):
         return None
     if C._functorch.peek_interpreter_stack() is not None or C._len_torch_dispatch_stack():
         return None

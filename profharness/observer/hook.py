@@ -6,7 +6,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+
+# importlib.util has these too, but takes a millisecond to load
+from _frozen_importlib import module_from_spec
+from _frozen_importlib_external import (
+    spec_from_file_location,
+)
+
+TYPE_CHECKING = False  # typing takes milliseconds to load
+if TYPE_CHECKING:
+    from typing import Any
 
 PACKAGE = "profharness.observer"
 PARTS = ("journal", "masks", "facts", "window", "recorder", "wrapper")  # each after what it imports
@@ -26,7 +35,9 @@ def report(folder: str, event: str) -> None:
     """A line on this process, appended whole."""
     try:
         line = f'{{"event":"{event}","pid":{os.getpid()},"parent":{os.getppid()}}}\n'
-        number = os.open(os.path.join(folder, PROCESSES_FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)  # noqa: E501, PTH118
+        number = os.open(
+            f"{folder}/{PROCESSES_FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
+        )
         try:
             os.write(number, line.encode())
         finally:
@@ -47,8 +58,6 @@ def start(folder: str) -> None:
 
 def load() -> None:
     """Load the observer's files by path under their own names; the package need not be on the path."""
-    from importlib.util import module_from_spec, spec_from_file_location
-
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     for part in PARTS:
         name = f"{PACKAGE}.{part}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -44,10 +45,8 @@ class Journal:
 
 def say(text: str) -> None:
     """A line to stderr; one that takes nothing changes nothing."""
-    try:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"profharness: {text}", file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):
-        pass
 
 
 def read_options(folder: str) -> dict[str, Any]:

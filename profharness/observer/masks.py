@@ -23,7 +23,9 @@ def contents(mask: Any) -> dict[str, Any] | None:
     if size * mask.element_size() > MOST_BYTES:
         return None
     # broadcast dims are looked at once
-    distinct = mask.detach()[tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride()[:-2])]
+    distinct = mask.detach()[
+        tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride()[:-2])
+    ]
     if distinct.numel() * mask.element_size() > MOST_BYTES:
         return None
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -6,6 +6,7 @@ closely, and only one with a new template is written down.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -28,6 +29,8 @@ TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
 FLUSH_S = 5.0
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+OPTIONS = NAMES[4:]
+STATES = 9  # how many parts of an exact key, its last, tell the state of torch
 # parts of a path that wrappers put in, and wrappers whose own name is not the model's
 INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 PARALLEL = ("DistributedDataParallel", "DataParallel")
@@ -86,15 +89,17 @@ class Recorder:
         self._reset()
         self.window.forget()
 
-    def note(self, frame: FrameType, a: tuple[Any, ...], k: dict[str, Any]) -> tuple[Entry, bool] | None:
+    def note(
+        self, frame: FrameType, a: tuple[Any, ...], k: dict[str, Any]
+    ) -> tuple[Entry, bool] | None:
         """The entry of a call, and whether its template is new; None for a call that is no one's to
         record: no tensors, or a graph is being traced.
         """
         n = len(a)
-        q = a[0] if n > 0 else k.get("query")
-        key = a[1] if n > 1 else k.get("key")
-        v = a[2] if n > 2 else k.get("value")
-        mask = a[3] if n > 3 else k.get("attn_mask")
+        q: Any = a[0] if n > 0 else k.get("query")
+        key: Any = a[1] if n > 1 else k.get("key")
+        v: Any = a[2] if n > 2 else k.get("value")
+        mask: Any = a[3] if n > 3 else k.get("attn_mask")
         if type(q) is not torch.Tensor and not _recordable(q):
             return None
         if C._get_tracing_state() is not None:
@@ -111,7 +116,7 @@ class Recorder:
             site, frame.f_lasti, shape, q.stride(), q.dtype, q.requires_grad,
             key.shape, key.stride(), v.shape, v.stride(),
             None if mask is None else (mask.shape, mask.stride(), mask.dtype),
-            a[4:] if n > 4 else (k.get("dropout_p"), k.get("is_causal"), k.get("scale"), k.get("enable_gqa")) if k else None,
+            a[4:], *map(k.get, OPTIONS),
             _flash(), _efficient(), _math(), _cudnn(), _deterministic(), _grad(), _task() >= 0,
             _autocast(q.device.type), tuple(PRIORITY()),
         )  # fmt: skip
@@ -134,7 +139,7 @@ class Recorder:
         template["node"] = facts.node(output)
         options = {name: template[name] for name in ("dropout", "causal", "scale", "gqa")}
         mask = given.get("attn_mask")
-        template["choice"] = facts.choice(*(given[name] for name in NAMES[:3]), mask, options)
+        template["choice"] = facts.choice([given[name] for name in NAMES[:3]], mask, options)
         template["ran"] = facts.ran(template["node"], template["choice"])
         if mask is not None:
             template["mask"] = masks.contents(mask)
@@ -230,7 +235,7 @@ class Recorder:
             "gqa": bool(given.get("enable_gqa", False)),
         }
         told = tuple(facts.tensor(item) for item in tensors)
-        common = (*map(_pattern, told), _relation(told), *options.values(), *exact[12:])
+        common = (*map(_pattern, told), _relation(told), *options.values(), *exact[-STATES:])
         lengths = _lengths(told)
         with self.lock:
             if len(self.entries) >= MOST_KEYS:
@@ -295,7 +300,9 @@ class Recorder:
         self.journal.write("template", **template)
 
     def _write_start(self) -> None:
-        rank = {name.lower(): os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+        rank = {
+            name.lower(): os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ
+        }
         self.journal.write("start", environment=facts.environment(), **rank)
 
     def fail(self, error: BaseException) -> None:
@@ -304,15 +311,16 @@ class Recorder:
             return
         self.on = False
         say(f"attention is no longer recorded: {error!r}; the program goes on")
-        try:
+        with contextlib.suppress(Exception):  # the disk is full: it was said
             self.journal.write("failed", why=repr(error))
-        except Exception:  # the disk is full: it was said
-            pass
 
 
 def _recordable(query: Any) -> bool:
     """Whether a tensor of a class of its own has sizes that may be looked at."""
-    return isinstance(query, torch.Tensor) and type(query).__name__ not in ("FakeTensor", "FunctionalTensor")
+    return isinstance(query, torch.Tensor) and type(query).__name__ not in (
+        "FakeTensor",
+        "FunctionalTensor",
+    )
 
 
 def _state(device: str) -> dict[str, Any]:
@@ -338,7 +346,7 @@ def _pattern(told: dict[str, Any] | None) -> Any:
 
 def _relation(told: tuple[dict[str, Any] | None, ...]) -> tuple[Any, ...]:
     """How the lengths of query and key stand to each other, and which dims of a mask are 1."""
-    query, key, _, mask = ((item or {}).get("dims") for item in told)
+    query, key, mask = [(told[at] or {}).get("dims") for at in (0, 1, 3)]
     if not query or not key or len(query) < 2 or len(key) < 2:
         return ()
     rows, columns = query[-2], key[-2]
@@ -348,10 +356,10 @@ def _relation(told: tuple[dict[str, Any] | None, ...]) -> tuple[Any, ...]:
 
 def _lengths(told: tuple[dict[str, Any] | None, ...]) -> tuple[int, ...]:
     """Batch, query length and key length."""
-    query, key = ((item or {}).get("dims") or () for item in told[:2])
+    query, key = [tuple((item or {}).get("dims") or ()) for item in told[:2]]
     if len(query) < 3 or len(key) < 3:
         return ()
-    return query[0] if len(query) == 4 else 1, query[-2], key[-2]
+    return (query[0] if len(query) == 4 else 1, query[-2], key[-2])
 
 
 def _clean(name: str, root: str) -> str:

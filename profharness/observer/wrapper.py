@@ -25,7 +25,7 @@ sd: Any = getattr(torch._C._nn, NAME)
 is_compiling = torch.compiler.is_compiling
 comptime: Any = None  # torch._dynamo's, once that is there
 recorders: tuple[Recorder, ...] = ()
-marked: Any = torch._C._profiler._RecordFunctionFast
+marked: Any = torch.profiler.record_function  # the fast one would be an op, not a range
 
 
 class Sdpa:
@@ -123,7 +123,9 @@ def _traced(context: Any) -> dict[str, Any]:
 
 def _dotted(source: str) -> str:
     """`L['self'].model.layers.0.self_attn` without its beginning; 2.5 spells `_modules['layers']`."""
-    text = source.replace("']._modules['", ".").replace("._modules['", ".").replace("_modules['", "")
+    text = (
+        source.replace("']._modules['", ".").replace("._modules['", ".").replace("_modules['", "")
+    )
     text = text.replace("['", ".").replace("']", "").replace('["', ".").replace('"]', "")
     text = text.removeprefix("L.self.").removeprefix("L.self")
     parts = [part for part in text.split(".") if part not in ("_orig_mod", "")]

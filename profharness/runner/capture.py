@@ -31,6 +31,7 @@ from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
     GPU,
     JOURNAL_FILE,
+    OBSERVE,
     PLAN_FILE,
     RUN_FILE,
     BenchPlan,
@@ -73,7 +74,7 @@ def capture(
     names = tuple(profiler.name for profiler in profilers)
     cells = plan_cells(configs, backends)
     kind = options.kind if options.bench is None else "bench"
-    folder, run = _make_run(
+    folder, run = make_run(
         options.out, kind, options.protocol, cells, backends, names, options.note, options.bench
     )
     with locked(folder):
@@ -94,7 +95,7 @@ def verify(
     options = options or VerifyOptions()
     cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
     protocol = replace(options.protocol, iterations=0, warmup=0, samples=0)
-    folder, run = _make_run(options.out, "verify", protocol, cells, backends)
+    folder, run = make_run(options.out, "verify", protocol, cells, backends)
     with locked(folder):
         return _carry_out(folder, run, {}, progress)
 
@@ -117,6 +118,8 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
     """Why a run cannot go on, whoever holds its folder; None where it can."""
     if any(cell.case is not None for cell in run.cells):
         return f"run {run.run} is one of `profharness verify`, which begins anew each time"
+    if run.kind == OBSERVE:
+        return f"run {run.run} is one of `profharness observe`, which runs the program anew"
     left = any(problem.profiler != GPU for problem in run.problems)
     left = left or any(cell.status == "pending" for cell in run.cells)
     if left or (folder / JOURNAL_FILE).exists():
@@ -170,7 +173,7 @@ def _require(configs: Sequence[Config]) -> None:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
 
 
-def _make_run(
+def make_run(
     out: Path,
     kind: str,
     protocol: Protocol,

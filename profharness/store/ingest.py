@@ -20,7 +20,17 @@ import xxhash
 from profharness.errors import StoreError, TraceFormatError, shown
 from profharness.parse import is_trace, open_trace, sniff
 from profharness.parse.packed import open_file
-from profharness.run import RUN_FILE, Cell, Problem, Protocol, Run, TraceFile, read_run, run_kind
+from profharness.run import (
+    OBSERVE,
+    RUN_FILE,
+    Cell,
+    Problem,
+    Protocol,
+    Run,
+    TraceFile,
+    read_run,
+    run_kind,
+)
 from profharness.store import growth
 from profharness.store.insert import (
     CellTrace,
@@ -312,7 +322,9 @@ def _write(
     forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
     _insert_devices(connection, run_id, [item.trace for item in parsed])
-    cells = _insert_cells(connection, run_id, run.cells) if run else None
+    # the launches of an observed program belong to no cell
+    planned = run is not None and run.kind != OBSERVE
+    cells = _insert_cells(connection, run_id, run.cells) if run and planned else None
     # without cells everything that the traces hold is asked about, as of a foreign trace
     results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]

@@ -6,20 +6,25 @@ A sitecustomize of the user's own, which this one hides, runs afterwards under i
 import os
 import sys
 
+# importlib.util has these too, but takes a millisecond to load
+from _frozen_importlib import module_from_spec
+from _frozen_importlib_external import (
+    PathFinder,
+    SourceFileLoader,
+)
+
 FOLDER = "PROFHARNESS_OBSERVE"  # the run folder; set by `profharness observe`
 
 
 def _observe(here: str, folder: str) -> None:
     try:
-        from _frozen_importlib_external import SourceFileLoader  # type: ignore[import-not-found]
-
         name = "profharness.observer.hook"
         loader = SourceFileLoader(name, os.path.join(os.path.dirname(here), "hook.py"))  # noqa: PTH118, PTH120
         module = type(sys)(name)
         module.__file__ = loader.path
         module.__loader__ = loader
         sys.modules[name] = module
-        exec(loader.get_code(name), module.__dict__)
+        loader.exec_module(module)
         module.wait_for_torch(folder)
     except Exception as error:
         print(f"profharness: this process is not observed: {error!r}", file=sys.stderr)
@@ -27,9 +32,6 @@ def _observe(here: str, folder: str) -> None:
 
 def _chain(here: str) -> None:
     """Run the sitecustomize that would have been found without this one."""
-    from _frozen_importlib import module_from_spec  # type: ignore[import-not-found]
-    from _frozen_importlib_external import PathFinder
-
     sys.path[:] = [place for place in sys.path if place != here]
     spec = PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:

@@ -1,0 +1,130 @@
+"""`profharness observe`: the attention of a running program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from profharness.cli._options import hint, out_option, store_option
+from profharness.errors import UsageError
+from profharness.run import ObserveOptions
+from profharness.store import open_store
+
+if TYPE_CHECKING:
+    from profharness.jobs import Watched
+    from profharness.parse.observed import ObservedCall
+
+FAILED = 1
+PROFILERS = ("torch", "none", "nsys")
+
+
+def _rank(_: click.Context, __: click.Parameter, text: str) -> str:
+    if text != "all" and not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is neither a number nor all")
+    return text
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--profiler",
+    type=click.Choice(PROFILERS),
+    default=ObserveOptions.profiler,
+    show_default=True,
+    help="What records a few steps: PyTorch's, Nsight Systems, or none: calls are only counted.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, 1000),
+    default=ObserveOptions.steps,
+    show_default=True,
+    help="Steps that the profiler records.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(0, 1_000_000),
+    default=ObserveOptions.warmup,
+    show_default=True,
+    help="Steps without a new kind of call before that; 0: from the first call on.",
+)
+@click.option(
+    "--rank",
+    callback=_rank,
+    default=ObserveOptions.rank,
+    show_default=True,
+    metavar="N|all",
+    help="Under torchrun, whose process the profiler records. Calls are counted in all.",
+)
+@out_option
+@store_option
+@click.option("--note", help="A remark that is kept with the run.")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(program: tuple[str, ...], out: Path, store: Path, **options: Any) -> int:
+    """Run a program unchanged, and record the attention in it.
+
+    Each call of scaled_dot_product_attention is counted by kind: the module's dotted path, file and
+    line, tensors, what the mask masks, the backends allowed, and the one that computed it. All Python
+    processes that the program starts are watched. A profiler records a few steps, once three steps
+    brought nothing new: a step ends with an optimizer's step, or begins where the first attention of
+    the model comes again. Streams, signals and the exit code are the program's.
+
+    Not seen: Python with -I, -E or -S; attention that does not call the function from Python, such as
+    nn.TransformerEncoder's fast path, which the recorded steps show all the same.
+
+    \b
+    Examples:
+      profharness observe -- python train.py --epochs 1
+      profharness observe --profiler none -- python -m pytest tests
+      profharness observe --rank all -- torchrun --nproc-per-node 2 train.py
+      profharness layers
+    """
+    from profharness.jobs import observe_into_store
+
+    if program[0].startswith("-"):
+        raise UsageError(
+            f"{program[0]} is no program; write: profharness observe -- python train.py"
+        )
+    watched = observe_into_store(program, store, ObserveOptions(out=out, **options))
+    return _report(watched, store)
+
+
+def _report(watched: Watched, store: Path) -> int:
+    """What was seen, to stderr, for stdout is the program's; the exit code."""
+    observed = watched.observed
+    if observed.why is not None:
+        hint(f"error: no attention was recorded: {observed.why}")
+        return observed.code or FAILED
+    for line in _summary(watched.calls):
+        hint(line)
+    for problem in observed.run.problems:
+        hint(f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}")
+    for warning in [text for result in watched.ingested for text in result.warnings]:
+        hint(f"warning: {warning}")
+    if observed.run.traces:
+        with open_store(store) as opened:
+            hint(f"see it with: {opened.shown_by(observed.run.run)}")
+    return observed.code
+
+
+def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
+    """How many calls there were, and which backends computed them."""
+    total = sum(item.count for item in calls)
+    processes = len({item.pid for item in calls})
+    ran = Counter[str]()
+    for item in calls:
+        if item.count:
+            ran[item.ran or "unknown"] += item.count
+    shares = ", ".join(f"{name} {count:,}" for name, count in ran.most_common())
+    compiled = sum(item.call.compiled for item in calls)
+    lines = [
+        f"{total:,} attention calls of {len(calls)} kinds in {processes} process(es): {shares}"
+    ]
+    if compiled:
+        lines.append(f"{compiled} more are in compiled code, which a trace counts")
+    idle = [item for item in calls if item.mask == "nothing"]
+    if idle:
+        where = ", ".join(dict.fromkeys(item.call.path or str(item.function) for item in idle[:3]))
+        lines.append(f"a mask that masks nothing was given in {len(idle)} kinds of calls: {where}")
+    return lines

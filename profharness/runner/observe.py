@@ -1,0 +1,137 @@
+"""Runs a program with the observer in it, and makes a run folder of what it left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from profharness.errors import CaptureError
+from profharness.processes import run_in_place
+from profharness.profilers import find_profilers, require_tools
+from profharness.profilers.base import ToolError
+from profharness.profilers.nsys import child_environment, export_report, profile_argv
+from profharness.run import OBSERVE, ObserveOptions, Problem, Protocol, Run, TraceFile, write_run
+from profharness.runner.capture import make_run
+
+OBSERVER = Path(__file__).resolve().parents[1] / "observer"
+FOLDER = "PROFHARNESS_OBSERVE"  # as observer/startup/sitecustomize.py reads it
+OPTIONS_FILE, PROCESSES_FILE = "observe.json", "processes.jsonl"
+CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a program left. code: its exit code, 128 and the signal's number where one ended it; why:
+    the reason where nothing of it was recorded.
+    """
+
+    folder: Path
+    run: Run
+    code: int
+    why: str | None = None
+
+
+def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
+    """Run a program and return what it left in a run folder.
+
+    Raises CaptureError when it does not start, ToolError for an nsys that is not there.
+    """
+    tools = require_tools(find_profilers(["nsys"] if options.profiler == "nsys" else []))
+    profilers = () if options.profiler == "none" else (options.profiler,)
+    folder, run = make_run(options.out, OBSERVE, Protocol(), (), (), profilers, options.note)
+    told = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
+    (folder / OPTIONS_FILE).write_text(json.dumps(told), encoding="utf-8")
+    environment = program_environment(os.environ, folder)
+    command, report = list(argv), folder / "nsys-1.nsys-rep"
+    if tools:
+        command = profile_argv(tools["nsys"].path, report, argv)
+        command[2:2] = CAPTURE_RANGE
+        environment = child_environment(environment, folder)
+    try:
+        code = run_in_place(command, environment)
+    except OSError as error:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        raise CaptureError(f"{argv[0]}: does not start: {error.strerror}") from None
+    problems = _export(report, tools["nsys"].path) if tools else ()
+    run = finished(folder, replace(run, problems=problems))
+    return Observed(folder, run, code if code >= 0 else 128 - code, why_silent(folder))
+
+
+def program_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The environment that puts the observer into every Python that the program starts."""
+    path = base.get("PYTHONPATH")
+    startup = str(OBSERVER / "startup")
+    return {
+        **base,
+        FOLDER: str(folder.resolve()),
+        "PYTHONPATH": f"{startup}{os.pathsep}{path}" if path else startup,
+    }
+
+
+def finished(folder: Path, run: Run) -> Run:
+    """The run with its traces and environment, written."""
+    traces = [TraceFile("torch", path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
+    traces += [TraceFile("nsys", path.name) for path in sorted(folder.glob("nsys-*.sqlite"))]
+    profilers = tuple(dict.fromkeys(trace.profiler for trace in traces))
+    environment: dict[str, Any] = next((row["environment"] for row in _rows(folder, "start")), {})
+    run = replace(run, traces=tuple(traces), profilers=profilers, environment=environment)
+    write_run(folder, run)
+    return run
+
+
+def why_silent(folder: Path) -> str | None:
+    """Why no process of the program recorded any attention; None where one did."""
+    if next(_rows(folder, "template"), None) is not None:
+        return None
+    failed = next(_rows(folder, "failed"), None)
+    if failed is not None:
+        return f"recording failed: {failed['why']}"
+    reported = {row.get("event") for row in _read(folder / PROCESSES_FILE)}
+    if not reported:
+        return (
+            "no Python process reported: it runs with -I, -E or -S, which keep the observer out, its "
+            "environment was cleared, or it is no Python program"
+        )
+    if "torch" not in reported:
+        return "no process of it imported torch"
+    return (
+        "torch was imported, but scaled_dot_product_attention was never called from Python: attention in "
+        "plain matrix products, of another package or of nn.TransformerEncoder's fast path shows in a "
+        "trace alone (torch.profiler with record_shapes=True, then profharness ingest)"
+    )
+
+
+def _rows(folder: Path, event: str) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("[0-9]*.jsonl")):
+        yield from (row for row in _read(path) if row.get("event") == event)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a journal; a line that a crash cut short is passed over."""
+    with contextlib.suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row
+
+
+def _export(report: Path, tool: Path) -> tuple[Problem, ...]:
+    if not report.exists():
+        text = "nsys left no report: the program ended before its window was opened"
+        return (
+            Problem("nsys", "capture_range_missed", text, "give --warmup 0, or run more steps"),
+        )
+    try:
+        export_report(report, report.with_suffix(".sqlite"), tool)
+    except ToolError as error:
+        failure = error.failure
+        return (Problem("nsys", failure.code, failure.message, failure.remedy),)
+    return ()
