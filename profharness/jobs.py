@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import profharness.store as stores
 from profharness.answers.bench import answer
+from profharness.answers.layers import LayerMap
+from profharness.answers.regret import regret_backends, regret_configs, regret_map
 from profharness.backends import (
     ALL,
     CPU_BACKENDS,
@@ -23,8 +25,9 @@ from profharness.backends import (
 )
 from profharness.cases import NONE, VerificationRow
 from profharness.config import Config, parse_config
-from profharness.environment import gpu_present
+from profharness.environment import gpu_name, gpu_present
 from profharness.errors import (
+    CaptureError,
     NotFoundError,
     ProfharnessError,
     StoreError,
@@ -35,6 +38,7 @@ from profharness.parse.observed import ObservedCall, read_observed
 from profharness.processes import STEP_S, deferred, let_through
 from profharness.profilers import find_profilers, require_tools
 from profharness.run import (
+    GPU_MEASUREMENTS,
     PRECISION,
     RUN_FILE,
     BenchOptions,
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
 
 
 LEAVING_S = 5.0  # that an interrupted job waits for the store to be made
+REGRET_MEASUREMENTS = GPU_MEASUREMENTS[2], GPU_MEASUREMENTS[0]  # the first one ranks
 PROFILED_CALLS = 10  # of a bench, for the kernel measurement
 
 
@@ -352,6 +357,32 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
             rank_by=plan.measurements,
             verifications=checks,
         )
+
+
+def time_layers(
+    layers: LayerMap, options: BenchOptions, store: Path, listener: Listener = SILENT
+) -> LayerMap:
+    """The map with what its calls would save on the fastest correct backends: by options.run, else by
+    a bench of their configs. Kernel times rank, since the map has kernel times.
+
+    Raises CaptureError on a machine unlike the one of the trace, and as `bench`.
+    """
+    device = "cuda" if layers.gpu else "cpu"
+    backends = options.backends
+    if options.run is None:
+        here = gpu_name() if layers.gpu else None
+        if here != layers.gpu:
+            raise CaptureError(
+                f"run {layers.run} is of {layers.gpu}, and this machine has {here or 'no GPU'}: run "
+                "this there, or bench there what `layers --regret --configs` prints, and name that "
+                "stored run with --bench RUN"
+            )
+        options = replace(options, configs=regret_configs(layers), device=device)
+        backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))
+    if backends:
+        backends = tuple(dict.fromkeys([*backends, *regret_backends(layers)]))
+    options = replace(options, measurements=REGRET_MEASUREMENTS, backends=backends)
+    return regret_map(layers, bench(options, store, listener))
 
 
 def _timed_run(store: Store, options: BenchOptions) -> str:

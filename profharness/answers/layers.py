@@ -8,12 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from profharness.answers.agreement import FAMILY_BACKENDS, backend_of_op
 from profharness.answers.explain.rules import Place, explain_by_rule, named_places
 from profharness.config import Config, parse_config
+from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
 from profharness.errors import NotFoundError
 from profharness.rows import CallRow, GapRow, StepRow
@@ -36,6 +37,12 @@ class LayerRow:
     theirs of the time in which the GPU was busy, step_share of the step. config is that of the call
     of median length, lengths the least and the largest seq_kv. reasons say why it ran so, or what
     the config does not say; advice what would help. replayable: config is the whole call.
+
+    names are the full names of the modules. mask is what the mask's contents do, `none` without a
+    mask, None where that is not told. points are the configs to time in place of the calls, each
+    with the calls a step that it stands for. What follows is None until `regret_map` filled it in:
+    the correct backend that is fastest, nanoseconds of one call on what ran and on that backend,
+    and what it saves a step, in all, forward and backward.
     """
 
     run: str
@@ -60,17 +67,64 @@ class LayerRow:
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
     replayable: bool
+    names: tuple[str, ...] = ()
+    mask: str | None = None
+    points: tuple[tuple[str, float], ...] = ()
+    best: str | None = None
+    ran_ns: float | None = None
+    best_ns: float | None = None
+    saves_ns: float | None = None
+    saves_forward_ns: float | None = None
+    saves_backward_ns: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """What the fastest correct backends would save a step. run is the bench that it was measured in,
+    measurement what was timed, conclusions what follows from it and what it does not tell. Forward and
+    backward are None where some forward was not timed alone, or nothing has a backward.
+    """
+
+    run: str
+    measurement: str
+    gpu: str | None
+    saves_ns: float
+    saves_forward_ns: float | None
+    saves_backward_ns: float | None
+    timed_calls: float
+    untimed_calls: float
+    launch_bound: bool
+    conclusions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Why a backend does not take a config, and the first change that makes it."""
+
+    backend: str
+    reason: str
+    advice: Advice | None
+
+    @property
+    def text(self) -> str:
+        return f"{self.backend}: {self.advice.change}" if self.advice else ""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """The rows, dearest first, the steps that they are of, the largest gaps, and what casts doubt."""
+    """The rows, dearest first, the steps that they are of, the largest gaps, and what casts doubt.
+    place is what the rules are asked for, None where that is not known; gpu where the program ran,
+    None for a CPU.
+    """
 
     run: str
     rows: tuple[LayerRow, ...]
     steps: tuple[StepRow, ...]
     gaps: tuple[GapRow, ...]
     caveats: tuple[str, ...]
+    place: Place | None = None
+    gpu: str | None = None
+    regret: Regret | None = None
 
     @property
     def busy_ns(self) -> float:
@@ -112,7 +166,15 @@ def find_layers(
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
     rows = [_row(run, name, group, steps, place) for group in groups.values()]
     rows.sort(key=lambda row: -((row.forward_ns or 0) + (row.backward_ns or 0)))
-    return LayerMap(run, tuple(rows), tuple(steps), tuple(store.gaps(steps)), _caveats(rows, place))
+    return LayerMap(
+        run=run,
+        rows=tuple(rows),
+        steps=tuple(steps),
+        gaps=tuple(store.gaps(steps)),
+        caveats=_caveats(rows, place),
+        place=place,
+        gpu=next((device.name for device in store.devices(run)), None),
+    )
 
 
 def _place(store: Store, run: str, torch: str | None) -> Place | None:
@@ -134,9 +196,7 @@ def module_name(call: CallRow) -> str | None:
 
 def _likeness(call: CallRow) -> tuple[Any, ...]:
     """What calls of one row have in common: decoding may have any length of keys."""
-    config = parse_config(call.config) if call.config else None
-    if config is not None and phase_of(call) == "decode":
-        config = replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
+    config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
     shapes = tuple(tuple(t["dims"]) for t in call.tensors if t) if config is None else ()
     module = module_name(call)
     return (
@@ -144,6 +204,13 @@ def _likeness(call: CallRow) -> tuple[Any, ...]:
         call.kind, call.op, call.sdpa_op, config, shapes, call.compiled, call.recompute,
         call.backward, ran(call),
     )  # fmt: skip
+
+
+def any_length(config: Config, phase: str | None) -> Config:
+    """The config; one of decoding without what changes from token to token."""
+    if phase != "decode":
+        return config
+    return replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
 
 
 def phase_of(call: CallRow) -> str | None:
@@ -226,6 +293,33 @@ def _row(
         reasons=reasons,
         advice=advice,
         replayable=middle is not None and all(call.reason is None for call in group),
+        names=tuple(dict.fromkeys(names)),
+        points=_points(configs, count),
+    )
+
+
+def _points(configs: Sequence[Config], count: int) -> tuple[tuple[str, float], ...]:
+    """The configs of least, median and largest seq_kv, with weights in calls a step: a call in
+    between counts towards its two neighbours, the nearer one more.
+    """
+    if not configs:
+        return ()
+    ordered = sorted(configs, key=lambda config: config.seq_len_kv)
+    chosen = (ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1])
+    points = list({config.seq_len_kv: config for config in chosen}.values())
+    weights = [0.0] * len(points)
+    for config in ordered:
+        length = config.seq_len_kv
+        for at, (low, high) in enumerate(pairwise(point.seq_len_kv for point in points)):
+            if low <= length < high:
+                part = (length - low) / (high - low)
+                weights[at] += 1 - part
+                weights[at + 1] += part
+                break
+        else:
+            weights[-1] += 1
+    return tuple(
+        (point.label, weight / count) for point, weight in zip(points, weights, strict=True)
     )
 
 
@@ -245,13 +339,18 @@ def _because(
         return tuple(reasons), (EAGER,)
     if ran(call) != "math" or config is None or place is None:
         return tuple(reasons), ()
-    answer = explain_by_rule(config, place)
-    advice = []
-    for side in answer.backends:
-        if side.backend != "math" and side.eligible is False and side.reasons:
-            reasons.append(f"{side.backend}: {side.reasons[0].message}")
-            advice += [f"{side.backend}: {item.change}" for item in side.advice[:1]]
-    return tuple(reasons), tuple(advice)
+    found = suggestions(config, place)
+    reasons += [f"{item.backend}: {item.reason}" for item in found]
+    return tuple(reasons), tuple(item.text for item in found if item.advice)
+
+
+def suggestions(config: Config, place: Place) -> list[Suggestion]:
+    """The backends other than math that the rules refuse a config on a place."""
+    return [
+        Suggestion(side.backend, side.reasons[0].message, next(iter(side.advice), None))
+        for side in explain_by_rule(config, place).backends
+        if side.backend != "math" and side.eligible is False and side.reasons
+    ]
 
 
 def _caveats(rows: Iterable[LayerRow], place: Place | None) -> tuple[str, ...]:

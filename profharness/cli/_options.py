@@ -137,6 +137,24 @@ def timeout_option(default_s: float, text: str) -> Callable[[F], F]:
     )
 
 
+def gate_options(function: F) -> F:
+    """--fail-on and --expect of `answers.layer_gates` as `fail_on` and `expect`, tuples of texts."""
+    function = click.option(
+        "--expect",
+        multiple=True,
+        metavar="BACKEND@GLOB",
+        help="Exit 3 unless this backend ran in all modules that the glob matches, at least one: "
+        "flash@'model.layers.*', or flash,cudnn@'*' for either. Repeatable.",
+    )(function)
+    return click.option(
+        "--fail-on",
+        multiple=True,
+        metavar="GATE",
+        help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (what ran is not "
+        "told); of an observed program noop-mask, asked-not-ran too. Repeatable, or by commas.",
+    )(function)
+
+
 def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> Path | None:
     """The file of -o, None for `-`. Refuses before any work what could not be written at its end, and
     a name that says no format.

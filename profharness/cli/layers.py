@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import click
 
+from profharness.answers.layer_gates import check_gates, parse_gates, require_told
 from profharness.answers.layers import find_layers, replay_lines
-from profharness.cli._options import complete_runs, emit, output_options, store_option
-from profharness.errors import NotFoundError
+from profharness.answers.regret import regret_configs
+from profharness.cli._options import (
+    backend_option,
+    capture_progress,
+    complete_runs,
+    emit,
+    gate_options,
+    hint,
+    measured,
+    out_option,
+    output_options,
+    store_option,
+)
+from profharness.config import split_names
+from profharness.errors import NotFoundError, UsageError
+from profharness.run import BenchOptions, parse_seconds
 from profharness.store import Selection, open_store
 from profharness.views.layers import layers_document
+
+MAX_TIME_S = 2.0  # sampling of one config on one backend
 
 
 @click.command()
@@ -25,9 +43,28 @@ from profharness.views.layers import layers_document
     "--configs",
     "only_configs",
     is_flag=True,
-    help="Print the configs that replay the calls, for `capture --configs`.",
+    help="Print the configs that replay the calls, for `capture --configs`; with --regret those that "
+    "it times, for `bench --configs`.",
 )
 @click.option("--full", is_flag=True, help="Whole module names, kernels, and where the GPU waited.")
+@click.option(
+    "--regret",
+    is_flag=True,
+    help="Time the calls on each backend, on this machine, and say what the best one saves a step.",
+)
+@click.option(
+    "--bench",
+    "bench_run",
+    metavar="RUN",
+    shell_complete=complete_runs,
+    help="--regret from this stored bench run, without measuring.",
+)
+@backend_option
+@click.option(
+    "--max-time", help="Time that --regret may sample one config on one backend.  [default: 2s]"
+)
+@gate_options
+@out_option
 @output_options
 @store_option
 def command(
@@ -36,6 +73,13 @@ def command(
     torch: str | None,
     only_configs: bool,
     full: bool,
+    regret: bool,
+    bench_run: str | None,
+    backend: tuple[str, ...],
+    max_time: str | None,
+    fail_on: tuple[str, ...],
+    expect: tuple[str, ...],
+    out: Path,
     format_: str | None,
     output: Path | None,
     force: bool,
@@ -53,20 +97,60 @@ def command(
     phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
     ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
 
+    --regret adds what each row would save a step on the fastest correct backend: calls times
+    (measured time of what ran, less that of the best), forward and backward apart. Where the GPU
+    waits for the CPU, that is the most that it can save.
+
     \b
     Examples:
       profharness ingest trace.json.gz && profharness layers
       profharness layers --torch 2.11 --full
+      profharness layers --regret
+      profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
       profharness layers --configs > calls.txt; profharness capture --configs calls.txt
     """
+    if only_configs and bench_run:
+        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
+    gates = parse_gates(fail_on, expect)
+    options = _bench_options(regret, bench_run, backend, max_time, out)
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
         layers = find_layers(opened, name, step=step, torch=torch)
+    require_told(layers, gates)
     if only_configs:
         lines = replay_lines(layers)
+        if options is not None:
+            lines = [config.label for config in regret_configs(layers)]
         if not lines:
             reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
             raise NotFoundError(f"no config replays a call of run {name}: {'; '.join(reasons)}")
         click.echo("\n".join(lines))
+        check_gates(layers, gates)
         return
-    emit(layers_document(layers, full=full), format_, output, force=force)
+    if options is not None:
+        from profharness.jobs import Listener, time_layers
+
+        layers = time_layers(layers, options, store, Listener(hint, capture_progress))
+    told = layers.regret
+    with measured("layers", name, "--bench", told.run) if told else contextlib.nullcontext():
+        emit(layers_document(layers, full=full), format_, output, force=force)
+    check_gates(layers, gates)
+
+
+def _bench_options(
+    regret: bool, run: str | None, backend: tuple[str, ...], max_time: str | None, out: Path
+) -> BenchOptions | None:
+    """What to time, None without --regret. Raises UsageError for options that would say nothing."""
+    if run is not None and max_time is not None:
+        raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
+    if not regret and run is None:
+        for option, given in (("--backend", bool(backend)), ("--max-time", max_time is not None)):
+            if given:
+                raise UsageError(f"{option} says what --regret times; add --regret")
+        return None
+    return BenchOptions(
+        backends=split_names(backend),
+        run=run,
+        max_time_s=parse_seconds(max_time) if max_time else MAX_TIME_S,
+        out=out,
+    )

@@ -40,6 +40,10 @@ GAPS = (
     Column("op", "launched by", shrink=True),
     Column("late", "asked for, µs into the gap", right=True),
 )
+REGRET = (
+    Column("best", "best"),
+    Column("saves_ns", "saves µs/step", "us", right=True),
+)
 MODULES_SHOWN = 2  # of the modules around a call; --full shows all
 
 
@@ -48,7 +52,7 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     lines = [_line(row, full) for row in layers.rows]
     columns = [
         column
-        for column in COLUMNS
+        for column in (*COLUMNS, *(REGRET if layers.regret else ()))
         if column.key not in ("backward_ns", "module")
         or any(line[column.key] is not None for line in lines)
     ]
@@ -56,6 +60,9 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     blocks.append(Table.of(columns, lines))
     for row in layers.rows:
         blocks += _notes(row, full)
+    if layers.regret:
+        timed = f"{layers.regret.measurement} times of bench run {layers.regret.run}"
+        blocks += [Heading("Regret", timed, 3), *map(Note, layers.regret.conclusions)]
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of their first launch", 3)]
@@ -66,6 +73,7 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
         "steps": [record_of(step) for step in layers.steps],
         "gaps": [record_of(gap) for gap in layers.gaps],
         "caveats": list(layers.caveats),
+        "regret": record(layers.regret) if layers.regret else None,
     }
     return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, tuple(map(record, layers.rows)), extra)
 
@@ -80,7 +88,7 @@ def _kernels(row: LayerRow) -> dict[str, Any]:
 
 
 def _line(row: LayerRow, full: bool) -> dict[str, Any]:
-    line = {column.key: getattr(row, column.key) for column in COLUMNS}
+    line = {column.key: getattr(row, column.key) for column in (*COLUMNS, *REGRET)}
     if row.module and not full:
         parts = row.module.split(".")
         line["module"] = ".".join(parts[-MODULES_SHOWN:]) if "{" not in parts[0] else row.module

@@ -1,0 +1,168 @@
+"""Gates on the map of a program's attention: what must not have run (`--fail-on`), and what must have
+(`--expect flash@'model.layers.*'`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from profharness.answers.agreement import FAMILY_BACKENDS
+from profharness.answers.layers import LayerMap, LayerRow, any_length
+from profharness.config import SDPA_BACKENDS, parse_config, split_names
+from profharness.errors import GateError, UsageError
+
+NO_MASK_EFFECT = "nothing"  # of `LayerRow.mask`
+BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """One of the backends computes every call of the modules that a glob matches; text is what the
+    user wrote.
+    """
+
+    text: str
+    backends: tuple[str, ...]
+    modules: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What was asked for; falsy where nothing was."""
+
+    fail_on: tuple[str, ...] = ()
+    expected: tuple[Expectation, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.fail_on or self.expected)
+
+
+def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
+    """Raises UsageError for a gate or a backend that is none."""
+    names = split_names(fail_on)
+    for name in names:
+        if name not in GATES:
+            raise UsageError(f"--fail-on {name!r}: not one of {', '.join(GATES)}")
+    return Gates(names, tuple(map(_expectation, expect)))
+
+
+def _expectation(text: str) -> Expectation:
+    """Of `flash`, `flash@GLOB` or `flash,cudnn@GLOB`."""
+    before, at, glob = text.partition("@")
+    backends = split_names(before)
+    for name in backends:
+        if name not in BACKENDS:
+            raise UsageError(f"--expect {text!r}: {name!r} is not one of {', '.join(BACKENDS)}")
+    if not backends or (at and not glob):
+        raise UsageError(f"--expect {text!r}: write a backend and modules: flash@'model.layers.*'")
+    return Expectation(text, backends, glob or "*")
+
+
+def require_told(layers: LayerMap, gates: Gates) -> None:
+    """Raises UsageError for a gate on what the run does not tell."""
+    for name in gates.fail_on:
+        told = _TOLD.get(name)
+        if told is not None and not any(map(told, layers.rows)):
+            raise UsageError(
+                f"--fail-on {name}: run {layers.run} does not tell it, a trace alone cannot; "
+                "run the program with `profharness observe`"
+            )
+
+
+def check_gates(layers: LayerMap, gates: Gates) -> None:
+    """Raises GateError naming all that failed, UsageError for what the run does not tell."""
+    require_told(layers, gates)
+    lines = [f"{name}: {line}" for name in gates.fail_on for line in GATES[name](layers.rows)]
+    lines += [line for wanted in gates.expected for line in _unmet(wanted, layers.rows)]
+    if lines:
+        raise GateError(f"gates of run {layers.run} are not met:\n  " + "\n  ".join(lines))
+
+
+def _unmet(wanted: Expectation, rows: Sequence[LayerRow]) -> Iterator[str]:
+    matching = [row for row in rows if _matches(row, wanted.modules)]
+    for row in matching:
+        parts = set(row.ran.split(" and ")) if row.ran else set()
+        if not parts or not parts <= set(wanted.backends):
+            what = f"{row.ran} ran" if row.ran else "what ran is not told"
+            yield f"--expect {wanted.text}: {_place(row)}: {what}"
+    if not matching:
+        named = [name for row in rows for name in row.names]
+        some = ", ".join(named[:3]) or "no modules, for the trace has none (with_stack=True)"
+        yield f"--expect {wanted.text}: matches no call; there are {some}"
+
+
+def _matches(row: LayerRow, glob: str) -> bool:
+    """Whether the full name of one of its modules matches, or the innermost part of it. A call
+    without a module is matched by `*` alone.
+    """
+    names = [part for name in row.names for part in (name, name.rpartition(".")[2])]
+    return any(fnmatchcase(name, glob) for name in names or [""])
+
+
+def _place(row: LayerRow) -> str:
+    parts = [row.module, row.config] if row.module else [row.config or row.kind]
+    direction = "" if row.direction == "forward" else f" ({row.direction})"
+    return " ".join(filter(None, parts)) + direction
+
+
+def _math(rows: Sequence[LayerRow]) -> Iterator[str]:
+    """Math where it was not the one thing asked for."""
+    for row in rows:
+        if row.ran == "math" and row.asked != "math":
+            reasons = "; ".join(row.reasons)
+            yield f"{_place(row)}{f': {reasons}' if reasons else ''}"
+
+
+def _eager(rows: Sequence[LayerRow]) -> Iterator[str]:
+    return (_place(row) for row in rows if row.kind == "eager")
+
+
+def _noop(rows: Sequence[LayerRow]) -> Iterator[str]:
+    return (f"{_place(row)}: its mask hides nothing" for row in rows if row.mask == NO_MASK_EFFECT)
+
+
+def _not_ran(rows: Sequence[LayerRow]) -> Iterator[str]:
+    for row in rows:
+        if row.asked and row.ran and row.ran not in split_names(row.asked):
+            yield f"{_place(row)}: asked for {row.asked}, {row.ran} ran"
+
+
+def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:
+    """Modules whose like calls ran on several backends; without modules all like calls."""
+    alike: dict[object, list[tuple[str, LayerRow]]] = defaultdict(list)
+    for row in rows:
+        if row.config is not None and row.ran:
+            config = any_length(parse_config(row.config), row.phase)
+            for name in row.names or ("",):
+                alike[name, replace(config, bwd=False), row.phase, row.direction].append(
+                    (name, row)
+                )
+    told: dict[str, None] = {}
+    for group in alike.values():
+        ran = sorted({str(row.ran) for _, row in group})
+        if len(ran) > 1:
+            name, row = group[0]
+            told[f"{name or row.config}: {' and '.join(ran)} ran for like calls"] = None
+    return iter(told)
+
+
+def _unseen(rows: Sequence[LayerRow]) -> Iterator[str]:
+    return (f"{_place(row)}: what ran is not told" for row in rows if row.ran is None)
+
+
+GATES: dict[str, Callable[[Sequence[LayerRow]], Iterator[str]]] = {
+    "math-fallback": _math,
+    "eager-attention": _eager,
+    "noop-mask": _noop,
+    "asked-not-ran": _not_ran,
+    "backend-changed": _changed,
+    "unseen": _unseen,
+}
+# What a gate needs to know of some row, where a trace alone does not tell it.
+_TOLD: dict[str, Callable[[LayerRow], bool]] = {
+    "noop-mask": lambda row: row.mask is not None,
+    "asked-not-ran": lambda row: row.asked is not None,
+}

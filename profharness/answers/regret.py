@@ -1,0 +1,276 @@
+"""What the attention of a program costs over the fastest correct backends: which configs to time in
+place of its calls, and what the times say of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from profharness import stats
+from profharness.answers.agreement import backend_that_ran
+from profharness.answers.bench.answer import Benched
+from profharness.answers.layers import LayerMap, LayerRow, Regret, Suggestion, suggestions
+from profharness.config import OWN_CHOICE, SDPA_BACKENDS, Config, parse_config
+from profharness.dispatch.advice import SDP_BACKENDS
+from profharness.errors import NotFoundError
+
+LAUNCH_BOUND = 0.9  # share of a step in which the GPU is busy, below which it often waits
+UNLIKE = 1.5  # ratio of a call's time in the trace to that in the bench from which it is told
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Samples of a bench by config label and backend, of the correct cells alone."""
+
+    samples: dict[tuple[str, str], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, benched: Benched) -> _Times:
+        return cls(
+            {
+                (row.config, row.backend): benched.samples[row.config, row.backend][benched.ranking]
+                for row in benched.figures()
+                if row.ranked
+            }
+        )
+
+    def backends(self, label: str) -> set[str]:
+        return {backend for config, backend in self.samples if config == label}
+
+    def median(self, label: str, backend: str) -> float | None:
+        values = self.samples.get((label, backend))
+        return stats.summarize(values).median if values else None
+
+    def total(self, points: Sequence[tuple[str, float]], backend: str) -> float | None:
+        """A step's nanoseconds of weighted configs; None where one was not timed."""
+        medians = [self.median(label, backend) for label, _ in points]
+        known = [ns for ns in medians if ns is not None]
+        if len(known) < len(points):
+            return None
+        return sum(ns * weight for ns, (_, weight) in zip(known, points, strict=True))
+
+    def verdict(self, points: Sequence[tuple[str, float]], backend: str, than: str) -> stats.Speed:
+        """Of a backend against another: `slower` where its samples show it on some point."""
+        verdicts = [
+            stats.compare(self.samples[label, than], self.samples[label, backend]).verdict
+            for label, _ in points
+        ]
+        order: tuple[stats.Speed, ...] = ("slower", "unknown")
+        return next((word for word in order if word in verdicts), "same")
+
+    def fastest(self, points: Sequence[tuple[str, float]]) -> str:
+        """The backend of least time in a step, of those that were timed on all points."""
+        everywhere = set.intersection(*(self.backends(label) for label, _ in points))
+        named = sorted(everywhere - set(OWN_CHOICE))
+        return min(named, key=lambda backend: self.total(points, backend) or 0.0)
+
+
+def regret_configs(layers: LayerMap) -> list[Config]:
+    """The configs to time: those of the calls that can be replayed, what the rules would change, and
+    the forward of each that has a backward. Raises NotFoundError where there is none.
+    """
+    found: dict[Config, None] = {}
+    for row in layers.rows:
+        if not _timeable(row):
+            continue
+        labels = [label for label, _ in row.points]
+        labels += [str(item.advice.config) for item in _changes(row, layers) if item.advice]
+        for config in map(parse_config, labels):
+            found[config] = None
+            found[replace(config, bwd=False)] = None
+    if not found:
+        reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
+        raise NotFoundError(
+            f"no config replays a call of run {layers.run}, so nothing can be timed: "
+            f"{'; '.join(reasons) or 'what ran is not told'}"
+        )
+    return list(found)
+
+
+def regret_backends(layers: LayerMap) -> list[str]:
+    """What ran, which has to be timed whatever else is asked for."""
+    return list(dict.fromkeys(str(row.ran) for row in layers.rows if _timeable(row)))
+
+
+def _timeable(row: LayerRow) -> bool:
+    return row.replayable and row.ran in SDPA_BACKENDS
+
+
+def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
+    """What makes the backends take what ran as math, where a config says it."""
+    if row.ran != "math" or row.config is None or layers.place is None:
+        return []
+    found = suggestions(parse_config(row.config), layers.place)
+    return [item for item in found if item.advice and item.advice.config]
+
+
+def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
+    """The map with what each row would save a step, by a bench of its configs. Raises NotFoundError
+    for a bench on another device, or without a time of any row.
+    """
+    environment = benched.environment
+    gpu = environment.get("gpu") if environment.get("device_type") == "cuda" else None
+    if gpu != layers.gpu:
+        raise NotFoundError(
+            f"run {benched.run} was timed on {gpu or 'a CPU'}, run {layers.run} is of "
+            f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --regret`)"
+        )
+    times = _Times.of(benched)
+    rows = [_row(row, layers, benched, times) for row in layers.rows]
+    timed = [row for row in rows if row.saves_ns is not None]
+    if not timed:
+        configs = ", ".join(label for row in rows if _timeable(row) for label, _ in row.points)
+        raise NotFoundError(
+            f"run {benched.run} has no time of what ran in run {layers.run}, which is "
+            f"{configs or 'nothing that a config replays'} on {', '.join(regret_backends(layers))}"
+        )
+    saves = sum(row.saves_ns or 0.0 for row in timed)
+    apart = [row.saves_forward_ns for row in timed if row.saves_forward_ns is not None]
+    forward = sum(apart) if len(apart) == len(timed) else None
+    trained = any(row.saves_backward_ns is not None for row in timed)
+    share = layers.busy_ns / layers.step_ns if layers.step_ns else 0.0
+    regret = Regret(
+        run=benched.run,
+        measurement=benched.ranking,
+        gpu=layers.gpu,
+        saves_ns=saves,
+        saves_forward_ns=forward,
+        saves_backward_ns=saves - forward if trained and forward is not None else None,
+        timed_calls=sum(row.calls for row in timed),
+        untimed_calls=sum(row.calls for row in rows if row.saves_ns is None),
+        launch_bound=layers.gpu is not None and share < LAUNCH_BOUND,
+        conclusions=(),
+    )
+    told = (*_conclusions(layers, regret), *_doubts(rows, benched, times))
+    return replace(layers, rows=tuple(rows), regret=replace(regret, conclusions=told))
+
+
+def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: _Times) -> LayerRow:
+    """The row with its best backend. Where none is shown to be faster, that is what ran."""
+    if not _timeable(row):
+        return row
+    calls, actual = sum(weight for _, weight in row.points), str(row.ran)
+    spent = times.total(row.points, actual)
+    if spent is None or not calls:
+        return row
+    best = times.fastest(row.points)
+    if times.verdict(row.points, actual, than=best) != "slower":
+        best = actual
+    least = times.total(row.points, best) or 0.0
+    saves = spent - least
+    twins = [(replace(parse_config(label), bwd=False).label, part) for label, part in row.points]
+    before, after = (times.total(twins, backend) for backend in (actual, best))
+    forward = None if before is None or after is None else before - after
+    trained = any(parse_config(label).bwd for label, _ in row.points)
+    told = replace(
+        row,
+        best=best,
+        ran_ns=spent / calls,
+        best_ns=least / calls,
+        saves_ns=saves,
+        saves_forward_ns=forward,
+        saves_backward_ns=saves - forward if trained and forward is not None else None,
+    )
+    advice = [_switch(told, benched)] if best != actual else []
+    return replace(told, advice=(*advice, *_gains(told, layers, times)))
+
+
+def _switch(row: LayerRow, benched: Benched) -> str:
+    """How the best backend is had."""
+    chosen = {
+        backend_that_ran(cell)
+        for cell in benched.cells
+        if cell.backend == OWN_CHOICE[0] and cell.config == row.points[0][0]
+    }
+    if row.best in chosen:
+        how = f"leave the choice to PyTorch, which takes {row.best}"
+    elif row.best in SDP_BACKENDS:
+        how = f"sdpa_kernel(SDPBackend.{SDP_BACKENDS[row.best]})"
+    else:
+        how = f"call {row.best} itself"
+    speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
+    return f"{how}: {speed:.2f}x as fast, saves {_saved(row)} a step"
+
+
+def _gains(row: LayerRow, layers: LayerMap, times: _Times) -> list[str]:
+    """The row's advice by rule, with the gain of each change that was timed."""
+    texts, calls = dict.fromkeys(row.advice), sum(weight for _, weight in row.points)
+    result = {text: text for text in texts}
+    for item in _changes(row, layers):
+        before = times.median(str(row.config), "math")
+        after = times.median(str(item.advice.config), item.backend) if item.advice else None
+        if before and after and item.text in result:
+            saved = f", saves {_time((before - after) * calls)} a step"
+            gain = f"{before / after:.2f}x as fast{saved if after < before else ''}"
+            result[item.text] = f"{item.text} ({gain})"
+    return list(result.values())
+
+
+def _saved(figures: LayerRow | Regret) -> str:
+    """`120.0 µs`, with its halves where a backward was timed."""
+    text = _time(figures.saves_ns or 0.0)
+    forward, backward = figures.saves_forward_ns, figures.saves_backward_ns
+    if forward is None or backward is None:
+        return text
+    return f"{text} ({_time(forward)} forward, {_time(backward)} backward)"
+
+
+def _time(ns: float) -> str:
+    return f"{ns / 1e6:,.2f} ms" if abs(ns) >= 1e6 else f"{ns / 1e3:,.1f} µs"
+
+
+def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
+    step, busy = layers.step_ns, layers.busy_ns
+    saved = _saved(regret)
+    texts = []
+    shares = [f"{regret.saves_ns / busy:.1%} of the time in which the GPU is busy"] if busy else []
+    shares += [f"{regret.saves_ns / step:.1%} of the step as it was traced"] if step else []
+    told = f", {' and '.join(shares)}" if shares else ""
+    if regret.saves_ns <= 0:
+        texts.append("no correct backend that was timed is shown to be faster than what ran")
+    elif regret.launch_bound and step:
+        texts.append(
+            f"launch-bound: the GPU is busy {busy / step:.0%} of the step, and kernel time saves "
+            f"wall time only where it is; at most {saved} a step{told}"
+        )
+    else:
+        texts.append(f"the fastest correct backends save {saved} a step{told}")
+    if step:
+        texts.append(
+            "the step's time is that under the profiler, which makes it longer; "
+            "the trace does not tell how long a step takes without one"
+        )
+    return texts
+
+
+def _doubts(rows: Sequence[LayerRow], benched: Benched, times: _Times) -> list[str]:
+    """What the figures leave out, and where the bench is unlike the trace."""
+    texts = []
+    for row in rows:
+        name = row.module or row.config or row.kind
+        if row.saves_ns is None:
+            why = "no config replays them" if not row.replayable else f"{row.ran} was not timed"
+            texts.append(f"not timed: {row.calls:,.2f} calls a step of {name}, for {why}")
+            continue
+        fastest = times.fastest(row.points)
+        if times.verdict(row.points, str(row.ran), than=fastest) == "unknown":
+            texts.append(
+                f"{name}: {row.ran} is not told apart from {fastest}, which has the lower median; "
+                "sample longer with --max-time"
+            )
+        seen = (row.forward_ns or 0) + (row.backward_ns or 0)
+        alone = (row.ran_ns or 0) * row.calls
+        if seen and alone and not 1 / UNLIKE <= seen / alone <= UNLIKE:
+            texts.append(
+                f"{name}: {row.ran} takes {_time(seen / row.calls)} a call in the trace and "
+                f"{_time(alone / row.calls)} in run {benched.run} ({benched.ranking})"
+            )
+    if benched.ranking not in ("kernel", "wall"):
+        texts.append(
+            f"run {benched.run} has no kernel times: {benched.ranking} counts launches too"
+        )
+    wrong = {f"{row.config} {row.backend}" for row in benched.figures() if row.verified is False}
+    if wrong:
+        texts.append(f"left out, for its output is wrong: {', '.join(sorted(wrong))}")
+    return texts
