@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from profharness.answers.layer_gates import check_gates, parse_gates, require_told
-from profharness.answers.layers import find_layers, replay_lines
+from profharness.answers.layers import LayerMap, find_layers, replay_lines
 from profharness.answers.regret import regret_configs
 from profharness.cli._options import (
     backend_option,
@@ -109,32 +109,39 @@ def command(
       profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
       profharness layers --configs > calls.txt; profharness capture --configs calls.txt
     """
-    if only_configs and bench_run:
-        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
     gates = parse_gates(fail_on, expect)
     options = _bench_options(regret, bench_run, backend, max_time, out)
+    if only_configs and bench_run:
+        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
         layers = find_layers(opened, name, step=step, torch=torch)
     require_told(layers, gates)
     if only_configs:
-        lines = replay_lines(layers)
-        if options is not None:
-            lines = [config.label for config in regret_configs(layers)]
-        if not lines:
-            reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
-            raise NotFoundError(f"no config replays a call of run {name}: {'; '.join(reasons)}")
-        click.echo("\n".join(lines))
-        check_gates(layers, gates)
-        return
-    if options is not None:
-        from profharness.jobs import Listener, time_layers
-
-        layers = time_layers(layers, options, store, Listener(hint, capture_progress))
-    told = layers.regret
-    with measured("layers", name, "--bench", told.run) if told else contextlib.nullcontext():
-        emit(layers_document(layers, full=full), format_, output, force=force)
+        click.echo("\n".join(_config_lines(layers, timed=regret)))
+    else:
+        layers = layers if options is None else _timed(layers, options, store)
+        told = layers.regret
+        with measured("layers", name, "--bench", told.run) if told else contextlib.nullcontext():
+            emit(layers_document(layers, full=full), format_, output, force=force)
     check_gates(layers, gates)
+
+
+def _config_lines(layers: LayerMap, *, timed: bool) -> list[str]:
+    """The configs that replay the calls, or those that --regret times. Raises NotFoundError."""
+    if timed:
+        return [config.label for config in regret_configs(layers)]
+    lines = replay_lines(layers)
+    if not lines:
+        reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
+        raise NotFoundError(f"no config replays a call of run {layers.run}: {'; '.join(reasons)}")
+    return lines
+
+
+def _timed(layers: LayerMap, options: BenchOptions, store: Path) -> LayerMap:
+    from profharness.jobs import Listener, time_layers
+
+    return time_layers(layers, options, store, Listener(hint, capture_progress))
 
 
 def _bench_options(
