@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -124,7 +125,10 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
     left = left or any(cell.status == "pending" for cell in run.cells)
     if left or (folder / JOURNAL_FILE).exists():
         return None
-    return f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result"
+    return (
+        f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result; "
+        f"`profharness ingest {shlex.quote(str(folder))}` stores it"
+    )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from nsys_make import Maker, unpacked
 from waiting import HANG, PATIENCE_S
 
 from profharness.config import expand_configs
-from profharness.errors import CaptureError
+from profharness.errors import CaptureError, UsageError
 from profharness.jobs import capture_into_store, resume_into_store
 from profharness.profilers import PROFILERS, open_session, require_tools
 from profharness.profilers.base import Grace, Outcome, ToolError
@@ -32,7 +32,7 @@ from profharness.run import (
 )
 from profharness.runner import capture, resume
 from profharness.runner.supervise import LOG_FILE, RunRecord, run_cells
-from profharness.store import open_store
+from profharness.store import ingest_path, open_store
 
 QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=PATIENCE_S, device="cpu")
 CONFIGS = expand_configs("1,2,{16,32},16")
@@ -210,7 +210,7 @@ def test_a_damaged_report_is_a_problem_and_the_rest_is_stored(
     assert [item.profiler for item in mended.traces] == ["torch", profiler]
 
 
-def test_a_run_with_a_damaged_report_of_old_resumes(tmp_path: Path, tools: Path) -> None:
+def test_a_run_with_a_damaged_report_of_old_is_taken_in(tmp_path: Path, tools: Path) -> None:
     """Such a folder names the damaged report as a trace."""
     install(tools, Scenario())
     folder, run = run_under(tmp_path / "runs", "torch")
@@ -218,8 +218,9 @@ def test_a_run_with_a_damaged_report_of_old_resumes(tmp_path: Path, tools: Path)
     cells = tuple(cell.cell for cell in run.cells)
     traces = (*run.traces, TraceFile("ncu", "ncu-1.ncu-rep", cells))
     write_run(folder, replace(run, profilers=("torch", "ncu"), traces=traces))
-    captured = resume_into_store(folder, tmp_path / "s.db")
-    (result,) = captured.ingested
+    with pytest.raises(UsageError, match="is finished"):
+        resume_into_store(folder, tmp_path / "s.db")
+    (result,) = ingest_path(tmp_path / "s.db", folder)
     assert result.launches > 0
     assert [text for text in result.warnings if "ncu-1.ncu-rep" in text]
 
