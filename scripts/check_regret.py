@@ -193,6 +193,7 @@ def check(phase: str, options: argparse.Namespace, folder: Path) -> dict[str, An
     torch.set_default_device(options.device)
     torch.set_default_dtype(torch.float32 if options.device == "cpu" else torch.bfloat16)
     model, forward = build(options.model, size)
+    model.train(phase == "train")
     step = make_step(phase, model, forward)
     trace = folder / f"{phase}.json"
     record(step, options.forced, options.device, trace)

@@ -129,7 +129,6 @@ def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
     apart = [row.saves_forward_ns for row in timed if row.saves_forward_ns is not None]
     forward = sum(apart) if len(apart) == len(timed) else None
     trained = any(row.saves_backward_ns is not None for row in timed)
-    share = layers.busy_ns / layers.step_ns if layers.step_ns else 0.0
     regret = Regret(
         run=benched.run,
         measurement=benched.ranking,
@@ -139,11 +138,16 @@ def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
         saves_backward_ns=saves - forward if trained and forward is not None else None,
         timed_calls=sum(row.calls for row in timed),
         untimed_calls=sum(row.calls for row in rows if row.saves_ns is None),
-        launch_bound=layers.gpu is not None and share < LAUNCH_BOUND,
+        launch_bound=_launch_bound(layers),
         conclusions=(),
     )
     told = (*_conclusions(layers, regret), *_doubts(rows, benched, times))
     return replace(layers, rows=tuple(rows), regret=replace(regret, conclusions=told))
+
+
+def _launch_bound(layers: LayerMap) -> bool:
+    """Whether the GPU waits for the CPU for much of the step, as it was traced."""
+    return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
 
 
 def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: _Times) -> LayerRow:
@@ -172,11 +176,11 @@ def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: _Times) -> La
         saves_forward_ns=forward,
         saves_backward_ns=saves - forward if trained and forward is not None else None,
     )
-    advice = [_switch(told, benched)] if best != actual else []
+    advice = [_switch(told, layers, benched)] if best != actual else []
     return replace(told, advice=(*advice, *_gains(told, layers, times)))
 
 
-def _switch(row: LayerRow, benched: Benched) -> str:
+def _switch(row: LayerRow, layers: LayerMap, benched: Benched) -> str:
     """How the best backend is had."""
     chosen = {
         backend_that_ran(cell)
@@ -184,27 +188,31 @@ def _switch(row: LayerRow, benched: Benched) -> str:
         if cell.backend == OWN_CHOICE[0] and cell.config == row.points[0][0]
     }
     if row.best in chosen:
-        how = f"leave the choice to PyTorch, which takes {row.best}"
+        how = f"leave the choice to PyTorch, which takes {row.best} there"
     elif row.best in SDP_BACKENDS:
         how = f"sdpa_kernel(SDPBackend.{SDP_BACKENDS[row.best]})"
     else:
         how = f"call {row.best} itself"
     speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
-    return f"{how}: {speed:.2f}x as fast, saves {_saved(row)} a step"
+    return f"{how}: {speed:.2f}x as fast, {_saves(layers)} {_saved(row)} a step"
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: _Times) -> list[str]:
     """The row's advice by rule, with the gain of each change that was timed."""
-    texts, calls = dict.fromkeys(row.advice), sum(weight for _, weight in row.points)
-    result = {text: text for text in texts}
+    calls = sum(weight for _, weight in row.points)
+    result = {text: text for text in row.advice}
     for item in _changes(row, layers):
         before = times.median(str(row.config), "math")
         after = times.median(str(item.advice.config), item.backend) if item.advice else None
         if before and after and item.text in result:
-            saved = f", saves {_time((before - after) * calls)} a step"
+            saved = f", {_saves(layers)} {_time((before - after) * calls)} a step"
             gain = f"{before / after:.2f}x as fast{saved if after < before else ''}"
             result[item.text] = f"{item.text} ({gain})"
     return list(result.values())
+
+
+def _saves(layers: LayerMap) -> str:
+    return "saves at most" if _launch_bound(layers) else "saves"
 
 
 def _saved(figures: LayerRow | Regret) -> str:
@@ -231,7 +239,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
         texts.append("no correct backend that was timed is shown to be faster than what ran")
     elif regret.launch_bound and step:
         texts.append(
-            f"launch-bound: the GPU is busy {busy / step:.0%} of the step, and kernel time saves "
+            f"launch-bound: the GPU is busy {busy / step:.0%} of the traced step, and kernel time saves "
             f"wall time only where it is; at most {saved} a step{told}"
         )
     else:
@@ -250,8 +258,12 @@ def _doubts(rows: Sequence[LayerRow], benched: Benched, times: _Times) -> list[s
     for row in rows:
         name = row.module or row.config or row.kind
         if row.saves_ns is None:
-            why = "no config replays them" if not row.replayable else f"{row.ran} was not timed"
-            texts.append(f"not timed: {row.calls:,.2f} calls a step of {name}, for {why}")
+            why = (
+                "no config replays them"
+                if not row.replayable
+                else f"run {benched.run} has no correct {row.ran} of them"
+            )
+            texts.append(f"not timed: {row.calls:g} calls a step of {name}, for {why}")
             continue
         fastest = times.fastest(row.points)
         if times.verdict(row.points, str(row.ran), than=fastest) == "unknown":

@@ -167,7 +167,7 @@ def test_regret_of_a_stored_bench(folder: Path) -> None:
     assert not regret["launch_bound"]  # a CPU's step waits for nothing else
     text = invoke("layers", layers.run, "--bench", run, "--store", store).stdout
     assert "120.0 µs (20.0 µs forward, 100.0 µs backward) a step" in " ".join(text.split())
-    assert "which takes flash: 2.50x as fast" in " ".join(text.split())
+    assert "which takes flash there: 2.50x as fast, saves 120.0 µs" in " ".join(text.split())
     assert "under the profiler" in text
 
 
@@ -205,10 +205,12 @@ def test_a_step_that_waits_for_the_cpu_saves_at_most_that(folder: Path) -> None:
     for busy, bound in ((80, True), (950, False)):
         step = StepRow(1, 0, "s", 0, 1000 * US, busy * US)
         with open_store(store) as opened:
-            told = regret_map(replace(layers, steps=(step,)), benched(opened, run)).regret
+            found = regret_map(replace(layers, steps=(step,)), benched(opened, run))
+        told = found.regret
+        assert ("saves at most 120.0 µs" in found.rows[0].advice[0]) == bound
         assert told is not None and told.launch_bound == bound
         first = told.conclusions[0]
-        assert ("busy 8% of the step" in first and "at most 120.0 µs" in first) == bound
+        assert ("busy 8% of the traced step" in first and "at most 120.0 µs" in first) == bound
         assert any("launches too" in text for text in told.conclusions)  # event is no kernel time
 
 
