@@ -9,7 +9,17 @@ __version__ = "0.1.0"
 
 _API = (
     *("analyze", "bench", "capture", "cells", "diff", "explain", "export", "ingest", "kernels"),
-    *("launches", "list_backends", "query", "report", "resume", "run_doctor", "runs", "scrub_run"),
+    *(
+        "launches",
+        "list_backends",
+        "observe",
+        "query",
+        "report",
+        "resume",
+        "run_doctor",
+        "runs",
+        "scrub_run",
+    ),
     "verify",
 )
 __all__ = [*_API, "__version__"]

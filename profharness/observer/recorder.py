@@ -30,7 +30,7 @@ MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
 FLUSH_S = 5.0
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 OPTIONS = NAMES[4:]
-STATES = 9  # how many parts of an exact key, its last, tell the state of torch
+STATES = 8  # how many parts of an exact key, its last, tell the state of torch
 # parts of a path that wrappers put in, and wrappers whose own name is not the model's
 INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 PARALLEL = ("DistributedDataParallel", "DataParallel")
@@ -42,8 +42,8 @@ _cudnn = getattr(C, "_get_cudnn_sdp_enabled", bool)
 _deterministic = C._get_deterministic_algorithms
 _grad = torch.is_grad_enabled
 _task = getattr(C, "_current_graph_task_id", int)
-_autocast = torch.is_autocast_enabled
-PRIORITY = facts.PRIORITY or tuple
+_tracing = C._is_tracing
+_autocast = C._is_any_autocast_enabled
 
 
 class Entry:
@@ -102,7 +102,7 @@ class Recorder:
         mask: Any = a[3] if n > 3 else k.get("attn_mask")
         if type(q) is not torch.Tensor and not _recordable(q):
             return None
-        if C._get_tracing_state() is not None:
+        if key is None or v is None or _tracing():
             return None
         above: FrameType | None = frame
         while above is not None and above.f_code is not CALL:
@@ -111,14 +111,14 @@ class Recorder:
         if above is not None:
             module = above.f_locals["self"]
             site = self.sites.get(id(module), 0) or self._new_site(module)
-        shape = q.shape
+        # The order of priority and the dims of value are told once: nobody changes them alone.
         exact = (
-            site, frame.f_lasti, shape, q.stride(), q.dtype, q.requires_grad,
-            key.shape, key.stride(), v.shape, v.stride(),
+            site, frame.f_lasti, q.shape, q.stride(), q.dtype, q.requires_grad,
+            key.shape, key.stride(), v.stride(),
             None if mask is None else (mask.shape, mask.stride(), mask.dtype),
-            a[4:], *map(k.get, OPTIONS),
+            a[4:] if n > 4 else None, tuple(map(k.get, OPTIONS)) if k else None,
             _flash(), _efficient(), _math(), _cudnn(), _deterministic(), _grad(), _task() >= 0,
-            _autocast(q.device.type), tuple(PRIORITY()),
+            _autocast(),
         )  # fmt: skip
         entry = self.entries.get(exact)
         fresh = False
@@ -144,6 +144,14 @@ class Recorder:
         if mask is not None:
             template["mask"] = masks.contents(mask)
         self._write(template)
+
+    def raised(self, entry: Entry) -> None:
+        """A call of a new template raised: the next like it is told anew."""
+        number = entry.template
+        self.entries = {key: one for key, one in self.entries.items() if one.template != number}
+        self.numbers = {key: one for key, one in self.numbers.items() if one != number}
+        self.lengths[number][entry.lengths] += entry.count
+        self._write(self.templates[number] | {"raised": True})
 
     def note_compiled(self, what: dict[str, Any]) -> None:
         """A call that Dynamo traces; how often it runs is not known."""

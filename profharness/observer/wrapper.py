@@ -5,6 +5,7 @@ the builtin does, so that tables and compilers that know the builtin know it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import multiprocessing.util
 import os
@@ -85,11 +86,17 @@ def _recorded(frame: Any, a: tuple[Any, ...], k: dict[str, Any]) -> Any:
                 marker = found[0].marker
             if found[1]:
                 noted.append((recorder, found[0]))
-    if marker is None:
-        output = sd(*a, **k)
-    else:
-        with marked(marker):
+    try:
+        if marker is None:
             output = sd(*a, **k)
+        else:
+            with marked(marker):
+                output = sd(*a, **k)
+    except BaseException:
+        for recorder, entry in noted:
+            with contextlib.suppress(Exception):
+                recorder.raised(entry)
+        raise
     for recorder, entry in noted:
         try:
             recorder.learn(entry, a, k, output)

@@ -1,0 +1,52 @@
+"""The attention calls of a block of code in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from profharness.observer import wrapper
+from profharness.observer.journal import Journal
+from profharness.observer.recorder import Recorder
+from profharness.observer.window import Window
+
+
+class Seen:
+    """What a block called so far."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """One dict a kind of call, in order of their first: `count`, `path`, `file`, `line`, `tensors`,
+        `causal`, `mask`, `choice` (what torch would take), `ran`, and what else a journal tells.
+        """
+        counts = self._recorder.counts()
+        return [
+            {"count": count, **template}
+            for count, template in zip(counts, self._recorder.templates, strict=True)
+        ]
+
+    @property
+    def backends(self) -> set[str]:
+        """The backends that computed the calls: `flash`, `efficient`, `cudnn`, `math`; `unknown` where
+        torch does not tell, as in compiled code.
+        """
+        return {template.get("ran") or "unknown" for template in self._recorder.templates}
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[Seen]:
+    """Record the attention calls of the block. Raises RuntimeError at its end if recording failed."""
+    journal = Journal(None)
+    recorder = Recorder(journal, Window(journal, "none", 0, 0))
+    wrapper.install()
+    wrapper.recorders = (*wrapper.recorders, recorder)
+    try:
+        yield Seen(recorder)
+    finally:
+        wrapper.recorders = tuple(each for each in wrapper.recorders if each is not recorder)
+    if not recorder.on:
+        raise RuntimeError("recording attention failed; what it said stands on stderr")

@@ -1,0 +1,141 @@
+"""An observed program computes what it computes unobserved: graphs, bits, caches, pickles, subclasses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import observe, write
+
+CHECKS = r"""
+import copy, hashlib, json, pickle
+from torch._dynamo.utils import counters
+
+told = {}
+
+def digest(x):
+    return hashlib.sha256(x.detach().numpy().tobytes()).hexdigest()
+
+model, x = Model(), torch.randn(2, 16, 32)
+told["eager"] = digest(model(x))
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+y = compiled(x)
+y.sum().backward()
+told["compiled"] = digest(y)
+told["gradient"] = digest(model.layers[0].attn.qkv.weight.grad)
+told["graphs"] = counters["stats"]["unique_graphs"]
+told["breaks"] = dict(counters["graph_break"])
+seen = []
+def keep(graph, _):
+    seen.extend(str(n.target) for n in graph.graph.nodes if "scaled" in str(n.target))
+    return graph.forward
+torch._dynamo.reset()
+torch.compile(model, fullgraph=True, backend=keep)(x)
+told["targets"] = seen
+
+def plain(q):
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+q = torch.randn(1, 2, 8, 8)
+told["script"] = digest(torch.jit.script(plain)(q))
+told["trace"] = str(torch.jit.trace(plain, (q,)).graph).split(" # ")[0]  # then the source's line
+told["export"] = [str(n.target) for n in torch.export.export(model, (x,)).graph.nodes]
+told["fx"] = [str(n.target) for n in torch.fx.symbolic_trace(plain).graph.nodes]
+told["vmap"] = digest(torch.vmap(plain)(q[None]))
+
+class Own(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in {F.scaled_dot_product_attention: 1}:
+            told["handled"] = True
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+plain(q.as_subclass(Own))
+again = pickle.loads(pickle.dumps(F.scaled_dot_product_attention))
+told["pickle"] = again == F.scaled_dot_product_attention
+told["copy"] = copy.deepcopy(F.scaled_dot_product_attention) == again
+told["hash"] = len({again, F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
+told["name"] = [F.scaled_dot_product_attention.__name__, repr(again).split(" at ")[0]]
+with torch.inference_mode():
+    told["inference"] = digest(model(x))
+with torch.autocast("cpu"):
+    told["autocast"] = digest(model(x).float())
+try:
+    F.scaled_dot_product_attention(q)
+except TypeError as error:
+    told["error"] = str(error)
+told["random"] = torch.rand(1).item()
+print(json.dumps(told))
+"""
+
+
+def unobserved(program: Path) -> dict[str, Any]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_everything_is_as_without_it(tmp_path: Path) -> None:
+    program = write(tmp_path, CHECKS)
+    before = unobserved(program)
+    seen = observe(tmp_path, program)
+    assert seen.code == 0, seen.stderr
+    assert "no longer recorded" not in seen.stderr
+    assert json.loads(seen.stdout.splitlines()[-1]) == before
+    assert before["graphs"] == 1
+    assert before["handled"] is before["pickle"] is True
+    compiled = [call.call.path for call in seen.calls if call.call.compiled]
+    assert {"layers.0.attn", "layers.1.attn"} <= set(compiled)
+
+
+def test_a_block_tells_its_calls(tmp_path: Path) -> None:
+    body = """
+import profharness
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+with profharness.observe() as seen:
+    infer(3)
+assert [call["count"] for call in seen.calls] == [3, 3], seen.calls
+assert seen.calls[0]["path"] == "layers.0.attn"
+assert seen.backends == {"flash"}
+infer(1)
+with profharness.observe() as inner, sdpa_kernel(SDPBackend.MATH):
+    infer(1)
+assert inner.backends == {"math"}
+assert inner.calls[0]["enabled"]["flash"] is False
+assert [call["count"] for call in seen.calls] == [3, 3]
+print("held")
+"""
+    program = write(tmp_path, body)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("held\n", "")
+
+
+def test_the_fixture_is_there_for_tests_that_ask(tmp_path: Path) -> None:
+    tests = (
+        "def test_one(attention):\n    infer(1)\n    assert attention.backends == {'flash'}\n"
+        "def test_two():\n    assert type(F.scaled_dot_product_attention).__name__\n"
+    )
+    write(tmp_path, tests, "test_it.py")
+    plugin = ("-p", "profharness.observer.fixture")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "test_it.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    if "already registered" in done.stdout + done.stderr:
+        pytest.skip("the package is installed with its entry point")
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
