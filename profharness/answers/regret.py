@@ -237,10 +237,13 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     told = f", {' and '.join(shares)}" if shares else ""
     if regret.saves_ns <= 0:
         texts.append("no correct backend that was timed is shown to be faster than what ran")
-    elif regret.launch_bound and step:
+    elif regret.launch_bound:
+        waits = "the trace has no kernels, so how busy the GPU is is not told"
+        if busy:
+            waits = f"launch-bound: the GPU is busy {busy / step:.0%} of the traced step"
         texts.append(
-            f"launch-bound: the GPU is busy {busy / step:.0%} of the traced step, and kernel time saves "
-            f"wall time only where it is; at most {saved} a step{told}"
+            f"{waits}, and kernel time saves wall time only where it is busy; "
+            f"at most {saved} a step{told}"
         )
     else:
         texts.append(f"the fastest correct backends save {saved} a step{told}")
@@ -258,11 +261,9 @@ def _doubts(rows: Sequence[LayerRow], benched: Benched, times: _Times) -> list[s
     for row in rows:
         name = row.module or row.config or row.kind
         if row.saves_ns is None:
-            why = (
-                "no config replays them"
-                if not row.replayable
-                else f"run {benched.run} has no correct {row.ran} of them"
-            )
+            why = "no config replays them"
+            if row.replayable:
+                why = f"run {benched.run} has no correct {row.ran} of them"
             texts.append(f"not timed: {row.calls:g} calls a step of {name}, for {why}")
             continue
         fastest = times.fastest(row.points)

@@ -24,6 +24,7 @@ from profharness.cli._options import (
 )
 from profharness.config import split_names
 from profharness.errors import NotFoundError, UsageError
+from profharness.jobs import Listener, time_layers
 from profharness.run import BenchOptions, parse_seconds
 from profharness.store import Selection, open_store
 from profharness.views.layers import layers_document
@@ -139,8 +140,6 @@ def _config_lines(layers: LayerMap, *, timed: bool) -> list[str]:
 
 
 def _timed(layers: LayerMap, options: BenchOptions, store: Path) -> LayerMap:
-    from profharness.jobs import Listener, time_layers
-
     return time_layers(layers, options, store, Listener(hint, capture_progress))
 
 
