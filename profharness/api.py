@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import profharness.store as stores
 from profharness import jobs, stats
 from profharness.answers.agreement import predicted_rows, with_predictions
-from profharness.answers.analyze.answer import analyze_stored
 from profharness.answers.analyze.figures import FIELDS, analyze_record
+from profharness.answers.analyze.programs import analyze_selected
 from profharness.answers.bench.rows import BenchRow
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.sides import find_sides
@@ -349,7 +350,7 @@ def analyze(
     peaks may be, and errors: `analyze_stored`.
     """
     selection = Selection(run, config_list(configs), split_names(backends or ()))
-    analyses = analyze_stored(store_path(store), selection, peaks)
+    analyses = analyze_selected(store_path(store), selection, peaks, warnings.warn)
     return _frame(map(analyze_record, analyses), list(FIELDS), analyses=analyses)
 
 

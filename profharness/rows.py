@@ -233,7 +233,9 @@ class RangeRow(NamedTuple):
 
 
 class CallKernel(NamedTuple):
-    """A kernel of an attention call in a direction: `forward`, `recompute` or `backward`."""
+    """A kernel of an attention call in a direction: `forward`, `recompute` or `backward`, in one
+    launch configuration.
+    """
 
     direction: str
     kernel: str
@@ -241,6 +243,11 @@ class CallKernel(NamedTuple):
     family: str
     launches: int
     total_ns: int
+    kernel_kind: str = "kernel"
+    grid: Triple | None = None
+    block: Triple | None = None
+    registers_per_thread: int | None = None
+    shared_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

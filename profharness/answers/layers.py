@@ -160,11 +160,8 @@ def find_layers(
     chosen = [c for c in calls if (c.trace, c.step) in inside or c.trace in whole]
     chosen = chosen if step is not None else calls
     place = _place(store, run, torch)
-    groups: dict[tuple[Any, ...], list[CallRow]] = {}
-    for call in chosen:
-        groups.setdefault(_likeness(call), []).append(call)
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
-    rows = [_row(run, name, group, steps, place) for group in groups.values()]
+    rows = [_row(run, name, group, steps, place) for group in like_calls(chosen)]
     rows.sort(key=lambda row: -((row.forward_ns or 0) + (row.backward_ns or 0)))
     return LayerMap(
         run=run,
@@ -175,6 +172,14 @@ def find_layers(
         place=place,
         gpu=next((device.name for device in store.devices(run)), None),
     )
+
+
+def like_calls(calls: Iterable[CallRow]) -> list[list[CallRow]]:
+    """The calls by what they have in common, in the order of the first of each kind."""
+    groups: dict[tuple[Any, ...], list[CallRow]] = {}
+    for call in calls:
+        groups.setdefault(_likeness(call), []).append(call)
+    return list(groups.values())
 
 
 def _place(store: Store, run: str, torch: str | None) -> Place | None:
@@ -260,7 +265,7 @@ def _row(
 ) -> LayerRow:
     first, count = group[0], max(len(steps), 1)
     configs = [parse_config(call.config) for call in group if call.config]
-    middle = _median_config(configs)
+    middle = median_config(configs)
     spent: Counter[str] = Counter()
     for kernel in chain.from_iterable(call.kernels for call in group):
         spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
@@ -323,7 +328,8 @@ def _points(configs: Sequence[Config], count: int) -> tuple[tuple[str, float], .
     )
 
 
-def _median_config(configs: Sequence[Config]) -> Config | None:
+def median_config(configs: Sequence[Config]) -> Config | None:
+    """The one of median seq_kv; None of none."""
     if not configs:
         return None
     ordered = sorted(configs, key=lambda config: config.seq_len_kv)

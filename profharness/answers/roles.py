@@ -25,7 +25,7 @@ _GEMM_OPS = frozenset({"aten::bmm", "aten::mm", "aten::addmm", "aten::baddbmm"})
 _FUSED = frozenset({"flash", "flash_splitkv", "efficient", "cudnn", "flex", "triton", "fmha"})
 _FUSED_BWD = frozenset({"flash_bwd", "efficient_bwd", "cudnn_bwd", "fmha_bwd"})
 _COMBINE = frozenset({"flash_combine", "fmha_combine"})
-_AUTOGRAD = "autograd::engine::evaluate_function"
+AUTOGRAD = "autograd::engine::evaluate_function"
 _FRONT = "aten::scaled_dot_product_attention"
 _SPLIT_K = re.compile(r"splitKreduce")
 
@@ -153,7 +153,7 @@ def neutral_role(row: KernelRow) -> str:
     """The op that asked for a kernel outside of attention (`linear`, `layer_norm_bwd`); without an
     op stack its family.
     """
-    parts = [part.removeprefix(f"{_AUTOGRAD}: ") for part in _path(row)]
+    parts = [part.removeprefix(f"{AUTOGRAD}: ") for part in _path(row)]
     if not parts:
         return row.family
     if any("AccumulateGrad" in part for part in parts):
@@ -188,7 +188,7 @@ def is_backward(row: KernelRow) -> bool:
     """Whether autograd launched the row, as far as its op stack or its family tells."""
     if row.family.endswith("_bwd"):
         return True
-    return any(part.startswith(_AUTOGRAD) for part in _path(row))
+    return any(part.startswith(AUTOGRAD) for part in _path(row))
 
 
 def is_gemm(row: KernelRow) -> bool:
@@ -235,7 +235,7 @@ def _helper_role(row: KernelRow) -> str:
 def _anchor(path: Sequence[str], backward: bool) -> str | None:
     """The part below the attention op, or the autograd node; None outside of attention."""
     if backward:
-        nodes = [part for part in path if not part.startswith(_AUTOGRAD)]
+        nodes = [part for part in path if not part.startswith(AUTOGRAD)]
         return nodes[0] if nodes else ""
     inside = [
         n for n, part in enumerate(path) if part == _FRONT or part.startswith("aten::_scaled_dot")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.analyze.answer import ANALYZED, analyze_here
+from profharness.answers.analyze.answer import ANALYZED, analyze_here, prepare_peaks
+from profharness.answers.analyze.programs import analyze_program, program_of
 from profharness.cli._options import (
     backend_option,
     complete_runs,
@@ -58,6 +59,9 @@ def command(
     --config the latest run that has them, which is captured first if there is none. Counters of
     ncu are used where a run has them.
 
+    Of a program's trace the like attention calls of its layers stand for backends: those whose
+    config is known, on the time of their kernels, backward included where it was traced.
+
     Each finding is measured (a counter or a timing) or derived (a formula or a launch
     configuration), and names its figures. TFLOP/s and GB/s rest on exact FLOPs and compulsory
     bytes over the time of the column `of`. Configs that differ in one number give a sweep table.
@@ -66,9 +70,14 @@ def command(
     Examples:
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
+      profharness ingest trace.json.gz && profharness analyze --run latest
     """
-    rows, cells = find_rows(
-        store, read_selection(run, config, configs_file, backend), needs=ANALYZED
-    )
-    analyses = analyze_here(store, cells, rows, peaks, hint)
+    selection = read_selection(run, config, configs_file, backend)
+    program = program_of(store, selection)
+    if program is not None:
+        prepare_peaks(store, [program], peaks, hint)
+        analyses = analyze_program(store, program, selection, peaks, hint)
+    else:
+        rows, cells = find_rows(store, selection, needs=ANALYZED)
+        analyses = analyze_here(store, cells, rows, peaks, hint)
     emit(analyze_document(analyses, full=full), format_, output, force=force)

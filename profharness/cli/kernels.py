@@ -26,6 +26,7 @@ from profharness.cli._options import (
 )
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
+from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, of_first_profiler
 from profharness.store import ALL_RUNS, KERNELS_ELSE_CELLS, Need, Selection, open_store
 from profharness.views.document import Document
@@ -124,6 +125,7 @@ def command(
     warnings = _warnings(store, rows, cells)
     document = with_warnings(document, warnings)
     emit(document, format_, output, force=force)
+    _tell_layers(store, rows, cells)
     if chosen_format(format_, output) == "csv":
         _tell(cells, warnings)
     if expected:
@@ -212,6 +214,18 @@ def _tell(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> No
             hint(f"{cell.config} {note.label}: {note.text}")
     for note in warning_notes(warnings):
         hint(f"warning: {note.label}: {note.text}")
+
+
+def _tell_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
+    """Name the command that shows a program's attention, where the rows are of one program."""
+    runs = {row.run for row in rows}
+    if cells or len(runs) != 1:
+        return
+    (run,) = runs
+    with open_store(path) as store:
+        found = store.has(run, "attention calls")
+    if found:
+        hint(f"see its attention layer by layer with: {shell_command('layers', run, store=path)}")
 
 
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:

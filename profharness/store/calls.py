@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from profharness.rows import CallKernel, CallRow, GapRow, StepRow
+from profharness.rows import CallKernel, CallRow, GapRow, StepRow, Triple
 from profharness.store.schema import insert_row
 
 if TYPE_CHECKING:
@@ -102,13 +102,18 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
     """The attention calls of a run, trace by trace in order of their start, with their kernels."""
     kernels: dict[int, list[CallKernel]] = {}
     for call, *values in connection.execute(
-        "SELECT k.call_id, k.direction, n.name, n.short, n.family, k.launches, k.total_ns "
+        "SELECT k.call_id, k.direction, n.name, n.short, n.family, k.launches, k.total_ns, n.kind, "
+        "l.grid_x, l.grid_y, l.grid_z, l.block_x, l.block_y, l.block_z, l.registers_per_thread, "
+        "coalesce(l.shared_bytes, l.static_shared_bytes + l.dynamic_shared_bytes) "
         "FROM call_kernels k JOIN kernels n ON n.id = k.kernel_id JOIN calls c ON c.id = k.call_id "
+        "JOIN launch_configs l ON l.id = k.launch_config_id "
         "JOIN traces t ON t.id = c.trace_id JOIN runs r ON r.id = t.run_id WHERE r.run = ? "
         "ORDER BY k.call_id, k.first_ns",
         (run,),
     ):
-        kernels.setdefault(call, []).append(CallKernel(*values))
+        grid, block = _triple(values[7:10]), _triple(values[10:13])
+        kernel = CallKernel._make((*values[:7], grid, block, *values[13:]))
+        kernels.setdefault(call, []).append(kernel)
     rows = connection.execute(
         "SELECT c.id, c.trace_id, c.ordinal, c.step, c.kind, c.op, c.sdpa_op, c.compiled, "
         "c.recompute, c.backward, c.path, c.modules, cf.label, c.reason, c.tensors, c.start_ns, "
@@ -128,6 +133,11 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
             modules, config, reason, tensors, start_ns, duration_ns,
         ) in rows
     ]  # fmt: skip
+
+
+def _triple(axes: Sequence[int | None]) -> Triple | None:
+    x, y, z = axes
+    return None if x is None or y is None or z is None else (x, y, z)
 
 
 def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:

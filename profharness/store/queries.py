@@ -42,10 +42,12 @@ from profharness.store.selection import (
     Selection,
     config_ids,
     find_run,
+    has,
     lack_of_kernels,
     shown_by,
 )
 from profharness.store.verifications import (
+    device_name,
     find_peaks,
     insert_peaks,
     verification_rows,
@@ -159,6 +161,10 @@ class Store:
     def lack_of_kernels(self, run: str) -> str | None:
         """Says that a run has no kernels and what shows the rest of it; None where it has some."""
         return lack_of_kernels(self.connection, self.path, run)
+
+    def has(self, run: str, need: Need) -> bool:
+        """Whether a run has what a question needs."""
+        return has(self.connection, run, need)
 
     def rows(
         self, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
@@ -297,7 +303,12 @@ class Store:
 
     def peaks(self, run: str | None = None, source: str | None = None) -> Peaks | None:
         """Peaks of the run's device; source (`measured`, `data sheet`) asks for one kind alone."""
-        return find_peaks(self.connection, self.environment(run), source)
+        return find_peaks(self.connection, self.device_name(run), source)
+
+    def device_name(self, run: str | None = None) -> str | None:
+        """The run's GPU, else its processor, as its environment or its traces tell it."""
+        name = device_name(self.environment(run))
+        return name or next((device.name for device in self.devices(run)), None)
 
     def add_peaks(self, peaks: Peaks, created: str, environment: Mapping[str, Any]) -> None:
         """Keep measured peaks. Needs a store opened with write."""

@@ -174,6 +174,11 @@ def lack_of_kernels(connection: sqlite3.Connection, path: Path, run: str) -> str
     return f"run {run} ({how}) has no kernels; see it with: {shown_by(connection, path, run)}"
 
 
+def has(connection: sqlite3.Connection, run: str, need: Need) -> bool:
+    """Whether a run has what is needed, of whatever config."""
+    return _has(connection, run, _OF_RUN[need])
+
+
 def _has(connection: sqlite3.Connection, run: str, condition: str) -> bool:
     query = f"SELECT 1 FROM runs r WHERE r.run = :run AND {condition}"
     values = {"run": run, "profilers": json.dumps(TRACE_PROFILERS)}

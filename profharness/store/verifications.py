@@ -106,10 +106,9 @@ def insert_peaks(
 
 
 def find_peaks(
-    connection: sqlite3.Connection, environment: Mapping[str, Any], source: str | None
+    connection: sqlite3.Connection, device: str | None, source: str | None
 ) -> Peaks | None:
     """Peaks of a device: measured if there, else from the data sheet; source asks for one alone."""
-    device = device_name(environment)
     if device is None:
         return None
     if source in (None, MEASURED):

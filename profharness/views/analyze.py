@@ -26,12 +26,14 @@ from profharness.views.document import (
     Table,
     status_note,
 )
+from profharness.views.layers import short_module
 
 EVIDENCE_SHOWN = 4
 MB = 1e6
 _COLUMNS: dict[str, Column] = {
     column.key: column
     for column in (
+        Column("module", "module", shrink=True),
         Column("backend", "backend"),
         Column("bottleneck", "bottleneck"),
         Column("duration_ns", "µs", "us", right=True),
@@ -51,7 +53,7 @@ _COLUMNS: dict[str, Column] = {
 }
 _RATES = ("tflops", "flops_share", "gb_per_s", "bandwidth_share")
 _OF_A_CELL = (
-    *("backend", "bottleneck", "duration_ns", "basis", *_RATES),
+    *("module", "backend", "bottleneck", "duration_ns", "basis", *_RATES),
     *("dram_mb", "blocks", "waves", "occupancy"),
 )
 _OF_A_SWEEP = (*("duration_ns", *_RATES, "intensity", "kv_head", "places", "waves", "bottleneck"),)
@@ -80,9 +82,12 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         blocks.append(Heading(config.label, f"run {run}" if several else ""))
         if any(analysis.figures for analysis in own):
             blocks.append(_filled(COLUMNS, [_values(each) for each in own if each.figures]))
-            blocks.append(Table(PHASE_COLUMNS, tuple(_phase_rows(own))))
+        if rows := tuple(_phase_rows(own)):
+            blocks.append(Table(PHASE_COLUMNS, rows))
         for analysis in own:
-            blocks += _notes(analysis, full=full)
+            module = short_module(analysis.module) if len(own) > 1 else None
+            label = f"{module} {analysis.backend}" if module else analysis.backend
+            blocks += _notes(analysis, label, full=full)
     sweeps = sweep(analyses)
     for name, group in sweeps:
         blocks += _sweep(name, group)
@@ -139,6 +144,7 @@ def _values(analysis: CellAnalysis) -> dict[str, Any]:
     figures, main = analysis.figures, analysis.main
     assert figures is not None
     return {
+        "module": short_module(analysis.module),
         "backend": analysis.backend,
         "bottleneck": analysis.bottleneck,
         "duration_ns": figures.duration_ns,
@@ -168,11 +174,9 @@ def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _notes(analysis: CellAnalysis, *, full: bool) -> list[Note]:
+def _notes(analysis: CellAnalysis, label: str, *, full: bool) -> list[Note]:
     if analysis.status != "ok":
-        return [
-            status_note(analysis.status, analysis.message or "no reason recorded", analysis.backend)
-        ]
+        return [status_note(analysis.status, analysis.message or "no reason recorded", label)]
     named = analysis.finding("bottleneck")
     shown = [
         finding
@@ -185,14 +189,12 @@ def _notes(analysis: CellAnalysis, *, full: bool) -> list[Note]:
     for finding in shown:
         evidence = evidence_text(finding.evidence, None if full else EVIDENCE_SHOWN)
         level = "warning" if finding.severity == "major" else "note"
-        notes.append(
-            Note(f"{finding.sentence} [{finding.grade}: {evidence}]", analysis.backend, level)
-        )
+        notes.append(Note(f"{finding.sentence} [{finding.grade}: {evidence}]", label, level))
     for rank, remedy in enumerate(analysis.remedies, start=1):
         most = "Measured:" if remedy.findings == ("faster_backend",) else "At most"
         gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
         because = ", ".join(remedy.findings)
-        notes.append(Note(f"{remedy.text}{gain} [{because}]", f"{analysis.backend}, remedy {rank}"))
+        notes.append(Note(f"{remedy.text}{gain} [{because}]", f"{label}, remedy {rank}"))
     return notes
 
 

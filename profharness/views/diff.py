@@ -13,6 +13,7 @@ from profharness.answers.diff.model import Diff, DiffRow, LayerDiff, LayerSide
 from profharness.rows import KernelRow
 from profharness.views.document import MISSING, Block, Column, Document, Heading, Note, Table
 from profharness.views.kernels import COLUMNS as KERNEL_COLUMNS
+from profharness.views.layers import short_module
 
 FIELDS = (
     *("config", "backend_baseline", "backend_candidate", "role", "verdict", "changed", "ratio"),
@@ -44,7 +45,6 @@ LAYER_COLUMNS = (
     Column("ratio", "ratio", "ratio", right=True),
     Column("verdict", "verdict"),
 )
-MODULES_SHOWN = 2  # of the modules around a call; full shows all
 
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
@@ -106,10 +106,9 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> list[Block]:
 
 
 def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
-    name = row.name
-    parts = name.split(".")
-    if not full and len(parts) > MODULES_SHOWN and "{" not in parts[0]:
-        name = ".".join(parts[-MODULES_SHOWN:])
+    side = row.baseline or row.candidate
+    module = side.module if side else None
+    name = row.name if full else short_module(module) or row.name
     told = (row.verdict, row.speed) if row.changed else (row.verdict,)
     return {
         "layer": name if row.direction == "forward" else f"{name} ({row.direction})",

@@ -89,15 +89,20 @@ def _kernels(row: LayerRow) -> dict[str, Any]:
 
 def _line(row: LayerRow, full: bool) -> dict[str, Any]:
     line = {column.key: getattr(row, column.key) for column in (*COLUMNS, *REGRET)}
-    if row.module and not full:
-        parts = row.module.split(".")
-        line["module"] = ".".join(parts[-MODULES_SHOWN:]) if "{" not in parts[0] else row.module
+    if not full:
+        line["module"] = short_module(row.module)
     if row.direction != "forward":
         line["phase"] = row.direction
     if row.kind == "fast_path":
         line["mode"] = "fast path"
     line["config"] = _config(row)
     return line
+
+
+def short_module(module: str | None) -> str | None:
+    """The innermost modules of a chain."""
+    parts = (module or "").split(".")
+    return ".".join(parts[-MODULES_SHOWN:]) if "{" not in parts[0] and module else module
 
 
 def _config(row: LayerRow) -> str | None:

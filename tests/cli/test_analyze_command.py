@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from profharness.cli.analyze import command as analyze
 from profharness.cli.kernels import command as kernels
-from profharness.errors import CaptureError, NotFoundError, UsageError
+from profharness.errors import CaptureError, UsageError
 from profharness.store import ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -144,11 +144,21 @@ def test_analyze_captures_what_is_not_stored_and_keeps_measured_peaks(
     assert "measured: " in again.stdout
 
 
-def test_a_foreign_trace_has_no_configs_to_analyze(tmp_path: Path) -> None:
+def test_a_foreign_trace_is_analyzed_by_its_calls(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     ingest_path(path, FOREIGN)
-    result = run(analyze, "--store", path)
-    assert isinstance(result.exception, NotFoundError)
+    found = rows(analyze, "--store", path)
+    ran = [row for row in found if row["config"] == "b2-h8-s512-d64-fp16"]
+    assert sorted(row["backend"] for row in ran) == ["cudnn", "efficient", "flash", "math"]
+    for row in ran:
+        assert row["basis"] == "kernel" and row["against"] == "data sheet"
+        assert row["flops_share"] == row["flops_per_s"] / 989.5e12
+        assert row["module"] is None
+    math = next(row for row in ran if row["backend"] == "math")
+    assert {kernel["role"] for kernel in math["kernels"]} >= {"softmax", "cast"}
+    assert math["bottleneck"] == "score traffic"
+    page = run(analyze, "--store", path, "--format", "html").stdout
+    assert page.count("<svg") == 1 and "Roofline" in page
     assert "captured run" in run(kernels, "--store", path, "--steps").stdout
 
 

@@ -25,7 +25,7 @@ from profharness.answers.analyze.figures import (
     us,
 )
 from profharness.answers.analyze.remedies import bottleneck, remedies
-from profharness.answers.analyze.rules import RULES, kv_places
+from profharness.answers.analyze.rules import OF_EAGER, RULES, kv_places
 from profharness.config import OWN_CHOICE, Config, parse_config
 from profharness.devices import DATA_SHEET
 from profharness.devices import MEASURED as MEASURED_PEAKS
@@ -33,18 +33,26 @@ from profharness.environment import gpu_name
 from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.rows import CALL_MEASUREMENTS, CellRow, KernelRow
 from profharness.store import Need, Selection, open_store
-from profharness.store.verifications import device_name
 
 FASTER = 1.1  # a ratio of medians below this is not worth a word
-ANALYZED: tuple[Need, ...] = ("kernels of configs", "times")  # the first that any run has
+ANALYZED: tuple[Need, ...] = (
+    "kernels of configs",
+    "times",
+    "attention calls",
+)  # the first there is
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 
 
 def analyze(
-    cell: CellRow, rows: Sequence[KernelRow], machine: Machine, others: Sequence[CellRow] = ()
+    cell: CellRow,
+    rows: Sequence[KernelRow],
+    machine: Machine,
+    others: Sequence[CellRow] = (),
+    *,
+    written_out: bool = False,
 ) -> CellAnalysis:
     """One cell from its kernel rows of any profilers. others are the cells of its config and run
-    that may be ranked.
+    that may be ranked. written_out: a program's own products and softmax, not PyTorch's math.
     """
     config = parse_config(cell.config).resolve("cuda" if machine.device else "cpu")
     empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason)
@@ -52,10 +60,11 @@ def analyze(
         return replace(empty, machine=machine)
     kernels = kernel_figures(rows, machine, cell.iterations)
     figures = cell_figures(cell, config, kernels, machine)
-    phases = phase_figures(config, kernels, figures.ridge)
+    phases = () if written_out else phase_figures(config, kernels, figures.ridge)
     main = main_kernel(kernels)
     facts = Facts(config, cell.backend, machine, figures, kernels, phases, main)
-    findings = [finding for rule in RULES for finding in rule(facts)]
+    rules = OF_EAGER if written_out else RULES
+    findings = [finding for rule in rules for finding in rule(facts)]
     findings += _faster(cell, others)
     by_code = {finding.code: finding for finding in reversed(findings)}
     word = bottleneck(facts, by_code)
@@ -201,7 +210,7 @@ def analyze_stored(
                 f"{', '.join(selected) or 'captured cells'}; profharness.capture(…) makes them"
             )
     if peaks == MEASURE:
-        measure_here(path, cells)
+        measure_here(path, [cell.run for cell in cells])
     return analyze_rows(path, cells, rows, peaks)
 
 
@@ -209,7 +218,7 @@ def analyze_rows(
     path: Path, cells: Sequence[CellRow], rows: Sequence[KernelRow], peaks: str | None
 ) -> list[CellAnalysis]:
     """The analyses of cells of any runs with their kernels; peaks as for `analyze_stored`."""
-    source = DATA_SHEET if peaks == TABLE else None
+    source = peaks_source(peaks)
     analyses: list[CellAnalysis] = []
     with open_store(path) as store:
         for run in dict.fromkeys(cell.run for cell in cells):
@@ -220,6 +229,11 @@ def analyze_rows(
             )
             analyses += analyze_all(own, mine, machine, store.wrong(run), store.cells(run))
     return analyses
+
+
+def peaks_source(peaks: str | None) -> str | None:
+    """Which of a device's peaks the store is asked for; None: what was measured, else the table."""
+    return DATA_SHEET if peaks == TABLE else None
 
 
 def analyze_here(
@@ -234,37 +248,44 @@ def analyze_here(
     """
     if not cells:
         raise NotFoundError(
-            "analyze needs the configs of a captured run; a foreign trace has none, "
-            "`profharness kernels` shows its kernels"
+            "analyze needs configs: a captured run, or a trace with attention calls, recorded with "
+            "record_shapes=True; `profharness kernels` shows the kernels of any other"
         )
-    if peaks == MEASURE or (peaks is None and _lacks_peaks(path, cells)):
+    prepare_peaks(path, [cell.run for cell in cells], peaks, say)
+    return analyze_rows(path, cells, rows, peaks)
+
+
+def prepare_peaks(
+    path: Path, runs: Sequence[str], peaks: str | None, say: Callable[[str], None]
+) -> None:
+    """Measure this machine's device where that is asked for, or once if the runs' GPU is like it."""
+    if peaks == MEASURE or (peaks is None and _lacks_peaks(path, runs)):
         say("measuring copy bandwidth and matrix rates, some seconds")
         try:
-            measure_here(path, cells)
+            measure_here(path, runs)
         except CaptureError as error:
             if peaks == MEASURE:
                 raise
             say(f"{error}; going on with the data sheet")
-    return analyze_rows(path, cells, rows, peaks)
 
 
-def _lacks_peaks(path: Path, cells: Sequence[CellRow]) -> bool:
-    """Whether cells ran on a GPU like this machine's for which the store has no measured peaks."""
+def _lacks_peaks(path: Path, runs: Sequence[str]) -> bool:
+    """Whether runs were on a GPU like this machine's for which the store has no measured peaks."""
     with open_store(path) as store:
-        gpus = {
-            store.environment(run).get("gpu")
-            for run in dict.fromkeys(cell.run for cell in cells)
+        devices = {
+            store.device_name(run)
+            for run in dict.fromkeys(runs)
             if store.peaks(run, MEASURED_PEAKS) is None
         } - {None}
-    return bool(gpus) and gpu_name() in gpus
+    return bool(devices) and gpu_name() in devices
 
 
-def measure_here(path: Path, cells: Sequence[CellRow]) -> None:
-    """Store this device's measured peaks. Raises UsageError for cells of another device."""
+def measure_here(path: Path, runs: Sequence[str]) -> None:
+    """Store this device's measured peaks. Raises UsageError for runs of another device."""
     from profharness.runner.probe import measure_peaks
 
     with open_store(path) as store:
-        devices = {device_name(store.environment(cell.run)) for cell in cells}
+        devices = {store.device_name(run) for run in dict.fromkeys(runs)}
     measured = measure_peaks()
     if devices and measured.peaks.device not in devices:
         there = ", ".join(sorted(str(name) for name in devices))

@@ -160,7 +160,7 @@ class Figures:
 class CellAnalysis:
     """Everything about one cell. bottleneck is one word, None where nothing decides; its finding
     holds the evidence. kv_places (`shared`, `L1`, `L2`) hold K and V of one head, None where sizes
-    are unknown.
+    are unknown. module names the layers of a program, None in a capture.
     """
 
     run: str
@@ -178,6 +178,7 @@ class CellAnalysis:
     machine: Machine = field(default_factory=Machine)
     main: KernelFigures | None = None
     kv_places: tuple[str, ...] | None = None
+    module: str | None = None
 
     def finding(self, code: str) -> Finding | None:
         """The finding with this code, None if it was not made."""
@@ -187,7 +188,7 @@ class CellAnalysis:
 SCHEMA = "profharness.analyze/1"
 _CELL = ("run", "cell", "config", "backend", "status", "message", "bottleneck")
 _LISTS = ("kernels", "phases", "findings", "remedies")
-FIELDS = (*_CELL, *(item.name for item in fields(Figures)), *_LISTS)
+FIELDS = (*_CELL, *(item.name for item in fields(Figures)), *_LISTS, "module")
 
 
 def analyze_record(analysis: CellAnalysis) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def analyze_record(analysis: CellAnalysis) -> dict[str, Any]:
     if analysis.figures is not None:
         record |= asdict(analysis.figures)
     record |= {name: getattr(analysis, name) for name in _CELL}
-    record["config"] = analysis.config.label
+    record |= {"config": analysis.config.label, "module": analysis.module}
     return record | {name: [asdict(item) for item in getattr(analysis, name)] for name in _LISTS}
 
 

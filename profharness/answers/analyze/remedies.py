@@ -123,6 +123,10 @@ def _split(config: Config, _: str) -> str:
     return "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
 
 
+EAGER_REMEDY = (
+    "Call torch.nn.functional.scaled_dot_product_attention (transformers: "
+    "attn_implementation='sdpa'), so that a fused backend takes the call."
+)
 # Codes of findings -> what helps. A remedy for several findings stands once, with all of them.
 REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
     (
@@ -138,6 +142,8 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
         lambda _, backend: (
             "Let a fused backend take the call; `profharness explain` says what stands in its way."
             if backend in ("math", "auto")
+            else EAGER_REMEDY
+            if backend == "eager"
             else "Compute softmax online, tile by tile, so that scores never leave the chip."
         ),
     ),

@@ -23,7 +23,7 @@ from profharness.answers.analyze.figures import (
     us,
 )
 from profharness.config import Config
-from profharness.costs import tensor_bytes
+from profharness.costs import ITEM_BYTES, MATH_BYTES, tensor_bytes
 
 GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # part of the call without a kernel running
 DRAM_EXCESS = 1.5
@@ -247,6 +247,26 @@ def score_traffic(facts: Facts) -> list[Finding]:
     factor = by_phases / figures.compulsory_bytes
     severity = "major" if factor >= 2 else "minor"
     return [Finding("score_traffic", text, severity, measured, tuple(evidence))]
+
+
+def eager_scores(facts: Facts) -> list[Finding]:
+    """Attention written out: its score matrices through memory, in the inputs' dtype at least."""
+    figures, config = facts.figures, facts.config
+    matrix = tensor_bytes(config).scores * ITEM_BYTES[str(config.dtype)] // MATH_BYTES
+    moved = 4 * matrix  # out of QK^T, into the softmax and out of it, into PV
+    factor = (moved + figures.compulsory_bytes) / figures.compulsory_bytes
+    text = (
+        f"The scores go through memory: one matrix of them is at least {size(matrix)}, and it is "
+        f"written twice and read twice where fused attention moves {size(figures.compulsory_bytes)}."
+    )
+    outside = 1 - facts.share_of(*GEMMS)
+    evidence = (
+        Evidence("score matrix", matrix, "B", f"batch x heads x seq_q x seq_kv, {config.dtype}"),
+        Evidence("compulsory bytes", figures.compulsory_bytes, "B", "shapes and dtype"),
+        share("time outside of products", outside, "roles of the kernels"),
+    )
+    severity = "major" if factor >= 2 else "minor"
+    return [Finding("score_traffic", text, severity, DERIVED, evidence)]
 
 
 def full_precision(facts: Facts) -> list[Finding]:
@@ -568,4 +588,9 @@ RULES: tuple[Rule, ...] = (
     *(intensity, achieved, above_ceiling, dram_traffic, launch_gap),
     *(blocks_and_waves, occupancy, kv_traffic, cache_traffic, working_set, unused_shared),
     *(score_traffic, full_precision, split_overhead, helpers),
+)
+# Attention that a program writes out computes in dtypes of its own.
+OF_EAGER: tuple[Rule, ...] = (
+    *(rule for rule in RULES if rule not in (score_traffic, full_precision)),
+    eager_scores,
 )

@@ -1,0 +1,210 @@
+"""Analyses of a traced program: its like attention calls as cells, their kernels as those of one
+call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from profharness.answers.analyze.answer import (
+    ANALYZED,
+    MEASURE,
+    SOURCES,
+    analyze,
+    analyze_stored,
+    measure_here,
+    peaks_source,
+)
+from profharness.answers.analyze.figures import CellAnalysis, Machine, machine_of
+from profharness.answers.layers import like_calls, median_config, module_name, numbered, ran
+from profharness.answers.roles import AUTOGRAD
+from profharness.config import Config, parse_config
+from profharness.devices import Device, occupancy
+from profharness.errors import NotFoundError
+from profharness.rows import CallKernel, CallRow, CellRow, KernelRow
+from profharness.store import ALL_RUNS, Selection, open_store
+
+PROFILER = "torch"  # whose traces tell calls; of nsys' the figures would be the same
+
+
+def program_of(path: Path, selection: Selection) -> str | None:
+    """The run that is meant, if it is a program with attention calls and no capture.
+
+    None also where configs without a run are asked for, which are captured. Raises NotFoundError.
+    """
+    if selection.run == ALL_RUNS or (selection.run is None and selection.configs):
+        return None
+    with open_store(path) as store:
+        run = store.find_run(replace(selection, configs=()), *ANALYZED)
+        foreign = not store.cells(run) and store.has(run, "attention calls")
+    return run if foreign else None
+
+
+def analyze_selected(
+    path: Path, selection: Selection, peaks: str | None, say: Callable[[str], None]
+) -> list[CellAnalysis]:
+    """As `analyze_stored`, for programs too."""
+    program = program_of(path, selection)
+    if program is None or peaks not in (None, *SOURCES):
+        return analyze_stored(path, selection, peaks)
+    if peaks == MEASURE:
+        measure_here(path, [program])
+    return analyze_program(path, program, selection, peaks, say)
+
+
+def analyze_program(
+    path: Path,
+    run: str,
+    selection: Selection,
+    peaks: str | None,
+    say: Callable[[str], None],
+) -> list[CellAnalysis]:
+    """The analyses of a program's like calls, of the selected configs and of what ran. peaks as for
+    `analyze_stored`; say takes why some calls have no figures. Raises NotFoundError where none has.
+    """
+    configs, backends = selection.configs, selection.backends
+    with open_store(path) as store:
+        devices, roofs = store.devices(run), store.peaks(run, peaks_source(peaks))
+        machine = machine_of(store.environment(run), devices, roofs)
+        groups = like_calls(store.calls(run))
+    analyses, left_out = [], []
+    for number, group in enumerate(groups, start=1):
+        config = median_config([parse_config(call.config) for call in group if call.config])
+        if configs and not (config and any(wanted.matches(config) for wanted in configs)):
+            continue
+        if backends and ran(group[0]) not in backends:
+            continue
+        names = [name for call in group if (name := module_name(call))]
+        module = numbered(names) if names else None
+        own = [call for call in group if config and call.config == config.label and call.kernels]
+        why = _unknown(group[0], config, own)
+        if why or config is None:
+            left_out.append(f"{module or group[0].op} has no figures: {why}")
+            continue
+        analyses.append(_analysis(f"calls-{number}", config, module, own, machine))
+    if not analyses:
+        named = [*(config.label for config in configs), *backends]
+        asked = f" of {', '.join(named)}" if named else ""
+        why = "; ".join(left_out) or "`profharness layers` lists those there are"
+        raise NotFoundError(f"run {run} has no attention call{asked} to analyze: {why}")
+    for text in left_out:
+        say(text)
+    return analyses
+
+
+def _unknown(call: CallRow, config: Config | None, own: Sequence[CallRow]) -> str | None:
+    """Why the FLOPs or the time of calls are not known; what eager attention masks, it computes."""
+    if config is None or (call.reason and call.kind != "eager"):
+        return call.reason or "no config says what was computed"
+    return None if own else "no kernel of these calls is in the trace"
+
+
+def _analysis(
+    cell: str, config: Config, module: str | None, calls: Sequence[CallRow], machine: Machine
+) -> CellAnalysis:
+    """The analysis of calls of one config, on the median time of one."""
+    first = calls[0]
+    backward = all(any(k.direction == "backward" for k in call.kernels) for call in calls)
+    config = replace(config, bwd=config.bwd and backward)
+    kept = [
+        replace(call, kernels=tuple(k for k in call.kernels if _counts(k, config)))
+        for call in calls
+    ]
+    name = ran(first) or first.kind
+    rows = _kernel_rows(cell, config, name, kept, machine.device)
+    times = tuple(sum(kernel.total_ns for kernel in call.kernels) for call in kept)
+    row = CellRow(
+        run=first.run,
+        cell=cell,
+        config=config.label,
+        backend=name,
+        status="ok",
+        message=None,
+        choice=None,
+        sdpa_op=first.sdpa_op,
+        iterations=len(kept),
+        refusals=(),
+        warnings=(),
+        samples={"kernel": (round(median(times)),)},
+    )
+    found = analyze(row, rows, machine, written_out=first.kind == "eager")
+    return replace(found, module=module)
+
+
+def _counts(kernel: CallKernel, config: Config) -> bool:
+    """Whether a kernel belongs to what the config says."""
+    return config.bwd or kernel.direction != "backward"
+
+
+def _kernel_rows(
+    cell: str, config: Config, backend: str, calls: Sequence[CallRow], device: Device | None
+) -> list[KernelRow]:
+    """The kernels of the calls, each in one launch configuration and direction, in launch order."""
+    groups: dict[CallKernel, list[CallKernel]] = {}
+    for kernel in (kernel for call in calls for kernel in call.kernels):
+        groups.setdefault(kernel._replace(launches=0, total_ns=0), []).append(kernel)
+    whole = sum(kernel.total_ns for group in groups.values() for kernel in group)
+    return [
+        _kernel_row(calls[0].run, cell, config, backend, group, len(calls), whole, place, device)
+        for place, group in enumerate(groups.values())
+    ]
+
+
+def _kernel_row(
+    run: str,
+    cell: str,
+    config: Config,
+    backend: str,
+    group: Iterable[CallKernel],
+    calls: int,
+    whole_ns: int,
+    place: int,
+    device: Device | None,
+) -> KernelRow:
+    """One kernel; the calls tell sums of launches, so its time is a mean. A backward kernel is one
+    that autograd launched, whatever op asked for it.
+    """
+    same = list(group)
+    first = same[0]
+    launches, total = sum(k.launches for k in same), sum(k.total_ns for k in same)
+    fit = None
+    if device and first.block and None not in (first.registers_per_thread, first.shared_bytes):
+        threads = math.prod(first.block)
+        fit = occupancy(threads, first.registers_per_thread or 0, first.shared_bytes or 0, device)
+    mean = round(total / launches) if launches else None
+    return KernelRow(
+        run=run,
+        config=config.label,
+        backend=backend,
+        cell=cell,
+        profiler=PROFILER,
+        status="ok",
+        range=None,
+        kernel=first.kernel,
+        kernel_short=first.kernel_short,
+        kernel_kind=first.kernel_kind,
+        family=first.family,
+        grid=first.grid,
+        block=first.block,
+        registers_per_thread=first.registers_per_thread,
+        static_shared_bytes=None,
+        dynamic_shared_bytes=None,
+        shared_bytes=first.shared_bytes,
+        launches=launches,
+        launches_per_call=launches / calls,
+        duration_ns=mean,
+        total_ns=total,
+        min_ns=mean,
+        max_ns=mean,
+        share=total / whole_ns if whole_ns else None,
+        first_ns=place,
+        op_path=AUTOGRAD if first.direction == "backward" else None,
+        sdpa_op=None,
+        occupancy=fit.fraction if fit else None,
+        occupancy_limiter=fit.limiter if fit else None,
+        device=0,
+    )
