@@ -34,6 +34,7 @@ PAGES = (
     "docs/benchmarks.md",
     "docs/nsight.md",
     "docs/explain.md",
+    "docs/models.md",
     "docs/reliability.md",
 )
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}

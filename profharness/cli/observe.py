@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from profharness.cli._options import hint, out_option, store_option
 from profharness.errors import UsageError
+from profharness.jobs import Watched, observe_into_store
+from profharness.parse.observed import ObservedCall
 from profharness.run import ObserveOptions
 from profharness.store import open_store
-
-if TYPE_CHECKING:
-    from profharness.jobs import Watched
-    from profharness.parse.observed import ObservedCall
 
 FAILED = 1
 PROFILERS = ("torch", "none", "nsys")
@@ -80,8 +78,6 @@ def command(program: tuple[str, ...], out: Path, store: Path, **options: Any) ->
       profharness observe --rank all -- torchrun --nproc-per-node 2 train.py
       profharness layers
     """
-    from profharness.jobs import observe_into_store
-
     if program[0].startswith("-"):
         raise UsageError(
             f"{program[0]} is no program; write: profharness observe -- python train.py"

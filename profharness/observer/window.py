@@ -25,6 +25,8 @@ class Window:
         self.quiet = self.passed = self.tries = 0
         self.waited = False  # for the user's own profiler, and told so
         self.active: Any = None
+        nsys = profiler == "nsys"
+        self.ranged: Any = torch.cuda.nvtx.range if nsys else torch.profiler.record_function
         self.step_range: Any = None
 
     @property
@@ -94,17 +96,22 @@ class Window:
                 self.journal.write("window", state="waiting", why="the program's own profiler")
             return
         self.passed = 0
-        if self.profiler == "nsys":
-            torch.cuda.profiler.start()
-        else:
-            self.active = torch.profiler.profile(record_shapes=True)
-            self.active.start()
+        try:
+            if self.profiler == "nsys":
+                torch.cuda.profiler.start()
+            else:
+                self.active = torch.profiler.profile(record_shapes=True)
+                self.active.start()
+        except Exception as error:
+            self.tries = TRIES
+            self._lost(error)
+            return
         self.state = "open"
         self.journal.write("window", state="open")
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.step_range = torch.profiler.record_function(f"ProfilerStep#{self.passed}")
+        self.step_range = self.ranged(f"ProfilerStep#{self.passed}")
         self.step_range.__enter__()
 
     def _end_step(self) -> None:

@@ -26,7 +26,6 @@ sd: Any = getattr(torch._C._nn, NAME)
 is_compiling = torch.compiler.is_compiling
 comptime: Any = None  # torch._dynamo's, once that is there
 recorders: tuple[Recorder, ...] = ()
-marked: Any = torch.profiler.record_function  # the fast one would be an op, not a range
 
 
 class Sdpa:
@@ -83,14 +82,14 @@ def _recorded(frame: Any, a: tuple[Any, ...], k: dict[str, Any]) -> Any:
             continue
         if found is not None:
             if recorder.window.open:
-                marker = found[0].marker
+                marker = recorder.window.ranged(found[0].marker)
             if found[1]:
                 noted.append((recorder, found[0]))
     try:
         if marker is None:
             output = sd(*a, **k)
         else:
-            with marked(marker):
+            with marker:
                 output = sd(*a, **k)
     except BaseException:
         for recorder, entry in noted:
