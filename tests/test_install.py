@@ -41,9 +41,15 @@ ELSEWHERE = {
     "eval ": "of a shell's start-up file",
     "_PROFHARNESS_COMPLETE": "of a shell's start-up file",
     "profharness serve": "runs until it is stopped: test_serve_answers_from_the_wheel",
+    "profharness observe": "runs a program of the reader's: tests/observe",
     "profharness scrub traces/runs/20261121-152530-4142": "an id of another day: test_a_run_is_scrubbed",
 }
-PYTHON_ELSEWHERE = ("def attention(", "from pathlib", "from emulator")  # texts of kernels' files
+PYTHON_ELSEWHERE = (
+    "def attention(",
+    "import profharness\n\nwith profharness.observe",
+    "from pathlib",
+    "from emulator",
+)  # texts of kernels' files
 # Exit codes other than 0 on a machine that has no GPU and no tools, by the words of the command.
 CODES = {
     "--expect cudnn": (3,),
@@ -250,6 +256,7 @@ def test_the_implementations_are_in_the_wheel_and_in_the_sdist(installed: Instal
     home = {path.name for path in (ROOT / "kernels").iterdir() if path.is_file()}
     assert {"naive.py", "tiled.cu", "device.cuh"} <= home
     names = zipfile.ZipFile(installed.wheel).namelist()
+    assert "profharness/observer/startup/sitecustomize.py" in names
     folder = "profharness/_kernels/"
     assert {name.removeprefix(folder) for name in names if name.startswith(folder)} == home
     assert {"profharness/py.typed", "profharness/views/assets/page.css"} <= set(names)
