@@ -176,8 +176,7 @@ def test_a_short_range_is_asked_whole() -> None:
 def test_a_property_that_is_put_is_got(name: str, value: int) -> None:
     config = put(parse_config("2,8,512,64,head_dim_v=32"), name, value)
     if config is None:
-        assert name == "kv_heads"
-        assert 8 % value
+        assert (name == "kv_heads" and 8 % value) or (name == "kv_batch" and value not in (1, 2))
     else:
         assert get(config, name) == value
         assert parse_config(config.label) == config

@@ -26,7 +26,7 @@ def get(config: Config, name: str) -> Value:
 def put(config: Config, name: str, value: int) -> Config | None:
     """The config with a numeric property set: kv_heads follows heads and head_dim_v head_dim where
     they were the same, and strides are left out. None where no such config exists (kv_heads that
-    does not divide heads).
+    does not divide heads, two unlike batches of which none is 1).
     """
     config = replace(config, q_strides=None, k_strides=None, v_strides=None, mask_strides=None)
     if name == "seq":
@@ -34,6 +34,10 @@ def put(config: Config, name: str, value: int) -> Config | None:
     if name == "head_dim_v":
         return replace(config, head_dim_v=None if value == config.head_dim else value)
     changed = replace(config, **{FIELDS[name]: value})  # type: ignore[arg-type]
+    if changed.key_batch == changed.batch:
+        changed = replace(changed, kv_batch=None)
+    if changed.kv_batch is not None and 1 not in (changed.kv_batch, changed.batch):
+        return None
     if name == "heads" and config.num_kv_heads == config.num_heads:
         changed = replace(changed, num_kv_heads=value)
     if name == "head_dim" and config.head_dim_v == value:

@@ -1,0 +1,54 @@
+"""Writes the maps of traces/models into docs/models.md, between its two marks.
+
+python scripts/make_models_page.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from profharness.answers.layers import find_layers
+from profharness.store import ingest_path, open_store
+from profharness.views.layers import layers_document
+from profharness.views.terminal import render_table
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- maps -->\n", "<!-- end of maps -->\n"
+TORCH = "2.11"  # of the traces
+
+
+def maps() -> str:
+    """The map of every trace, each as `profharness layers` prints it at a width of 200."""
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "models.db"
+        for path in sorted((ROOT / "traces" / "models").glob("*.json.gz")):
+            (result,) = ingest_path(store, path)
+            with open_store(store) as opened:
+                layers = find_layers(opened, result.run, torch=TORCH)
+            text = render_table(layers_document(layers), width=200).rstrip()
+            name = path.name.removesuffix(".json.gz")
+            parts.append(f"### {name}\n\n```text\n{text}\n```\n")
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Write the page, or with --check say whether it is up to date."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    head, _, rest = page.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    made = f"{head}{BEGIN}{maps()}{END}{tail}"
+    if given.check:
+        sys.exit(0 if made == page else "docs/models.md is not what traces/models gives")
+    PAGE.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
