@@ -82,7 +82,13 @@ def command(program: tuple[str, ...], out: Path, store: Path, **options: Any) ->
         raise UsageError(
             f"{program[0]} is no program; write: profharness observe -- python train.py"
         )
-    watched = observe_into_store(program, store, ObserveOptions(out=out, **options))
+    asked = ObserveOptions(out=out, **options)
+    watched = observe_into_store(program, store, asked)
+    if asked.profiler == "torch" and watched.calls and not watched.observed.run.traces:
+        hint(
+            "no step was recorded: the program ended, or ran a profiler of its own, before "
+            f"{asked.warmup} steps brought nothing new; --warmup 0 records from the first call on"
+        )
     return _report(watched, store)
 
 

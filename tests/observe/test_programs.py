@@ -141,6 +141,19 @@ def test_passes_are_steps_where_nothing_is_trained(tmp_path: Path) -> None:
     assert windows[-1]["trace"] == trace["path"]
 
 
+def test_a_short_program_is_recorded_from_its_first_call(tmp_path: Path) -> None:
+    program = write(tmp_path, "infer(2)")
+    early = observe(tmp_path, program, options=())
+    assert early.record["traces"] == []
+    assert "--warmup 0" in early.stderr
+    assert observe(tmp_path, program, options=("--warmup", "0")).record["traces"]
+
+
+def test_passes_with_gradients_and_no_optimizer_are_steps_in_the_end(tmp_path: Path) -> None:
+    body = "model = Model()\nfor _ in range(30): model(torch.randn(2, 16, 32))"
+    assert observe(tmp_path, write(tmp_path, body), options=()).record["traces"]
+
+
 def test_a_profiler_of_the_program_wins(tmp_path: Path) -> None:
     body = (
         "with torch.profiler.profile() as own:\n    train(8)\n"
