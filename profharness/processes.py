@@ -479,6 +479,12 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
 
 
+def with_startup(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The environment with a folder first on the path of every Python started in it."""
+    path = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else str(folder)}
+
+
 def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """A child of this Python that runs `code`, with pipes to its stdin and stdout."""
     return subprocess.Popen(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.errors import CaptureError
-from profharness.processes import run_in_place
+from profharness.processes import run_in_place, with_startup
 from profharness.profilers import find_profilers, require_tools
 from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import child_environment, export_report, profile_argv
@@ -66,13 +66,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
 
 def program_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment that puts the observer into every Python that the program starts."""
-    path = base.get("PYTHONPATH")
-    startup = str(OBSERVER / "startup")
-    return {
-        **base,
-        FOLDER: str(folder.resolve()),
-        "PYTHONPATH": f"{startup}{os.pathsep}{path}" if path else startup,
-    }
+    return with_startup({**base, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
 
 
 def finished(folder: Path, run: Run) -> Run:
