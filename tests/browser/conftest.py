@@ -55,7 +55,8 @@ def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser
 def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report on both captured runs, as a file."""
     folder = tmp_path_factory.mktemp("report page")
-    ingest_path(folder / "store.db", ROOT / "traces")
+    for run in sorted((ROOT / "traces").glob("h200-*")):
+        ingest_path(folder / "store.db", run)
     with open_store(folder / "store.db") as store:
         document = report_document(store, [row.run for row in store.runs()])
     page = folder / "report & page.html"

@@ -38,7 +38,8 @@ TRACES = Path(__file__).parents[2] / "traces"
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "store.db"
-    ingest_path(path, TRACES)
+    for folder in sorted(TRACES.glob("h200-*")):
+        ingest_path(path, folder)
     return path
 
 
