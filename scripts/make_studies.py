@@ -108,6 +108,7 @@ def profharness(*words: str) -> None:
 
 def measure(folder: Path, studies: Sequence[Study]) -> None:
     """Every study into folder/NAME, and the peaks of the device into the one store."""
+    folder.mkdir(parents=True, exist_ok=True)
     store = ("--store", str(folder / "store.db"))
     for study in studies:
         for run, words in study.measure.items():

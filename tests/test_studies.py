@@ -76,6 +76,7 @@ def test_real_runs_become_a_page(
         {"capture": ("capture", *quick), "bench": ("bench", *quick)},
         tuple(path.sections(steps)[number] for number in (0, 3, 4, 6)),
     )
+    (tmp_path / "runs").mkdir()
     store = ("--store", str(tmp_path / "runs" / "store.db"))
     for run, words in study.measure.items():
         studies.profharness(*words, *store, "--out", str(study.place(tmp_path / "runs", run)))
