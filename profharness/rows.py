@@ -42,6 +42,11 @@ def axes(name: str, triple: Triple | None) -> dict[str, int | None]:
     return dict(zip((f"{name}_{axis}" for axis in "xyz"), triple or (None,) * 3, strict=True))
 
 
+def triple(x: int | None, y: int | None, z: int | None) -> Triple | None:
+    """A grid or block of its three columns; None where one is not known."""
+    return None if x is None or y is None or z is None else (x, y, z)
+
+
 class _OfProfiler(Protocol):
     @property
     def run(self) -> str: ...
@@ -274,6 +279,10 @@ class CallRow:
     start_ns: int
     duration_ns: int
     kernels: tuple[CallKernel, ...] = ()
+
+
+WHOLE_TRACE = "the whole trace"
+"""The name of the one step of a trace that tells none."""
 
 
 class StepRow(NamedTuple):

@@ -17,10 +17,10 @@ from profharness.config import Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
 from profharness.errors import NotFoundError
-from profharness.rows import CallRow, GapRow, StepRow
+from profharness.rows import WHOLE_TRACE, CallRow, GapRow, StepRow
 from profharness.store import Store
 
-_NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
+NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
 EAGER = (
     "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
 )
@@ -154,14 +154,12 @@ def find_layers(
     if step is not None:
         if not 0 <= step < len(steps):
             raise NotFoundError(f"run {run} has {len(steps)} steps, 0 to {len(steps) - 1}")
-        steps = [steps[step]]
-    inside = {(row.trace, row.step) for row in steps}
-    whole = {row.trace for row in steps if row.name == "the whole trace"}
-    chosen = [c for c in calls if (c.trace, c.step) in inside or c.trace in whole]
-    chosen = chosen if step is not None else calls
+        (only,) = steps = [steps[step]]
+        inside = (only.step, None) if only.name == WHOLE_TRACE else (only.step,)
+        calls = [call for call in calls if call.trace == only.trace and call.step in inside]
     place = _place(store, run, torch)
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
-    rows = [_row(run, name, group, steps, place) for group in like_calls(chosen)]
+    rows = [_row(run, name, group, steps, place) for group in like_calls(calls)]
     rows.sort(key=lambda row: -((row.forward_ns or 0) + (row.backward_ns or 0)))
     return LayerMap(
         run=run,
@@ -205,7 +203,7 @@ def _likeness(call: CallRow) -> tuple[Any, ...]:
     shapes = tuple(tuple(t["dims"]) for t in call.tensors if t) if config is None else ()
     module = module_name(call)
     return (
-        _NUMBER.sub("{}", module) if module else None,
+        NUMBER.sub("{}", module) if module else None,
         call.kind, call.op, call.sdpa_op, config, shapes, call.compiled, call.recompute,
         call.backward, ran(call),
     )  # fmt: skip
@@ -241,11 +239,18 @@ def ran(call: CallRow) -> str | None:
     return " and ".join(sorted(map(str, families))) or None
 
 
-def numbered(names: Sequence[str]) -> str:
-    """Names that differ in their numbers as one: `layers.{0-2}.attn`."""
-    columns = [_NUMBER.findall(name) for name in names]
+def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:
+    """The modules of calls, each once."""
+    return tuple(dict.fromkeys(name for call in calls if (name := module_name(call))))
+
+
+def numbered(names: Sequence[str]) -> str | None:
+    """Names that differ in their numbers as one: `layers.{0-2}.attn`; None of none."""
+    if not names:
+        return None
+    columns = [NUMBER.findall(name) for name in names]
     numbers = iter([sorted({int(row[at]) for row in columns}) for at in range(len(columns[0]))])
-    return _NUMBER.sub(lambda _: _spans(next(numbers)), names[0])
+    return NUMBER.sub(lambda _: _spans(next(numbers)), names[0])
 
 
 def _spans(numbers: Sequence[int]) -> str:
@@ -269,7 +274,7 @@ def _row(
     spent: Counter[str] = Counter()
     for kernel in chain.from_iterable(call.kernels for call in group):
         spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
-    names = [name for call in group if (name := module_name(call))]
+    names = module_names(group)
     reasons, advice = _because(first, middle, place)
     known = any(call.kernels for call in group)
     busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
@@ -278,8 +283,8 @@ def _row(
     return LayerRow(
         run=run,
         step=step,
-        module=numbered(names) if names else None,
-        module_class=_NUMBER.sub("", first.modules[-1]).rstrip("_") if first.modules else None,
+        module=numbered(names),
+        module_class=NUMBER.sub("", first.modules[-1]).rstrip("_") if first.modules else None,
         kind=first.kind,
         config=middle.label if middle else None,
         lengths=(min(lengths), max(lengths)) if lengths else None,
@@ -298,7 +303,7 @@ def _row(
         reasons=reasons,
         advice=advice,
         replayable=middle is not None and all(call.reason is None for call in group),
-        names=tuple(dict.fromkeys(names)),
+        names=names,
         points=_points(configs, count),
     )
 

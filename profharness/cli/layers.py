@@ -121,7 +121,8 @@ def command(
     if only_configs:
         click.echo("\n".join(_config_lines(layers, timed=regret)))
     else:
-        layers = layers if options is None else _timed(layers, options, store)
+        if options is not None:
+            layers = time_layers(layers, options, store, Listener(hint, capture_progress))
         told = layers.regret
         with measured("layers", name, "--bench", told.run) if told else contextlib.nullcontext():
             emit(layers_document(layers, full=full), format_, output, force=force)
@@ -137,10 +138,6 @@ def _config_lines(layers: LayerMap, *, timed: bool) -> list[str]:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
         raise NotFoundError(f"no config replays a call of run {layers.run}: {'; '.join(reasons)}")
     return lines
-
-
-def _timed(layers: LayerMap, options: BenchOptions, store: Path) -> LayerMap:
-    return time_layers(layers, options, store, Listener(hint, capture_progress))
 
 
 def _bench_options(

@@ -159,10 +159,11 @@ def find_calls(
         (index, "recompute" if draft.recompute else "forward", draft.thread, draft.start, draft.end)
         for index, draft in enumerate(drafts)
     ]
-    stretches += _backward(drafts, tree, list(flows))
+    evaluations = Tree(op for op in tree.spans if op.name.startswith(EVALUATION))
+    stretches += _backward(drafts, tree, evaluations, list(flows))
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
     last = max((op.end for op in tree.spans), default=0)
-    steps = _steps(ranges, _outermost(chains.tree, tree), base, last)
+    steps = _steps(ranges, _outermost(chains.tree, evaluations), base, last)
     begins = [step.start_ns for step in steps]
     paths = _paths(drafts, ranges, threads, base)
     calls = []
@@ -296,9 +297,9 @@ def _plain(tree: Tree, places: Sequence[int], modules: _Modules) -> _Draft | Non
     tensors: tuple[TensorArgument | None, ...] = (None,) * 4
     unsaid: str | None = NO_SHAPES
     if query and keys and weights and value:
-        if query.dims[-1] != keys.dims[-2:-1][0] if len(keys.dims) > 1 else True:
+        if len(query.dims) < 3 or len(keys.dims) < 2 or query.dims[-1] != keys.dims[-2]:
             return None
-        if weights.dims[-2:] != (query.dims[-2], keys.dims[-1]) or len(query.dims) < 3:
+        if weights.dims[-2:] != (query.dims[-2], keys.dims[-1]):
             return None
         key = TensorArgument((*keys.dims[:-2], keys.dims[-1], keys.dims[-2]), None, keys.dtype)
         tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
@@ -317,12 +318,11 @@ def _plain(tree: Tree, places: Sequence[int], modules: _Modules) -> _Draft | Non
 
 
 def _backward(
-    drafts: Sequence[_Draft], tree: Tree, flows: Sequence[Flow]
+    drafts: Sequence[_Draft], tree: Tree, evaluations: Tree, flows: Sequence[Flow]
 ) -> Iterator[tuple[int, str, int, int, int]]:
     """The stretches of the calls' backwards: where the arrows from a call's ops lead; without arrows
     by autograd's sequence numbers; in compiled code, which has neither, by shape from the end.
     """
-    evaluations = Tree(op for op in tree.spans if op.name.startswith(EVALUATION))
     forward = Intervals.build(
         *np.array([(d.thread, d.start, d.end) for d in drafts], np.int64).reshape(-1, 3).T
     )
@@ -380,13 +380,11 @@ def _paths(
 ) -> list[str | None]:
     """The dotted module path of each call that a marker around it tells."""
     numbers = {thread: number for number, thread in enumerate(threads)}
+    starts = ((row, row.start_ns - base) for row in ranges if row.name.startswith(MARKER))
     markers = Tree(
         Detail(row.name, start, start + row.duration_ns, numbers.get((row.pid, row.tid), -1))
-        for row in ranges
-        if row.name.startswith(MARKER) and (start := row.start_ns - base) is not None
+        for row, start in starts
     )
-    if not markers.spans:
-        return [None] * len(drafts)
     around = markers.around((draft.thread, draft.start) for draft in drafts)
     return [chain[-1].name.removeprefix(MARKER) if chain else None for chain in around]
 
@@ -428,10 +426,9 @@ def _replayed(
         return None, str(error)
 
 
-def _outermost(modules: Tree, ops: Tree) -> list[Detail]:
+def _outermost(modules: Tree, evaluations: Tree) -> list[Detail]:
     """The modules that no other one is around, in order; not those that a backward calls again."""
     spans = [span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0]
-    evaluations = Tree(op for op in ops.spans if op.name.startswith(EVALUATION))
     around = evaluations.around((span.thread, span.start) for span in spans)
     kept = (span for span, nodes in zip(spans, around, strict=True) if not nodes)
     return sorted(kept, key=lambda span: int(span.start))

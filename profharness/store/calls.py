@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from profharness.rows import CallKernel, CallRow, GapRow, StepRow, Triple
+from profharness.rows import WHOLE_TRACE, CallKernel, CallRow, GapRow, StepRow, triple
 from profharness.store.schema import insert_row
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-ConfigIds = Callable[[sqlite3.Connection, Iterable["Config"]], dict["Config", int]]
 GAPS = 5  # the largest ones
 # Where a device was idle: each launch against the latest end of those before it.
 _ENDS = """
@@ -52,8 +51,12 @@ class CallLaunches:
             keys = [batch.call_span[mine], kernel[mine], launch_config[mine]]
             self._grouping.add(keys, batch.duration_ns[mine], batch.start_ns[mine])
 
-    def insert(self, connection: sqlite3.Connection, trace_id: int, config_ids: ConfigIds) -> None:
-        """Insert steps, calls and their kernels inside the caller's transaction."""
+    def insert(
+        self, connection: sqlite3.Connection, trace_id: int, configs: Mapping[Config, int]
+    ) -> None:
+        """Insert steps, calls and their kernels inside the caller's transaction. configs has the
+        row ids of the calls' configs.
+        """
         trace = self._trace
         connection.executemany(
             "INSERT INTO steps (trace_id, ordinal, name, start_ns, duration_ns) VALUES (?, ?, ?, ?, ?)",
@@ -62,7 +65,6 @@ class CallLaunches:
                 for at, step in enumerate(trace.steps)
             ),
         )
-        configs = config_ids(connection, (call.config for call in trace.calls if call.config))
         ids = []
         for ordinal, call in enumerate(trace.calls):
             row = {
@@ -85,12 +87,12 @@ class CallLaunches:
         grouped = self._grouping.finish()
         columns = (grouped.fine.count, grouped.fine.total, grouped.fine.first)
         rows = zip(grouped.keys.tolist(), *(column.tolist() for column in columns), strict=True)
-        added: dict[tuple[int, str, int, int], list[int]] = {}
+        added: dict[tuple[int, str, int, int], tuple[int, int, int]] = {}
         for (span, kernel, config), count, total, first in rows:
             place = trace.call_spans[span]
             key = (ids[place.call], place.direction, kernel, config)
-            have = added.setdefault(key, [0, 0, first])
-            added[key] = [have[0] + count, have[1] + total, min(have[2], first)]
+            before = added.get(key, (0, 0, first))
+            added[key] = (before[0] + count, before[1] + total, min(before[2], first))
         connection.executemany(
             "INSERT INTO call_kernels (call_id, direction, kernel_id, launch_config_id, launches, "
             "total_ns, first_ns) VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -111,7 +113,7 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
         "ORDER BY k.call_id, k.first_ns",
         (run,),
     ):
-        grid, block = _triple(values[7:10]), _triple(values[10:13])
+        grid, block = triple(*values[7:10]), triple(*values[10:13])
         kernel = CallKernel._make((*values[:7], grid, block, *values[13:]))
         kernels.setdefault(call, []).append(kernel)
     rows = connection.execute(
@@ -135,11 +137,6 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
     ]  # fmt: skip
 
 
-def _triple(axes: Sequence[int | None]) -> Triple | None:
-    x, y, z = axes
-    return None if x is None or y is None or z is None else (x, y, z)
-
-
 def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
     """The steps of a run's traces; a trace without any is one step from its first launch on."""
     rows: list[StepRow] = []
@@ -154,7 +151,7 @@ def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
             "SELECT ordinal, name, start_ns, duration_ns FROM steps WHERE trace_id = ? "
             "ORDER BY ordinal",
             (trace,),
-        ).fetchall() or [(0, "the whole trace", first, last - first)]
+        ).fetchall() or [(0, WHOLE_TRACE, first, last - first)]
         ends = [*(step[2] for step in steps[1:]), last + 1]
         for (step, name, start, duration), end in zip(steps, ends, strict=True):
             busy = _busy(connection, trace, start, end)

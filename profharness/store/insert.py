@@ -185,7 +185,7 @@ def insert_trace(
     kept: list[Column] = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
     grouping = Grouping()
-    calls_of = CallLaunches(trace)
+    calls_of = CallLaunches(trace) if cells is None else None  # the calls of a cell are the cell
     for batch in chain.from_iterable(map(_pieces, batches)):
         _check_batch(batch)
         keep = slice(None) if cells is None else ids.cell[batch.cell_range] != NONE
@@ -193,7 +193,8 @@ def insert_trace(
         if trace.metrics is not None:
             kept.append(np.arange(len(batch.kernel))[keep] + result.launches + result.dropped)
         stored = len(columns["trace_id"])
-        calls_of.add(batch, ids.kernel[batch.kernel], ids.launch_config[batch.launch_config])
+        if calls_of:
+            calls_of.add(batch, ids.kernel[batch.kernel], ids.launch_config[batch.launch_config])
         result.dropped += len(batch.kernel) - stored
         result.launches += stored
         if stored:
@@ -205,8 +206,9 @@ def insert_trace(
             _count_calls(per_call, columns["cell_id"], columns["iteration"])
         if progress:
             progress(len(batch.kernel))
-    if cells is None:  # the calls of a cell are the cell
-        calls_of.insert(connection, trace_id, config_ids)
+    if calls_of:
+        configs = config_ids(connection, (call.config for call in trace.calls if call.config))
+        calls_of.insert(connection, trace_id, configs)
     grouped = grouping.finish() if result.launches else None
     if grouped:
         _insert_groups(connection, trace_id, grouped, foreign=cells is None)

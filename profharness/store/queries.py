@@ -26,6 +26,7 @@ from profharness.rows import (
     RunRow,
     StepRow,
     Triple,
+    triple,
 )
 from profharness.store.calls import call_rows, gap_rows, step_rows
 from profharness.store.schema import (
@@ -40,10 +41,10 @@ from profharness.store.selection import (
     ALL_RUNS,
     Need,
     Selection,
-    config_ids,
     find_run,
     has,
     lack_of_kernels,
+    matching_configs,
     shown_by,
 )
 from profharness.store.verifications import (
@@ -201,7 +202,7 @@ class Store:
             {
                 "by_op": [by_op],
                 "run": self._selected(run, "kernels"),
-                "config_id": config_ids(self.connection, configs),
+                "config_id": matching_configs(self.connection, configs),
                 "backend": backends,
                 "profiler": profilers,
                 "cell": cells,
@@ -257,7 +258,7 @@ class Store:
         where, values = _where(
             {
                 "run": self._selected(run, "run"),
-                "config_id": config_ids(self.connection, configs),
+                "config_id": matching_configs(self.connection, configs),
                 "backend": backends,
             }
         )
@@ -423,7 +424,7 @@ def _kernel_row(
     occupancy_of: Callable[..., Occupancy | None],
     metrics: Metrics,
 ) -> KernelRow:
-    grid, block = _triple(row, "grid"), _triple(row, "block")
+    grid, block = (triple(*(row[f"{name}_{axis}"] for axis in "xyz")) for name in ("grid", "block"))
     shared = row["shared_bytes"]
     if shared is None and None not in (row["static_shared_bytes"], row["dynamic_shared_bytes"]):
         shared = row["static_shared_bytes"] + row["dynamic_shared_bytes"]
@@ -439,11 +440,6 @@ def _kernel_row(
         occupancy_limiter=occupied.limiter if occupied else None,
         metrics=metrics,
     )
-
-
-def _triple(row: Record, name: str) -> Triple | None:
-    x, y, z = row[f"{name}_x"], row[f"{name}_y"], row[f"{name}_z"]
-    return None if x is None or y is None or z is None else (x, y, z)
 
 
 def _occupancies(connection: sqlite3.Connection) -> Callable[..., Occupancy | None]:

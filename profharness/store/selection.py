@@ -75,7 +75,7 @@ class Selection:
     profilers: Sequence[str] = ()
 
 
-def config_ids(
+def matching_configs(
     connection: sqlite3.Connection, configs: Sequence[Config] | None
 ) -> list[int] | None:
     """Ids of the stored configs that any of the configs matches; without a dtype it matches any."""
@@ -126,7 +126,7 @@ def answering_runs(
 
     A run that was made to explain counts for the configs that are asked for alone.
     """
-    ids = [config_ids(connection, [config]) or [] for config in selection.configs]
+    ids = [matching_configs(connection, [config]) or [] for config in selection.configs]
     if not all(ids):
         return
     values = {

@@ -66,7 +66,8 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     blocks += [Note(text, "", "warning") for text in layers.caveats]
     if full:
         blocks += [Heading("Kernels", "in order of their first launch", 3)]
-        blocks.append(Table.of(KERNELS, (_line(row, full) | _kernels(row) for row in layers.rows)))
+        named = zip(lines, layers.rows, strict=True)
+        blocks.append(Table.of(KERNELS, (line | {"kernels": row.kernels} for line, row in named)))
     if full and layers.gaps:
         blocks += [Heading("Where the GPU waited", "the largest gaps", 3), _gaps(layers)]
     extra = {
@@ -81,10 +82,6 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
 def record_of(row: Any) -> dict[str, Any]:
     """A named tuple in JSON's types."""
     return dict(row._asdict())
-
-
-def _kernels(row: LayerRow) -> dict[str, Any]:
-    return {"kernels": row.kernels}
 
 
 def _line(row: LayerRow, full: bool) -> dict[str, Any]:

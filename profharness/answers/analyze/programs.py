@@ -20,7 +20,7 @@ from profharness.answers.analyze.answer import (
     peaks_source,
 )
 from profharness.answers.analyze.figures import CellAnalysis, Machine, machine_of
-from profharness.answers.layers import like_calls, median_config, module_name, numbered, ran
+from profharness.answers.layers import like_calls, median_config, module_names, numbered, ran
 from profharness.answers.roles import AUTOGRAD
 from profharness.config import Config, parse_config
 from profharness.devices import Device, occupancy
@@ -78,8 +78,7 @@ def analyze_program(
             continue
         if backends and ran(group[0]) not in backends:
             continue
-        names = [name for call in group if (name := module_name(call))]
-        module = numbered(names) if names else None
+        module = numbered(module_names(group))
         own = [call for call in group if config and call.config == config.label and call.kernels]
         why = _unknown(group[0], config, own)
         if why or config is None:

@@ -21,11 +21,10 @@ from profharness.answers.diff.model import (
     Program,
     Verdict,
 )
-from profharness.answers.layers import module_name, numbered, phase_of, ran
+from profharness.answers.layers import NUMBER, module_name, module_names, numbered, phase_of, ran
 from profharness.config import Config, parse_config
 from profharness.rows import CallRow
 
-NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
 # What wraps a model and is no layer of it: torch.compile, DistributedDataParallel.
 WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
 
@@ -195,11 +194,11 @@ def _calls(sites: Iterable[_Site]) -> list[CallRow]:
 def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     """What like calls of like layers have in common; their middle one by length stands for them."""
     middle = sorted(calls, key=_length)[(len(calls) - 1) // 2]
-    names = list(dict.fromkeys(name for call in calls if (name := module_name(call))))
+    names = module_names(calls)
     spent = [times for call in calls if (times := _spent(call))]
     backward = [each[1] for each in spent if each[1] is not None]
     return LayerSide(
-        module=numbered(names) if names else None,
+        module=numbered(names),
         config=middle.config,
         calls=len(calls) / max(len(program.steps), 1),
         phase=phase_of(middle),
