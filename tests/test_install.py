@@ -48,6 +48,7 @@ PYTHON_ELSEWHERE = (
     "def attention(",
     "import profharness\n\nwith profharness.observe",
     "from pathlib",
+    "with torch.profiler",  # around a step of the reader's: tests/parse/test_calls.py
     "from emulator",
 )  # texts of kernels' files
 # Exit codes other than 0 on a machine that has no GPU and no tools, by the words of the command.

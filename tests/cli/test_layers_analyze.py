@@ -70,7 +70,7 @@ def test_rates_are_of_the_kernels_of_a_call_and_its_backward(runs: dict[str, str
         backward = [
             k for c in store.calls(runs["train"]) for k in c.kernels if k.direction == "backward"
         ]
-    assert backward and row["duration_ns"] == pytest.approx(sum(spent) / len(spent), rel=1e-6)
+    assert backward and row["duration_ns"] == pytest.approx(sum(spent) / len(spent), abs=0.5)
     assert row["flops_per_s"] == pytest.approx(row["flops"] / row["duration_ns"] * 1e9)
     assert "achieved" in {finding["code"] for finding in row["findings"]}
 
