@@ -13,7 +13,7 @@ from waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 READERS = ("kineto", "ncu-csv", "nsys", "ncu-rep", "run-folder", "grammar", "store")
-TRIALS = ("kill-ingest", "disks", "writers", "pages")
+TRIALS = ("kill-ingest", "disks", "secrets", "writers", "pages")
 
 pytestmark = pytest.mark.xdist_group("campaign")
 
