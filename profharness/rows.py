@@ -279,6 +279,12 @@ class CallRow:
     start_ns: int
     duration_ns: int
     kernels: tuple[CallKernel, ...] = ()
+    graph: bool = False
+
+    @property
+    def mode(self) -> str:
+        """`eager`, `compile` or, in whatever way it was captured, `graph`."""
+        return "graph" if self.graph else "compile" if self.compiled else "eager"
 
 
 WHOLE_TRACE = "the whole trace"

@@ -79,9 +79,10 @@ class AttentionCall:
     """One attention call of a program. Times are those of its ops on the CPU.
 
     kind is `sdpa` (scaled_dot_product_attention), `inner` (the op below it alone, as compiled code
-    calls it), `fast_path` (nn.TransformerEncoder's), `flex`, `custom` (a package's op) or `eager`
-    (matrix products around a softmax). op is what was called, sdpa_op what computed it, None where
-    that is not told. recompute: it repeats a forward during a backward. backward: a gradient was
+    calls it), `fast_path` (nn.TransformerEncoder's), `flex`, `custom` (a package's op), `eager`
+    (matrix products around a softmax) or `replay` (kernels of a CUDA graph whose ops the trace does
+    not have). graph: a CUDA graph replayed it. op is what was called, sdpa_op what computed it, None
+    where that is not told. recompute: it repeats a forward during a backward. backward: a gradient was
     computed or prepared for. modules are the nn.Modules around it, outermost first; path is their
     dotted name where a marker tells it. config replays the call; reason says why there is none, or
     what of the call a config does not say. tensors are query, key, value and mask.
@@ -103,6 +104,7 @@ class AttentionCall:
     tid: int = NONE
     start_ns: int = 0
     duration_ns: int = 0
+    graph: bool = False
 
 
 DIRECTIONS = ("forward", "recompute", "backward")

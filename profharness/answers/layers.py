@@ -32,10 +32,11 @@ class LayerRow:
     has no modules. calls and times are those of one step, on average over the steps asked for.
 
     phase is `prefill`, `decode`, `cross` or `train`; direction `forward` or `recompute`; mode
-    `eager` or `compile`. asked is the backend that the program allowed, None where that is not told;
-    ran what computed it. forward_ns and backward_ns are times of kernels, None without any. share is
-    theirs of the time in which the GPU was busy, step_share of the step. config is that of the call
-    of median length, lengths the least and the largest seq_kv. reasons say why it ran so, or what
+    `eager`, `compile` or `graph` (replayed by a CUDA graph). asked is the backend that the program
+    allowed, None where that is not told; ran what computed it. forward_ns and backward_ns are
+    times of kernels, None without any. share is theirs of the time in which the GPU was busy,
+    step_share of the step. config is that of the call of median length, lengths the least and the
+    largest seq_kv. reasons say why it ran so, or what
     the config does not say; advice what would help. replayable: config is the whole call.
 
     names are the full names of the modules. mask is what the mask's contents do, `none` without a
@@ -204,7 +205,7 @@ def _likeness(call: CallRow) -> tuple[Any, ...]:
     module = module_name(call)
     return (
         NUMBER.sub("{}", module) if module else None,
-        call.kind, call.op, call.sdpa_op, config, shapes, call.compiled, call.recompute,
+        call.kind, call.op, call.sdpa_op, config, shapes, call.mode, call.recompute,
         call.backward, ran(call),
     )  # fmt: skip
 
@@ -291,7 +292,7 @@ def _row(
         calls=len(group) / count,
         phase=phase_of(first),
         direction="recompute" if first.recompute else "forward",
-        mode="compile" if first.compiled else "eager",
+        mode=first.mode,
         asked=None,
         ran=ran(first),
         sdpa_op=first.sdpa_op,
@@ -367,7 +368,13 @@ def suggestions(config: Config, place: Place) -> list[Suggestion]:
 def _caveats(rows: Iterable[LayerRow], place: Place | None) -> tuple[str, ...]:
     kept = list(rows)
     texts = []
-    if not any(row.module for row in kept):
+    live = [row for row in kept if row.kind != "replay"]
+    if len(live) < len(kept):
+        texts.append(
+            "CUDA graphs: what a replay computed is told by its capture alone; record both, or the "
+            "program without graphs."
+        )
+    if live and not any(row.module for row in live):
         texts.append("The trace has no modules: record it with with_stack=True.")
     if place is None and any(row.ran == "math" for row in kept):
         texts.append("Why math ran depends on PyTorch's release: name it with --torch.")

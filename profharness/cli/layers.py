@@ -94,7 +94,8 @@ def command(
     ProfilerStep, else it ends with an optimizer's step, else a call of the outermost module begins it.
 
     \b
-    mode   eager, compile (inside torch.compile), fast path (nn.TransformerEncoder's own op)
+    mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
+           fast path (nn.TransformerEncoder's own op)
     phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
     ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
 

@@ -25,7 +25,7 @@ from profharness.kernel_names.text import (
     template_arguments,
 )
 
-__all__ = ["FAMILIES", "KernelName", "canonical", "parse_kernel_name"]
+__all__ = ["ATTENTION_FAMILIES", "FAMILIES", "KernelName", "canonical", "parse_kernel_name"]
 
 FAMILIES = (
     "flash", "flash_splitkv", "flash_combine", "flash_bwd", "efficient", "efficient_bwd", "cudnn",
@@ -33,6 +33,12 @@ FAMILIES = (
     "memset", "memcpy", "fmha", "fmha_combine", "fmha_bwd", "collective", "norm", "rope", "moe",
     "quantize", "other",
 )  # fmt: skip
+ATTENTION_FAMILIES = frozenset(
+    family
+    for family in FAMILIES
+    if family.startswith(("flash", "efficient", "cudnn", "flex", "fmha"))
+)
+"""Families whose kernels do nothing but attention."""
 _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)
 # ATen ops that stand for one kernel
 _GROUPS = {

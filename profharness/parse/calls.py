@@ -8,7 +8,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from profharness.config import Config
 from profharness.errors import UsageError
 from profharness.parse.columns import Ints
-from profharness.parse.intervals import Intervals
+from profharness.parse.intervals import Intervals, nothing
 from profharness.parse.ops import (
     BACKWARD,
     EVALUATION,
@@ -50,16 +50,26 @@ MAX_DEPTH = 100  # modules in one another
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls in order of their start, their stretches, and where those lie: thread, start, stop."""
+    """Calls in order of their start, their stretches, and where those lie: thread, start, stop.
+    Launches of CUDA graphs lie in none: rows are their numbers, ascending, row_spans their spans.
+    """
 
     calls: tuple[AttentionCall, ...]
     spans: tuple[CallSpan, ...]
     intervals: Intervals
+    rows: Ints = field(default_factory=lambda: nothing(0))
+    row_spans: Ints = field(default_factory=lambda: nothing(0))
 
-    def lookup(self, thread: Ints, t: Ints) -> Ints:
-        """For each (thread, t) the index of the span, -1 for none."""
+    def lookup(self, thread: Ints, t: Ints, first: int | None = None) -> Ints:
+        """For each (thread, t) the index of the span, -1 for none; first is the number of the first
+        launch of a trace, where these are launches.
+        """
         rows = np.append(self.intervals.rows, -1)
-        return rows[self.intervals.innermost(thread, t)]
+        spans = rows[self.intervals.innermost(thread, t)]
+        if first is not None and len(self.rows):
+            low, high = np.searchsorted(self.rows, [first, first + len(t)])
+            spans[self.rows[low:high] - first] = self.row_spans[low:high]
+        return spans
 
 
 class Tree:
@@ -100,11 +110,11 @@ class _Modules:
             if _kind(op.name) or op.name in PRODUCTS or op.name in SOFTMAX
         ]
         moments = ((ops.spans[at].thread, ops.spans[at].start) for at in places)
-        chains = (_names(chain) for chain in self.tree.around(moments))
+        chains = (module_names(chain) for chain in self.tree.around(moments))
         self.of = dict(zip(places, chains, strict=True))
 
 
-def _names(chain: Sequence[Detail]) -> tuple[str, ...]:
+def module_names(chain: Sequence[Detail]) -> tuple[str, ...]:
     """Names such as `LlamaAttention_0`; a softmax or dropout counts as its parent."""
     names = [module.name.removeprefix(MODULE) for module in chain]
     while names and PASSED_THROUGH.fullmatch(names[-1]):
@@ -164,17 +174,14 @@ def find_calls(
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
     last = max((op.end for op in tree.spans), default=0)
     steps = _steps(ranges, _outermost(chains.tree, evaluations), base, last)
-    begins = [step.start_ns for step in steps]
     paths = _paths(drafts, ranges, threads, base)
     calls = []
     for index, draft in enumerate(drafts):
-        at = bisect_right(begins, draft.start + base) - 1
-        late = at < 0 or draft.start + base >= begins[at] + steps[at].duration_ns
         calls.append(
             replace(
                 _call(draft, index in with_backward),
                 path=paths[index],
-                step=None if late else at,
+                step=step_at(steps, draft.start + base),
                 pid=threads[draft.thread][0],
                 tid=threads[draft.thread][1],
                 start_ns=draft.start + base,
@@ -457,3 +464,9 @@ def _steps(
         Step(span.name.removeprefix(MODULE), span.start + base, max(span.end, end) - span.start)
         for span, end in zip(outermost, borders_behind, strict=False)
     )
+
+
+def step_at(steps: Sequence[Step], t: int) -> int | None:
+    """The number of the step in which a moment lies, None for none."""
+    at = bisect_right(steps, t, key=lambda step: step.start_ns) - 1
+    return at if at >= 0 and t < steps[at].start_ns + steps[at].duration_ns else None

@@ -39,6 +39,7 @@ from profharness.parse.columns import (
     make_device,
     whole,
 )
+from profharness.parse.graphs import replayed
 from profharness.parse.ops import MODULE
 from profharness.parse.packed import is_packed
 from profharness.processes import start_python
@@ -510,6 +511,7 @@ def _assemble(
     base, doubt = time_base(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     ranges, calls, steps = link.surroundings(tables, link.flows(tables.arrows), threads, base)
+    calls = replayed(source, calls, steps, threads, base)
     output = link.Output(ranges, base, Spool.temporary(stack), calls)
     stacks, doubts = link.Stacks(source, rows=rows[1]), link.Doubts()
     if tables.gpu:

@@ -491,7 +491,7 @@ class Output:
             start_ns=rows.start + self._base,
             duration_ns=rows.duration,
             bytes=rows.bytes,
-            call_span=self._calls.lookup(thread, linked.launch)
+            call_span=self._calls.lookup(thread, linked.launch, self.file.rows)
             if self._calls
             else nothing(len(thread)),
         )

@@ -70,8 +70,8 @@ class CallLaunches:
             row = {
                 name: getattr(call, name)
                 for name in (
-                    "step", "kind", "op", "sdpa_op", "compiled", "recompute", "backward", "path",
-                    "reason", "pid", "tid", "start_ns", "duration_ns",
+                    "step", "kind", "op", "sdpa_op", "compiled", "graph", "recompute", "backward",
+                    "path", "reason", "pid", "tid", "start_ns", "duration_ns",
                 )
             }  # fmt: skip
             row |= {
@@ -119,7 +119,7 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
     rows = connection.execute(
         "SELECT c.id, c.trace_id, c.ordinal, c.step, c.kind, c.op, c.sdpa_op, c.compiled, "
         "c.recompute, c.backward, c.path, c.modules, cf.label, c.reason, c.tensors, c.start_ns, "
-        "c.duration_ns FROM calls c JOIN traces t ON t.id = c.trace_id "
+        "c.duration_ns, c.graph FROM calls c JOIN traces t ON t.id = c.trace_id "
         "JOIN runs r ON r.id = t.run_id LEFT JOIN configs cf ON cf.id = c.config_id "
         "WHERE r.run = ? ORDER BY c.id",
         (run,),
@@ -128,11 +128,11 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
         CallRow(
             run, trace, ordinal, step, kind, op, sdpa_op, bool(compiled), bool(recompute),
             bool(backward), path, tuple(json.loads(modules)), config, reason,
-            tuple(json.loads(tensors)), start_ns, duration_ns, tuple(kernels.get(number, ())),
+            tuple(json.loads(tensors)), start_ns, duration_ns, tuple(kernels.get(number, ())), bool(graph),
         )
         for (
             number, trace, ordinal, step, kind, op, sdpa_op, compiled, recompute, backward, path,
-            modules, config, reason, tensors, start_ns, duration_ns,
+            modules, config, reason, tensors, start_ns, duration_ns, graph,
         ) in rows
     ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from profharness.errors import NotFoundError, StoreError
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 9  # 1 to 8 were never released
+SCHEMA_VERSION = 10  # 1 to 9 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 WHOLLY_CHECKED_BYTES = 32 << 20  # some 0.2 s
@@ -168,7 +168,8 @@ CREATE TABLE steps (
 CREATE TABLE calls (
     id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
     ordinal INTEGER NOT NULL, step INTEGER, kind TEXT NOT NULL, op TEXT NOT NULL, sdpa_op TEXT,
-    compiled INTEGER NOT NULL, recompute INTEGER NOT NULL, backward INTEGER NOT NULL, path TEXT,
+    compiled INTEGER NOT NULL, graph INTEGER NOT NULL, recompute INTEGER NOT NULL,
+    backward INTEGER NOT NULL, path TEXT,
     modules TEXT NOT NULL, config_id INTEGER REFERENCES configs(id), reason TEXT,
     tensors TEXT NOT NULL, pid INTEGER NOT NULL, tid INTEGER NOT NULL, start_ns INTEGER NOT NULL,
     duration_ns INTEGER NOT NULL) STRICT;
@@ -236,7 +237,8 @@ VIEWS = {
             coalesce(c.path, (SELECT group_concat(m.value, '.') FROM json_each(c.modules) m))
                 AS module,
             cf.label AS config, c.kind, c.op, c.sdpa_op,
-            CASE c.compiled WHEN 1 THEN 'compile' ELSE 'eager' END AS mode, c.recompute,
+            CASE WHEN c.graph THEN 'graph' WHEN c.compiled THEN 'compile' ELSE 'eager' END
+                AS mode, c.recompute,
             c.backward, sum(k.total_ns) FILTER (WHERE k.direction <> 'backward') AS forward_ns,
             sum(k.total_ns) FILTER (WHERE k.direction = 'backward') AS backward_ns,
             coalesce(sum(k.launches), 0) AS launches, c.reason,

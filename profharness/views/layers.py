@@ -90,7 +90,7 @@ def _line(row: LayerRow, full: bool) -> dict[str, Any]:
         line["module"] = short_module(row.module)
     if row.direction != "forward":
         line["phase"] = row.direction
-    if row.kind == "fast_path":
+    if row.kind == "fast_path" and row.mode == "eager":
         line["mode"] = "fast path"
     line["config"] = _config(row)
     return line

@@ -174,7 +174,7 @@ def _likeness(site: _Site) -> Hashable:
     first = site.calls[0]
     return (
         *(site.pattern, site.shape, site.direction, first.kind, first.config and _dtype(first)),
-        *(_ran(site.calls), first.compiled),
+        *(_ran(site.calls), first.mode),
     )
 
 
@@ -202,7 +202,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         config=middle.config,
         calls=len(calls) / max(len(program.steps), 1),
         phase=phase_of(middle),
-        mode="compile" if middle.compiled else "eager",
+        mode=middle.mode,
         ran=_ran(calls),
         sdpa_op=middle.sdpa_op,
         forward_ns=median(each[0] for each in spent) if spent else None,

@@ -1,0 +1,305 @@
+"""Attention in CUDA graphs: a replay's kernels share one launch call and no op, so that what they are
+tells the graph's capture, if the trace has it, else their names.
+
+A graph that was captured on one stream replays its nodes in the order of their capture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from profharness.kernel_names import ATTENTION_FAMILIES, parse_kernel_name
+from profharness.parse.calls import Calls, Tree, module_names, step_at
+from profharness.parse.columns import GpuRows, Ints, LaunchRows
+from profharness.parse.intervals import nothing
+from profharness.parse.join import Source
+from profharness.trace import AttentionCall, CallSpan, Step
+
+_API = r"(?:cuda|cu|hip)"
+REPLAY = re.compile(rf"{_API}GraphLaunch\w*")
+BEGIN = re.compile(rf"{_API}StreamBeginCapture\w*")
+END = re.compile(rf"{_API}StreamEndCapture\w*")
+NODE = re.compile(rf"{_API}\w*?(?:Launch(?:Cooperative)?Kernel|Memcpy|Memset)\w*")
+KINDS = ("kernel", "memcpy", "memset")
+UNTOLD = "recorded in a CUDA graph; its shapes are not in the trace"
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """What a launch of a graph ran, in order: places among all GPU rows, kernels and kinds. ordered:
+    on one stream.
+    """
+
+    thread: int
+    start: int
+    rows: Ints
+    kernels: Ints
+    kinds: Ints
+    ordered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """The launch calls that a capture took in, in order, and the spans of calls that they lie in."""
+
+    kinds: Ints
+    spans: Ints
+
+
+def replayed(
+    source: Source,
+    calls: Calls,
+    steps: Sequence[Step],
+    threads: Sequence[tuple[int, int]],
+    base: int,
+) -> Calls:
+    """The calls, and those of every replay of a graph: with a capture in the trace as they were
+    captured, the first in place of those; else one for each run of attention kernels.
+
+    threads: (pid, tid) by thread index; base: ns to add to every time but those of calls and steps.
+    """
+    marks = _marked(source, REPLAY)
+    if not len(marks.start):
+        return calls
+    replays = _replays(source, marks)
+    captures = _captures(source, calls, threads)
+    made = _Made(calls)
+    tree = Tree(source.tables.modules)
+    around = tree.around((replay.thread, replay.start) for replay in replays)
+    for replay, modules in zip(replays, around, strict=True):
+        pid, tid = threads[replay.thread]
+        start = replay.start + base
+        place: dict[str, Any] = {
+            "graph": True, "step": step_at(steps, start), "pid": pid, "tid": tid,
+            "start_ns": start, "duration_ns": 0,
+        }  # fmt: skip
+        if capture := _capture_of(replay, captures, calls):
+            made.copy(replay, capture, place)
+        else:
+            blank = replace(_BLANK, modules=module_names(modules), **place)
+            made.by_kernels(replay, list(_groups(source, replay)), blank)
+    return made.finish()
+
+
+_BLANK = AttentionCall(
+    kind="replay",
+    op="cudaGraphLaunch",
+    sdpa_op=None,
+    compiled=False,
+    recompute=False,
+    backward=False,
+    modules=(),
+    config=None,
+    reason=UNTOLD,
+    tensors=(None,) * 4,
+)
+
+
+class _Made:
+    """Calls and spans as they become more, and which GPU rows lie in which span."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._before = calls
+        self._calls = list(calls.calls)
+        self._spans = list(calls.spans)
+        self._replaced: set[int] = set()
+        self._waiting: list[int] = []  # calls told by kernels, whose backward may come
+        self._rows: list[Ints] = []
+        self._row_spans: list[Ints] = []
+
+    def copy(self, replay: _Replay, capture: _Capture, place: dict[str, Any]) -> None:
+        """The calls of the capture once more."""
+        numbers: dict[int, int] = {}
+        to = nothing(len(self._before.spans) + 1)
+        for span in np.unique(capture.spans[capture.spans >= 0]).tolist():
+            captured, direction = self._spans[span].call, self._spans[span].direction
+            if captured not in numbers:
+                numbers[captured] = self._copied(captured, place)
+            to[span] = self._span(numbers[captured], direction)
+        self._take(replay.rows, to[capture.spans])
+
+    def _copied(self, captured: int, place: dict[str, Any]) -> int:
+        call = replace(self._before.calls[captured], **place)
+        if captured not in self._replaced:  # what was captured only has not run
+            self._replaced.add(captured)
+            self._calls[captured] = call
+            return captured
+        self._calls.append(call)
+        return len(self._calls) - 1
+
+    def by_kernels(
+        self, replay: _Replay, groups: Sequence[tuple[bool, list[int]]], blank: AttentionCall
+    ) -> None:
+        """A call for each group of a forward; a group of a backward belongs to the last call that
+        has none yet.
+        """
+        for backward, places in groups:
+            if not backward:
+                self._calls.append(blank)
+                self._waiting.append(len(self._calls) - 1)
+                number = self._waiting[-1]
+            elif self._waiting:
+                number = self._waiting.pop()
+                self._calls[number] = replace(self._calls[number], backward=True)
+            else:
+                continue
+            span = self._span(number, "backward" if backward else "forward")
+            self._take(replay.rows[places], np.full(len(places), span, np.int64))
+
+    def _span(self, call: int, direction: str) -> int:
+        self._spans.append(CallSpan(call, direction))
+        return len(self._spans) - 1
+
+    def _take(self, rows: Ints, spans: Ints) -> None:
+        self._rows.append(rows[spans >= 0])
+        self._row_spans.append(spans[spans >= 0])
+
+    def finish(self) -> Calls:
+        """All calls in order of their start."""
+        order = sorted(range(len(self._calls)), key=lambda at: self._calls[at].start_ns)
+        number = {at: place for place, at in enumerate(order)}
+        rows = np.concatenate([nothing(0), *self._rows])
+        sort = np.argsort(rows)
+        return replace(
+            self._before,
+            calls=tuple(self._calls[at] for at in order),
+            spans=tuple(CallSpan(number[span.call], span.direction) for span in self._spans),
+            rows=rows[sort],
+            row_spans=np.concatenate([nothing(0), *self._row_spans])[sort],
+        )
+
+
+def _marked(source: Source, rule: re.Pattern[str]) -> LaunchRows:
+    """The launch calls whose name fits, in order of their start."""
+    wanted = np.array([bool(rule.fullmatch(name)) for name in source.tables.apis], np.bool_)
+    parts = [np.empty((len(LaunchRows._fields), 0), np.int64)]
+    if wanted.any():
+        for block in source.tables.launches:
+            rows = np.array(source.launches([block]))
+            parts.append(rows[:, wanted[LaunchRows(*rows).api]])
+    found = np.concatenate(parts, axis=1)
+    return LaunchRows(*found[:, np.argsort(LaunchRows(*found).start, kind="stable")])
+
+
+def _rows_of(source: Source, correlations: Ints) -> tuple[Ints, GpuRows]:
+    """GPU rows of launch calls, and their places among all."""
+    parts, places = [np.empty((len(GpuRows._fields), 0), np.int64)], [nothing(0)]
+    before = 0
+    for block in source.tables.gpu:
+        rows = source.gpu([block])
+        hit = np.flatnonzero(np.isin(rows.correlation, correlations))
+        parts.append(np.array([column[hit] for column in rows]))
+        places.append(hit + before)
+        before += block.rows
+    return np.concatenate(places), GpuRows(*np.concatenate(parts, axis=1))
+
+
+def _replays(source: Source, launches: LaunchRows) -> list[_Replay]:
+    """The replays that ran anything, in order of their launch."""
+    places, rows = _rows_of(source, launches.correlation)
+    kind_of = {kind: number for number, kind in enumerate(KINDS)}
+    kinds = np.array([kind_of[kind] for kind, _ in source.tables.kernels], np.int64)
+    order = np.lexsort((rows.start, rows.stream, rows.correlation))
+    starts = np.flatnonzero(np.diff(rows.correlation[order], prepend=-2))
+    of = dict(
+        zip(rows.correlation[order][starts].tolist(), np.split(order, starts[1:]), strict=True)
+    )
+    made = []
+    for correlation, thread, start in zip(
+        *(column.tolist() for column in (launches.correlation, launches.thread, launches.start)),
+        strict=True,
+    ):
+        if (mine := of.pop(correlation, None)) is not None:
+            kernels = rows.kernel[mine]
+            ordered = len(np.unique(rows.stream[mine])) == 1
+            made.append(_Replay(thread, start, places[mine], kernels, kinds[kernels], ordered))
+    return made
+
+
+def _captures(source: Source, calls: Calls, threads: Sequence[tuple[int, int]]) -> list[_Capture]:
+    """The captures in the trace; two at a time in one process cannot be told apart."""
+    if not calls.calls:
+        return []
+    pids = np.array([pid for pid, _ in threads], np.int64)
+    begin, end = _marked(source, BEGIN), _marked(source, END)
+    nodes = _marked(source, NODE) if len(begin.start) else begin
+    ran = np.isin(nodes.correlation, _rows_of(source, nodes.correlation)[1].correlation)
+    kinds = [
+        next((k for k in (1, 2) if KINDS[k] in name.lower()), 0) for name in source.tables.apis
+    ]
+    kind = np.array(kinds, np.int64)[nodes.api]
+    made = []
+    for low, high, pid in _windows(begin, end, pids):
+        inside = (pids[nodes.thread] == pid) & (nodes.start > low) & (nodes.start < high)
+        mine = np.flatnonzero(inside & ~ran)
+        made.append(_Capture(kind[mine], calls.lookup(nodes.thread[mine], nodes.start[mine])))
+    return made
+
+
+def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, pid) of captures that no other one of the process overlaps."""
+    moments = sorted(
+        (int(pids[thread]), start, opens)
+        for rows, opens in ((begin, True), (end, False))
+        for thread, start in zip(rows.thread.tolist(), rows.start.tolist(), strict=True)
+    )
+    process, depth, low, alone = -1, 0, 0, False
+    for pid, start, opens in moments:
+        if pid != process:
+            process, depth = pid, 0
+        if opens:
+            low, alone = start, depth == 0
+            depth += 1
+        else:
+            depth = max(depth - 1, 0)
+            if alone and depth == 0:
+                yield low, start, pid
+            alone = False
+
+
+def _capture_of(replay: _Replay, captures: Sequence[_Capture], calls: Calls) -> _Capture | None:
+    """The capture whose nodes a replay ran; None without one, or with several that differ."""
+    if not replay.ordered:
+        return None
+    fitting = [
+        c for c in captures if np.array_equal(c.kinds, replay.kinds) and (c.spans >= 0).any()
+    ]
+    said = {tuple(_said(calls, span) for span in capture.spans.tolist()) for capture in fitting}
+    return fitting[0] if len(said) == 1 else None
+
+
+def _said(calls: Calls, span: int) -> tuple[object, ...]:
+    """What tells calls of one graph from those of another."""
+    if span < 0:
+        return ()
+    call = calls.calls[calls.spans[span].call]
+    return (calls.spans[span].direction, call.op, call.tensors, call.modules, call.config)
+
+
+def _groups(source: Source, replay: _Replay) -> Iterator[tuple[bool, list[int]]]:
+    """(of a backward, places in the replay) of each run of attention kernels: next to each other,
+    of one direction, no name twice.
+    """
+    names = list(source.tables.kernels)
+    parsed = {at: parse_kernel_name(names[at][1]) for at in np.unique(replay.kernels).tolist()}
+    attention = {at: name for at, name in parsed.items() if name.family in ATTENTION_FAMILIES}
+    group: list[int] = []
+    seen: list[int] = []
+    backward = False
+    for place, kernel in enumerate(replay.kernels.tolist()):
+        name = attention.get(kernel)
+        bwd = name is not None and (name.family.endswith("_bwd") or name.direction == "bwd")
+        if group and (name is None or bwd != backward or kernel in seen):
+            yield backward, group
+            group, seen = [], []
+        if name is not None:
+            group.append(place)
+            seen.append(kernel)
+            backward = bwd
+    if group:
+        yield backward, group
