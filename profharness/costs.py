@@ -12,10 +12,9 @@ from profharness.config import Config
 from profharness.errors import UsageError
 
 CONVENTIONS = ("exact", "flash-attention")
-EXECUTIONS = ("fused", "unfused")
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 STATISTIC_BYTES = 4  # log-sum-exp and delta are fp32, one a query row
-MATH_BYTES = 4  # PyTorch's math computes 16-bit inputs in fp32
+REPEAT = "repeat K and V"  # the phase that grouped heads need where products do not group them
 SOFTMAX_OPS = 5  # a score: scale, compare, subtract and exponentiate, add, divide
 SOFTMAX_BWD_OPS = 4  # a score: multiply with the probability, subtract delta, multiply, scale
 
@@ -25,7 +24,7 @@ class TensorBytes:
     """Bytes of each tensor of a call as stored. Inputs count a dimension with stride 0 once, and
     key and value only the rows that some query sees. statistics is one log-sum-exp a query row.
     gradients are those of Q, K, V and of a mask with a gradient, written whole whatever a query
-    sees. scores is one whole score matrix of all heads, as unfused attention keeps it.
+    sees.
     """
 
     query: int
@@ -35,7 +34,6 @@ class TensorBytes:
     output: int
     statistics: int
     gradients: int
-    scores: int
 
     @property
     def forward(self) -> int:
@@ -72,8 +70,29 @@ def tensor_bytes(config: Config) -> TensorBytes:
         output=heads * rows * config.value_dim * item,
         statistics=STATISTIC_BYTES * heads * rows,
         gradients=gradients + (mask if config.mask == "float_grad" else 0),
-        scores=heads * rows * columns * MATH_BYTES,
     )
+
+
+def matrix_bytes(config: Config, dtype: str) -> int:
+    """The bytes of one whole score matrix of all heads in a dtype, as unfused attention keeps it."""
+    return _all_scores(config) * ITEM_BYTES[dtype]
+
+
+def copy_bytes(config: Config, dtype: str) -> int:
+    """The bytes of what unfused attention in a dtype copies first: K and V once a query head where
+    heads are grouped, and Q, K and V where they are widened.
+    """
+    tensors = tensor_bytes(replace(config, causal=False))  # causal saves nothing
+    widen = ITEM_BYTES[dtype] // ITEM_BYTES[str(config.dtype)]
+    repeated = config.num_heads // config.num_kv_heads
+    grown = repeated * widen
+    keys = (tensors.key + tensors.value) * grown if grown > 1 else 0
+    return keys + (tensors.query * widen if widen > 1 else 0)
+
+
+def _all_scores(config: Config) -> int:
+    """The scores of all heads, hidden ones too."""
+    return config.output_batch * config.num_heads * config.seq_len_q * config.seq_len_kv
 
 
 def _stored(batch: int, layout: str, strides: tuple[int, ...] | None) -> int:
@@ -155,16 +174,14 @@ def working_set_bytes(config: Config) -> int:
     return tensors.forward + tensors.output + tensors.gradients + tensors.statistics
 
 
-def phases(config: Config, execution: str = "fused") -> tuple[Phase, ...]:
-    """The steps of one call in order. `fused`: scores stay on the chip, so QK^T moves Q and K, PV
-    moves V and the output, and only scores that are needed are computed. The mask is read by the
-    softmax phase. `unfused`, as PyTorch's math: each step reads and writes whole score matrices in
-    fp32, causal saves nothing, K and V of grouped heads are repeated, and 16-bit inputs are cast
-    first. Raises UsageError for an unknown execution or no dtype.
+def phases(config: Config, score_dtype: str | None = None) -> tuple[Phase, ...]:
+    """The steps of one call in order. Fused, without a score_dtype: scores stay on the chip, so
+    QK^T moves Q and K, PV moves V and the output, and only scores that are needed are computed. The
+    mask is read by the softmax phase. Unfused: each step reads and writes whole score matrices in
+    score_dtype, causal saves nothing, and K and V of grouped heads are repeated. Narrower inputs are
+    cast first, as PyTorch's math casts 16-bit ones to fp32. Raises UsageError without a dtype.
     """
-    if execution not in EXECUTIONS:
-        raise UsageError(f"execution {execution!r} is not known; there are {', '.join(EXECUTIONS)}")
-    return _fused(config) if execution == "fused" else _unfused(config)
+    return _fused(config) if score_dtype is None else _unfused(config, score_dtype)
 
 
 def _fused(config: Config) -> tuple[Phase, ...]:
@@ -195,17 +212,17 @@ def _fused(config: Config) -> tuple[Phase, ...]:
     )
 
 
-def _unfused(config: Config) -> tuple[Phase, ...]:
+def _unfused(config: Config, dtype: str) -> tuple[Phase, ...]:
     tensors = tensor_bytes(config)
     whole = tensor_bytes(replace(config, causal=False))  # causal saves nothing
-    key, value, matrix = whole.key, whole.value, tensors.scores
-    scores = config.output_batch * config.num_heads * config.seq_len_q * config.seq_len_kv
-    widen = MATH_BYTES // ITEM_BYTES[str(config.dtype)]
+    key, value, matrix = whole.key, whole.value, matrix_bytes(config, dtype)
+    scores = _all_scores(config)
+    widen = ITEM_BYTES[dtype] // ITEM_BYTES[str(config.dtype)]
     repeated = config.num_heads // config.num_kv_heads
     per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
     steps = []
     if repeated > 1:
-        steps.append(Phase("repeat K and V", 0, (key + value) * (1 + repeated), matmul=False))
+        steps.append(Phase(REPEAT, 0, (key + value) * (1 + repeated), matmul=False))
     query, output = tensors.query * widen, tensors.output * widen
     key, value = key * repeated * widen, value * repeated * widen
     if widen > 1:

@@ -12,7 +12,9 @@ from profharness.config import DTYPES, MASKS, Config, parse_config
 from profharness.costs import (
     CONVENTIONS,
     compulsory_bytes,
+    copy_bytes,
     flops,
+    matrix_bytes,
     phases,
     score_count,
     tensor_bytes,
@@ -81,7 +83,7 @@ def test_fused_phases_add_up_to_the_call(config: Config) -> None:
     forward = phases(replace(config, bwd=False))
     assert sum(phase.bytes for phase in forward) == compulsory_bytes(replace(config, bwd=False))
     assert sum(phase.flops for phase in phases(config) if phase.matmul) == flops(config)
-    more = sum(phase.bytes for phase in phases(config, "unfused"))
+    more = sum(phase.bytes for phase in phases(config, "fp32"))
     assert more > sum(phase.bytes for phase in forward if phase.matmul)
 
 
@@ -117,7 +119,7 @@ def test_math_agrees_with_the_flop_counter_of_torch(config: Config) -> None:
         out = function(*tensors, is_causal=config.causal)
         if config.bwd:
             out.sum().backward()
-    ours = sum(phase.flops for phase in phases(config, "unfused") if phase.matmul)
+    ours = sum(phase.flops for phase in phases(config, "fp32") if phase.matmul)
     assert counter.get_total_flops() == ours
 
 
@@ -182,11 +184,23 @@ def test_phases_of_the_bottleneck_study() -> None:
     assert softmax.intensity is None
     assert second.flops == 262144
     assert second.intensity == pytest.approx(0.4706, abs=1e-4)
-    unfused = {phase.name: phase for phase in phases(parse_config("2,8,512,64,fp16"), "unfused")}
+    unfused = {phase.name: phase for phase in phases(parse_config("2,8,512,64,fp16"), "fp32")}
     assert list(unfused) == ["casts", "QK^T", "softmax", "PV"]
     assert unfused["softmax"].bytes == 2 * 16 * 512 * 512 * 4
-    with pytest.raises(UsageError, match="unfused"):
-        phases(parse_config("2,8,512,64,fp16"), "both")
+
+
+def test_unfused_steps_cast_only_what_they_widen() -> None:
+    """16-bit `naive` multiplies 16-bit numbers, PyTorch's math fp32 ones."""
+    config = parse_config("2,8,512,64,bf16,kv_heads=2")
+    own = {phase.name: phase.bytes for phase in phases(config, "bf16")}
+    wide = {phase.name: phase.bytes for phase in phases(config, "fp32")}
+    assert list(own) == ["repeat K and V", "QK^T", "softmax", "PV"]
+    assert list(wide) == ["repeat K and V", "casts", "QK^T", "softmax", "PV"]
+    assert (own["softmax"], wide["softmax"]) == (2 * matrix_bytes(config, "bf16"), 4 * 8388608)
+    query, key = 2 * 8 * 512 * 64 * 2, 2 * 2 * 512 * 64 * 2
+    assert copy_bytes(config, "bf16") == 2 * 4 * key
+    assert copy_bytes(config, "fp32") == 2 * 8 * key + 2 * query
+    assert copy_bytes(replace(config, num_kv_heads=8), "bf16") == 0
 
 
 def test_bytes_need_a_dtype() -> None:

@@ -18,6 +18,9 @@ ROLES = (
     *("reduce_bwd", "bwd_init", "grad_init", "grad_accumulate", "memory", "memory_bwd"),
     *("helper", "helper_bwd"),
 )
+FUSED_ROLES = ("attention", "attention_bwd")
+SCORE_ROLES = ("softmax", "qk", "pv", "qk+pv")
+GEMMS = ("qk", "pv", "qk+pv", "dV", "dP", "dV+dP", "dK", "dQ", "dK+dQ", "gemm_bwd")
 MATH_OP = "aten::_scaled_dot_product_attention_math"
 
 
@@ -127,6 +130,7 @@ def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
         for row in ordered
     ]
     _number_gemms(ordered, roles)
+    _written_out(ordered, roles)
     _own_kernel(ordered, roles)
     return list(zip(roles, ordered, strict=True))
 
@@ -162,6 +166,18 @@ def neutral_role(row: KernelRow) -> str:
     if node is None:
         return parts[0].rpartition("::")[2].strip("_") or row.family
     return _CAPITAL.sub("_", node[1]).lower() + "_bwd"
+
+
+def score_dtype(inputs: str, kernels: Sequence[tuple[str, str | None]]) -> str | None:
+    """The dtype in which score matrices went through memory, None where none did: a softmax of its
+    own and no fused kernel. fp32 takes casts, and products whose names do not say otherwise. inputs
+    is the dtype of the inputs, kernels are roles with the dtypes that names tell.
+    """
+    roles = {role for role, _ in kernels}
+    if not roles & set(SCORE_ROLES) or roles & set(FUSED_ROLES):
+        return None
+    named = {dtype for role, dtype in kernels if role in GEMMS}
+    return "fp32" if "cast" in roles and named <= {"fp32", "tf32", None} else inputs
 
 
 def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
@@ -343,6 +359,16 @@ def _per_call(row: KernelRow, calls: int | None) -> int:
     if row.launches_per_call:
         return round(row.launches_per_call)
     return round(row.launches / calls) if calls else 1
+
+
+def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
+    """Steps of a cell that writes attention out by ops of its own, from the outermost op of each."""
+    if "softmax" not in roles or set(roles) & set(FUSED_ROLES):
+        return
+    for n, row in enumerate(rows):
+        path = _path(row)
+        if row.cell is not None and path and roles[n] in ("helper", "grad_init"):
+            roles[n] = _op_role(path[0]) or roles[n]
 
 
 def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:

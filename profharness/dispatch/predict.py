@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -218,6 +218,23 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
         return None
     choice = predict(params, machine).choice
     return None if choice == "unknown" else choice
+
+
+def every_refusal(
+    config: Config, backend: str, heard: Sequence[Refusal], environment: Mapping[str, Any]
+) -> tuple[Refusal, ...]:
+    """What PyTorch said against a backend of a refused cell, and what the rules say besides: it
+    stops at the first reason. heard is returned as it is where the rules cannot tell.
+    """
+    if backend not in SDPA_BACKENDS or not heard or not rules_know(environment):
+        return tuple(heard)
+    alone = replace(
+        with_flags(environment)(from_config(config, environment["device_type"])),
+        enabled=frozenset({backend}),
+    )
+    said = {reason.code for reason in heard}
+    verdict = judge(backend, alone, machine_of(environment))
+    return (*heard, *(reason for reason in verdict.certain if reason.code not in said))
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str]:

@@ -12,6 +12,7 @@ from profharness.answers.bench.rows import BenchRow
 from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import Peaks, flop_peak
+from profharness.dispatch.predict import every_refusal
 from profharness.stats import THRESHOLD
 from profharness.views.document import (
     Block,
@@ -256,14 +257,18 @@ def _marks(answer: Benched) -> Iterator[Note]:
 
 
 def _failed(answer: Benched, explain: bool) -> Iterator[Note]:
-    """Why cells have no figure, once a reason; with explain every reason that PyTorch gave."""
+    """Why cells have no figure, once a reason; with explain every reason, those by rule included."""
     configs: dict[tuple[str, str, str], list[str]] = {}
     for cell in answer.cells:
         if cell.status == "ok":
             continue
         texts = [_opening(cell.message or cell.status)]
         if explain and cell.refusals:
-            texts = [f"{refusal.message} [{refusal.code}]" for refusal in cell.refusals]
+            config = parse_config(cell.config)
+            texts = [
+                f"{reason.message} [{reason.code}{', by rule' if reason.source == 'rule' else ''}]"
+                for reason in every_refusal(config, cell.backend, cell.refusals, answer.environment)
+            ]
         for text in texts:
             configs.setdefault((cell.backend, cell.status, text), []).append(cell.config)
     for (backend, status, text), labels in configs.items():

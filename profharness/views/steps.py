@@ -11,9 +11,16 @@ from statistics import median
 from typing import Any
 
 from profharness.answers.agreement import backend_of_op
-from profharness.answers.roles import MATH_OP, assign_roles, by_role, call_ns, launches_per_call
+from profharness.answers.roles import (
+    MATH_OP,
+    assign_roles,
+    by_role,
+    call_ns,
+    launches_per_call,
+    score_dtype,
+)
 from profharness.config import Config, parse_config
-from profharness.costs import tensor_bytes
+from profharness.costs import copy_bytes, matrix_bytes, tensor_bytes
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CellRow, KernelRow
 from profharness.views.document import (
@@ -31,10 +38,13 @@ SCHEMA = "profharness.steps/1"
 FIELDS = (
     *("run", "config", "backend", "cell", "profiler", "step", "launches_per_call", "mean_ns"),
     *("call_ns", "share", "kernels", "tile"),
+    # of the whole call, the same in all steps of a cell
+    *("kernels_ns", "graph_ns", "event_ns", "wall_ns", "speedup", "peak_memory_bytes"),
+    *("peak_over_output", "score_matrices", "growth"),
 )
 GAPS = "launch gaps"
 OTHER = "other"
-SCORE_STEPS = ("QK^T", "softmax", "PV", "QK^T and PV")
+MIB = 1 << 20
 # In the order in which they are shown: what a step is, and the roles that belong to it.
 STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("attention",)),
@@ -80,13 +90,14 @@ MATH_COLUMNS = (
 )
 BACKEND_COLUMNS = (
     Column("backend", "backend"),
-    Column("kernel_ns", "kernel µs", "us", right=True),
+    Column("kernels_ns", "kernel µs", "us", right=True),
     Column("graph_ns", "graph µs", "us", right=True),
     Column("event_ns", "event µs", "us", right=True),
+    Column("wall_ns", "wall µs", "us", right=True),
     Column("speedup", "speed-up", "ratio", right=True),
     Column("peak_mib", "peak MiB", "count", right=True),
-    Column("over_output", "peak / output", "count", right=True),
-    Column("matrices", "score matrices", "count", right=True),
+    Column("peak_over_output", "peak / output", "count", right=True),
+    Column("score_matrices", "score matrices", "count", right=True),
     Column("growth", "grows with"),
 )
 
@@ -136,23 +147,23 @@ def steps_document(
     records: list[dict[str, Any]] = []
     for run, label in dict.fromkeys((cell.run, cell.config) for cell in cells):
         own = [cell for cell in cells if (cell.run, cell.config) == (run, label)]
-        steps = {
-            cell.cell: steps_of(
-                cell, [r for r in rows if (r.run, r.cell) == (run, cell.cell)], full=full
-            )
-            for cell in own
+        rows_of = {
+            cell.cell: [r for r in rows if (r.run, r.cell) == (run, cell.cell)] for cell in own
         }
+        steps = {cell.cell: steps_of(cell, rows_of[cell.cell], full=full) for cell in own}
         on_gpu = any(row.kernel_kind != "op" for row in rows)
         config = parse_config(label).resolve("cuda" if on_gpu else "cpu")
         shown = [step for cell in own for step in steps[cell.cell]]
         blocks.append(Heading(label))
         if shown:
             blocks.append(Table.of(columns, shown))
-        blocks += _backends(config, own, steps)
+        of_cell = _backends(config, own, steps, rows_of)
+        blocks += _backend_blocks(config, own, of_cell, rows_of)
         for cell in own:
             if cell.status != "ok":
                 blocks.append(status_note(cell.status, cell.reason or "", cell.backend))
             place = {"run": cell.run, "config": cell.config, "cell": cell.cell}
+            place |= of_cell.get(cell.cell, {})
             for step in steps[cell.cell]:
                 values = asdict(step) | place
                 records.append({name: values[name] for name in FIELDS})
@@ -193,54 +204,103 @@ def _median(cell: CellRow, *names: str) -> float | None:
 
 
 def _backends(
-    config: Config, cells: Sequence[CellRow], steps: dict[str, list[Step]]
-) -> list[Block]:
-    """Times, speed-up against the slowest, and peak memory of the backends that ran."""
+    config: Config,
+    cells: Sequence[CellRow],
+    steps: dict[str, list[Step]],
+    rows_of: dict[str, list[KernelRow]],
+) -> dict[str, dict[str, Any]]:
+    """Times, speed-up against the slowest, and peak memory of the cells that ran."""
     done = [cell for cell in cells if cell.status == "ok"]
-    if not done:
-        return []
-    kernel_ns = {cell.cell: _kernel_ns(cell, steps[cell.cell]) for cell in done}
-    basis = {cell.cell: kernel_ns[cell.cell] or _median(cell, "event", "wall") for cell in done}
-    measured = [time for time in basis.values() if time]
-    slowest = max(measured, default=None)
-    tensors = tensor_bytes(config)
-    rows = []
+    kernels_ns = {cell.cell: _kernels_ns(cell, steps[cell.cell]) for cell in done}
+    basis = {cell.cell: kernels_ns[cell.cell] or _median(cell, "event", "wall") for cell in done}
+    slowest = max((time for time in basis.values() if time), default=None)
+    rows = {}
     for cell in done:
-        names = {step.step for step in steps[cell.cell]}
-        unfused = bool(names & set(SCORE_STEPS)) and "attention" not in names
         peak, time = cell.peak_memory_bytes, basis[cell.cell]
-        peak_of = {"peak_mib": 1 << 20, "over_output": tensors.output}
-        peak_of |= {"matrices": tensors.scores} if unfused else {}
-        row = {
+        dtype = _score_dtype(config, rows_of[cell.cell])
+        # where copies are the larger part, the peak says nothing of score matrices
+        matrix = matrix_bytes(config, dtype) if dtype else 0
+        told = dtype and copy_bytes(config, dtype) < matrix
+        rows[cell.cell] = {
             "backend": cell.backend,
-            "kernel_ns": kernel_ns[cell.cell],
+            "kernels_ns": kernels_ns[cell.cell],
             "graph_ns": _median(cell, "graph"),
-            "event_ns": _median(cell, "event", "wall"),
+            "event_ns": _median(cell, "event"),
+            "wall_ns": _median(cell, "wall"),
             "speedup": slowest / time if slowest and time else None,
-            "matrices": None,
-            "growth": ("S^2" if unfused else "S") if names else None,
+            "peak_memory_bytes": peak,
+            "peak_over_output": peak and peak / tensor_bytes(config).output,
+            "score_matrices": peak / matrix if peak and told else None,
+            "growth": _growth(config, dtype) if steps[cell.cell] else None,
         }
-        rows.append(row | {key: peak and peak / size for key, size in peak_of.items()})
-    text = (
-        f"output {tensors.output / (1 << 20):.2f} MiB, one score matrix in fp32 "
-        f"{tensors.scores / (1 << 20):.2f} MiB: backends with a softmax of their own hold score "
-        "matrices and grow with S^2, fused ones hold what is of the output's size and grow with S; "
-    )
-    if any("event" in cell.samples for cell in done):
+    return rows
+
+
+def _backend_blocks(
+    config: Config,
+    cells: Sequence[CellRow],
+    of_cell: dict[str, dict[str, Any]],
+    rows_of: dict[str, list[KernelRow]],
+) -> list[Block]:
+    """The table of backends and what it rests on."""
+    if not of_cell:
+        return []
+    dtypes = [_score_dtype(config, rows_of[cell]) for cell in of_cell]
+    text = _memory_text(config, [dtype for dtype in dtypes if dtype])
+    on_cpu = not any("event" in cell.samples for cell in cells if cell.status == "ok")
+    if on_cpu:
+        text += "speed-up is of the CPU's wall clock, against the slowest"
+    else:
         text += (
             "speed-up is of kernel times, against the slowest; launch gaps are the event time less "
             "the kernels, refilling the flushed L2 included"
         )
-        return [Table.of(BACKEND_COLUMNS, rows), Note(text)]
-    text += "speed-up is of the CPU's wall clock, against the slowest"
-    columns = [
-        replace(column, title="wall µs") if column.key == "event_ns" else column
-        for column in BACKEND_COLUMNS
-    ]
-    return [Table.of(columns, rows), Note(text)]
+    hidden = "event_ns" if on_cpu else "wall_ns"
+    columns = [column for column in BACKEND_COLUMNS if column.key != hidden]
+    lines = [row | {"peak_mib": _mib(row["peak_memory_bytes"])} for row in of_cell.values()]
+    return [Table.of(columns, lines), Note(text)]
 
 
-def _kernel_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / MIB
+
+
+def _score_dtype(config: Config, rows: Sequence[KernelRow]) -> str | None:
+    """The dtype of a cell's score matrices, None where it made none."""
+    roles = assign_roles(rows)
+    names = [(role, parse_kernel_name(row.kernel, row.kernel_kind).dtype) for role, row in roles]
+    return score_dtype(str(config.dtype), names)
+
+
+def _growth(config: Config, score_dtype: str | None) -> str:
+    """What a call's memory grows with, by its shapes: S is the length of queries and keys alike,
+    S_q and S_kv are the two of a config where they differ.
+    """
+    if config.seq_len_q == config.seq_len_kv:
+        return "S^2" if score_dtype else "S"
+    if not score_dtype:
+        return "S_q"
+    return "S_kv" if config.seq_len_q == 1 else "S_q x S_kv"
+
+
+def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
+    """What fused and unfused calls hold; dtypes are those of score matrices."""
+    output, held = tensor_bytes(config).output, []
+    for dtype in dict.fromkeys(dtypes):
+        text = f"one score matrix in {dtype} {matrix_bytes(config, dtype) / MIB:.2f} MiB"
+        if copies := copy_bytes(config, dtype):
+            text += f" (repeated and cast inputs {copies / MIB:.2f} MiB)"
+        held.append(text)
+    lines = ", ".join([f"output {output / MIB:.2f} MiB", *held])
+    unfused, fused = (_growth(config, dtype) for dtype in ("fp32", None))
+    return (
+        f"{lines}: backends with a softmax of their own hold score matrices and what they repeat or "
+        f"cast, and grow with {unfused}; fused ones hold what is of the output's size and grow with "
+        f"{fused}; "
+    )
+
+
+def _kernels_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:
     """Sum of the steps on a device; None for a CPU's ops, whose sum is not a latency."""
     own = [step for step in steps if step.step != GAPS]
     if not own or "wall" in cell.samples or any(step.call_ns is None for step in own):

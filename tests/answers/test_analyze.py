@@ -387,3 +387,42 @@ def test_sweeps_are_cells_that_differ_in_one_number() -> None:
         "head_dim": ["b1-h4-s64-d512-fp32", "b1-h4-s64-d2048-fp32"],
         "seq_len_kv": ["b1-h4-s64-d512-fp32", "b1-h4-s128-d512-fp32"],
     }
+
+
+def written_out(dtype: str, *, casts: bool = False) -> list[KernelRow]:
+    """What attention written out launches on 16-bit inputs, its products in a dtype."""
+    product = {"bf16": "nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "fp32": "ampere_sgemm_128x64_tn"}[
+        dtype
+    ]
+    cast = "void at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)"
+    softmax = (
+        "void softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 9, false, false, 32>()"
+    )
+    launches = [(product, "gemm", "aten::matmul;aten::bmm"), (softmax, "softmax", "aten::softmax")]
+    launches += [(product, "gemm", "aten::matmul;aten::bmm")]
+    if casts:
+        launches.insert(0, (cast, "copy", "aten::to;aten::_to_copy;aten::copy_"))
+    return [
+        replace(
+            kernel((512, 1, 1)), kernel=name, kernel_short=name, family=family, op_path=path,
+            first_ns=place,
+        )
+        for place, (name, family, path) in enumerate(launches)
+    ]  # fmt: skip
+
+
+def test_naive_in_16_bit_has_neither_casts_nor_products_in_fp32() -> None:
+    each = analyze(cell("b2-h8-s512-d64-bf16", "naive"), written_out("bf16"), MACHINE)
+    assert [phase.name for phase in each.phases] == ["QK^T", "softmax", "PV"]
+    assert evidence(each, "score_traffic")["score matrix"] == 16 * 512 * 512 * 2
+    assert each.finding("fp32_products") is None
+    assert not any("allow_fp16" in remedy.text for remedy in each.remedies)
+
+
+def test_products_in_fp32_of_a_backend_that_casts_are_its_own_to_mend() -> None:
+    each = analyze(cell("b2-h8-s512-d64-bf16", "mine"), written_out("fp32", casts=True), MACHINE)
+    assert each.phases[0].name == "casts"
+    assert evidence(each, "score_traffic")["score matrix"] == 16 * 512 * 512 * 4
+    assert each.finding("fp32_products") is not None
+    (remedy,) = [each for each in each.remedies if each.findings == ("fp32_products",)]
+    assert remedy.text.startswith("Hand bf16 to the products")

@@ -279,3 +279,25 @@ def test_softmax_that_inductor_wrote_tells_the_products_apart() -> None:
         role(replace(softmax, kernel="triton_red_fused__softmax_backward_data_1")) == "softmax_bwd"
     )
     assert role(replace(softmax, kernel="triton_poi_fused_mul_0")) == "helper"
+
+
+def test_steps_that_a_backend_writes_out_are_known_by_their_ops() -> None:
+    """The ops of kernels/naive.py with grouped heads and causal."""
+    first = rows_of("b2h8s512d64-fp16", "flash")[0]
+    launches = (
+        ("copy", "copy", "aten::repeat_interleave;aten::clone;aten::copy_"),
+        ("qk", "gemm", "aten::matmul;aten::bmm"),
+        ("scale", "elementwise", "aten::mul"),
+        ("mask", "elementwise", "aten::ones;aten::fill_"),
+        ("mask", "elementwise", "aten::masked_fill;aten::masked_fill_"),
+        ("softmax", "softmax", "aten::softmax;aten::_softmax"),
+        ("pv", "gemm", "aten::matmul;aten::bmm"),
+    )
+    rows = [
+        replace(
+            first, kernel=f"softmax_warp_forward{at}" if role == "softmax" else f"k{at}",
+            family=family, op_path=path, first_ns=at, launches=1, launches_per_call=1.0,
+        )
+        for at, (role, family, path) in enumerate(launches)
+    ]  # fmt: skip
+    assert [name for name, _ in assign_roles(rows)] == [role for role, *_ in launches]

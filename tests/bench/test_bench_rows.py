@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_samples import STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
+from written_samples import L4, STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
 
 from profharness.answers.bench.answer import bench_configs, benched
 from profharness.answers.bench.rows import (
@@ -223,6 +223,18 @@ def test_failed_cells_are_rows_that_say_why(tmp_path: Path) -> None:
     assert "undefined symbol" in short and "up to 256" not in short
     full = RENDERERS["md"](bench_document(found, explain=True))
     assert "up to 256 \\[head_dim\\]" in full and "half only \\[dtype\\]" in full
+
+
+def test_explain_has_the_reasons_that_pytorch_did_not_get_to(tmp_path: Path) -> None:
+    refused = cell(
+        "1,1,16,8192,fp32", "flash", {}, status="refused", message="head_dim",
+        refusals=(Refusal("head_dim", "up to 256"),),
+    )  # fmt: skip
+    environment = L4 | {"capability": "8.9", "cudnn": 91002}
+    found = answer(tmp_path, [refused], environment)
+    full = RENDERERS["md"](bench_document(found, explain=True))
+    assert full.count("head_dim\\]") == 1
+    assert "{Half, BFloat16}" in full and "[dtype, by rule" in full.replace("\\", "")
 
 
 def test_records_have_the_rows_keys_and_raw_adds_samples(tmp_path: Path) -> None:

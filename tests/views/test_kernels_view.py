@@ -15,11 +15,12 @@ from profharness.rows import ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, KernelRow
 from profharness.store import Selection, ingest_path, open_store
 from profharness.views.document import Table
 from profharness.views.kernels import kernel_record, kernels_document, witness_document
-from profharness.views.steps import steps_document
+from profharness.views.steps import GAPS, steps_document
 from profharness.views.terminal import MIN_SHRUNK, render_table
 
 TRACES = Path(__file__).parents[2] / "traces"
 CONFIG, LABEL = "2,8,512,64,fp16", "b2-h8-s512-d64-fp16"
+DECODE = "b1-h32-kv8-sq1-skv4096-d128-bf16"
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,21 @@ def test_whole_names_of_steps(store: Path) -> None:
         torch, cells = opened.rows(Selection("latest", profilers=("torch",)), by_op=True)
     full = render_table(steps_document(torch, cells, full=True))
     assert all(row.kernel in full for row in torch)
+
+
+def test_records_of_steps_have_what_the_table_of_backends_has(store: Path) -> None:
+    with open_store(store) as opened:
+        torch, cells = opened.rows(Selection("latest", profilers=("torch",)))
+    records = steps_document(torch, cells).records
+    by_cell = {(row["config"], row["backend"]): row for row in records}
+    square, decode = (by_cell[label, "math"] for label in (LABEL, DECODE))
+    assert (square["growth"], by_cell[LABEL, "flash"]["growth"]) == ("S^2", "S")
+    assert square["score_matrices"] == square["peak_memory_bytes"] / (16 * 512 * 512 * 4)
+    own = [row for row in records if row["cell"] == square["cell"] and row["step"] != GAPS]
+    assert square["kernels_ns"] == pytest.approx(sum(row["call_ns"] for row in own))
+    # one query: scores are a row a head, and the peak is of K and V, repeated and cast
+    assert (decode["growth"], by_cell[DECODE, "flash"]["growth"]) == ("S_kv", "S_q")
+    assert decode["score_matrices"] is None and decode["peak_over_output"] > 1000
 
 
 def test_time_a_call_adds_up_to_the_share(rows: list[KernelRow]) -> None:

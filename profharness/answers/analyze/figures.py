@@ -8,10 +8,17 @@ from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any
 
-from profharness.answers.roles import assign_roles, call_ns, launches_per_call
+from profharness.answers.roles import (
+    FUSED_ROLES,
+    assign_roles,
+    call_ns,
+    launches_per_call,
+    score_dtype,
+)
 from profharness.config import Config
-from profharness.costs import compulsory_bytes, flops, phases, working_set_bytes
+from profharness.costs import REPEAT, compulsory_bytes, flops, phases, working_set_bytes
 from profharness.devices import Device, Peaks, flop_peak, occupancy, ridge
+from profharness.kernel_names import parse_kernel_name
 from profharness.rows import (
     ACTIVE_WARPS,
     COUNTERS,
@@ -69,7 +76,6 @@ class Machine:
     peaks: Peaks | None = None
     l2_bytes: int | None = None
     tf32: bool = False
-    fp16_math: bool = False
 
 
 def machine_of(
@@ -81,14 +87,13 @@ def machine_of(
         peaks=peaks,
         l2_bytes=environment.get("l2_bytes"),
         tf32=bool(environment.get("tf32")),
-        fp16_math=bool(environment.get("fp16_reduction_math")),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFigures:
     """One kernel of a cell, times in ns per call. waves are blocks over those that fit at once.
-    achieved_occupancy, ncu_ns and what counts bytes are ncu's, per launch.
+    achieved_occupancy, ncu_ns and what counts bytes are ncu's, per launch. dtype is the name's.
     """
 
     role: str
@@ -112,6 +117,7 @@ class KernelFigures:
     grid: tuple[int, int, int] | None = None
     l1_bytes: float | None = None
     l2_bytes: float | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +230,9 @@ class Facts:
     main: KernelFigures | None
 
     @property
-    def unfused(self) -> bool:
-        return is_unfused(self.kernels)
+    def score_dtype(self) -> str | None:
+        """The dtype in which score matrices went through memory, None where none did."""
+        return _score_dtype(self.config, self.kernels)
 
     @property
     def l2_bytes(self) -> int | None:
@@ -287,8 +294,6 @@ def percent(value: float) -> str:
 # what ncu's hierarchical rooflines are made of; not among the default metrics of a capture
 L1_BYTES, L2_BYTES = "l1tex__t_bytes.sum", "lts__t_bytes.sum"
 WAVES = "launch__waves_per_multiprocessor"
-FUSED_ROLES = ("attention", "attention_bwd")
-SCORE_ROLES = ("softmax", "qk", "pv", "qk+pv")
 
 
 def kernel_figures(
@@ -355,10 +360,12 @@ def cell_figures(
 def phase_figures(
     config: Config, kernels: Sequence[KernelFigures], ridge_point: float | None
 ) -> tuple[PhaseFigures, ...]:
-    """The phases as the cell executed them, unfused where its kernels are math's."""
-    execution = "unfused" if is_unfused(kernels) else "fused"
+    """The phases as the cell's kernels show them."""
+    copies = any(kernel.role == "copy" for kernel in kernels)
     result = []
-    for phase in phases(config, execution):
+    for phase in phases(config, _score_dtype(config, kernels)):
+        if phase.name == REPEAT and not copies:
+            continue
         bound = None
         if ridge_point is not None and phase.intensity is not None and phase.matmul:
             bound = "compute" if phase.intensity >= ridge_point else "memory"
@@ -368,10 +375,8 @@ def phase_figures(
     return tuple(result)
 
 
-def is_unfused(kernels: Sequence[KernelFigures]) -> bool:
-    """Whether score matrices went through memory: a softmax of its own and no fused kernel."""
-    roles = {kernel.role for kernel in kernels}
-    return bool(roles & set(SCORE_ROLES)) and not roles & set(FUSED_ROLES)
+def _score_dtype(config: Config, kernels: Sequence[KernelFigures]) -> str | None:
+    return score_dtype(str(config.dtype), [(kernel.role, kernel.dtype) for kernel in kernels])
 
 
 def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
@@ -420,6 +425,7 @@ def _kernel(
         grid=row.grid,
         l1_bytes=_counter(counters, L1_BYTES),
         l2_bytes=_counter(counters, L2_BYTES),
+        dtype=parse_kernel_name(row.kernel, row.kernel_kind).dtype,
     )
 
 

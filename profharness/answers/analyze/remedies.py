@@ -7,13 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 from profharness.answers.analyze.figures import DERIVED, MEASURED, Facts, Finding, Remedy, percent
-from profharness.answers.analyze.rules import GEMMS
-from profharness.config import Config
+from profharness.answers.roles import GEMMS
+from profharness.config import OWN_CHOICE, Config
 from profharness.dispatch.advice import SDP_BACKENDS
 
 NEAR_PEAK = 0.6  # of a peak from which that resource is what limits
 HALF = 0.5
 BESIDE_PRODUCTS = 0.4  # of the kernel time, from which the steps between products are what limits
+
+BY_MATH = ("math", *OWN_CHOICE)  # the unfused kernels of these are those of PyTorch's math
 
 Findings = Mapping[str, Finding]
 Bottleneck = tuple[str, Finding]  # the word, and the finding `bottleneck`
@@ -141,7 +143,7 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
         ("score_traffic", "fp32_products"),
         lambda _, backend: (
             "Let a fused backend take the call; `profharness explain` says what stands in its way."
-            if backend in ("math", "auto")
+            if backend in BY_MATH
             else EAGER_REMEDY
             if backend == "eager"
             else "Compute softmax online, tile by tile, so that scores never leave the chip."
@@ -149,8 +151,12 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
     ),
     (
         ("fp32_products",),
-        "If it must be math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
-        "computes in the inputs' dtype, at the price of accuracy.",
+        lambda config, backend: (
+            "If it must be math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
+            "computes in the inputs' dtype, at the price of accuracy."
+            if backend in BY_MATH
+            else f"Hand {config.dtype} to the products; tensor cores add them up in fp32."
+        ),
     ),
     (("few_blocks",), _split),
     (

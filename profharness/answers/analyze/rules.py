@@ -22,14 +22,14 @@ from profharness.answers.analyze.figures import (
     size,
     us,
 )
+from profharness.answers.roles import GEMMS
 from profharness.config import Config
-from profharness.costs import ITEM_BYTES, MATH_BYTES, tensor_bytes
+from profharness.costs import matrix_bytes, tensor_bytes
 
 GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # part of the call without a kernel running
 DRAM_EXCESS = 1.5
 SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
 HELPERS_MINOR, HELPERS_MAJOR = 0.10, 0.30
-GEMMS = ("qk", "pv", "qk+pv", "dV", "dP", "dV+dP", "dK", "dQ", "dK+dQ", "gemm_bwd")
 COPIES = ("copy", "copy_bwd", "cast", "cast_bwd", "memory", "memory_bwd")
 TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # part of the SM time that the last wave leaves idle
 MANY_WAVES = 8
@@ -219,14 +219,15 @@ def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
 
 def score_traffic(facts: Facts) -> list[Finding]:
     """Unfused attention: score matrices through memory, by formula, and by ncu where it ran."""
-    if not facts.unfused:
+    dtype = facts.score_dtype
+    if dtype is None:
         return []
     figures = facts.figures
-    matrix = tensor_bytes(facts.config).scores
+    matrix = matrix_bytes(facts.config, dtype)
     by_phases = sum(phase.bytes for phase in facts.phases)
     outside = 1 - facts.share_of(*GEMMS)
     evidence = [
-        Evidence("score matrix", matrix, "B", "batch x heads x seq_q x seq_kv x 4"),
+        Evidence("score matrix", matrix, "B", f"batch x heads x seq_q x seq_kv, {dtype}"),
         Evidence("bytes of the steps", by_phases, "B", "phases, unfused"),
         Evidence("compulsory bytes", figures.compulsory_bytes, "B", "shapes and dtype"),
         share("time outside of products", outside, "roles of the kernels"),
@@ -252,7 +253,7 @@ def score_traffic(facts: Facts) -> list[Finding]:
 def eager_scores(facts: Facts) -> list[Finding]:
     """Attention written out: its score matrices through memory, in the inputs' dtype at least."""
     figures, config = facts.figures, facts.config
-    matrix = tensor_bytes(config).scores * ITEM_BYTES[str(config.dtype)] // MATH_BYTES
+    matrix = matrix_bytes(config, str(config.dtype))
     moved = 4 * matrix  # out of QK^T, into the softmax and out of it, into PV
     factor = (moved + figures.compulsory_bytes) / figures.compulsory_bytes
     text = (
@@ -270,9 +271,9 @@ def eager_scores(facts: Facts) -> list[Finding]:
 
 
 def full_precision(facts: Facts) -> list[Finding]:
-    """PyTorch's math computes 16-bit inputs in fp32 unless told otherwise."""
+    """Products in fp32 on 16-bit inputs, as PyTorch's math computes them unless told otherwise."""
     config, machine = facts.config, facts.machine
-    if not facts.unfused or config.dtype == "fp32" or machine.fp16_math or not machine.peaks:
+    if config.dtype == "fp32" or facts.score_dtype != "fp32" or not machine.peaks:
         return []
     name = "tf32" if machine.tf32 else "fp32"
     rates = machine.peaks.flops_per_s
