@@ -46,6 +46,8 @@ LAYER_COLUMNS = (
     Column("verdict", "verdict"),
 )
 
+UNTOLD = "whether the environments are the same is not told: a side does not name its PyTorch"
+
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
     """The answer of `profharness diff`: - is the baseline, + the candidate; full shows whole kernel
@@ -55,8 +57,10 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
     if diff.environment:
         blocks.append(Table.of(ENVIRONMENT_COLUMNS, diff.environment))
-    else:
+    elif diff.environment_told:
         blocks.append(Note("the environments are the same"))
+    else:
+        blocks.append(Note(UNTOLD, "", "warning"))
     blocks += _layer_blocks(diff.layers, full)
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}

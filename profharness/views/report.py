@@ -11,7 +11,7 @@ from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.answers.bench.answer import benched
 from profharness.answers.diff.answer import diff_cells
-from profharness.answers.diff.model import Diff
+from profharness.answers.diff.model import OF_A_FILE, Diff
 from profharness.answers.diff.sides import find_sides
 from profharness.config import parse_config
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
@@ -267,16 +267,10 @@ def problem_blocks(problems: Sequence[Problem]) -> list[Block]:
     return [Heading("Problems"), *notes]
 
 
-# What a trace says of its own file, and not of the machine.
-_OF_A_FILE = frozenset({"schemaVersion", "trace_id", "traceName", "displayTimeUnit"})
-
-
 def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
     """All keys that the run recorded, in its order."""
     columns = (Column("key", "what"), Column("value", "value"))
-    rows = tuple(
-        (key, _plain(value)) for key, value in environment.items() if key not in _OF_A_FILE
-    )
+    rows = tuple((key, _plain(value)) for key, value in environment.items() if key not in OF_A_FILE)
     if not rows and environment:
         return [Heading("Environment"), Note("the trace does not say where it was recorded")]
     return [Heading("Environment"), Table(columns, rows)] if rows else []

@@ -81,7 +81,8 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     changed = environment_changes(baseline.environment, candidate.environment)
     before, after = baseline.program, candidate.program
     layers = diff_layers(before, after, threshold) if before and after else ()
-    return Diff(baseline.label, candidate.label, tuple(changed), tuple(rows), layers)
+    told = all(side.environment.get("torch") for side in (baseline, candidate))
+    return Diff(baseline.label, candidate.label, tuple(changed), tuple(rows), layers, told)
 
 
 def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:

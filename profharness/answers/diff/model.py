@@ -136,7 +136,8 @@ class LayerDiff:
 @dataclass(frozen=True, slots=True)
 class Diff:
     """All rows in the order of the baseline's configs, and the differences of the environments.
-    layers are of two programs that have attention calls.
+    layers are of two programs that have attention calls. environment_told: both sides name their
+    PyTorch; a trace alone tells little, so that nothing differs says little too.
     """
 
     baseline: str
@@ -144,6 +145,7 @@ class Diff:
     environment: tuple[EnvChange, ...]
     rows: tuple[DiffRow, ...]
     layers: tuple[LayerDiff, ...] = ()
+    environment_told: bool = True
 
     def verdicts(self) -> Counter[str]:
         """How many rows have each verdict."""
@@ -165,11 +167,13 @@ class Diff:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars under schema `profharness.diff/1`; `layers` where there are
-        any.
+        any, `environment_told` where it is false.
         """
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
         if not self.layers:
             del plain["layers"]
+        if self.environment_told:
+            del plain["environment_told"]
         return {"schema": SCHEMA, **plain}
 
 
@@ -209,6 +213,8 @@ _EXPLAINS = {
     r"sm_mhz|clocks\.\w+|power_limit\w*": "another clock gives other times for the same kernel",
 }
 EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLAINS.items())
+# What a trace says of its own file, and not of the machine.
+OF_A_FILE = frozenset({"schemaVersion", "trace_id", "traceName", "displayTimeUnit"})
 UNIMPORTANT = re.compile(
     r"^(created|run|note|path|time(stamp)?|profharness|python|platform|host\w*)$"
 )
@@ -217,12 +223,12 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Every key whose value differs, nested dicts flattened with dots; None where a side lacks it.
-    Keys that can explain other kernels or times come first.
+    """Every key but OF_A_FILE whose value differs, nested dicts flattened with dots; None where a side
+    lacks it. Keys that can explain other kernels or times come first.
     """
     base, cand = flatten(base_env), flatten(cand_env)
     weighed = []
-    for key in base.keys() | cand.keys():
+    for key in (base.keys() | cand.keys()) - OF_A_FILE:
         if base.get(key) != cand.get(key):
             weight, explains = _weight(key)
             weighed.append((weight, EnvChange(key, base.get(key), cand.get(key), explains)))

@@ -152,7 +152,9 @@ def _has(side: Side) -> str:
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = [cell.config for cell in cells] or [str(row.range) for row in rows]
     unique = list(dict.fromkeys(labels))
-    shown = ", ".join(unique[:SHOWN]) or "no config"
+    if not unique:
+        return f"{side.label} has no cells and no kernels of what was asked for"
+    shown = ", ".join(unique[:SHOWN])
     more = f" and {len(unique) - SHOWN} more" if len(unique) > SHOWN else ""
     lacks = [] if rows else ["kernels"]
     lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
