@@ -73,9 +73,14 @@ def require_told(layers: LayerMap, gates: Gates) -> None:
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
-    """Raises GateError naming all that failed, UsageError for what the run does not tell."""
+    """Raises GateError naming all that failed, UsageError for what the run does not tell. A gate on
+    what ran fails too where that is told of no call.
+    """
     require_told(layers, gates)
     lines = [f"{name}: {line}" for name in gates.fail_on for line in GATES[name](layers.rows)]
+    if all(row.ran is None for row in layers.rows):
+        blind = [name for name in gates.fail_on if name in OF_WHAT_RAN]
+        lines += [f"{name}: nothing to judge, what ran is told of no call" for name in blind]
     lines += [line for wanted in gates.expected for line in _unmet(wanted, layers.rows)]
     if lines:
         raise GateError(f"gates of run {layers.run} are not met:\n  " + "\n  ".join(lines))
@@ -84,7 +89,7 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
 def _unmet(wanted: Expectation, rows: Sequence[LayerRow]) -> Iterator[str]:
     matching = [row for row in rows if _matches(row, wanted.modules)]
     for row in matching:
-        parts = set(row.ran.split(" and ")) if row.ran else set()
+        parts = _parts(row)
         if not parts or not parts <= set(wanted.backends):
             what = f"{row.ran} ran" if row.ran else "what ran is not told"
             yield f"--expect {wanted.text}: {_place(row)}: {what}"
@@ -92,6 +97,11 @@ def _unmet(wanted: Expectation, rows: Sequence[LayerRow]) -> Iterator[str]:
         named = [name for row in rows for name in row.names]
         some = ", ".join(named[:3]) or "no modules, for the trace has none (with_stack=True)"
         yield f"--expect {wanted.text}: matches no call; there are {some}"
+
+
+def _parts(row: LayerRow) -> set[str]:
+    """The backends that computed the calls of a row, which may be several."""
+    return set(row.ran.split(" and ")) if row.ran else set()
 
 
 def _matches(row: LayerRow, glob: str) -> bool:
@@ -111,7 +121,7 @@ def _place(row: LayerRow) -> str:
 def _math(rows: Sequence[LayerRow]) -> Iterator[str]:
     """Math where it was not the one thing asked for."""
     for row in rows:
-        if row.ran == "math" and row.asked != "math":
+        if "math" in _parts(row) and row.asked != "math":
             reasons = "; ".join(row.reasons)
             yield f"{_place(row)}{f': {reasons}' if reasons else ''}"
 
@@ -161,6 +171,7 @@ GATES: dict[str, Callable[[Sequence[LayerRow]], Iterator[str]]] = {
     "backend-changed": _changed,
     "unseen": _unseen,
 }
+OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
 # What a gate needs to know of some row, where a trace alone does not tell it.
 _TOLD: dict[str, Callable[[LayerRow], bool]] = {
     "noop-mask": lambda row: row.mask is not None,

@@ -113,8 +113,8 @@ def command(
     """
     gates = parse_gates(fail_on, expect)
     options = _bench_options(regret, bench_run, backend, max_time, out)
-    if only_configs and bench_run:
-        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
+    if only_configs:
+        _alone(bench_run, output, format_)
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
         layers = find_layers(opened, name, step=step, torch=torch)
@@ -128,6 +128,16 @@ def command(
         with measured("layers", name, "--bench", told.run) if told else contextlib.nullcontext():
             emit(layers_document(layers, full=full), format_, output, force=force)
     check_gates(layers, gates)
+
+
+def _alone(bench_run: str | None, output: Path | None, format_: str | None) -> None:
+    """Raises UsageError for options beside --configs that would say nothing."""
+    if bench_run:
+        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
+    if output or format_:
+        raise UsageError(
+            "--configs prints lines to stdout: `--configs > calls.txt`, no -o, no --format"
+        )
 
 
 def _config_lines(layers: LayerMap, *, timed: bool) -> list[str]:

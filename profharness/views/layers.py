@@ -118,10 +118,12 @@ def _summary(layers: LayerMap) -> str:
     count = len(layers.steps)
     name = layers.steps[0].name if count == 1 else f"{count} steps of"
     share = f" ({busy / step:.0%})" if step else ""
-    return (
-        f"{name} {step / 1e6:,.2f} ms, GPU busy {busy / 1e6:,.2f} ms{share}, "
-        f"attention {attention / 1e6:,.2f} ms"
-    )
+    parts = [f"{name} {step / 1e6:,.2f} ms"]
+    if busy:
+        parts.append(f"GPU busy {busy / 1e6:,.2f} ms{share}")
+    else:
+        parts.append("no kernels recorded" + (", times are of CPU ops" if known else ""))
+    return ", ".join([*parts, *([f"attention {attention / 1e6:,.2f} ms"] if known else [])])
 
 
 def _notes(row: LayerRow, full: bool) -> Iterator[Note]:

@@ -63,6 +63,7 @@ def test_eager_attention_is_named_with_what_helps(store: Path) -> None:
     assert "eager" in text and "scaled_dot_product_attention" in text
     message = run("layers", "--configs", "--store", store, code=1)
     assert message == ""
+    assert "no kernels recorded, times are of CPU ops, attention" in text and "GPU busy" not in text
 
 
 def test_its_configs_are_what_capture_takes(store: Path, tmp_path: Path) -> None:
@@ -91,6 +92,8 @@ def test_what_is_not_there_is_named(store: Path, tmp_path: Path) -> None:
         (["--store", str(tmp_path / "s.db")], "no stored run has attention calls"),
         (["--step", "9", "--store", str(store)], "has 1 steps, 0 to 0"),
         (["--torch", "x", "--store", str(store)], "'x'"),
+        (["--configs", "-o", "calls.txt", "--store", str(store)], "--configs > calls.txt"),
+        (["--configs", "--format", "json", "--store", str(store)], "--configs > calls.txt"),
     ):
         failed = CliRunner().invoke(cli, ["layers", *arguments]).exception
         assert isinstance(failed, ProfharnessError) and error in str(failed)

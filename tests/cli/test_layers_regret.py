@@ -291,6 +291,20 @@ def test_gates(folder: Path) -> None:
         assert all(text in str(failed.value) for text in told)
     with pytest.raises(GateError, match=r"backend-changed: .*flash and math ran for like calls"):
         check_gates(the_map(folder / "twice.db"), parse_gates(["backend-changed"], []))
+    both = tuple(replace(row, ran="flash and math") for row in half.rows)
+    with pytest.raises(GateError, match="math-fallback: Half_0"):
+        check_gates(replace(half, rows=both), parse_gates(["math-fallback"], []))
+
+
+def test_a_gate_on_what_nothing_tells_is_not_green(folder: Path) -> None:
+    half = the_map(folder / "half.db")
+    unseen = replace(half, rows=tuple(replace(row, ran=None) for row in half.rows))
+    for gate in ("math-fallback", "backend-changed"):
+        with pytest.raises(
+            GateError, match=f"{gate}: nothing to judge, what ran is told of no call"
+        ):
+            check_gates(unseen, parse_gates([gate], []))
+    check_gates(unseen, parse_gates(["eager-attention"], []))  # a call of SDPA is none
 
 
 def test_gates_of_what_only_an_observed_program_tells(folder: Path) -> None:
