@@ -37,8 +37,8 @@ from profharness.errors import (
 from profharness.parse.observed import ObservedCall, read_observed
 from profharness.processes import STEP_S, deferred, let_through
 from profharness.profilers import find_profilers, require_tools
+from profharness.rows import COLD, KERNEL
 from profharness.run import (
-    GPU_MEASUREMENTS,
     PRECISION,
     RUN_FILE,
     BenchOptions,
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 LEAVING_S = 5.0  # that an interrupted job waits for the store to be made
-REGRET_MEASUREMENTS = GPU_MEASUREMENTS[2], GPU_MEASUREMENTS[0]  # the first one ranks
+REGRET_MEASUREMENTS = KERNEL, COLD  # the first one ranks
 PROFILED_CALLS = 10  # of a bench, for the kernel measurement
 
 
@@ -139,7 +139,7 @@ def bench_into_store(
     """Time the backends of each config in turns and ingest the run, with traces for `kernel`."""
     options = options or CaptureOptions()
     plan = options.bench or BenchPlan()
-    traced = "kernel" in plan.measurements and device_type(options.protocol.device) == "cuda"
+    traced = KERNEL in plan.measurements and device_type(options.protocol.device) == "cuda"
     options = replace(options, bench=plan, profilers=("torch",) if traced else ("events",))
     return capture_into_store(configs, backends, store, options, progress)
 

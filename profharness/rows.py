@@ -12,9 +12,18 @@ TRACE_PROFILERS = ("torch", "nsys", "ncu")
 """The profilers whose launches can be stored, in the order in which an answer prefers them."""
 COUNTERS = ("ncu",)
 """Those of them that read hardware counters; they run each kernel alone, with cold caches."""
-MEASUREMENTS = ("event", "graph", "kernel", "wall")
+COLD, GRAPH, KERNEL, EAGER, WALL = "cold", "graph", "kernel", "eager", "wall"
+EVENT = "event"
+"""A cold call of an older run, on which the stream was not held until all was queued."""
+HOST = "host"
+"""The host's own time of an eager call. It stands beside EAGER, and is no latency."""
+MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
 """What a latency sample can be, in the order in which one ranks backends; wall is the CPU's."""
-CALL_MEASUREMENTS = ("graph", "event", "wall")
+GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
+"""What a GPU is measured by."""
+ALIASES = {EVENT: COLD}
+"""What a measurement was called before, and is called now."""
+CALL_MEASUREMENTS = (GRAPH, COLD, EVENT, EAGER, WALL)
 """What tells the call's own time best comes first; profiled kernels are not among them."""
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"

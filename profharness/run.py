@@ -24,7 +24,7 @@ import msgspec
 from profharness.config import Config
 from profharness.errors import CaptureError, TraceFormatError, UsageError
 from profharness.files import RUNS_FOLDER
-from profharness.rows import MEASUREMENTS, Refusal
+from profharness.rows import ALIASES, GPU_MEASUREMENTS, WALL, Refusal
 
 RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
@@ -33,7 +33,6 @@ SCHEMA = "profharness.run/1"
 GPU = "gpu"  # in place of a profiler: a problem that makes times doubtful, and fails no run
 EXIT_UNWRITABLE = 72  # of a worker that cannot write to the run folder
 BENCH_FILE = "bench.json"
-GPU_MEASUREMENTS = MEASUREMENTS[:3]  # what a GPU can be measured by
 PRECISION = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of msgspec's decoding
 PRECISIONS = (1e-9, 1 - 1e-9)
@@ -61,7 +60,7 @@ class Check:
 class Cell:
     """One config on one backend in one run, and what came of it.
 
-    samples: measurement name (`event`, `graph`, `wall`) to raw nanoseconds, one number a call.
+    samples: name of what was measured (`rows.MEASUREMENTS`, and `host`) to raw nanoseconds a call.
     choice is what PyTorch itself said it would choose (`_fused_sdp_choice`) for the inputs in the
     backend's own context. iterations counts the profiled calls. compile_ns is what loading and the
     first call took, for backends besides PyTorch's own. tuning is what an implementation says that it
@@ -291,7 +290,12 @@ class BenchPlan:
 
     def on(self, device: str) -> tuple[str, ...]:
         """The measurements that exist on a device, `cuda` or `cpu`."""
-        return self.measurements if device == "cuda" else ("wall",)
+        return current_names(self.measurements) if device == "cuda" else (WALL,)
+
+
+def current_names(measurements: Sequence[str]) -> tuple[str, ...]:
+    """Measurements as they are called now, each once."""
+    return tuple(dict.fromkeys(ALIASES.get(name, name) for name in measurements))
 
 
 def make_plan(
@@ -300,14 +304,14 @@ def make_plan(
     """A plan of known measurements, each once. Raises UsageError for an unknown one, and for numbers
     that cannot be.
     """
-    for name in measurements:
+    for name in current_names(measurements):
         if name not in GPU_MEASUREMENTS:
             raise UsageError(f"no measurement {name!r}; known are {', '.join(GPU_MEASUREMENTS)}")
     require_number("precision", precision, *PRECISIONS)
     require_number("max_time_s", max_time_s, SHORTEST_SAMPLING_S, LONGEST_S)
     if iterations is not None:
         require_number("iterations", iterations, 1, whole=True)
-    chosen = tuple(dict.fromkeys(measurements)) or GPU_MEASUREMENTS
+    chosen = current_names(measurements) or GPU_MEASUREMENTS
     return BenchPlan(chosen, precision, max_time_s, iterations)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from profharness.backends.cuda_source import CudaSource
-from profharness.worker.timing import time_graph
+from profharness.worker.timing import open_graph
 
 CUDA = r"""
 #include "../kernels/device.cuh"
@@ -115,7 +115,7 @@ SAMPLES = 15
 def graph_us(call: Any) -> float:
     """Median µs of a call in a CUDA graph."""
     call()
-    return statistics.median(time_graph(call, SAMPLES, 1)) / 1000
+    return statistics.median(open_graph(call, 1)(SAMPLES)["graph"]) / 1000
 
 
 def main() -> None:

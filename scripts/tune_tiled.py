@@ -25,7 +25,7 @@ from bench_kernels import TABLE
 
 from profharness.config import parse_config
 from profharness.worker.inputs import DTYPES
-from profharness.worker.timing import time_graph
+from profharness.worker.timing import open_graph
 
 FOLDER = Path(__file__).resolve().parents[1] / "kernels"
 sys.path.append(str(FOLDER))
@@ -78,7 +78,7 @@ def _compile(name: str, arch: str) -> None:
 
 def median_us(call: Any) -> float:
     """Of a call in a CUDA graph, L2 warm; it was made before."""
-    return statistics.median(time_graph(call, SAMPLES, 1)) / 1000
+    return statistics.median(open_graph(call, 1)(SAMPLES)["graph"]) / 1000
 
 
 def instance(dtype: torch.dtype, plan: plans.Plan) -> str:

@@ -32,6 +32,7 @@ from profharness.config import split_names
 from profharness.environment import lacking
 from profharness.errors import MissingExtraError, UsageError
 from profharness.files import atomic_file
+from profharness.rows import GPU_MEASUREMENTS
 from profharness.run import BenchOptions, Protocol, parse_precision, parse_seconds
 from profharness.views.document import Document
 from profharness.views.renderers import RENDERERS
@@ -66,7 +67,8 @@ def _check_output(ctx: click.Context, option: click.Parameter, output: Path | No
     "--measurement",
     multiple=True,
     metavar="NAME",
-    help="event, graph, kernel (default: all three); the first one ranks. A CPU has the wall clock.",
+    help=f"{', '.join(GPU_MEASUREMENTS)} (default: all); the first one ranks. A CPU has the wall "
+    "clock.",
 )
 @click.option(
     "--warmup",
@@ -141,9 +143,10 @@ def command(
     """Time backends on configs, side by side.
 
     All backends of a config are made ready first and then sampled in turns, in an order drawn anew
-    each round, so that clocks and temperature hit all alike. event: CUDA events around one call,
-    L2 flushed before it, inputs rotated; graph: CUDA-graph replay; kernel: the kernels of a
-    profiled call. A cell that is refused, fails, crashes or hangs is a row that says why.
+    each round, so that clocks and temperature hit all alike. cold: one call on the GPU, L2 flushed,
+    inputs rotated, the host not in it; graph: CUDA-graph replay; kernel: the kernels of a profiled
+    call; eager: calls one after the other, as a program makes them. A cell that is refused, fails,
+    crashes or hangs is a row that says why.
 
     Without --backend, or with `all`, the default backends of the device are timed.
 

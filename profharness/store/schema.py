@@ -263,15 +263,25 @@ VIEWS = {
             (SELECT group_concat(code, ',') FROM
                 (SELECT code FROM refusals f WHERE f.cell_id = c.id ORDER BY f.ordinal)
             ) AS refusal_codes,
-            e.samples AS event_samples, e.median_ns AS event_median_ns, e.min_ns AS event_min_ns,
-            e.max_ns AS event_max_ns, g.samples AS graph_samples, g.median_ns AS graph_median_ns,
+            coalesce(e.samples, o.samples) AS event_samples,
+            coalesce(e.median_ns, o.median_ns) AS event_median_ns,
+            coalesce(e.min_ns, o.min_ns) AS event_min_ns,
+            coalesce(e.max_ns, o.max_ns) AS event_max_ns,
+            g.samples AS graph_samples, g.median_ns AS graph_median_ns,
             g.min_ns AS graph_min_ns, g.max_ns AS graph_max_ns, w.samples AS wall_samples,
             w.median_ns AS wall_median_ns, w.min_ns AS wall_min_ns, w.max_ns AS wall_max_ns,
-            c.peak_memory_bytes, c.warnings
+            c.peak_memory_bytes, c.warnings,
+            o.samples AS cold_samples, o.median_ns AS cold_median_ns, o.min_ns AS cold_min_ns,
+            o.max_ns AS cold_max_ns, a.samples AS eager_samples, a.median_ns AS eager_median_ns,
+            a.min_ns AS eager_min_ns, a.max_ns AS eager_max_ns, h.samples AS host_samples,
+            h.median_ns AS host_median_ns, h.min_ns AS host_min_ns, h.max_ns AS host_max_ns
         FROM cells c JOIN runs r ON r.id = c.run_id JOIN configs cf ON cf.id = c.config_id
         LEFT JOIN sample_summary e ON e.cell_id = c.id AND e.measurement = 'event'
         LEFT JOIN sample_summary g ON g.cell_id = c.id AND g.measurement = 'graph'
-        LEFT JOIN sample_summary w ON w.cell_id = c.id AND w.measurement = 'wall'""",
+        LEFT JOIN sample_summary w ON w.cell_id = c.id AND w.measurement = 'wall'
+        LEFT JOIN sample_summary o ON o.cell_id = c.id AND o.measurement = 'cold'
+        LEFT JOIN sample_summary a ON a.cell_id = c.id AND a.measurement = 'eager'
+        LEFT JOIN sample_summary h ON h.cell_id = c.id AND h.measurement = 'host'""",
 }
 
 
@@ -280,7 +290,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     from sqlite_utils import Database, Migrations  # imports pandas; an up-to-date store needs none
 
     migrations = Migrations(MIGRATION_SET)
-    migrations(name="009_initial")(_initial)
+    migrations(name="010_initial")(_initial)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

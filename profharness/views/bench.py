@@ -13,6 +13,7 @@ from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import Peaks, flop_peak
 from profharness.dispatch.predict import every_refusal
+from profharness.rows import COLD, EAGER, EVENT, GPU_MEASUREMENTS, GRAPH, HOST, KERNEL, WALL
 from profharness.stats import THRESHOLD
 from profharness.views.document import (
     Block,
@@ -36,10 +37,13 @@ CELL_FIELDS = (
 )
 RAW = "samples_ns"
 MEANS = {
-    "event": "CUDA events, L2 flushed before each call",
-    "graph": "CUDA-graph replay, L2 warm",
-    "kernel": "kernels of a profiled call, L2 warm",
-    "wall": "wall clock of the CPU",
+    COLD: "one call on the GPU, L2 flushed, the host not in it",
+    GRAPH: "CUDA-graph replay, L2 warm",
+    KERNEL: "kernels of a profiled call, L2 warm",
+    EAGER: "calls one after the other as a program makes them, L2 warm",
+    HOST: "the host's own time of an eager call",
+    EVENT: "an older run's cold call: CUDA events, L2 flushed, a part of the launch path in it",
+    WALL: "wall clock of the CPU",
 }
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
 SHOWN_CODES = 3
@@ -52,9 +56,7 @@ COLUMNS = (
     Column("half", "±%", "percent", right=True),
     Column("mean", "mean", "us", right=True),
     Column("std", "std", "us", right=True),
-    Column("event", "event", "us", right=True),
-    Column("graph", "graph", "us", right=True),
-    Column("kernel", "kernel", "us", right=True),
+    *(Column(name, name, "us", right=True) for name in (*GPU_MEASUREMENTS, EVENT, HOST)),
     Column("tflops", "TFLOP/s", "figures", right=True),
     Column("gbs", "GB/s", "figures", right=True),
     Column("efficiency", "eff%", right=True),
@@ -62,7 +64,10 @@ COLUMNS = (
     Column("speedup", "speed-up", "ratio", right=True),
     Column("mark", ""),
 )
-OPTIONAL = ("status", "event", "graph", "kernel", "tflops", "gbs", "efficiency", "speedup", "mark")
+OPTIONAL = (
+    *("status", *GPU_MEASUREMENTS, EVENT, HOST),
+    *("tflops", "gbs", "efficiency", "speedup", "mark"),
+)
 LOSS_COLUMNS = (
     Column("config", "config"),
     Column("choice", "auto took"),
@@ -176,12 +181,14 @@ def _main_table(answer: Benched) -> Table:
         for row in answer.rows
         if row.measurement != answer.ranking
     }
+    hosts = {(row.config, row.backend): row.host_ns for row in answer.rows if row.host_ns}
     numbers = {place: number for number, place in enumerate(_doubtful(answer), start=1)}
     lines = []
     for row in answer.ranking_rows():
         values = _line(answer, row, numbers.get((row.config, row.backend)))
-        for name in ("event", "graph", "kernel"):
+        for name in (*GPU_MEASUREMENTS, EVENT):
             values[name] = others.get((row.config, row.backend, name), "")
+        values[HOST] = hosts.get((row.config, row.backend), "")
         lines.append(values)
     shown = {key for line in lines for key, value in line.items() if value not in ("", None)}
     columns = [column for column in COLUMNS if column.key in shown or column.key not in OPTIONAL]

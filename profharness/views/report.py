@@ -17,7 +17,13 @@ from profharness.config import parse_config
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import Problem
 from profharness.store import Store
-from profharness.views.bench import bench_document, latency_charts, lengthless, rate_blocks
+from profharness.views.bench import (
+    MEANS,
+    bench_document,
+    latency_charts,
+    lengthless,
+    rate_blocks,
+)
 from profharness.views.diff import diff_document
 from profharness.views.document import Block, Chart, Column, Document, Heading, Note, Table
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
@@ -288,9 +294,7 @@ def meaning_blocks() -> list[Block]:
     """What the numbers mean, for somebody who sees a report for the first time."""
     return [
         Heading("What the numbers mean"),
-        Note("one call, between two CUDA events on the stream, no profiler running", "event"),
-        Note("one replay of a CUDA graph of the call: no launch from the CPU in it", "graph"),
-        Note("one call by the clock of a CPU", "wall"),
+        *(Note(f"{MEANS[name]}; no profiler running", name) for name in CALL_MEASUREMENTS),
         Note(
             "kernel times come from the profiler and leave the gaps between kernels out", "kernels"
         ),

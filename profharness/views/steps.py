@@ -1,5 +1,5 @@
-"""The steps of each backend: `kernels --steps` with launch gaps, memory and speed-up, and the steps of
-math in a report.
+"""The steps of each backend: `kernels --steps` with what is no kernel, memory and speed-up, and the
+steps of math in a report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from profharness.answers.roles import (
 from profharness.config import Config, parse_config
 from profharness.costs import copy_bytes, matrix_bytes, tensor_bytes
 from profharness.kernel_names import parse_kernel_name
-from profharness.rows import CellRow, KernelRow
+from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, WALL, CellRow, KernelRow
 from profharness.views.document import (
     Block,
     Chart,
@@ -35,14 +35,21 @@ from profharness.views.document import (
 )
 
 SCHEMA = "profharness.steps/1"
+CALL_TIMES = (EAGER, HOST, COLD, EVENT, WALL)
+BY_CALL = tuple(f"{name}_ns" for name in CALL_TIMES)
 FIELDS = (
     *("run", "config", "backend", "cell", "profiler", "step", "launches_per_call", "mean_ns"),
     *("call_ns", "share", "kernels", "tile"),
     # of the whole call, the same in all steps of a cell
-    *("kernels_ns", "graph_ns", "event_ns", "wall_ns", "speedup", "peak_memory_bytes"),
+    *("kernels_ns", "graph_ns", *BY_CALL, "speedup", "peak_memory_bytes"),
     *("peak_over_output", "score_matrices", "growth"),
 )
 GAPS = "launch gaps"
+WAITING = "waiting for the host"
+REFILL = "cold refill"
+# what of it a run's measurements cannot tell apart
+JOINED = (f"{GAPS}, {WAITING}", f"{REFILL}, {WAITING}", f"{GAPS}, {REFILL}, {WAITING}")
+BEYOND_KERNELS = (GAPS, WAITING, REFILL, *JOINED)
 OTHER = "other"
 MIB = 1 << 20
 # In the order in which they are shown: what a step is, and the roles that belong to it.
@@ -67,7 +74,7 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (OTHER, ("helper", "helper_bwd", "grad_init", "grad_accumulate")),
 )
 STEP_OF = {role: step for step, roles in STEPS for role in roles}
-ORDER = {step: place for place, (step, _) in enumerate(STEPS)} | {GAPS: len(STEPS)}
+ORDER = {step: place for place, step in enumerate([*dict(STEPS), *BEYOND_KERNELS])}
 
 
 STEP_COLUMNS = (
@@ -92,8 +99,7 @@ BACKEND_COLUMNS = (
     Column("backend", "backend"),
     Column("kernels_ns", "kernel µs", "us", right=True),
     Column("graph_ns", "graph µs", "us", right=True),
-    Column("event_ns", "event µs", "us", right=True),
-    Column("wall_ns", "wall µs", "us", right=True),
+    *(Column(f"{name}_ns", f"{name} µs", "us", right=True) for name in CALL_TIMES),
     Column("speedup", "speed-up", "ratio", right=True),
     Column("peak_mib", "peak MiB", "count", right=True),
     Column("peak_over_output", "peak / output", "count", right=True),
@@ -104,8 +110,8 @@ BACKEND_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one cell, times in ns. share is of the call's event or wall time, else of its
-    kernels. tile is that of its longest kernel.
+    """One step of one cell, times in ns. share is of the eager call, of an older run's event sample or
+    the CPU's clock, else of the kernels; None for what an eager call does not hold. tile is that of its longest kernel.
     """
 
     backend: str
@@ -120,20 +126,38 @@ class Step:
 
 
 def steps_of(cell: CellRow, rows: Sequence[KernelRow], *, full: bool = False) -> list[Step]:
-    """The steps of one cell in the order of STEPS, launch gaps last; rows are one profiler's. full:
-    with whole kernel names.
+    """The steps of one cell in the order of STEPS, what is no kernel last; rows are one profiler's.
+    full: with whole kernel names.
     """
     grouped: dict[str, list[KernelRow]] = {}
     for role, row in assign_roles(rows):
         grouped.setdefault(STEP_OF.get(role, OTHER), []).append(row)
     busy = sum(call_ns(row, cell.iterations) or 0 for row in rows)
-    whole = max(busy, _median(cell, "event", "wall") or 0)
+    whole = max(busy, _median(cell, EAGER, EVENT, GRAPH, WALL) or 0)
     names = attrgetter("kernel" if full else "kernel_short")
     steps = [_step(cell, name, mine, whole, names) for name, mine in grouped.items()]
-    if rows and rows[0].kernel_kind != "op" and whole > busy:
-        gap = whole - busy
-        steps.append(Step(cell.backend, GAPS, None, None, gap, gap / whole, None, (), None))
+    if rows and rows[0].kernel_kind != "op":
+        for name, time in _beyond_kernels(cell, busy):
+            share = None if name == REFILL else time / whole
+            steps.append(Step(cell.backend, name, None, None, time, share, None, (), None))
     return sorted(steps, key=lambda step: ORDER[step.step])
+
+
+def _beyond_kernels(cell: CellRow, busy: float) -> Iterator[tuple[str, float]]:
+    """What a call takes besides its kernels, in ns: between them on the GPU, for the CPU to issue them,
+    and for what a flushed L2 has to read again.
+    """
+    graph = _median(cell, GRAPH)
+    replay = max(busy, graph or 0)
+    eager, cold, event = (_median(cell, name) for name in (EAGER, COLD, EVENT))
+    told = [(GAPS, replay - busy)]
+    if eager is not None:
+        told.append((WAITING if graph else JOINED[0], eager - replay))
+    if cold is not None:
+        told.append((REFILL, cold - replay))
+    elif eager is None and event is not None:
+        told.append((JOINED[1] if graph else JOINED[2], event - replay))
+    yield from ((name, time) for name, time in told if time > 0)
 
 
 def steps_document(
@@ -212,7 +236,7 @@ def _backends(
     """Times, speed-up against the slowest, and peak memory of the cells that ran."""
     done = [cell for cell in cells if cell.status == "ok"]
     kernels_ns = {cell.cell: _kernels_ns(cell, steps[cell.cell]) for cell in done}
-    basis = {cell.cell: kernels_ns[cell.cell] or _median(cell, "event", "wall") for cell in done}
+    basis = {cell.cell: kernels_ns[cell.cell] or _median(cell, COLD, EVENT, WALL) for cell in done}
     slowest = max((time for time in basis.values() if time), default=None)
     rows = {}
     for cell in done:
@@ -224,9 +248,8 @@ def _backends(
         rows[cell.cell] = {
             "backend": cell.backend,
             "kernels_ns": kernels_ns[cell.cell],
-            "graph_ns": _median(cell, "graph"),
-            "event_ns": _median(cell, "event"),
-            "wall_ns": _median(cell, "wall"),
+            "graph_ns": _median(cell, GRAPH),
+            **{f"{name}_ns": _median(cell, name) for name in CALL_TIMES},
             "speedup": slowest / time if slowest and time else None,
             "peak_memory_bytes": peak,
             "peak_over_output": peak and peak / tensor_bytes(config).output,
@@ -247,17 +270,18 @@ def _backend_blocks(
         return []
     dtypes = [_score_dtype(config, rows_of[cell]) for cell in of_cell]
     text = _memory_text(config, [dtype for dtype in dtypes if dtype])
-    on_cpu = not any("event" in cell.samples for cell in cells if cell.status == "ok")
-    if on_cpu:
+    if any(WALL in cell.samples for cell in cells):
         text += "speed-up is of the CPU's wall clock, against the slowest"
     else:
         text += (
-            "speed-up is of kernel times, against the slowest; launch gaps are the event time less "
-            "the kernels, refilling the flushed L2 included"
+            f"speed-up is of kernel times, against the slowest; {GAPS} are the graph time less the "
+            "kernels"
         )
-    hidden = "event_ns" if on_cpu else "wall_ns"
-    columns = [column for column in BACKEND_COLUMNS if column.key != hidden]
+    if any(EAGER in cell.samples for cell in cells):
+        text += f", {WAITING} is the eager time less the graph's, {REFILL} the cold time less the graph's"
     lines = [row | {"peak_mib": _mib(row["peak_memory_bytes"])} for row in of_cell.values()]
+    absent = {name for name in BY_CALL if all(line[name] is None for line in lines)}
+    columns = [column for column in BACKEND_COLUMNS if column.key not in absent]
     return [Table.of(columns, lines), Note(text)]
 
 
@@ -302,8 +326,8 @@ def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
 
 def _kernels_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:
     """Sum of the steps on a device; None for a CPU's ops, whose sum is not a latency."""
-    own = [step for step in steps if step.step != GAPS]
-    if not own or "wall" in cell.samples or any(step.call_ns is None for step in own):
+    own = [step for step in steps if step.step not in BEYOND_KERNELS]
+    if not own or WALL in cell.samples or any(step.call_ns is None for step in own):
         return None
     return sum(step.call_ns or 0 for step in own)
 

@@ -94,6 +94,9 @@ QUERIES: dict[str, tuple[str, str, str]] = {
         "The median of each measurement in µs, without a profiler.",
         """SELECT run, config, backend, status, round(graph_median_ns / 1000.0, 2) AS graph_us,
             round(event_median_ns / 1000.0, 2) AS event_us,
+            round(cold_median_ns / 1000.0, 2) AS cold_us,
+            round(eager_median_ns / 1000.0, 2) AS eager_us,
+            round(host_median_ns / 1000.0, 2) AS host_us,
             round(wall_median_ns / 1000.0, 2) AS wall_us, peak_memory_bytes
         FROM cell_summary ORDER BY run DESC, config, backend""",
     ),

@@ -16,9 +16,10 @@ import torch
 
 from profharness import stats
 from profharness.config import Config
+from profharness.rows import COLD, EAGER, GRAPH, KERNEL, WALL
 from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
 from profharness.worker import timing
-from profharness.worker.cell import Attempt, with_torch_profiler, without_graph
+from profharness.worker.cell import Attempt, with_torch_profiler, without
 from profharness.worker.failures import failure, unless_dead
 from profharness.worker.inputs import Inputs, make_call, make_inputs
 from profharness.worker.program import Program, Write
@@ -51,7 +52,7 @@ def body(program: Program) -> None:
 
 @dataclass
 class Contestant:
-    """One cell that is ready to be timed; samplers give samples of each measurement, in ns, and
+    """One cell that is ready to be timed; samplers give samples of each measurement in ns, and
     cost_ns is what the last turn of each took a sample. span is from the first kept turn's begin to
     the last one's end, moments of `time.perf_counter`.
     """
@@ -60,7 +61,7 @@ class Contestant:
     context: Callable[[], Any]
     call: Callable[[], Any]
     expected_ns: int
-    samplers: dict[str, Callable[[int], list[int]]]
+    samplers: dict[str, timing.Sampler]
     samples: dict[str, list[int]] = field(default_factory=dict)
     spent_s: float = 0.0
     cost_ns: dict[str, int] = field(default_factory=dict)
@@ -78,12 +79,18 @@ class Contestant:
         turn = max(1, min(TURN_MAX, TURN_NS // max(1, cost_ns)))
         return turn if plan.iterations is None else min(turn, plan.iterations - have)
 
-    def take(self, name: str, samples: list[int], plan: BenchPlan) -> None:
-        """Keep samples, and see whether they are enough."""
-        kept = self.samples.setdefault(name, [])
-        kept += samples
-        if self._enough(name, kept, plan):
+    def take(self, name: str, samples: dict[str, list[int]], plan: BenchPlan) -> None:
+        """Keep samples of a measurement and what stands beside it; see whether they are enough."""
+        for series, values in samples.items():
+            self.samples.setdefault(series, []).extend(values)
+        if self._enough(name, self.samples[name], plan):
             self.done.add(name)
+
+    def give_up(self, name: str, error: RuntimeError) -> None:
+        """Go on without a measurement that the call cannot have."""
+        del self.samplers[name]
+        self.samples.pop(name, None)
+        self.cell = without(name, self.cell, error)
 
     def _enough(self, name: str, kept: list[int], plan: BenchPlan) -> bool:
         if plan.iterations is not None:
@@ -158,12 +165,15 @@ def take_turns(
             begin = time.perf_counter()
             try:
                 samples = _sampled(contestant, name, plan)
+            except timing.NeverHeldError as error:
+                contestant.give_up(name, error)
+                continue
             except Exception as error:
                 out.add(cell)
                 fail(contestant, error)
                 continue
             end = time.perf_counter()
-            contestant.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(samples))
+            contestant.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(samples[name]))
             if number == 0 and contestant.expected_ns < DISCARD_MAX_NS:
                 continue  # clocks rise under the first load
             contestant.spent_s += end - begin
@@ -173,7 +183,7 @@ def take_turns(
     raise AssertionError("unreachable")
 
 
-def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> list[int]:
+def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> dict[str, list[int]]:
     """A turn's samples, with the garbage collector kept out of them."""
     gc.disable()
     try:
@@ -230,27 +240,32 @@ class _Group:
 
     def _samplers(
         self, cell: Cell, calls: Sequence[Callable[[], Any]], expected_ns: int
-    ) -> tuple[Cell, dict[str, Callable[[int], list[int]]]]:
+    ) -> tuple[Cell, dict[str, timing.Sampler]]:
         """A sampler per measurement; the cell says why one is not there."""
         turning, measurements = rotating(calls), self.plan.on(self.workspace.device)
-        samplers: dict[str, Callable[[int], list[int]]] = {}
-        if "wall" in measurements:
-            samplers["wall"] = lambda samples: timing.time_wall(turning, samples)
-        if "event" in measurements:
-            flush = self.workspace.flush
-            samplers["event"] = lambda samples: timing.time_events(turning, samples, flush)
-        if "graph" in measurements and expected_ns <= timing.GRAPH_WORTH_MAX_NS:
+        samplers: dict[str, timing.Sampler] = {}
+        if WALL in measurements:
+            samplers[WALL] = partial(timing.time_wall, turning)
+        if COLD in measurements:
+            samplers[COLD] = partial(
+                timing.time_cold, turning, flush=self.workspace.flush, hold=timing.Hold()
+            )
+        if (
+            EAGER in measurements
+        ):  # on one copy, as the graph, so that the host alone is between them
+            samplers[EAGER] = partial(timing.time_eager, calls[0], expected_ns=expected_ns)
+        if GRAPH in measurements and expected_ns <= timing.GRAPH_WORTH_MAX_NS:
             self.stage(cell, "graph capture")
             try:
-                samplers["graph"] = timing.open_graph(calls[0], expected_ns)
+                samplers[GRAPH] = timing.open_graph(calls[0], expected_ns)
             except RuntimeError as error:
-                cell = without_graph(cell, error)
+                cell = without(GRAPH, cell, error)
         return cell, samplers
 
     def finished(self, contestant: Contestant) -> Cell:
         """The cell with its samples, after the profiled calls where kernel times are wanted."""
         workspace, cell = self.workspace, contestant.cell
-        profiled = "kernel" in self.plan.on(workspace.device)
+        profiled = KERNEL in self.plan.on(workspace.device)
         iterations = 0
         begin = time.perf_counter_ns()
         if profiled and "torch" in workspace.plan.profilers:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.autograd.profiler import profile, record_function
 
 from profharness.backends import find_backend
 from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
+from profharness.rows import COLD, EAGER, GRAPH
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
@@ -242,21 +244,29 @@ def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any]) -> Cell:
     if count == 0 or workspace.plan.wrapped:
         return cell  # times under another program are not the call's own
     if workspace.device == "cpu":
-        return replace(cell, samples={"wall": timing.time_wall(call, count)})
-    samples = {"event": timing.time_events(call, count, workspace.flush)}
+        return replace(cell, samples=timing.time_wall(call, count))
+    (expected_ns,) = timing.time_eager(call, 1, timing.EAGER_NS)[EAGER]
+    samples = timing.time_eager(call, count, expected_ns)
     clocks = workspace.clocks() if workspace.clocks else {}
-    expected_ns = sorted(samples["event"])[len(samples["event"]) // 2]
+    samplers: dict[str, Callable[[], timing.Sampler]] = {
+        COLD: lambda: partial(timing.time_cold, call, flush=workspace.flush, hold=timing.Hold())
+    }
     if expected_ns <= timing.GRAPH_WORTH_MAX_NS:
+        samplers[GRAPH] = partial(timing.open_graph, call, expected_ns)
+    for name, open_sampler in samplers.items():
         try:
-            samples["graph"] = timing.time_graph(call, count, expected_ns)
+            samples |= open_sampler()(count)
         except RuntimeError as error:
-            cell = without_graph(cell, error)
+            cell = without(name, cell, error)
     return replace(cell, samples=samples, clocks=clocks)
 
 
-def without_graph(cell: Cell, error: RuntimeError) -> Cell:
-    """The cell with a note on a graph that cannot be captured. Raises where the context is lost."""
+MEANS = {COLD: "cold", GRAPH: "CUDA-graph"}
+
+
+def without(measurement: str, cell: Cell, error: RuntimeError) -> Cell:
+    """The cell with a note on what it cannot be timed by. Raises where the context is lost."""
     if context_is_dead(error):
         raise error
-    note = f"no CUDA-graph timing: {str(error).splitlines()[0]}"
+    note = f"no {MEANS[measurement]} timing: {str(error).splitlines()[0]}"
     return replace(cell, warnings=(*cell.warnings, note))

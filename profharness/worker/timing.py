@@ -1,5 +1,5 @@
-"""Unprofiled latency: raw nanoseconds a call, by CUDA events, by CUDA-graph replay, or by the wall
-clock on the CPU.
+"""Unprofiled latency: raw nanoseconds a call, cold by itself, eager one after the other, by CUDA-graph
+replay, or by the wall clock on the CPU.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from operator import or_
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
 
+from profharness.rows import COLD, EAGER, GRAPH, HOST, WALL
 from profharness.worker.environment import gpu_uuid
 
 PERIOD_S = 0.05
@@ -29,6 +31,11 @@ TRIAL_CALLS = 10
 # Beyond this the launch path is no part of the time, and a graph tells nothing new.
 GRAPH_WORTH_MAX_NS = 5_000_000
 FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
+HOLD_NS = 50_000  # the first hold; a call whose queueing takes longer doubles it
+HOLD_MAX_NS = 50_000_000  # a call that is not queued by then waits for the device itself
+TRIAL_CYCLES = 1_000_000  # a spin that is timed to learn the cycles of a nanosecond
+EAGER_CALLS = 20  # in one burst: with their launches they have to fit into the launch queue (1024)
+EAGER_NS = 2_000_000  # no more calls than this in one burst
 T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
 
@@ -127,36 +134,108 @@ class L2Flush:
         self._buffer.zero_()
 
 
-def time_events(call: Callable[[], Any], samples: int, flush: L2Flush) -> list[int]:
-    """Each sample is the time between two events around one eager call, L2 flushed before it. All
-    pairs are recorded before the first is read, so the launch queue stays ahead of the device. For
-    a call shorter than its own launch path this measures the launch path.
+class NeverHeldError(RuntimeError):
+    """A call cannot be queued while the stream is held: it waits for the device."""
+
+
+@dataclass
+class Hold:
+    """Keeps the current stream busy for a time. length_ns grows as calls turn out to need it."""
+
+    length_ns: int = HOLD_NS
+    cycles_per_ns: float | None = None
+
+    def __call__(self) -> None:
+        if self.cycles_per_ns is None:
+            spin = partial(torch.cuda._sleep, TRIAL_CYCLES)
+            spin()  # loads the kernel
+            self.cycles_per_ns = TRIAL_CYCLES / (elapsed_ms(spin) * 1e6)
+        torch.cuda._sleep(round(self.length_ns * self.cycles_per_ns))
+
+    def lengthen(self) -> None:
+        """Double the next holds. Raises NeverHeldError beyond HOLD_MAX_NS."""
+        if self.length_ns * 2 > HOLD_MAX_NS:
+            raise NeverHeldError("its launches cannot be queued ahead: the call waits for the GPU")
+        self.length_ns *= 2
+
+
+def time_cold(
+    call: Callable[[], Any], samples: int, flush: L2Flush, hold: Hold
+) -> dict[str, list[int]]:
+    """Each sample is one call on the device, with the L2 flushed before it and all of its launches
+    queued before the first may run: the host has no part in it. Raises NeverHeldError.
     """
-    pairs = []
+    return {COLD: held(partial(_queue_cold, call, flush, hold), hold.lengthen, samples)}
+
+
+Queued = tuple[bool, Callable[[], int]]
+"""Whether the device began before all was queued, and what waits for the time in ns."""
+
+
+def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int) -> list[int]:
+    """Samples of what `queue` puts onto the stream. One on which the device began too early counts
+    for nothing, and `lengthen` is called for the next.
+    """
+    reads: list[Callable[[], int]] = []
+    times: list[int] = []
     deadline = time.perf_counter() + BUDGET_S
-    for index in range(samples):
-        flush()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        stop.record()
-        pairs.append((start, stop))
-        if index + 1 >= MIN_SAMPLES and time.perf_counter() > deadline:
+    while len(times) + len(reads) < samples:
+        early, read = queue()
+        if early:
+            lengthen()
+            continue
+        reads.append(read)
+        if len(reads) == 8:  # no more: beyond its length the launch queue makes the host wait
+            times += [each() for each in reads]
+            reads.clear()
+        if len(times) + len(reads) >= MIN_SAMPLES and time.perf_counter() > deadline:
             break
-        if index % 8 == 7:
-            stop.synchronize()
+    return times + [each() for each in reads]
+
+
+def _queue_cold(call: Callable[[], Any], flush: L2Flush, hold: Hold) -> Queued:
+    flush()
+    hold()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    return start.query(), lambda: elapsed_ns(start, stop)
+
+
+def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[str, list[int]]:
+    """Each sample is a burst of calls one after the other, without a flush or a wait in between, by
+    two events around it; the host's own time of a call stands beside it, under HOST.
+    """
+    calls = max(1, min(EAGER_CALLS, EAGER_NS // max(1, expected_ns)))
+    bursts = sampled(partial(_burst, call, calls), samples)
+    return {EAGER: [eager for eager, _ in bursts], HOST: [host for _, host in bursts]}
+
+
+def _burst(call: Callable[[], Any], calls: int) -> tuple[int, int]:
+    """Nanoseconds a call, and those of the host in it. Calls ahead of the burst bring the device and
+    the host to the distance that they keep.
+    """
     torch.cuda.synchronize()
-    return [round(start.elapsed_time(stop) * 1e6) for start, stop in pairs]
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(1 + calls // 5):
+        call()
+    start.record()
+    begin = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    host_ns = time.perf_counter_ns() - begin
+    stop.record()
+    return round(elapsed_ns(start, stop) / calls), round(host_ns / calls)
 
 
-def time_graph(call: Callable[[], Any], samples: int, expected_ns: int) -> list[int]:
-    """Each sample is a graph replay's time over its calls, L2 warm. Raises what the capture raises."""
-    return open_graph(call, expected_ns)(samples)
+Sampler = Callable[[int], dict[str, list[int]]]
+"""Samples by the name of what was measured: as many as asked for, or as fit into BUDGET_S."""
 
 
-def open_graph(call: Callable[[], Any], expected_ns: int) -> Callable[[int], list[int]]:
-    """A graph of the call, captured and replayed once: it gives as many samples as it is asked for,
-    or as fit into BUDGET_S. How many calls a graph holds is found by a short one, since expected_ns,
+def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
+    """A graph of the call, captured and replayed once. Each sample is a replay's time over the calls
+    in it, L2 warm. How many calls a graph holds is found by a short one, since expected_ns,
     of a call outside of graphs, may be mostly the CPU's. Raises what the capture raises.
     """
     calls = max(1, min(TRIAL_CALLS, GRAPH_NS // max(1, expected_ns)))
@@ -169,9 +248,9 @@ def open_graph(call: Callable[[], Any], expected_ns: int) -> Callable[[int], lis
         graph.replay()
         torch.cuda.synchronize()
 
-    def replay(samples: int) -> list[int]:
+    def replay(samples: int) -> dict[str, list[int]]:
         times = sampled(lambda: elapsed_ms(graph.replay), samples)
-        return [round(milliseconds * 1e6 / calls) for milliseconds in times]
+        return {GRAPH: [round(milliseconds * 1e6 / calls) for milliseconds in times]}
 
     return replay
 
@@ -193,9 +272,9 @@ def _captured(call: Callable[[], Any], calls: int) -> Any:
     return graph
 
 
-def time_wall(call: Callable[[], Any], samples: int) -> list[int]:
+def time_wall(call: Callable[[], Any], samples: int) -> dict[str, list[int]]:
     """Each sample is one call on the CPU by the monotonic clock."""
-    return sampled(lambda: wall_ns(call), samples)
+    return {WALL: sampled(lambda: wall_ns(call), samples)}
 
 
 def sampled(sample: Callable[[], T], count: int, budget_s: float = BUDGET_S) -> list[T]:
@@ -217,6 +296,12 @@ def elapsed_ms(call: Callable[[], Any]) -> float:
     stop.record()
     stop.synchronize()
     return float(start.elapsed_time(stop))
+
+
+def elapsed_ns(start: Any, stop: Any) -> int:
+    """Nanoseconds between two recorded events; waits for the second."""
+    stop.synchronize()
+    return round(float(start.elapsed_time(stop)) * 1e6)
 
 
 def wall_ns(call: Callable[[], Any]) -> int:

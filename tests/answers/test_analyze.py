@@ -266,6 +266,22 @@ def test_k_and_v_traffic_is_what_the_blocks_read(
     assert told == pytest.approx(heads * rows * 2 * 64 * 2, rel=1e-6 if last else 0.5)
 
 
+@pytest.mark.parametrize("graph", [(9_600,), ()])
+def test_a_launch_gap_is_what_an_eager_call_waits_for_the_cpu(graph: tuple[int, ...]) -> None:
+    """Whatever a cold call takes, which the host is not in."""
+    samples = {"eager": (24_000,), "host": (23_500,), "cold": (30_000,), "graph": graph}
+    found = analyze(cell(DECODE, **samples), [kernel((256, 1, 1), 9_100)], MACHINE)
+    gap = evidence(found, "launch_gap")
+    busy = 9_600 if graph else 9_100
+    assert gap["graph time" if graph else "kernel time"] == busy / 1e3
+    assert (gap["eager time"], gap["host time"]) == (24, 23.5)
+    launch = found.finding("launch_gap")
+    assert launch is not None and launch.factor == pytest.approx(24_000 / busy)
+    assert found.bottleneck == "launch"
+    hidden = cell(DECODE, **(samples | {"eager": (9_700,)}))
+    assert analyze(hidden, [kernel((256, 1, 1), 9_100)], MACHINE).finding("launch_gap") is None
+
+
 def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
     """Kernels of 8 µs with cold caches and a fill of 2 µs leave a call of 12 µs no gap."""
     main, fill = kernel((256, 1, 1), 7_000), kernel((1, 1, 1), 2_000)

@@ -22,7 +22,7 @@ from profharness.answers.bench.rows import (
 from profharness.config import expand_configs, parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, Refusal
-from profharness.store import ingest_path, open_store
+from profharness.store import ingest_path, open_store, query
 from profharness.views.bench import FIELDS, bench_document
 from profharness.views.renderers import RENDERERS
 
@@ -253,6 +253,18 @@ def test_records_have_the_rows_keys_and_raw_adds_samples(tmp_path: Path) -> None
 def test_the_measurement_asked_for_first_ranks(tmp_path: Path) -> None:
     cells = [cell(STUDY, "auto", {"event": steady(80_000), "graph": steady(70_000)})]
     assert answer(tmp_path, cells, rank_by=("graph", "event")).ranking == "graph"
+
+
+def test_a_host_bound_call_tells_the_hosts_time_beside_its_own(tmp_path: Path) -> None:
+    samples = {"cold": steady(9_000), "eager": steady(20_000), "host": steady(19_000)}
+    found = answer(tmp_path, [cell(STUDY, "auto", samples)])
+    assert found.ranking == "cold"
+    assert {row.measurement: row.host_ns for row in found.rows} == {"cold": None, "eager": 19_000}
+    assert "19.00" in RENDERERS["table"](bench_document(found))
+    with open_store(tmp_path / "store.db") as store:
+        (told,) = query(store, "SELECT * FROM cell_summary").to_dict("records")
+    assert told["event_median_ns"] == told["cold_median_ns"] == 9_000  # what event_ stands for now
+    assert (told["eager_median_ns"], told["host_median_ns"]) == (20_000, 19_000)
 
 
 def test_configs_times_dtypes_with_the_baseline_first() -> None:

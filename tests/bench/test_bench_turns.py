@@ -41,6 +41,7 @@ from profharness.worker.bench import (
     rotating,
     take_turns,
 )
+from profharness.worker.timing import NeverHeldError
 
 CONFIG = "1,1,16,8"
 LABEL = "b1-h1-s16-d8-fp32"
@@ -163,7 +164,7 @@ def contestant(name: str, samples: Sequence[int]) -> Contestant:
 
     cycle = rotating([lambda value=value: value for value in samples])
     cell = Cell(name, expand_configs(CONFIG)[0], name)
-    sampler = {"wall": lambda count: [cycle() for _ in range(count)]}
+    sampler = {"wall": lambda count: {"wall": [cycle() for _ in range(count)]}}
     return Contestant(cell, contextlib.nullcontext, lambda: None, 1000, sampler)
 
 
@@ -183,6 +184,27 @@ def test_a_narrow_interval_ends_the_sampling_and_a_wide_one_goes_on() -> None:
     assert len(unruly.samples["wall"]) > 10 * len(steady.samples["wall"])
     assert len(unruly.samples["wall"]) <= MAX_SAMPLES + 25
     assert narrow(steady.samples["wall"], plan.precision)
+
+
+def test_a_call_without_one_measurement_has_the_others() -> None:
+    """What stands beside a measurement is kept with it."""
+    waits = contestant("waits", [1000, 1001])
+
+    def cold(_: int) -> dict[str, list[int]]:
+        raise NeverHeldError("it waits for the GPU")
+
+    waits.samplers |= {"cold": cold, "eager": lambda n: {"eager": [9] * n, "host": [7] * n}}
+    assert race([waits], BenchPlan(iterations=30)) == [waits]
+    assert {name: len(values) for name, values in waits.samples.items()} == dict.fromkeys(
+        ("wall", "eager", "host"), 30
+    )
+    assert waits.cell.warnings == ("no cold timing: it waits for the GPU",)
+
+
+def test_what_measurements_were_called_before_is_known() -> None:
+    assert make_plan(["event", "cold", "graph"], 0.01, 1.0).measurements == ("cold", "graph")
+    older = BenchPlan(("event", "graph", "kernel"))
+    assert older.on("cuda") == ("cold", "graph", "kernel")
 
 
 def test_a_spent_budget_ends_the_sampling(tmp_path: Path) -> None:
@@ -283,5 +305,5 @@ def test_what_is_no_precision_is_refused(text: str) -> None:
 
 
 def test_an_unknown_measurement_is_refused() -> None:
-    with pytest.raises(UsageError, match="event, graph, kernel"):
+    with pytest.raises(UsageError, match="cold, graph, kernel, eager"):
         make_plan(["wall"], 0.01, 1.0)

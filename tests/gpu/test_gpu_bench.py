@@ -1,4 +1,4 @@
-"""A bench on a real GPU: events, graphs and kernel times, each under its own name."""
+"""A bench on a real GPU: cold and eager calls, graphs and kernel times, each under its own name."""
 
 from __future__ import annotations
 
@@ -41,23 +41,36 @@ def medians(found: Benched, config: str, backend: str) -> dict[str, float]:
     }
 
 
-def test_every_cell_has_event_graph_and_kernel_times(found: Benched) -> None:
+def test_every_cell_has_all_times(found: Benched) -> None:
     assert {cell.status for cell in found.cells} <= {"ok", "refused"}
-    assert set(medians(found, SMALL, "flash")) == {"event", "graph", "kernel"}
+    assert set(medians(found, SMALL, "flash")) == {"cold", "graph", "kernel", "eager"}
     assert not [cell.warnings for cell in found.cells if cell.warnings]
 
 
-def test_the_three_agree_where_the_kernel_is_long(found: Benched) -> None:
-    """A call of a millisecond hides its launch; what remains between the three is the cold L2."""
+def test_all_agree_where_the_kernel_is_long(found: Benched) -> None:
+    """A call of a millisecond hides its launch; what remains between them is the cold L2."""
     times = medians(found, LARGE, "flash")
-    assert times["event"] == pytest.approx(times["kernel"], rel=0.1)
-    assert times["graph"] == pytest.approx(times["kernel"], rel=0.1)
+    for name in ("cold", "graph", "eager"):
+        assert times[name] == pytest.approx(times["kernel"], rel=0.1)
+
+
+def test_an_eager_call_waits_for_the_host_and_a_cold_one_does_not(found: Benched) -> None:
+    """Nine launches of math take the CPU longer than the GPU; a cold call has no part of that."""
+    times = medians(found, SMALL, "math")
+    (row,) = [
+        row
+        for row in found.rows
+        if (row.config, row.backend, row.measurement) == (SMALL, "math", "eager")
+    ]
+    assert times["eager"] > 0.9 * times["graph"]
+    assert row.host_ns is not None and times["eager"] > 0.9 * min(row.host_ns, times["graph"])
+    assert times["cold"] < times["kernel"] + 60_000
 
 
 def test_kernels_take_no_longer_than_the_call(found: Benched) -> None:
     for backend in ("flash", "math"):
         times = medians(found, SMALL, backend)
-        assert times["kernel"] < 1.1 * times["event"]
+        assert times["kernel"] < 1.1 * times["cold"]
         assert times["kernel"] < 1.1 * times["graph"]
 
 

@@ -15,7 +15,7 @@ from profharness.rows import ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, KernelRow
 from profharness.store import Selection, ingest_path, open_store
 from profharness.views.document import Table
 from profharness.views.kernels import kernel_record, kernels_document, witness_document
-from profharness.views.steps import GAPS, steps_document
+from profharness.views.steps import steps_document, steps_of
 from profharness.views.terminal import MIN_SHRUNK, render_table
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -101,7 +101,7 @@ def test_records_of_steps_have_what_the_table_of_backends_has(store: Path) -> No
     square, decode = (by_cell[label, "math"] for label in (LABEL, DECODE))
     assert (square["growth"], by_cell[LABEL, "flash"]["growth"]) == ("S^2", "S")
     assert square["score_matrices"] == square["peak_memory_bytes"] / (16 * 512 * 512 * 4)
-    own = [row for row in records if row["cell"] == square["cell"] and row["step"] != GAPS]
+    own = [row for row in records if row["cell"] == square["cell"] and row["kernels"]]
     assert square["kernels_ns"] == pytest.approx(sum(row["call_ns"] for row in own))
     # one query: scores are a row a head, and the peak is of K and V, repeated and cast
     assert (decode["growth"], by_cell[DECODE, "flash"]["growth"]) == ("S_kv", "S_q")
@@ -133,3 +133,27 @@ def test_times_of_a_cpu_are_called_wall() -> None:
     assert "event" not in text
     text = render_table(steps_document([kernel()], [cell(samples={"event": (9000, 9100)})]))
     assert "event µs" in text
+
+
+@pytest.mark.parametrize(
+    ("samples", "beyond"),
+    [
+        (
+            {"graph": (9000,), "eager": (20_000,), "host": (19_000,), "cold": (12_000,)},
+            {"launch gaps": 1608, "waiting for the host": 11_000, "cold refill": 3000},
+        ),
+        ({"eager": (20_000,)}, {"launch gaps, waiting for the host": 12_608}),
+        (
+            {"graph": (9000,), "event": (20_000,)},
+            {"launch gaps": 1608, "cold refill, waiting for the host": 11_000},
+        ),
+        ({"event": (20_000,)}, {"launch gaps, cold refill, waiting for the host": 12_608}),
+    ],
+)
+def test_steps_tell_gaps_host_and_refill_apart(
+    samples: dict[str, tuple[int, ...]], beyond: dict[str, float]
+) -> None:
+    """As far as the run measured them; shares are of the call, which has no refill in it."""
+    steps = steps_of(cell(samples=samples), [kernel()])
+    assert {each.step: each.call_ns for each in steps if not each.kernels} == pytest.approx(beyond)
+    assert sum(each.share or 0 for each in steps) == pytest.approx(1)

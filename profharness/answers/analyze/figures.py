@@ -21,10 +21,17 @@ from profharness.devices import Device, Peaks, flop_peak, occupancy, ridge
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import (
     ACTIVE_WARPS,
+    COLD,
     COUNTERS,
     DRAM_READ,
     DRAM_WRITE,
+    EAGER,
+    EVENT,
+    GRAPH,
+    HOST,
+    KERNEL,
     TRACE_PROFILERS,
+    WALL,
     CellRow,
     KernelRow,
 )
@@ -133,8 +140,8 @@ class PhaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a cell. basis names the time behind the rates: `kernel`, `graph`, `event` or
-    `wall`; duration_ns is its median. Shares are of the peak. dram_bytes are those of a call,
+    """The figures of a cell. basis names the time behind the rates, of BASIS_SOURCE; duration_ns is
+    its median. event_ns is an older run's, else cold_ns. Shares are of the peak. dram_bytes are those of a call,
     dram_bytes_per_s is over ncu's own time.
     """
 
@@ -160,6 +167,9 @@ class Figures:
     peak_memory_bytes: int | None
     kv_head_bytes: int = 0
     working_set_bytes: int = 0
+    cold_ns: float | None = None
+    eager_ns: float | None = None
+    host_ns: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +218,15 @@ def analyze_record(analysis: CellAnalysis) -> dict[str, Any]:
 
 
 KIB = 1024
-FLUSHED = "event samples, L2 flushed"
 BASIS_SOURCE = {
-    "kernel": "profiled launches of one call",
-    "graph": "graph samples, L2 warm",
-    "event": FLUSHED,
-    "wall": "wall samples",
+    KERNEL: "profiled launches of one call",
+    GRAPH: "graph samples, L2 warm",
+    COLD: "cold samples, L2 flushed",
+    EVENT: "event samples, L2 flushed",
+    EAGER: "eager samples, L2 warm",
+    WALL: "wall samples",
 }
+FLUSHED = (COLD, EVENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +332,7 @@ def cell_figures(
     call_times = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
     on_device = any(kernel.blocks is not None for kernel in kernels)
     if on_device and len(call_times) == len(kernels):
-        times["kernel"] = sum(call_times)
+        times[KERNEL] = sum(call_times)
     basis = next((name for name in BASIS_SOURCE if times.get(name)), None)
     duration = times[basis] if basis else None
     work, moved = flops(config), compulsory_bytes(config)
@@ -334,10 +346,10 @@ def cell_figures(
     return Figures(
         basis=basis,
         duration_ns=duration,
-        kernels_ns=times.get("kernel"),
-        event_ns=times.get("event"),
-        graph_ns=times.get("graph"),
-        wall_ns=times.get("wall"),
+        kernels_ns=times.get(KERNEL),
+        event_ns=times.get(EVENT, times.get(COLD)),
+        graph_ns=times.get(GRAPH),
+        wall_ns=times.get(WALL),
         launches=sum(kernel.launches_per_call for kernel in kernels) if on_device else 0,
         flops=work,
         compulsory_bytes=moved,
@@ -354,6 +366,9 @@ def cell_figures(
         peak_memory_bytes=cell.peak_memory_bytes,
         kv_head_bytes=one_head * (4 if config.dtype == "fp32" else 2),
         working_set_bytes=working_set_bytes(config),
+        cold_ns=times.get(COLD),
+        eager_ns=times.get(EAGER),
+        host_ns=times.get(HOST),
     )
 
 

@@ -22,11 +22,11 @@ from profharness.answers.analyze.figures import (
     size,
     us,
 )
+from profharness.answers.analyze.launching import launch_gap
 from profharness.answers.roles import GEMMS
 from profharness.config import Config
 from profharness.costs import matrix_bytes, tensor_bytes
 
-GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # part of the call without a kernel running
 DRAM_EXCESS = 1.5
 SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
 HELPERS_MINOR, HELPERS_MAJOR = 0.10, 0.30
@@ -116,7 +116,7 @@ def above_ceiling(facts: Facts) -> list[Finding]:
     figures, findings = facts.figures, []
     if (figures.bandwidth_share or 0) > 1:
         working, l2 = figures.working_set_bytes, facts.l2_bytes
-        if l2 and working < l2 and figures.basis != "event":
+        if l2 and working < l2 and figures.basis not in FLUSHED:
             why = (
                 f"the inputs and the output ({size(working)}) fit in the L2 ({size(l2)}) and were "
                 "read from there, so this is no DRAM bandwidth"
@@ -165,56 +165,6 @@ def dram_traffic(facts: Facts) -> list[Finding]:
         text += "; what is missing was in the L2, or is still there unwritten"
     severity = "major" if ratio >= 2 * DRAM_EXCESS else "minor" if ratio >= DRAM_EXCESS else "note"
     return [Finding("dram_traffic", f"{text}.", severity, MEASURED, tuple(evidence))]
-
-
-def launch_gap(facts: Facts) -> list[Finding]:
-    """Time of a call in which no kernel can be running, the flushed L2 allowed for."""
-    figures = facts.figures
-    if not figures.event_ns or not figures.kernels_ns:
-        return []
-    busy, evidence = _busy_ns(facts)
-    gap = 1 - busy / figures.event_ns
-    if gap < GAP_MINOR:
-        return []
-    evidence = [
-        us("event time", figures.event_ns, FLUSHED),
-        us("kernel time", figures.kernels_ns, BASIS_SOURCE["kernel"]),
-        *evidence,
-        Evidence("launches", figures.launches, "per call", "trace"),
-    ]
-    text = (
-        f"Of a call of {figures.event_ns / 1e3:.1f} µs at least {percent(gap)} pass without a "
-        f"kernel running: its {figures.launches:.0f} launches take {busy / 1e3:.1f} µs even with "
-        "cold caches"
-    )
-    factor = figures.event_ns / busy
-    if figures.graph_ns:
-        evidence.append(us("graph time", figures.graph_ns, BASIS_SOURCE["graph"]))
-        text += f", and replayed as a CUDA graph the call takes {figures.graph_ns / 1e3:.1f} µs"
-    severity = "major" if gap >= GAP_MAJOR else "minor"
-    return [Finding("launch_gap", f"{text}.", severity, MEASURED, tuple(evidence), factor)]
-
-
-def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
-    """An upper bound of the kernels' time with cold caches, and its evidence. It is ncu's time plus
-    that of copies, or the profiled time plus refilling the L2.
-    """
-    figures, peaks = facts.figures, facts.machine.peaks
-    warm = figures.kernels_ns or 0.0
-    busy, evidence = warm, []
-    if peaks and peaks.bandwidth_bytes_per_s:
-        refill = figures.compulsory_bytes / peaks.bandwidth_bytes_per_s * 1e9
-        busy = warm + refill
-        evidence = [us("refilling the L2", refill, f"compulsory bytes / bandwidth, {peaks.source}")]
-    launched = [kernel for kernel in facts.kernels if kernel.blocks is not None]
-    if launched and all(kernel.ncu_ns for kernel in launched):
-        cold = sum((kernel.ncu_ns or 0) * kernel.launches_per_call for kernel in launched)
-        rest = sum(kernel.call_ns or 0 for kernel in facts.kernels if kernel.blocks is None)
-        if cold + rest > busy:
-            busy, evidence = cold + rest, [us("cold kernel time", cold, "ncu gpu__time_duration")]
-            if rest:
-                evidence.append(us("copies and fills", rest, BASIS_SOURCE["kernel"]))
-    return busy, evidence
 
 
 def score_traffic(facts: Facts) -> list[Finding]:

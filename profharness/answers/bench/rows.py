@@ -13,7 +13,7 @@ from profharness.answers.agreement import with_predictions
 from profharness.config import Config, parse_config
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.errors import NotFoundError
-from profharness.rows import MEASUREMENTS, CellRow
+from profharness.rows import COLD, EAGER, EVENT, HOST, KERNEL, MEASUREMENTS, CellRow
 from profharness.store import Store
 
 CLOCK_MOVED = 0.05
@@ -95,7 +95,9 @@ def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
     if l2_bytes is None:
         return f"{size} may fit in L2, whose size is not known"
     l2 = f"the L2 of {l2_bytes / MB:,.0f} MB"
-    flushed = "; it was flushed, but the output may stay there" if measurement == "event" else ""
+    flushed = (
+        "; it was flushed, but the output may stay there" if measurement in (COLD, EVENT) else ""
+    )
     if moved <= l2_bytes:
         return f"{size} fits in {l2}{flushed or ', so this is not the rate of the memory'}"
     if (rates.bytes_per_s or 0) / width <= moved / (moved - l2_bytes):
@@ -131,7 +133,8 @@ class BenchRow:
     """One measurement of one cell; a cell without samples has one row, with measurement None.
     low_ns and high_ns are the 95 % bootstrap interval of the median; efficiency is of the peak that
     `against` names. speedup is `baseline` over this median, regret this median over the fastest
-    correct one, less 1. verified is None where nothing was verified.
+    correct one, less 1. verified is None where nothing was verified. host_ns is the median of the
+    host's own time of an eager call, on the row of `eager` alone.
     """
 
     run: str
@@ -156,6 +159,7 @@ class BenchRow:
     regret: float | None = None
     verified: bool | None = None
     doubts: tuple[str, ...] = ()
+    host_ns: float | None = None
 
     @property
     def ranked(self) -> bool:
@@ -210,10 +214,17 @@ def bench_rows(
                 bytes_per_s=rates.bytes_per_s,
                 efficiency=rates.efficiency,
                 against=rates.against,
+                host_ns=host_ns(cell) if name == EAGER else None,
                 doubts=doubts(name, values, interval, cell.clocks, rates, precision),
             )
             rows.append(measured)
     return with_regret(with_speedup(rows, baseline))
+
+
+def host_ns(cell: CellRow) -> float | None:
+    """The median of the host's own time of an eager call; None where it was not measured."""
+    values = cell.samples.get(HOST)
+    return stats.summarize(values).median if values else None
 
 
 def run_cells(
@@ -268,7 +279,7 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
             calls[launch.iteration] = calls.get(launch.iteration, 0) + launch.duration_ns
     samples: Samples = {}
     for cell in cells:
-        kernel = {"kernel": tuple(sums[cell.cell].values())} if cell.cell in sums else {}
+        kernel = {KERNEL: tuple(sums[cell.cell].values())} if cell.cell in sums else {}
         merged = cell.samples | kernel
         samples[cell.config, cell.backend] = {
             name: merged[name] for name in MEASUREMENTS if merged.get(name)

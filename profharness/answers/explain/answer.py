@@ -20,12 +20,10 @@ from profharness.answers.explain.rules import Explanation, Place, chosen, explai
 from profharness.config import Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.errors import CaptureError
-from profharness.rows import NAIVE_COMPILED, CellRow, KernelRow
+from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow
 
 if TYPE_CHECKING:
     from profharness.store import Store
-
-MEASUREMENTS = ("graph", "event", "wall")  # the first that both sides have counts
 
 
 def explain_all(
@@ -161,7 +159,7 @@ def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _Memor
     for old, new in pairs:
         if _gpu(memory.environment(old.run)) != _gpu(memory.environment(new.run)):
             continue
-        for name in MEASUREMENTS:
+        for name in CALL_MEASUREMENTS:
             if old.samples.get(name) and new.samples.get(name):
                 return replace(advice, gain=median(old.samples[name]) / median(new.samples[name]))
     return advice
