@@ -1,14 +1,13 @@
 """What observing costs: µs an attention call, µs another op, ms a start of Python.
 
-python scripts/bench_observe.py [--rounds 15]
+python scripts/bench_observe.py [--rounds 200]
 
-Each figure is the difference of two medians of CPU time, taken in turns with and without.
+Each figure is the median of the differences of CPU time, with and without, of rounds taken in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import resource
 import statistics
@@ -23,34 +22,55 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from profharness.observer import seen, wrapper
+
 STARTUP = Path(__file__).resolve().parents[1] / "profharness" / "observer" / "startup"
-CALLS = 500
+CALLS = 100
 
 
 def main() -> None:
-    """Print the three figures."""
+    """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print(f"attention call  {calls(rounds):+8.2f} µs")
+    print(f"attention call  {calls(rounds, recorded=True):+8.2f} µs")
+    print(f"empty wrapper   {calls(rounds, recorded=False):+8.2f} µs, the least that any takes")
     print(f"other op        {other_ops(rounds):+8.2f} µs")
-    print(f"start of Python {starts(rounds):+8.2f} ms")
+    print(f"start of Python {starts(min(rounds, 15)):+8.2f} ms")
 
 
 class Attention(torch.nn.Module):
-    """As deep a stack as a layer's."""
+    """One call, as in a layer of a model."""
 
-    def forward(self, q: torch.Tensor) -> torch.Tensor:
-        for _ in range(CALLS):
-            F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        return q
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def calls(rounds: int) -> float:
-    """µs that a recorded call takes more."""
-    q, module = torch.randn(1, 2, 4, 8), torch.nn.Sequential(Attention())
-    return pair(rounds, lambda: module(q), CALLS)
+class Layers(torch.nn.Module):
+    """As many layers as there are calls, because each is met with its own facts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Attention() for _ in range(CALLS))
+
+    def forward(self, *tensors: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer(*tensors)
+
+
+class Empty:
+    """Calls the builtin and does nothing else."""
+
+    def __call__(self, *a: Any, **k: Any) -> Any:
+        return wrapper.sd(*a, **k)
+
+
+def calls(rounds: int, *, recorded: bool) -> float:
+    """µs that a recorded call takes more, or one through an empty wrapper."""
+    model, tensors = Layers(), torch.randn(3, 1, 2, 4, 8).unbind()
+    with torch.no_grad():
+        return pair(rounds, lambda: model(*tensors), wrapper.wrapper if recorded else Empty())
 
 
 def other_ops(rounds: int) -> float:
@@ -61,22 +81,21 @@ def other_ops(rounds: int) -> float:
         for _ in range(CALLS):
             torch.relu(x)
 
-    return pair(rounds, work, CALLS)
+    return pair(rounds, work, wrapper.wrapper)
 
 
-def pair(rounds: int, work: Callable[[], Any], count: int) -> float:
-    """The difference of the medians with and without a recorder, for one of count."""
-    seen = importlib.import_module("profharness.observer.seen")
-    wrapper = importlib.import_module("profharness.observer.wrapper")
-    without, recorded = [], []
-    for _ in range(rounds):
-        F.scaled_dot_product_attention = wrapper.sd
-        without.append(cpu_ns(work))
-        with seen.observe():
-            work()
-            recorded.append(cpu_ns(work))
-    difference = statistics.median(recorded) - statistics.median(without)
-    return difference / count / 1e3
+def pair(rounds: int, work: Callable[[], Any], attention: Any) -> float:
+    """The median of differences with and without a recorder, for one of CALLS."""
+    differences = []
+    with seen.observe():
+        for each in range(rounds):
+            took = {}
+            for function in (wrapper.sd, attention)[:: 1 if each % 2 else -1]:
+                F.scaled_dot_product_attention = function
+                work()
+                took[function is attention] = cpu_ns(work)
+            differences.append(took[True] - took[False])
+    return statistics.median(differences) / CALLS / 1e3
 
 
 def cpu_ns(work: Callable[[], Any]) -> int:

@@ -24,14 +24,18 @@ from profharness.observer.window import Window
 
 C: Any = torch._C
 CALL: CodeType = torch.nn.Module._call_impl.__code__
+# calls that one with few locals of its own, which are read faster
+OUTER: CodeType | None = getattr(
+    getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None
+)
 MARKER = "profharness-attention:"
 TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
 GRADED_PASSES = 16  # more than most accumulate gradients over
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
 FLUSH_S = 5.0
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-OPTIONS = NAMES[4:]
-STATES = 8  # how many parts of an exact key, its last, tell the state of torch
+PLACE, STATES = 2, 8  # how many parts of an exact key, its first and last, tell place and state
+WATCHED = ("waiting", "open")  # states of a window that counts steps
 # parts of a path that wrappers put in, and wrappers whose own name is not the model's
 INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 PARALLEL = ("DistributedDataParallel", "DataParallel")
@@ -45,16 +49,28 @@ _grad = torch.is_grad_enabled
 _task = getattr(C, "_current_graph_task_id", int)
 _tracing = C._is_tracing
 _autocast = C._is_any_autocast_enabled
+_modes = C._len_torch_function_stack
+_Tensor = torch.Tensor
 
 
 class Entry:
     """The calls of one exact key."""
 
-    __slots__ = ("count", "lengths", "marker", "site", "template")
+    __slots__ = ("count", "lengths", "marker", "template")
 
-    def __init__(self, template: int, site: int, marker: str, lengths: tuple[int, ...]) -> None:
+    def __init__(self, template: int, marker: str, lengths: tuple[int, ...]) -> None:
         self.count = 0
-        self.template, self.site, self.marker, self.lengths = template, site, marker, lengths
+        self.template, self.marker, self.lengths = template, marker, lengths
+
+
+class Site:
+    """A module that calls, or none. last: its last call's exact key and entry."""
+
+    __slots__ = ("last", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.last: tuple[Any, Any] = (None, None)
 
 
 class Recorder:
@@ -73,11 +89,13 @@ class Recorder:
         self.lengths: list[Counter[tuple[int, ...]]] = []
         self.templates.clear()
         self.compiled: dict[Any, int] = {}
-        self.sites: dict[int, int] = {}  # module id -> site
+        self.codes: dict[int, CodeType] = {}  # by id, which lasts as long as they do
+        self.sites: dict[int, Site] = {}  # by the module's id
+        self.outside = Site(0)
         self.kept: dict[int, Any] = {}  # module id -> weak reference
         self.paths: dict[int, tuple[str | None, str | None]] = {}  # module id -> path, root class
         self.next_site = 1
-        self.first_site: int | None = None
+        self.first_site: Site | None = None
         self.total = 0
         self.flush_at = 2
         self.flushed = 0.0
@@ -92,47 +110,66 @@ class Recorder:
         self.window.forget()
 
     def note(
-        self, frame: FrameType, a: tuple[Any, ...], k: dict[str, Any]
+        self, frame: FrameType, a: tuple[Any, ...], k: dict[str, Any], *, silent: bool = False
     ) -> tuple[Entry, bool] | None:
-        """The entry of a call, and whether its template is new; None for a call that is no one's to
-        record: no tensors, or a graph is being traced.
+        """Count a call. Its entry, and whether its template is new, where something is left to do; None
+        for a known call, and for one that is no one's to record: no tensors, or a graph is traced.
+
+        silent: reading a tensor's attributes calls no handler of the program's.
         """
         n = len(a)
-        q: Any = a[0] if n > 0 else k.get("query")
-        key: Any = a[1] if n > 1 else k.get("key")
-        v: Any = a[2] if n > 2 else k.get("value")
-        mask: Any = a[3] if n > 3 else k.get("attn_mask")
-        if type(q) is not torch.Tensor and not _recordable(q):
-            return None
-        if key is None or v is None or _tracing():
+        option = k.get
+        q: Any = a[0] if n > 0 else option("query")
+        key: Any = a[1] if n > 1 else option("key")
+        v: Any = a[2] if n > 2 else option("value")
+        mask: Any = a[3] if n > 3 else option("attn_mask")
+        if not silent and (
+            not type(q) is type(key) is type(v) is _Tensor
+            or (mask is not None and type(mask) is not _Tensor)
+            or _modes()
+        ):
+            if not _recordable(q) or key is None or v is None:
+                return None
+            with C.DisableTorchFunction():
+                return self.note(frame, a, k, silent=True)
+        if not self.on or _tracing():
             return None
         above: FrameType | None = frame
         while above is not None and above.f_code is not CALL:
             above = above.f_back
-        site = 0
-        if above is not None:
-            module = above.f_locals["self"]
-            site = self.sites.get(id(module), 0) or self._new_site(module)
+        if above is None:
+            site = self.outside
+        else:
+            outer = above.f_back
+            holder = outer if outer is not None and outer.f_code is OUTER else above
+            module = holder.f_locals["self"]
+            site = self.sites.get(id(module)) or self._new_site(module)
         # The order of priority and the dims of value are told once: nobody changes them alone.
         exact = (
-            site, frame.f_lasti, q.shape, q.stride(), q.dtype, q.requires_grad,
+            id(frame.f_code), frame.f_lasti, q.stride(), q.dtype, q.requires_grad,
             key.shape, key.stride(), v.stride(),
             None if mask is None else (mask.shape, mask.stride(), mask.dtype),
-            a[4:] if n > 4 else None, tuple(map(k.get, OPTIONS)) if k else None,
+            a[4:] if n > 4 else None,
+            option("dropout_p"), option("is_causal"), option("scale"), option("enable_gqa"),
             _flash(), _efficient(), _math(), _cudnn(), _deterministic(), _grad(), _task() >= 0,
             _autocast(),
         )  # fmt: skip
-        entry = self.entries.get(exact)
+        last, entry = site.last
         fresh = False
-        if entry is None:
-            entry, fresh = self._new_entry(exact, site, above, frame, (q, key, v, mask), a, k)
+        if last != exact:  # cheaper than the look-up
+            entry = self.entries.get((site.number, exact))
+            if entry is None:
+                entry, fresh = self._new_entry(site, exact, above, frame, (q, key, v, mask), a, k)
+            site.last = (exact, entry)
         entry.count += 1
         self.total += 1
-        if self.window.state == "waiting" or self.window.open:
-            self._pass(site)
         if self.total >= self.flush_at:
             self._flush_in_time()
-        return entry, fresh
+        if self.window.state in WATCHED:
+            self._pass(site)
+            if self.window.open:
+                return entry, fresh
+        return (entry, fresh) if fresh else None
 
     def learn(self, entry: Entry, a: tuple[Any, ...], k: dict[str, Any], output: Any) -> None:
         """What only the call itself could tell of a new template; the template is written down."""
@@ -151,6 +188,7 @@ class Recorder:
         """A call of a new template raised: the next like it is told anew."""
         number = entry.template
         self.entries = {key: one for key, one in self.entries.items() if one.template != number}
+        self._forget_last()
         self.numbers = {key: one for key, one in self.numbers.items() if one != number}
         self.lengths[number][entry.lengths] += entry.count
         self._write(self.templates[number] | {"raised": True})
@@ -203,7 +241,7 @@ class Recorder:
             self.flushed = now
             self.flush()
 
-    def _pass(self, site: int) -> None:
+    def _pass(self, site: Site) -> None:
         """A pass over the model begins where its first attention comes again. Once an optimizer has
         stepped, its steps count instead; with gradients that is waited for during some passes.
         """
@@ -211,12 +249,16 @@ class Recorder:
             self.started = True
             self.first_site = site
             self.window.first()
-        elif site == self.first_site and not self.optimized:
+        elif site is self.first_site and not self.optimized:
             self.passes += 1
             if not _grad() or self.passes > GRADED_PASSES:
                 self.window.step()
 
-    def _new_site(self, module: Any) -> int:
+    def _forget_last(self) -> None:
+        for site in (self.outside, *self.sites.values()):
+            site.last = (None, None)
+
+    def _new_site(self, module: Any) -> Site:
         identity = id(module)
 
         def gone(_: Any) -> None:
@@ -225,14 +267,14 @@ class Recorder:
             self.paths.pop(identity, None)
 
         self.kept[identity] = weakref.ref(module, gone)
-        site, self.next_site = self.next_site, self.next_site + 1
-        self.sites[identity] = site
+        site = self.sites[identity] = Site(self.next_site)
+        self.next_site += 1
         return site
 
     def _new_entry(
         self,
-        exact: Any,
-        site: int,
+        site: Site,
+        exact: tuple[Any, ...],
         above: FrameType | None,
         frame: FrameType,
         tensors: tuple[Any, ...],
@@ -254,12 +296,15 @@ class Recorder:
                 for entry in self.entries.values():
                     self.lengths[entry.template][entry.lengths] += entry.count
                 self.entries.clear()
-            number = self.numbers.get((site, frame.f_lasti, common))
+                self._forget_last()
+            place = (site.number, *exact[:PLACE])
+            number = self.numbers.get((place, common))
             fresh = number is None
             if number is None:
                 if len(self.templates) >= MOST_TEMPLATES:
                     raise RuntimeError(f"more than {MOST_TEMPLATES} kinds of calls")
-                number = self.numbers[site, frame.f_lasti, common] = len(self.templates)
+                number = self.numbers[place, common] = len(self.templates)
+                self.codes[id(frame.f_code)] = frame.f_code
                 self.templates.append(
                     {"template": number, "kind": "sdpa", "compiled": False}
                     | self._place(above, frame)
@@ -270,7 +315,7 @@ class Recorder:
                 self.window.fresh()
             template = self.templates[number]
             name = template["path"] or template["module_class"] or template["function"]
-            entry = self.entries[exact] = Entry(number, site, f"{MARKER}{name}", lengths)
+            entry = self.entries[site.number, exact] = Entry(number, f"{MARKER}{name}", lengths)
         return entry, fresh
 
     def _place(self, above: FrameType | None, frame: FrameType) -> dict[str, Any]:

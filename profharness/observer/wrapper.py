@@ -18,14 +18,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from profharness.observer.hook import after_import
 from profharness.observer.journal import Journal, read_options
-from profharness.observer.recorder import Recorder
+from profharness.observer.recorder import Entry, Recorder
 from profharness.observer.window import Window
 
 NAME = "scaled_dot_product_attention"
 sd: Any = getattr(torch._C._nn, NAME)
-is_compiling = torch.compiler.is_compiling
+in_dynamo = torch.compiler.is_dynamo_compiling
 comptime: Any = None  # torch._dynamo's, once that is there
 recorders: tuple[Recorder, ...] = ()
+_getframe = sys._getframe
 
 
 class Sdpa:
@@ -38,13 +39,20 @@ class Sdpa:
         self.__doc__ = sd.__doc__
 
     def __call__(self, *a: Any, **k: Any) -> Any:
-        if is_compiling():
+        if in_dynamo():
             if comptime is not None:
                 comptime(at_compile)
             return sd(*a, **k)
-        if not recorders:
-            return sd(*a, **k)
-        return _recorded(sys._getframe(1), a, k)
+        left = None  # what is still to be done of it
+        for recorder in recorders:
+            try:
+                noted = recorder.note(_getframe(1), a, k)
+            except Exception as error:
+                recorder.fail(error)
+            else:
+                if noted is not None:
+                    left = [*(left or ()), (recorder, *noted)]
+        return sd(*a, **k) if left is None else _watched(left, a, k)
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is sd
@@ -69,36 +77,22 @@ Sdpa.__module__ = sd.__module__
 wrapper = Sdpa()
 
 
-def _recorded(frame: Any, a: tuple[Any, ...], k: dict[str, Any]) -> Any:
-    noted = []
-    marker = None
-    for recorder in recorders:
-        if not recorder.on:
-            continue
-        try:
-            found = recorder.note(frame, a, k)
-        except Exception as error:
-            recorder.fail(error)
-            continue
-        if found is not None:
-            if recorder.window.open:
-                marker = recorder.window.ranged(found[0].marker)
-            if found[1]:
-                noted.append((recorder, found[0]))
+def _watched(left: list[tuple[Recorder, Entry, bool]], a: Any, k: Any) -> Any:
+    """Make a call that is marked for a profiler, or whose template is new."""
+    markers = [one.window.ranged(entry.marker) for one, entry, _ in left if one.window.open]
+    fresh = [(recorder, entry) for recorder, entry, new in left if new]
     try:
-        if marker is None:
+        with markers[-1] if markers else contextlib.nullcontext():
             output = sd(*a, **k)
-        else:
-            with marker:
-                output = sd(*a, **k)
     except BaseException:
-        for recorder, entry in noted:
+        for recorder, entry in fresh:
             with contextlib.suppress(Exception):
                 recorder.raised(entry)
         raise
-    for recorder, entry in noted:
+    for recorder, entry in fresh:
         try:
-            recorder.learn(entry, a, k, output)
+            with torch._C.DisableTorchFunction():  # no handler of the program's sees our ops
+                recorder.learn(entry, a, k, output)
         except Exception as error:
             recorder.fail(error)
     return output
@@ -175,7 +169,7 @@ def install_for(folder: str) -> None:
 
 def _stepped(recorder: Recorder) -> Any:
     def hook(*_: Any) -> None:
-        if is_compiling() or not recorder.on:
+        if torch.compiler.is_compiling() or not recorder.on:
             return
         try:
             recorder.optimizer_stepped()

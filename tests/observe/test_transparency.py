@@ -56,6 +56,22 @@ class Own(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 plain(q.as_subclass(Own))
+names = []
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+class Every(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        names.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+with Mode():
+    F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(8, 8, dtype=torch.bool))
+F.scaled_dot_product_attention(q, q.as_subclass(Every), q)
+told["dispatched"] = names
 again = pickle.loads(pickle.dumps(F.scaled_dot_product_attention))
 told["pickle"] = again == F.scaled_dot_product_attention
 told["copy"] = copy.deepcopy(F.scaled_dot_product_attention) == again
@@ -74,8 +90,20 @@ print(json.dumps(told))
 """
 
 
-def unobserved(program: Path) -> dict[str, Any]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+CACHED = """
+import json
+from torch._dynamo.utils import counters
+compiled = torch.compile(lambda *a: F.scaled_dot_product_attention(*a, is_causal=True))
+compiled(*torch.randn(3, 1, 2, 16, 8, requires_grad=True).unbind()).sum().backward()
+names = ("fxgraph_cache_hit", "fxgraph_cache_miss")
+told = {name: counters["inductor"][name] for name in names}
+names = ("autograd_cache_hit", "autograd_cache_miss")
+print(json.dumps(told | {name: counters["aot_autograd"][name] for name in names}))
+"""
+
+
+def unobserved(program: Path, **variables: str) -> dict[str, Any]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False
     )
@@ -95,6 +123,19 @@ def test_everything_is_as_without_it(tmp_path: Path) -> None:
     assert before["handled"] is before["pickle"] is True
     compiled = [call.call.path for call in seen.calls if call.call.compiled]
     assert {"layers.0.attn", "layers.1.attn"} <= set(compiled)
+
+
+def test_compiled_code_that_was_cached_without_it_is_taken(tmp_path: Path) -> None:
+    program = write(tmp_path, CACHED)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    first = unobserved(program, **cache)
+    assert (first["autograd_cache_hit"], first["autograd_cache_miss"]) == (0, 1)
+    seen = observe(tmp_path, program, environment=cache)
+    again = json.loads(seen.stdout.splitlines()[-1])
+    assert again == unobserved(program, **cache)
+    assert (again["autograd_cache_hit"], again["autograd_cache_miss"]) == (1, 0)
+    assert (again["fxgraph_cache_hit"] > 0, again["fxgraph_cache_miss"]) == (True, 0)
+    assert any(call.call.compiled for call in seen.calls)
 
 
 def test_a_block_tells_its_calls(tmp_path: Path) -> None:
