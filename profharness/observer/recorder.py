@@ -146,7 +146,7 @@ class Recorder:
             site = self.sites.get(id(module)) or self._new_site(module)
         # The order of priority and the dims of value are told once: nobody changes them alone.
         exact = (
-            id(frame.f_code), frame.f_lasti, q.stride(), q.dtype, q.requires_grad,
+            id(frame.f_code), frame.f_lasti, q.shape, q.stride(), q.dtype, q.requires_grad,
             key.shape, key.stride(), v.stride(),
             None if mask is None else (mask.shape, mask.stride(), mask.dtype),
             a[4:] if n > 4 else None,
@@ -165,11 +165,8 @@ class Recorder:
         self.total += 1
         if self.total >= self.flush_at:
             self._flush_in_time()
-        if self.window.state in WATCHED:
-            self._pass(site)
-            if self.window.open:
-                return entry, fresh
-        return (entry, fresh) if fresh else None
+        marked = self.window.state in WATCHED and self._pass(site)
+        return (entry, fresh) if fresh or marked else None
 
     def learn(self, entry: Entry, a: tuple[Any, ...], k: dict[str, Any], output: Any) -> None:
         """What only the call itself could tell of a new template; the template is written down."""
@@ -241,9 +238,11 @@ class Recorder:
             self.flushed = now
             self.flush()
 
-    def _pass(self, site: Site) -> None:
+    def _pass(self, site: Site) -> bool:
         """A pass over the model begins where its first attention comes again. Once an optimizer has
         stepped, its steps count instead; with gradients that is waited for during some passes.
+
+        Returns whether the call is to be marked.
         """
         if not self.started:
             self.started = True
@@ -253,6 +252,7 @@ class Recorder:
             self.passes += 1
             if not _grad() or self.passes > GRADED_PASSES:
                 self.window.step()
+        return self.window.open
 
     def _forget_last(self) -> None:
         for site in (self.outside, *self.sites.values()):

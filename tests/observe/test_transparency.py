@@ -154,6 +154,16 @@ with profharness.observe() as inner, sdpa_kernel(SDPBackend.MATH):
 assert inner.backends == {"math"}
 assert inner.calls[0]["enabled"]["flash"] is False
 assert [call["count"] for call in seen.calls] == [3, 3]
+def one(q):
+    F.scaled_dot_product_attention(q, q, q)
+def other(q):
+    F.scaled_dot_product_attention(q, q, q)
+x = torch.randn(4, 2, 4, 8)
+with profharness.observe() as seen:
+    for each in (x, x[:2], x[:2], x[:, :1]):
+        one(each), other(each)
+told = [(call["function"], call["count"]) for call in seen.calls]
+assert told == [("one", 3), ("other", 3), ("one", 1), ("other", 1)], told
 print("held")
 """
     program = write(tmp_path, body)
