@@ -95,14 +95,17 @@ def llama_compile(device: str) -> Work:
     return without_gradient(lambda: compiled(ids, use_cache=False))
 
 
-def graphed(work: Work) -> Any:
-    """A CUDA graph of the work, warmed up beside the current stream."""
+def warmed(work: Work) -> None:
+    """Run the work beside the current stream, as a capture wants it."""
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         for _ in range(3):
             work()
     torch.cuda.synchronize()
+
+
+def captured(work: Work) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -110,19 +113,26 @@ def graphed(work: Work) -> Any:
 
 
 def llama_graph(device: str) -> Work:
-    replay: Work = graphed(llama_prefill(device)).replay
+    work = llama_prefill(device)
+    warmed(work)
+    replay: Work = captured(work).replay
     return replay
 
 
 def llama_graph_train(device: str) -> Work:
+    """A capture and two replays."""
     model, ids = llama(device), tokens(device, 2, 1024)
+
+    def work() -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        graph = graphed(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
+        graph = captured(work)
         graph.replay()
         graph.replay()
 
+    warmed(work)
     return step
 
 

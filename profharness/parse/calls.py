@@ -5,12 +5,12 @@ computed it, with what tensors, in which modules, and where its forward and back
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,6 +87,13 @@ class Tree:
         while (at := self.above[at]) >= 0:
             yield at
 
+    def below(self, own: Sequence[bool]) -> list[bool]:
+        """Whether anything that encloses a span is one of its own."""
+        result: list[bool] = []
+        for above in self.above:  # an index below the span's own
+            result.append(above >= 0 and (own[above] or result[above]))
+        return result
+
     def around(self, moments: Iterable[tuple[int, int]]) -> list[list[Any]]:
         """For each (thread, t) the spans open then, outermost first."""
         threads, times = np.array(list(moments), np.int64).reshape(-1, 2).T
@@ -99,19 +106,41 @@ class Tree:
         return [[self.spans[at] for at in chain if at >= 0] for chain in rows]
 
 
-class _Modules:
-    """The modules around each op that may be a call or a part of one, by its place in the tree."""
+class _Surroundings:
+    """What is around each op: compiled code, a backward, and the modules around those that may be a
+    call or a part of one, by its place in the tree.
+    """
 
     def __init__(self, ops: Tree, modules: Iterable[Detail]) -> None:
-        self.tree = Tree(modules)
-        places = [
-            at
-            for at, op in enumerate(ops.spans)
-            if _kind(op.name) or op.name in PRODUCTS or op.name in SOFTMAX
-        ]
+        self.modules = Tree(modules)
+        self._ops = ops
+        self._compiled = ops.below([_is_region(op.name) for op in ops.spans])
+        self._recompute = ops.below([op.name.startswith(EVALUATION) for op in ops.spans])
+        places = [at for at, op in enumerate(ops.spans) if _kind(op.name) or _part(op.name)]
         moments = ((ops.spans[at].thread, ops.spans[at].start) for at in places)
-        chains = (module_names(chain) for chain in self.tree.around(moments))
+        chains = (module_names(chain) for chain in self.modules.around(moments))
         self.of = dict(zip(places, chains, strict=True))
+
+    def draft(
+        self, at: int, template: _Template, *, end: int, sequences: frozenset[int], compiled: bool
+    ) -> _Draft:
+        """The call of an op; compiled: it is, whatever is around."""
+        op = self._ops.spans[at]
+        return _Draft(
+            kind=template.kind,
+            op=template.op,
+            sdpa_op=template.sdpa_op,
+            compiled=compiled or self._compiled[at],
+            recompute=self._recompute[at],
+            modules=self.of[at],
+            tensors=template.tensors,
+            flags=template.flags,
+            unsaid=template.unsaid,
+            thread=op.thread,
+            start=op.start,
+            end=end,
+            sequences=sequences,
+        )
 
 
 def module_names(chain: Sequence[Detail]) -> tuple[str, ...]:
@@ -155,15 +184,13 @@ def find_calls(
     ranges have already.
     """
     tree = Tree(details)
-    roots = list(_roots(tree))
-    inside: dict[int, list[int]] = {root: [] for root in roots}
-    for at in range(len(tree.spans)):
-        root = next((above for above in tree.ancestors(at) if above in inside), None)
-        if root is not None:
-            inside[root].append(at)
-    chains = _Modules(tree, modules)
-    drafts = [_fused(tree, root, children, chains) for root, children in inside.items()]
-    drafts += _eager(tree, inside, chains)
+    inside = _inside(tree)
+    surroundings = _Surroundings(tree, modules)
+    templates: dict[tuple[Any, ...], _Template] = {}
+    drafts = [
+        _fused(tree, root, children, surroundings, templates) for root, children in inside.items()
+    ]
+    drafts += _eager(tree, inside, surroundings)
     drafts.sort(key=lambda draft: (draft.start, draft.thread))
     stretches = [
         (index, "recompute" if draft.recompute else "forward", draft.thread, draft.start, draft.end)
@@ -173,21 +200,22 @@ def find_calls(
     stretches += _backward(drafts, tree, evaluations, list(flows))
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
     last = max((op.end for op in tree.spans), default=0)
-    steps = _steps(ranges, _outermost(chains.tree, evaluations), base, last)
+    steps = _steps(ranges, _outermost(surroundings.modules, evaluations), base, last)
     paths = _paths(drafts, ranges, threads, base)
-    calls = []
-    for index, draft in enumerate(drafts):
-        calls.append(
-            replace(
-                _call(draft, index in with_backward),
-                path=paths[index],
-                step=step_at(steps, draft.start + base),
-                pid=threads[draft.thread][0],
-                tid=threads[draft.thread][1],
-                start_ns=draft.start + base,
-                duration_ns=draft.end - draft.start,
-            )
+    known: dict[tuple[int, int, bool], _Replay] = {}
+    calls = [
+        _call(
+            draft,
+            _replay(draft, index in with_backward, known),
+            path=paths[index],
+            step=step_at(steps, draft.start + base),
+            pid=threads[draft.thread][0],
+            tid=threads[draft.thread][1],
+            start_ns=draft.start + base,
+            duration_ns=draft.end - draft.start,
         )
+        for index, draft in enumerate(drafts)
+    ]
     columns = np.array([stretch[2:] for stretch in stretches], np.int64).reshape(-1, 3).T
     spans = tuple(CallSpan(index, direction) for index, direction, *_ in stretches)
     return Calls(tuple(calls), spans, Intervals.build(*columns)), steps
@@ -205,39 +233,89 @@ def _kind(name: str) -> str | None:
     return next((kind for kind, rule in rules.items() if rule.fullmatch(name)), None)
 
 
-def _roots(tree: Tree) -> Iterator[int]:
-    """The op of each call: the outermost one, but below an encoder layer's op the attention in it
-    rather than the layer, where the trace tells them apart.
+@cache
+def _part(name: str) -> str | None:
+    """`p` for a product, `s` for a softmax."""
+    return "p" if name in PRODUCTS else "s" if name in SOFTMAX else None
+
+
+@cache
+def _is_region(name: str) -> bool:
+    return bool(REGION.fullmatch(name))
+
+
+@cache
+def _is_gradient(name: str) -> bool:
+    return bool(GRADIENT.fullmatch(name))
+
+
+def _roots(tree: Tree) -> list[bool]:
+    """Whether each op is that of a call: the outermost one, but below an encoder layer's op the
+    attention in it rather than the layer, where the trace tells them apart.
     """
     kinds = [_kind(op.name) for op in tree.spans]
     split: set[int] = set()  # fast-path ops with something more exact inside
-    for at, kind in enumerate(kinds):
-        if kind not in (None, "fast_path") or tree.spans[at].name == FAST:
-            split.update(above for above in tree.ancestors(at) if kinds[above] == "fast_path")
-    for at, kind in enumerate(kinds):
-        if kind and at not in split:
-            above = {kinds[above] for above in tree.ancestors(at) if above not in split}
-            if above <= {None}:
-                yield at
+    if "fast_path" in kinds:
+        for at, kind in enumerate(kinds):
+            if kind not in (None, "fast_path") or tree.spans[at].name == FAST:
+                split.update(above for above in tree.ancestors(at) if kinds[above] == "fast_path")
+    own = [kind is not None and at not in split for at, kind in enumerate(kinds)]
+    below = tree.below(own)
+    return [mine and not covered for mine, covered in zip(own, below, strict=True)]
 
 
-def _context(tree: Tree, at: int, modules: _Modules) -> dict[str, Any]:
-    """What surrounds a call: compiled code, a backward, modules."""
-    names = [tree.spans[above].name for above in tree.ancestors(at)]
-    op = tree.spans[at]
-    return {
-        "compiled": any(map(REGION.fullmatch, names)),
-        "recompute": any(name.startswith(EVALUATION) for name in names),
-        "modules": modules.of[at],
-        "thread": op.thread,
-        "start": op.start,
-    }
+def _inside(tree: Tree) -> dict[int, list[int]]:
+    """The ops of calls, and what is in each."""
+    is_root = _roots(tree)
+    inside: dict[int, list[int]] = {at: [] for at, mine in enumerate(is_root) if mine}
+    of: list[int] = []
+    for at, above in enumerate(tree.above):
+        root = -1 if above < 0 else above if is_root[above] else of[above]
+        of.append(root)
+        if root >= 0:
+            inside[root].append(at)
+    return inside
 
 
-def _fused(tree: Tree, root: int, inside: Sequence[int], modules: _Modules) -> _Draft:
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """What the arguments of a call's ops tell: alike wherever a model makes the same call."""
+
+    kind: str
+    op: str
+    sdpa_op: str | None
+    tensors: tuple[TensorArgument | None, ...]
+    flags: dict[str, Any]
+    unsaid: str | None
+
+
+def _fused(
+    tree: Tree,
+    root: int,
+    inside: Sequence[int],
+    surroundings: _Surroundings,
+    templates: dict[tuple[Any, ...], _Template],
+) -> _Draft:
     ops = [tree.spans[at] for at in (root, *inside)]
+    above = (tree.spans[at].name for at in tree.ancestors(root))
+    layer = next((name for name in above if name in (LAYER, FAST)), None)
+    # equal arguments are one object, which the tree keeps alive
+    said = [(op[0], id(op[4]), id(op[5]), id(op[6]), id(op[7])) for op in ops]
+    key = (layer, *said)
+    if (template := templates.get(key)) is None:
+        template = templates[key] = _template(ops, layer)
+    return surroundings.draft(
+        root,
+        template,
+        end=ops[0].end,
+        sequences=frozenset(op.sequence for op in ops if op.sequence >= 0),
+        compiled=template.kind == "flex" and ops[0].name.startswith("triton"),
+    )
+
+
+def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
+    """layer: the op of an encoder layer around them."""
     kind = _kind(ops[0].name) or "custom"
-    above = [tree.spans[at].name for at in tree.ancestors(root)]
     # Autocast calls the outer op again with cast tensors: those were computed with.
     outer = next((op for op in reversed(ops) if op.name == OUTER), None)
     inner = next((op for op in ops if INNER.fullmatch(op.name)), None)
@@ -248,7 +326,6 @@ def _fused(tree: Tree, root: int, inside: Sequence[int], modules: _Modules) -> _
     if inner is not None:
         place = POSITIONS.get(inner.name, ("", {}))[1].get("backward")
         flags["backward"] = place is not None and flag(inner, place)
-    layer = next((name for name in above if name in (LAYER, FAST)), None)
     unsaid = None
     if tensors[0] is None and (packed := next((op for op in ops if sizes(op.dims, 0)), None)):
         tensors = tuple(tensor_argument(packed, place) if place < 3 else None for place in range(4))
@@ -259,43 +336,39 @@ def _fused(tree: Tree, root: int, inside: Sequence[int], modules: _Modules) -> _
         unsaid = "the mask and the score function of flex_attention are not told"
     elif not told.dims:
         unsaid = NO_SHAPES
-    context = _context(tree, root, modules)
-    if kind == "flex":
-        context["compiled"] = context["compiled"] or ops[0].name.startswith("triton")
-    return _Draft(
+    return _Template(
         kind="fast_path" if layer else kind,
         op=layer or ops[0].name,
         sdpa_op=inner.name if inner else ops[0].name if kind in ("custom", "flex") else None,
         tensors=tensors,
         flags=flags,
         unsaid=unsaid,
-        end=ops[0].end,
-        sequences=frozenset(op.sequence for op in ops if op.sequence >= 0),
-        **context,
     )
 
 
-def _eager(tree: Tree, fused: dict[int, list[int]], modules: _Modules) -> Iterator[_Draft]:
+def _eager(
+    tree: Tree, fused: dict[int, list[int]], surroundings: _Surroundings
+) -> Iterator[_Draft]:
     """Attention in plain ops: a product, a softmax over its result and a product with that, next to
     each other in one module of one thread.
     """
     taken = {*fused, *(child for children in fused.values() for child in children)}
     waiting: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
     for at, op in enumerate(tree.spans):
-        kind = "p" if op.name in PRODUCTS else "s" if op.name in SOFTMAX else None
+        kind = _part(op.name)
         if kind is None or at in taken:
             continue
         names = [tree.spans[above].name for above in tree.ancestors(at)]
         if any(name in (LINEAR, *PRODUCTS, *SOFTMAX) or BACKWARD.fullmatch(name) for name in names):
             continue
-        recent = waiting[op.thread, modules.of[at]]
+        recent = waiting[op.thread, surroundings.of[at]]
         recent.append(at)
-        if kind == "p" and len(recent) >= 3 and (draft := _plain(tree, recent[-3:], modules)):
+        if kind == "p" and len(recent) >= 3 and (draft := _plain(tree, recent[-3:], surroundings)):
             recent.clear()
             yield draft
 
 
-def _plain(tree: Tree, places: Sequence[int], modules: _Modules) -> _Draft | None:
+def _plain(tree: Tree, places: Sequence[int], surroundings: _Surroundings) -> _Draft | None:
     scores, softmax, output = (tree.spans[at] for at in places)
     if scores.name not in PRODUCTS or softmax.name not in SOFTMAX:
         return None
@@ -311,16 +384,9 @@ def _plain(tree: Tree, places: Sequence[int], modules: _Modules) -> _Draft | Non
         key = TensorArgument((*keys.dims[:-2], keys.dims[-1], keys.dims[-2]), None, keys.dtype)
         tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
         unsaid = "eager attention; what it masks is not told"
-    return _Draft(
-        kind="eager",
-        op=scores.name,
-        sdpa_op=None,
-        tensors=tensors,
-        flags={},
-        unsaid=unsaid,
-        end=output.end,
-        sequences=frozenset(),
-        **_context(tree, places[0], modules),
+    template = _Template("eager", scores.name, None, tensors, {}, unsaid)
+    return surroundings.draft(
+        places[0], template, end=output.end, sequences=frozenset(), compiled=False
     )
 
 
@@ -343,11 +409,12 @@ def _backward(
             taken.add(key)
             yield _stretch(call, evaluations.spans[at])
     open_calls = [index for index, draft in enumerate(drafts) if not draft.recompute]
+    begin = [draft.start for draft in drafts].__getitem__
     gradients = [
         (at, op)
         for at, op in enumerate(tree.spans)
-        if GRADIENT.fullmatch(op.name)
-        and not any(GRADIENT.fullmatch(tree.spans[above].name) for above in tree.ancestors(at))
+        if _is_gradient(op.name)
+        and not any(_is_gradient(tree.spans[above].name) for above in tree.ancestors(at))
     ]
     for at, op in sorted(gradients, key=lambda item: item[1].start):
         above = [tree.spans[index] for index in tree.ancestors(at)]
@@ -356,19 +423,22 @@ def _backward(
             continue
         sequences = {span.sequence for span in above if span.sequence >= 0}
         shapes = [sizes(op.dims, place) for place in (1, 2)]
-        matching = [
-            index
-            for index in open_calls
-            if drafts[index].start < op.start
-            and (
-                bool(drafts[index].sequences & sequences)
-                if sequences and not flows
-                else drafts[index].compiled and shapes == _shapes(drafts[index])
-            )
-        ]
-        if matching:
-            open_calls.remove(matching[-1])
-            yield _stretch(matching[-1], op if drafts[matching[-1]].compiled else node)
+        matching = next(
+            (
+                at
+                for at in reversed(range(bisect_left(open_calls, op.start, key=begin)))
+                if (
+                    bool(drafts[open_calls[at]].sequences & sequences)
+                    if sequences and not flows
+                    else drafts[open_calls[at]].compiled
+                    and shapes == _shapes(drafts[open_calls[at]])
+                )
+            ),
+            None,
+        )
+        if matching is not None:
+            call = open_calls.pop(matching)
+            yield _stretch(call, op if drafts[call].compiled else node)
 
 
 def _shapes(draft: _Draft) -> list[tuple[int, ...]]:
@@ -396,8 +466,25 @@ def _paths(
     return [chain[-1].name.removeprefix(MARKER) if chain else None for chain in around]
 
 
-def _call(draft: _Draft, has_backward: bool) -> AttentionCall:
-    """The call without its place and time."""
+class _Replay(NamedTuple):
+    """What replays a call: a config, or why there is none or what it does not say."""
+
+    backward: bool
+    config: Config | None
+    reason: str | None
+
+
+def _replay(
+    draft: _Draft, has_backward: bool, known: dict[tuple[int, int, bool], _Replay]
+) -> _Replay:
+    """known: by identity of tensors and flags, which drafts keep alive."""
+    key = (id(draft.tensors), id(draft.flags), has_backward)
+    if (made := known.get(key)) is None:
+        made = known[key] = _replay_of(draft, has_backward)
+    return made
+
+
+def _replay_of(draft: _Draft, has_backward: bool) -> _Replay:
     flags = dict(draft.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
     config, reason = None, draft.unsaid
@@ -408,17 +495,22 @@ def _call(draft: _Draft, has_backward: bool) -> AttentionCall:
         reason = reason or why
     elif reason is None:
         reason = "the trace does not tell the shapes of this call"
+    return _Replay(backward, config, reason)
+
+
+def _call(draft: _Draft, replay: _Replay, **place: Any) -> AttentionCall:
     return AttentionCall(
         kind=draft.kind,
         op=draft.op,
         sdpa_op=draft.sdpa_op,
         compiled=draft.compiled,
         recompute=draft.recompute,
-        backward=backward,
+        backward=replay.backward,
         modules=draft.modules,
-        config=config,
-        reason=reason,
+        config=replay.config,
+        reason=replay.reason,
         tensors=draft.tensors,
+        **place,
     )
 
 

@@ -9,11 +9,11 @@ import tempfile
 import types
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, BinaryIO, NamedTuple, Union, cast
 
 import msgspec
@@ -33,6 +33,7 @@ MAX_NS = 1 << 61
 MAX_INT = (1 << 63) - 1
 CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 MAX_TEXT = 200  # characters of a text from a header
+MAX_ARGUMENTS = 4096  # different arguments of ops that are remembered
 
 
 class GpuRows(NamedTuple):
@@ -215,6 +216,8 @@ class Collector:
         self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
         self._take: dict[type, Callable[[Any], object]] = {}
         self._sequence = 0
+        self._detailed: list[bool] = []  # by id of a name
+        self._arguments = Arguments()
         self.register()
 
     def register(self) -> None:
@@ -290,23 +293,18 @@ class Collector:
         start, duration, keep = self._times(events)
         names = self.tables.names.column([e.name for e in events])
         rows = OpRows(start, start + duration, self._threads(events), names)
-        for at in [at for at, event in enumerate(events) if is_detailed(event.name)]:
-            if keep[at]:
-                self._detail(events[at], int(start[at]), int(rows.end[at]), int(rows.thread[at]))
+        known = len(self._detailed)
+        self._detailed += map(is_detailed, islice(self.tables.names, known, None))
+        for at in np.flatnonzero(np.array(self._detailed)[names] & keep).tolist():
+            self._detail(events[at], int(start[at]), int(rows.end[at]), int(rows.thread[at]))
         self._write(self.tables.ops, rows, keep, order, start, rows.end)
 
     def _detail(self, event: Any, start: int, end: int, thread: int) -> None:
-        given = OpArgs()
+        arguments, sequence = NO_ARGUMENTS, -1
         if has_arguments(event.name):
             with suppress(msgspec.MsgspecError):
-                given = _OP_ARGS.decode(event.args)
-        lists = (given.dims, given.strides, given.types, given.values)
-        dims, strides, types, values = (item if isinstance(item, list) else () for item in lists)
-        number = whole(given.sequence)
-        sequence = -1 if number is None else number
-        self.tables.details.append(
-            Detail(event.name, start, end, thread, dims, strides, types, values, sequence)
-        )
+                arguments, sequence = self._arguments.read(bytes(event.args))
+        self.tables.details.append(Detail(event.name, start, end, thread, *arguments, sequence))
 
     def _write_arrows(self, events: list[Any], _order: tuple[int, int]) -> None:
         keep = np.ones(len(events), np.bool_)
@@ -456,6 +454,43 @@ class OpArgs(msgspec.Struct, gc=False):
 
 
 _OP_ARGS = msgspec.json.Decoder(OpArgs)
+Four = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
+NO_ARGUMENTS: Four = ((), (), (), ())
+
+
+class Arguments:
+    """Reads ops' `args`: dims, strides, types and values, decoded once where ops have the same text.
+
+    Kineto writes these four next to each other, and numbers that differ in every op around them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[Four, Any]] = {}
+
+    def read(self, data: bytes) -> tuple[Four, int]:
+        """(dims, strides, types, values) and the sequence number, -1 for none. Raises MsgspecError."""
+        begin, end = data.find(b'"Concrete Inputs"'), data.rfind(b', "Ev Idx"')
+        rest = data[:begin] + data[end + 2 :] if 0 <= begin < end else b""
+        if not rest or b'"Input ' in rest:
+            arguments, number = _four(data)
+        else:
+            number = _OP_ARGS.decode(rest).sequence
+            key = data[begin:end]
+            if (known := self._known.get(key)) is None:
+                if len(self._known) >= MAX_ARGUMENTS:
+                    self._known.clear()
+                known = self._known[key] = _four(b"{%b}" % key)
+            arguments = known[0]
+            number = known[1] if number is None else number
+        sequence = whole(number)
+        return arguments, -1 if sequence is None else sequence
+
+
+def _four(data: bytes) -> tuple[Four, Any]:
+    given = _OP_ARGS.decode(data)
+    lists = (given.dims, given.strides, given.types, given.values)
+    dims, strides, types, values = (item if isinstance(item, list) else () for item in lists)
+    return (dims, strides, types, values), given.sequence
 
 
 class LaunchArgs(msgspec.Struct, gc=False):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from profharness.rows import WHOLE_TRACE, CallKernel, CallRow, GapRow, StepRow, triple
-from profharness.store.schema import insert_row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     Column = NDArray[np.int64]
 
 GAPS = 5  # the largest ones
+CALL_FIELDS = (  # of an AttentionCall, that are columns as they are
+    "step", "kind", "op", "sdpa_op", "compiled", "graph", "recompute", "backward", "path", "reason",
+    "pid", "tid", "start_ns", "duration_ns",
+)  # fmt: skip
 # Where a device was idle: each launch against the latest end of those before it.
 _ENDS = """
     SELECT l.id, l.device, l.start_ns, l.duration_ns, l.launch_ns, l.kernel_id, l.op_path_id,
@@ -65,28 +69,34 @@ class CallLaunches:
                 for at, step in enumerate(trace.steps)
             ),
         )
-        ids = []
-        for ordinal, call in enumerate(trace.calls):
-            row = {
-                name: getattr(call, name)
-                for name in (
-                    "step", "kind", "op", "sdpa_op", "compiled", "graph", "recompute", "backward",
-                    "path", "reason", "pid", "tid", "start_ns", "duration_ns",
+        (first,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM calls").fetchone()
+        ids = range(first, first + len(trace.calls))
+        texts = {id(call.tensors): call.tensors for call in trace.calls}  # like calls share them
+        tensors = {key: json.dumps(msgspec.to_builtins(given)) for key, given in texts.items()}
+        modules = {names: json.dumps(names) for names in {call.modules for call in trace.calls}}
+        of_call = attrgetter(*CALL_FIELDS)
+        columns = "id, trace_id, ordinal, modules, config_id, tensors"
+        connection.executemany(
+            f"INSERT INTO calls ({columns}, {', '.join(CALL_FIELDS)}) "
+            f"VALUES (?, ?, ?, ?, ?, ?{', ?' * len(CALL_FIELDS)})",
+            (
+                (
+                    ids[ordinal],
+                    trace_id,
+                    ordinal,
+                    modules[call.modules],
+                    configs[call.config] if call.config else None,
+                    tensors[id(call.tensors)],
+                    *of_call(call),
                 )
-            }  # fmt: skip
-            row |= {
-                "trace_id": trace_id,
-                "ordinal": ordinal,
-                "modules": json.dumps(call.modules),
-                "config_id": configs[call.config] if call.config else None,
-                "tensors": json.dumps(msgspec.to_builtins(call.tensors)),
-            }
-            ids.append(insert_row(connection, "calls", row))
+                for ordinal, call in enumerate(trace.calls)
+            ),
+        )
         if not self._any:
             return
         grouped = self._grouping.finish()
-        columns = (grouped.fine.count, grouped.fine.total, grouped.fine.first)
-        rows = zip(grouped.keys.tolist(), *(column.tolist() for column in columns), strict=True)
+        figures = (grouped.fine.count, grouped.fine.total, grouped.fine.first)
+        rows = zip(grouped.keys.tolist(), *(column.tolist() for column in figures), strict=True)
         added: dict[tuple[int, str, int, int], tuple[int, int, int]] = {}
         for (span, kernel, config), count, total, first in rows:
             place = trace.call_spans[span]
