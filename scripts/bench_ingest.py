@@ -1,11 +1,12 @@
-"""Time and peak memory of profharness' ingest against json.load and HolisticTraceAnalysis,
-interleaved, each in a fresh process.
+"""CPU time and peak memory of profharness' ingest against json.load and HolisticTraceAnalysis,
+interleaved, each in a fresh process: CPU seconds of all its processes, in all and per 100 MB of JSON.
 
 python scripts/bench_ingest.py [--rounds N] [--parse-only] [--hta] [TRACE…]
 """
 
 from __future__ import annotations
 
+import gzip
 import statistics
 import tempfile
 from pathlib import Path
@@ -14,6 +15,8 @@ from _frame import cost, in_turns, parser
 from make_trace import DEFAULT, make_trace
 
 MADE_BYTES = 10**8
+PROFILES = ("attention", "stack")
+CPU = "cpu = lambda: sum(sum(resource.getrusage(who)[:2]) for who in (0, -1))\nbefore = cpu()"
 PARSE = "trace = parse_chrome(path); list(map(len, (b.kernel for b in trace.batches())))"
 SUBJECTS = {
     "json.load": ("import gzip\nread = gzip.open if path.suffix == '.gz' else open",
@@ -27,17 +30,25 @@ SUBJECTS = {
 def main() -> None:
     """Measure each trace and print a line for each subject."""
     made = parser(__doc__, rounds=3)
-    made.add_argument("trace", type=Path, nargs="*", help="by default one of 100 MB is made")
+    made.add_argument(
+        "trace",
+        type=Path,
+        nargs="*",
+        help="by default one of 100 MB each is made, without and with stacks",
+    )
     made.add_argument("--parse-only", action="store_true", help="leave the store out")
     made.add_argument("--hta", action="store_true", help="HolisticTraceAnalysis too")
     options = made.parse_args()
     ours = "parse" if options.parse_only else "ingest"
     subjects = ["json.load", ours, *(["hta"] if options.hta else [])]
     with tempfile.TemporaryDirectory() as folder:
-        traces = options.trace or [Path(folder) / "made.json"]
-        if not options.trace:
-            make_trace(DEFAULT, traces[0], MADE_BYTES, "attention")
-        print(f"{'trace':28} {'what':10} {'median s':>9} {'MB RSS':>8} {'json.load / it':>15}")
+        traces = options.trace or [Path(folder) / f"{profile}.json" for profile in PROFILES]
+        for profile, path in zip(PROFILES, () if options.trace else traces, strict=False):
+            make_trace(DEFAULT, path, MADE_BYTES, profile)
+        print(
+            f"{'trace':28} {'what':10} {'median s':>9} {'per 100 MB':>11} {'MB RSS':>8} "
+            f"{'json.load / it':>15}"
+        )
         for path in traces:
             report(path, subjects, options.rounds)
 
@@ -47,14 +58,20 @@ def report(path: Path, subjects: list[str], rounds: int) -> None:
 
     def measure(subject: str) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
-            return cost(*SUBJECTS[subject], path, Path(folder) / "store.db")
+            setup, work = SUBJECTS[subject]
+            work += "\nextra.append(cpu() - before)"
+            return cost(f"{setup}\n{CPU}", work, path, Path(folder) / "store.db")
 
     measured = in_turns(subjects, measure, rounds)
-    medians = {name: statistics.median(run[0] for run in runs) for name, runs in measured.items()}
+    size = len(gzip.decompress(path.read_bytes())) if path.suffix == ".gz" else path.stat().st_size
+    medians = {name: statistics.median(run[2] for run in runs) for name, runs in measured.items()}
     for subject, median in medians.items():
         peak = max(run[1] for run in measured[subject])
         above = medians["json.load"] / median
-        print(f"{path.name:28} {subject:10} {median:9.2f} {peak:8.0f} {above:15.1f}")
+        print(
+            f"{path.name:28} {subject:10} {median:9.2f} {median / size * 1e8:11.2f} {peak:8.0f} "
+            f"{above:15.1f}"
+        )
 
 
 if __name__ == "__main__":
