@@ -339,6 +339,7 @@ class Reader:
             if before is not None and command[0] == "ingest" and not failure:
                 refused = code != 0 and self.kind.name != "run-folder"
                 failure = damage_of(store, before if refused else None)
+                detail = f"{shlex.join(command)}\nexit {code}\n{told}" if failure else detail
         usage = used() - began
         peak = peak_kib()
         if usage > CPU_S and not failure:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from profharness.config import SDPA_BACKENDS, Config
 from profharness.devices import find_gpu
 from profharness.errors import UsageError
 
+Value = TypeVar("Value")
 Release = tuple[int, ...]
 
 
@@ -316,9 +317,9 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:
         release = (0, 0, 0)
-    cuda = environment.get("torch_cuda")
+    cuda = _of_kind(environment.get("torch_cuda"), str)
     build = build_of(release, cuda) if cuda else None
-    variables = environment.get("env") or {}
+    variables: Mapping[str, Any] = _of_kind(environment.get("env"), dict) or {}
     # 2.9 read one variable to put cuDNN back in the order, newer releases read another
     variable, off = ("TORCH_CUDNN_SDPA_PREFERRED", "0")
     if release >= (2, 10):
@@ -327,12 +328,16 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     return Machine(
         torch=release,
         capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0),
-        cudnn=environment.get("cudnn"),
+        cudnn=_of_kind(environment.get("cudnn"), int),
         cuda=cuda,
         cudnn_compiled=build.cudnn_compiled if build else None,
         cudnn_preferred=False if variables.get(variable) == off else None,
         cudnn_nested=variables.get("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED") == "1",
     )
+
+
+def _of_kind(value: object, kind: type[Value]) -> Value | None:
+    return value if isinstance(value, kind) else None
 
 
 def rules_know(environment: Mapping[str, Any]) -> bool:

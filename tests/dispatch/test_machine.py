@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from profharness.config import parse_config
 from profharness.devices import GPUS, find_gpu
 from profharness.dispatch.machine import (
     OTHER_BUILDS,
@@ -16,6 +17,7 @@ from profharness.dispatch.machine import (
     parse_release,
     parse_releases,
 )
+from profharness.dispatch.predict import predict_cell
 from profharness.errors import UsageError
 
 
@@ -111,3 +113,21 @@ def test_cudnn_versions() -> None:
     ]  # fmt: skip
     with pytest.raises(UsageError, match=r"write 9\.19\.0 or 91900"):
         parse_cudnn("nine")
+
+
+@pytest.mark.parametrize(
+    "key", ["torch", "torch_cuda", "cudnn", "capability", "device_type", "env"]
+)
+@pytest.mark.parametrize("value", ["x", 5, 1.5, True, [1], {"a": 1}, None])
+def test_what_a_damaged_environment_says_is_unknown(key: str, value: object) -> None:
+    environment = {
+        "torch": "2.11.0+cu130",
+        "torch_cuda": "13.0",
+        "cudnn": 91900,
+        "capability": "9.0",
+        "device_type": "cuda",
+        key: value,
+    }
+    machine = machine_of(environment)
+    assert isinstance(machine.cuda, str | None) and isinstance(machine.cudnn, int | None)
+    predict_cell(parse_config("2,8,512,64,fp16"), "auto", environment)
