@@ -70,7 +70,7 @@ def command(
     Examples:
       profharness analyze --config 2,8,512,64
       profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
-      profharness ingest trace.json.gz && profharness analyze --run latest
+      profharness ingest trace.json.gz; profharness analyze --run trace-5bbb73728d  # as ingest says
     """
     selection = read_selection(run, config, configs_file, backend)
     program = program_of(store, selection)
