@@ -239,6 +239,27 @@ def test_a_foreign_trace_has_nothing_to_bench(tmp_path: Path) -> None:
     assert "no timed cells" in str(result.exception)
 
 
+def test_an_observed_program_has_nothing_to_bench(tmp_path: Path) -> None:
+    record = {
+        "schema": "profharness.run/1",
+        "run": "20261122-135311-3058",
+        "kind": "observe",
+        "created": "2026-11-22T13:53:11+00:00",
+        "profilers": ["torch"],
+        "cells": [],
+        "environment": {"torch": "2.13.0+cpu"},
+        "traces": [],
+        "note": None,
+        "problems": [],
+        "protocol": {},
+        "profharness": "0.1.0",
+    }
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    ingest_path(tmp_path / "s.db", tmp_path)
+    failed = invoke("bench", "--run", record["run"], "--store", tmp_path / "s.db").exception
+    assert isinstance(failed, NotFoundError) and "(observe) has no timed cells" in str(failed)
+
+
 def test_a_line_of_progress_names_the_case_of_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     (config,) = expand_configs("1,4,256,64,fp32")
     with capture_progress() as show:

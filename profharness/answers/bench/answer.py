@@ -241,13 +241,12 @@ def benched(
 
 
 def _timed_run(store: Store, ref: str | None) -> RunRow:
-    """The run that a reference (None: the latest) means. Raises NotFoundError for a foreign trace."""
+    """The run that a reference (None: the latest) means. Raises NotFoundError for one without cells."""
     name = store.find_run(Selection(ref), *TIMED)
     stored = next(row for row in store.runs() if row.run == name)
-    if stored.source == "trace":
+    if not stored.cells:
         raise NotFoundError(
-            f"run {name} is a trace that profharness did not make: it has no timed cells; "
-            f"see it with: {store.shown_by(name)}"
+            f"run {name} ({stored.kind}) has no timed cells; see it with: {store.shown_by(name)}"
         )
     return stored
 
