@@ -346,7 +346,8 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
         captured = bench_into_store(configs, options.backends, store, capture_options, progress)
     for warning in [text for result in captured.ingested for text in result.warnings]:
         listener.say(f"warning: {warning}")
-    checks = [_verified(captured, store, listener)] if options.verify else []
+    if options.verify:
+        _verify(captured, store, listener)
     with open_store(store) as opened:
         return answer.benched(
             opened,
@@ -355,7 +356,6 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
             baseline=baseline,
             precision=precision,
             rank_by=plan.measurements,
-            verifications=checks,
         )
 
 
@@ -392,11 +392,11 @@ def _timed_run(store: Store, options: BenchOptions) -> str:
     return store.find_run(Selection(options.run), *answer.TIMED)
 
 
-def _verified(captured: Captured, store: Path, listener: Listener) -> str:
-    """The run that checked the outputs of what was timed, on the configs as they are."""
+def _verify(captured: Captured, store: Path, listener: Listener) -> None:
+    """Check the outputs of what was timed, on the configs as they are."""
     cells = [cell for cell in captured.run.cells if cell.status == "ok"]
     configs = list(dict.fromkeys(cell.config for cell in cells))
     backends = list(dict.fromkeys(cell.backend for cell in cells))
     options = VerifyOptions((NONE,), False, captured.folder.parent, captured.run.protocol)
     with listener.progress() as progress:
-        return verify_into_store(configs, backends, store, options, progress).run
+        verify_into_store(configs, backends, store, options, progress)

@@ -166,7 +166,7 @@ def require_number(
 class Run:
     """A whole run. environment is `environment.collect()`'s answer, flat keys to JSON values.
 
-    kind is the command that made it: one of KINDS.
+    kind is the command that made it: one of KINDS. bench is the plan by which cells were timed.
     """
 
     run: str
@@ -181,6 +181,7 @@ class Run:
     schema: str = SCHEMA
     problems: tuple[Problem, ...] = ()
     kind: str | None = None
+    bench: BenchPlan | None = None
 
 
 def run_kind(folder: Path, run: Run) -> str:
@@ -189,7 +190,7 @@ def run_kind(folder: Path, run: Run) -> str:
         return run.kind
     if any(cell.case is not None for cell in run.cells):
         return "verify"
-    return "bench" if (folder / BENCH_FILE).is_file() else "capture"
+    return "bench" if run.bench or (folder / BENCH_FILE).is_file() else "capture"
 
 
 def write_run(folder: Path, run: Run) -> None:

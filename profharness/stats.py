@@ -33,6 +33,7 @@ class Summary:
     iqr: float
     p10: float
     p90: float
+    p99: float
     min: float
     max: float
 
@@ -69,7 +70,7 @@ def summarize(samples: Sequence[float]) -> Summary:
         raise ValueError("no samples to summarize")
     np = _numpy()
     x = np.asarray(samples, dtype=np.float64)
-    p10, p25, p50, p75, p90 = (float(p) for p in np.percentile(x, [10, 25, 50, 75, 90]))
+    p10, p25, p50, p75, p90, p99 = map(float, np.percentile(x, [10, 25, 50, 75, 90, 99]))
     return Summary(
         n=len(x),
         median=p50,
@@ -78,6 +79,7 @@ def summarize(samples: Sequence[float]) -> Summary:
         iqr=p75 - p25,
         p10=p10,
         p90=p90,
+        p99=p99,
         min=float(x.min()),
         max=float(x.max()),
     )

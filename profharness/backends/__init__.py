@@ -23,6 +23,7 @@ from profharness.backends.base import (
 )
 from profharness.backends.libraries import LIBRARY_BACKENDS
 from profharness.backends.sources import (
+    commit,
     find_implementation,
     fingerprint,
     from_source,
@@ -204,6 +205,12 @@ def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
     """Name to code version of each backend that has one: `sha256:…` of a file, or a package's."""
     versions = {backend.name: fingerprint(backend) for backend in backends}
     return {name: version for name, version in versions.items() if version is not None}
+
+
+def commits(backends: Iterable[Backend]) -> dict[str, str]:
+    """Name to git commit of each backend whose file lies in a git work tree."""
+    found = {backend.name: commit(backend.file) for backend in backends if backend.file}
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def write_sources(folder: Path, backends: Iterable[Backend]) -> None:

@@ -32,6 +32,7 @@ from profharness.backends.base import (
 from profharness.backends.cuda_launch import local_files
 from profharness.config import Config
 from profharness.errors import UsageError
+from profharness.processes import run_briefly
 
 GROUP = "profharness.backends"
 FOLDER = "kernels"
@@ -40,6 +41,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _IN_WHEEL = _PACKAGE / "_kernels"
 SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
 FUNCTION = "attention"
+GIT_S = 5.0  # that git may take
 DEVICES = ("cuda", "cpu")
 _CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
@@ -141,6 +143,28 @@ def fingerprint(backend: Backend) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return ", ".join(versions) or None
+
+
+def commit(file: Path) -> str | None:
+    """The commit that is checked out where a file lies, with `, changed` where the file or what
+    belongs to it is not as committed. None outside of a git work tree, or where git cannot tell.
+    """
+    if not file.is_file():
+        return None
+    head = _git(file.parent, "rev-parse", "--verify", "HEAD")
+    state = head and _git(
+        file.parent, "status", "--porcelain", "--", *(str(part) for part in parts_of(file))
+    )
+    if not head or state is None:
+        return None
+    return f"{head}, changed" if state else head
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says; None where it is not there, fails or takes long."""
+    argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *words)
+    done = run_briefly(argv, GIT_S, os.environ | {"GIT_OPTIONAL_LOCKS": "0"})
+    return done.stdout.strip() if done is not None and done.returncode == 0 else None
 
 
 def _digest(file: Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from profharness import __version__
 from profharness.backends import (
     SOURCES_FILE,
+    commits,
     find_backend,
     find_backends,
     fingerprints,
@@ -198,6 +199,7 @@ def make_run(
         note=note,
         profharness=__version__,
         kind=kind,
+        bench=bench,
     )
     folder = out / run.run
     try:
@@ -268,13 +270,15 @@ def _program(folder: Path, run: Run) -> tuple[str, ...]:
     return () if read_plan(folder) is None else ("profharness.worker.bench",)
 
 
-def _code(folder: Path, run: Run) -> dict[str, str]:
+def _code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
+    """What the environment tells of the backends' code, by its keys."""
     sources = read_sources(folder)
     backends = []
     for name in dict.fromkeys(cell.backend for cell in run.cells):
         with contextlib.suppress(UsageError):
             backends.append(find_backend(name, sources))
-    return fingerprints(backends)
+    told = {"backend_code": fingerprints(backends), "backend_commit": commits(backends)}
+    return {key: values for key, values in told.items() if values}
 
 
 def _wrapped_pass(record: RunRecord, profiler: Profiler, tools: dict[str, Tool]) -> None:

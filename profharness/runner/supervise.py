@@ -378,7 +378,7 @@ REMEDIES = {
 
 class RunRecord:
     """One run and its folder. A cell keeps its first result; what a later profiler's pass says of
-    it can only be a problem of that profiler. code is kept in the environment as `backend_code`.
+    it can only be a problem of that profiler. code is what the environment tells of the backends.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class RunRecord:
         folder: Path,
         run: Run,
         progress: Progress | None = None,
-        code: dict[str, str] | None = None,
+        code: dict[str, dict[str, str]] | None = None,
     ) -> None:
         self.folder = folder
         self.run = run
@@ -489,8 +489,7 @@ class RunRecord:
             for name, cell in self._cells.items()
         }
         if not self.run.environment:
-            code = {"backend_code": self._code} if self._code else {}
-            self.run = replace(self.run, environment=environment | code)
+            self.run = replace(self.run, environment=environment | (self._code or {}))
 
     def save(self) -> None:
         """Write run.json with the traces that exist."""

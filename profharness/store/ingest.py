@@ -21,13 +21,17 @@ from profharness.errors import StoreError, TraceFormatError, shown
 from profharness.parse import is_trace, open_trace, sniff
 from profharness.parse.packed import open_file
 from profharness.run import (
+    BENCH_FILE,
+    NOT_A_RECORD,
     OBSERVE,
     RUN_FILE,
+    BenchPlan,
     Cell,
     Problem,
     Protocol,
     Run,
     TraceFile,
+    read_plan,
     read_run,
     run_kind,
 )
@@ -390,12 +394,24 @@ def _insert_run(
         "torch": None if torch is None else str(torch),
         "profilers": to_json(list(run.profilers if run else (parsed[0].trace.profiler,))),
         "protocol": to_json(asdict(run.protocol)) if run else None,
+        "bench": to_json(asdict(plan)) if (plan := _bench_plan(source)) else None,
         "note": run.note if run else None,
         "profharness": run.profharness if run else None,
         "problems": to_json([asdict(problem) for problem in _problems(source)]),
         "warnings": "[]",  # known when all is inserted
     }
     return insert_row(connection, "runs", row)
+
+
+def _bench_plan(source: Source) -> BenchPlan | None:
+    """By the record, for a record that has none by the folder. Raises TraceFormatError."""
+    if source.run is None or source.run.bench is not None:
+        return source.run.bench if source.run else None
+    try:
+        return read_plan(source.path)
+    except NOT_A_RECORD as error:
+        path = source.path / BENCH_FILE
+        raise TraceFormatError(path, f"not the plan of a bench: {error}") from None
 
 
 def _created(path: Path, parsed: _Parsed) -> str:

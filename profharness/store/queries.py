@@ -51,8 +51,8 @@ from profharness.store.verifications import (
     device_name,
     find_peaks,
     insert_peaks,
+    verdicts,
     verification_rows,
-    wrong_backends,
 )
 
 if TYPE_CHECKING:
@@ -320,11 +320,15 @@ class Store:
         """The checks of a run of `verify` (None: the latest run), in its order."""
         return verification_rows(self.connection, self._named(run))
 
-    def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
-        """(config label, backend) of the run's cells that some check in this store, made on the
-        same device with the same torch and code, shows to be wrong; never rank these.
+    def verdicts(self, run: str | None = None) -> dict[tuple[str, str], bool]:
+        """(config label, backend) of the run's cells to whether checks in this store, made on the
+        same device with the same torch and code, show it to be right; unchecked ones are left out.
         """
-        return wrong_backends(self.connection, self._named(run))
+        return verdicts(self.connection, self._named(run))
+
+    def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
+        """(config label, backend) of the run's cells that are shown to be wrong; never rank these."""
+        return {place for place, right in self.verdicts(run).items() if not right}
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
         """What the profilers of a run failed to do, and what helps; empty for a foreign trace."""
@@ -380,6 +384,15 @@ class Store:
         """How a run's cells were run, by the names of `run.Protocol`; empty for a foreign trace."""
         (text,) = self.connection.execute(
             "SELECT protocol FROM runs WHERE run = ?", (self.resolve(run),)
+        ).fetchone()
+        return json.loads(text) if text else {}
+
+    def bench_plan(self, run: str) -> dict[str, Any]:
+        """By what plan a run's cells were timed, by the names of `run.BenchPlan`; empty for a run
+        that is no bench.
+        """
+        (text,) = self.connection.execute(
+            "SELECT bench FROM runs WHERE run = ?", (self.resolve(run),)
         ).fetchone()
         return json.loads(text) if text else {}
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from profharness.errors import NotFoundError, StoreError
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 10  # 1 to 9 were never released
+SCHEMA_VERSION = 11  # 1 to 10 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 WHOLLY_CHECKED_BYTES = 32 << 20  # some 0.2 s
@@ -39,7 +39,8 @@ CREATE TABLE runs (
     source TEXT NOT NULL CHECK (source IN ('capture', 'trace')), kind TEXT NOT NULL,
     path TEXT NOT NULL,
     content_hash TEXT NOT NULL, environment_id INTEGER NOT NULL REFERENCES environments(id),
-    device TEXT, torch TEXT, profilers TEXT NOT NULL, protocol TEXT, note TEXT, profharness TEXT,
+    device TEXT, torch TEXT, profilers TEXT NOT NULL, protocol TEXT, bench TEXT, note TEXT,
+    profharness TEXT,
     problems TEXT NOT NULL, warnings TEXT NOT NULL) STRICT;
 CREATE INDEX runs_created ON runs(created, id);
 CREATE INDEX runs_content ON runs(content_hash);

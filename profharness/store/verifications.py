@@ -1,4 +1,4 @@
-"""The checks of `verify` as rows, which backends they show to be wrong, and measured peaks."""
+"""The checks of `verify` as rows, which backends they show to be right or wrong, and measured peaks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from profharness.cases import VerificationRow
 from profharness.config import Config, parse_config
@@ -34,12 +34,13 @@ def _rows(connection: sqlite3.Connection, where: str, *values: str) -> list[Veri
     return [VerificationRow(**(row | {"passed": passed[row["passed"]]})) for row in rows]
 
 
-def wrong_backends(connection: sqlite3.Connection, run: str) -> set[tuple[str, str]]:
-    """(config label, backend) of the run's cells that a check in this store shows to be wrong.
+def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], bool]:
+    """(config label, backend) of the run's cells to whether the checks in this store say it is right.
 
     Checks count that were made by any run on the same device with the same torch and, for an
-    implementation, the same code. Of each check the latest counts. A check of a gradient says
-    nothing against a forward cell.
+    implementation, the same code. Of each check the latest counts, and one that failed decides. A
+    check of a gradient says nothing of a forward cell. Right takes a check of the config itself,
+    and for a cell with bwd one of its gradients.
     """
     here = _environments(connection, "r.run = ?", run).get(run, {})
     verified = "r.id IN (SELECT c.run_id FROM cells c JOIN verifications v ON v.cell_id = c.id)"
@@ -48,23 +49,41 @@ def wrong_backends(connection: sqlite3.Connection, run: str) -> set[tuple[str, s
         for name, environment in _environments(connection, verified).items()
         if all(environment.get(key) == here.get(key) for key in _SAME_ENVIRONMENT)
     }
-    latest: dict[tuple[Config, str], dict[tuple[str, str], bool]] = {}
+    latest: dict[tuple[Config, str], dict[_Check, bool]] = {}
     for row in _rows(connection, "WHERE v.passed IS NOT NULL ORDER BY r.created, r.id"):
         environment = environments.get(row.run)
         if environment is not None and _code(environment, row.backend) == _code(here, row.backend):
-            checks = latest.setdefault((_problem(row.asked), row.backend), {})
-            checks[(row.case, row.what)] = bool(row.passed)
+            problem = _problem(row.asked)
+            checks = latest.setdefault((problem, row.backend), {})
+            own = _problem(row.config) == problem
+            checks[_Check(row.case, row.what, own)] = bool(row.passed)
     cells = connection.execute(
         "SELECT DISTINCT cf.label, c.backend FROM cells c JOIN runs r ON r.id = c.run_id "
         "JOIN configs cf ON cf.id = c.config_id WHERE r.run = ?",
         (run,),
     )
-    return {
-        (label, backend)
-        for label, backend in cells
-        for (_, what), passed in latest.get((_problem(label), backend), {}).items()
-        if not passed and (what in FORWARD or parse_config(label).bwd)
-    }
+    told = {}
+    for label, backend in cells:
+        bwd = parse_config(label).bwd
+        passed = {
+            check: passed
+            for check, passed in latest.get((_problem(label), backend), {}).items()
+            if bwd or check.what in FORWARD
+        }
+        sides = {check.what in FORWARD for check in passed if check.own}
+        if not all(passed.values()):
+            told[label, backend] = False
+        elif sides >= {True, not bwd}:
+            told[label, backend] = True
+    return told
+
+
+class _Check(NamedTuple):
+    """own: of the config that was asked about, not of a case derived from it."""
+
+    case: str
+    what: str
+    own: bool
 
 
 def _problem(label: str) -> Config:

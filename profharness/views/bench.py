@@ -47,6 +47,7 @@ MEANS = {
 }
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
 SHOWN_CODES = 3
+VERIFIED = {True: "yes", False: "WRONG", None: ""}
 LOG_LINES = 6  # of what a compiler said
 COLUMNS = (
     Column("config", "config", repeat=False),
@@ -62,11 +63,12 @@ COLUMNS = (
     Column("efficiency", "eff%", right=True),
     Column("queries", "Mquery/s", "count", right=True),
     Column("speedup", "speed-up", "ratio", right=True),
+    Column("verified", "verified"),
     Column("mark", ""),
 )
 OPTIONAL = (
     *("status", *GPU_MEASUREMENTS, EVENT, HOST),
-    *("tflops", "gbs", "efficiency", "speedup", "mark"),
+    *("tflops", "gbs", "efficiency", "speedup", "verified", "mark"),
 )
 LOSS_COLUMNS = (
     Column("config", "config"),
@@ -171,6 +173,9 @@ def _measured(answer: Benched) -> str:
         if key in answer.protocol:
             parts.append(text.format(answer.protocol[key]))
     environment = answer.environment
+    parts += [
+        f"{name} of commit {text}" for name, text in environment.get("backend_commit", {}).items()
+    ]
     parts += [f"{key} {environment[key]}" for key in OF_THE_MACHINE if environment.get(key)]
     return ", ".join(filter(None, parts))
 
@@ -209,13 +214,11 @@ def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:
     efficiency = None
     if row.efficiency is not None:
         efficiency = f"{100 * row.efficiency:.1f}{'!' if row.efficiency > 1 else ''}"
-    config = parse_config(row.config)
-    queries = config.batch * config.num_heads * config.seq_len_q
     marks = ["[~]"] if answer.is_wide(row) else []
     marks += [f"[{doubt}]"] if doubt else []
-    marks += ["WRONG"] if row.verified is False else []
     return values | {
         "status": "",
+        "verified": VERIFIED[row.verified],
         "ranking": median_ns,
         "half": half,
         "mean": row.mean_ns,
@@ -223,7 +226,7 @@ def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:
         "tflops": _scaled(row.flops_per_s, 1e12),
         "gbs": _scaled(row.bytes_per_s, 1e9),
         "efficiency": efficiency,
-        "queries": round(queries / median_ns * 1e3, 2) if median_ns else None,
+        "queries": _scaled(row.queries_per_s, 1e6),
         "speedup": row.speedup,
         "mark": " ".join(marks),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from waiting import PATIENCE_S
 
 from profharness.backends import find_backend
-from profharness.backends.sources import fingerprint, parts_of
+from profharness.backends.sources import commit, fingerprint, parts_of
 from profharness.config import expand_configs
 from profharness.logs import LOG_VARIABLE, start_log
 from profharness.run import CaptureOptions, Protocol, read_run
@@ -175,3 +176,27 @@ def test_a_level_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     )  # fmt: skip
     assert done.returncode == 1
     assert "PROFHARNESS_LOG=loud: no such level" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_of_a_file_says_whether_the_file_is_as_committed(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    file, other = tmp_path / "mine.py", tmp_path / "other.txt"
+    file.write_text("def attention(q, k, v): ...")
+    assert commit(file) is None
+    git("init", "-q")
+    assert commit(file) is None  # nothing is committed yet
+    git("add", "mine.py")
+    git("commit", "-q", "-m", "one")
+    head = git("rev-parse", "HEAD")
+    other.write_text("not of the backend")
+    assert commit(file) == head
+    (tmp_path / "mine.cu").write_text("// belongs to it")
+    assert commit(file) == f"{head}, changed"
+    assert commit(tmp_path / "none.py") is None

@@ -13,9 +13,9 @@ from written_samples import STUDY, answer, cell, regretful, steady
 
 from profharness.answers.bench.answer import bench_configs, benched, stored_backends, stored_configs
 from profharness.config import parse_config
-from profharness.errors import NotFoundError
-from profharness.run import BenchPlan, Cell, write_plan
-from profharness.store import open_store
+from profharness.errors import NotFoundError, TraceFormatError
+from profharness.run import BenchPlan, Cell, read_run, write_plan, write_run
+from profharness.store import ingest_path, open_store
 from profharness.views.bench import bench_document
 from profharness.views.renderers import RENDERERS
 
@@ -169,15 +169,27 @@ def test_a_run_is_judged_by_the_precision_it_was_measured_with(
     wide = [80_000 + 800 * step for step in range(-10, 11)]
     cells = [cell(STUDY, "auto", {"event": wide, "graph": wide})]
     found = answer(tmp_path, cells)
-    assert (found.precision, found.ranking) == (0.01, "event")  # no plan in the folder
-    write_plan(tmp_path / found.run, BenchPlan(("graph", "event"), 0.4))
+    assert (found.precision, found.ranking) == (0.01, "event")  # no plan
+    folder = tmp_path / found.run
+    write_run(folder, replace(read_run(folder), bench=BenchPlan(("graph", "event"), 0.4)))
+    ingest_path(tmp_path / "store.db", folder)
+    folder.rename(tmp_path / "elsewhere")
     with open_store(tmp_path / "store.db") as store:
         again = benched(store, precision=precision)
     assert (again.precision, again.ranking) == (precision or 0.4, "graph")
     assert bool(again.rows[0].doubts) is (precision is not None)
-    (tmp_path / found.run / "bench.json").write_text("{")
-    with open_store(tmp_path / "store.db") as store:
-        assert benched(store).precision == 0.01
+
+
+def test_a_record_without_a_plan_has_that_of_its_folder(tmp_path: Path) -> None:
+    found = answer(tmp_path, [cell(STUDY, "auto", {"graph": [80_000], "event": [80_000]})])
+    folder = tmp_path / found.run
+    write_plan(folder, BenchPlan(("graph",), 0.4))
+    ingest_path(tmp_path / "other.db", folder)
+    with open_store(tmp_path / "other.db") as store:
+        assert benched(store).ranking == "graph"
+    (folder / "bench.json").write_text("{")
+    with pytest.raises(TraceFormatError, match="not the plan of a bench"):
+        ingest_path(tmp_path / "third.db", folder)
 
 
 def test_figures_are_counted_in_one_way(tmp_path: Path) -> None:

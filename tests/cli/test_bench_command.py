@@ -75,6 +75,8 @@ def test_what_verification_finds_wrong_is_shown_and_not_ranked(folder: Path) -> 
     assert wrong["median_ns"] > 0
     right = rows["b1-h2-s16-d8-fp32", "naive"]
     assert right["verified"] is True and right["regret"] is not None
+    assert right["queries_per_s"] == pytest.approx(1 * 2 * 16 * 1e9 / right["median_ns"])
+    assert right["median_ns"] <= right["p90_ns"] <= right["p99_ns"]
     assert all(each["backend"] != "wrong.py" for each in told["winners"])
     text = (folder / "stdout.txt").read_text()
     assert "WRONG" in text and "not ranked, for its output is wrong" in text
@@ -91,6 +93,7 @@ def test_a_stored_bench_answers_again_without_measuring(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)
     plain = [{k: v for k, v in row.items() if k != "samples_ns"} for row in again["rows"]]
+    assert [row["verified"] for row in plain] == [row["verified"] for row in told["rows"]]
     assert [row["median_ns"] for row in plain] == [row["median_ns"] for row in told["rows"]]
     assert {len(row["samples_ns"]) for row in again["rows"] if row["status"] == "ok"} == {8}
 

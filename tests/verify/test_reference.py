@@ -214,7 +214,11 @@ def test_the_latest_check_of_the_same_code_counts(tmp_path: Path) -> None:
         with open_store(tmp_path / "store.db") as store:
             return store.wrong(run)
 
-    assert wrong(bench) == set()
+    def right(run: str) -> set[tuple[str, str]]:
+        with open_store(tmp_path / "store.db") as store:
+            return {place for place, verdict in store.verdicts(run).items() if verdict}
+
+    assert wrong(bench) == right(bench) == set()
     stored(tmp_path, 3, [checked("dk", False)], here, bench=False)
     assert wrong(bench) == {backward}
     stored(tmp_path, 4, [checked("out", False)], here, bench=False)
@@ -223,7 +227,8 @@ def test_the_latest_check_of_the_same_code_counts(tmp_path: Path) -> None:
     stored(tmp_path, 5, [checked("out", None)], here, bench=False)
     assert wrong(bench) == {forward, backward}
     stored(tmp_path, 6, [checked("out", True)], here, bench=False)
-    assert wrong(bench) == {backward}
+    assert (wrong(bench), right(bench)) == ({backward}, {forward})
+    assert right(after) == set()
     stored(tmp_path, 7, [checked("out", False)], here | {"gpu": "L4"}, bench=False)
     assert wrong(bench) == {backward}
     with open_store(tmp_path / "store.db", write=True) as store:

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran, is_another
@@ -29,7 +26,7 @@ from profharness.devices import Peaks
 from profharness.dispatch.advice import SDP_BACKENDS, call_code
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import MEASUREMENTS, CellRow, RunRow
-from profharness.run import PRECISION, BenchPlan, read_plan
+from profharness.run import PRECISION
 from profharness.store import Need, Selection, Store
 
 
@@ -189,23 +186,21 @@ def benched(
     precision: float | None = None,
     configs: Sequence[Config] | None = None,
     backends: Sequence[str] | None = None,
-    verifications: Sequence[str] = (),
     rank_by: Sequence[str] | None = None,
 ) -> Benched:
-    """The answer of a stored run (None: the latest). precision and rank_by: None for those of the
-    run's folder. Raises NotFoundError for a config or backend that it lacks, UsageError for an
+    """The answer of a stored run (None: the latest). precision and rank_by: None for those that
+    the run was measured with. Raises NotFoundError for a config or backend that it lacks, UsageError for an
     unknown convention.
     """
     stored = _timed_run(store, run)
     name = stored.run
     check_convention(convention)
-    plan = _plan_of(store, name)
-    precision = (plan.precision if plan else PRECISION) if precision is None else precision
-    rank_by = (plan.measurements if plan else MEASUREMENTS) if rank_by is None else rank_by
+    plan = store.bench_plan(name)
+    precision = plan.get("precision", PRECISION) if precision is None else precision
+    rank_by = plan.get("measurements", MEASUREMENTS) if rank_by is None else rank_by
     cells = run_cells(store, name, configs, backends, baseline)
     samples = all_samples(store, name, cells)
-    facts = (convention, precision, baseline, verifications)
-    rows = bench_rows(store, name, cells, samples, *facts)
+    rows = bench_rows(store, name, cells, samples, convention, precision, baseline)
     held = {row.measurement for row in rows}
     ranking = next((name for name in (*rank_by, *MEASUREMENTS) if name in held), MEASUREMENTS[0])
 
@@ -249,19 +244,6 @@ def _timed_run(store: Store, ref: str | None) -> RunRow:
             f"run {name} ({stored.kind}) has no timed cells; see it with: {store.shown_by(name)}"
         )
     return stored
-
-
-def _plan_of(store: Store, run: str) -> BenchPlan | None:
-    """The plan in the run's folder, which may be relative to the store's; None without one."""
-    path = next(stored.path for stored in store.runs() if stored.run == run)
-    for folder in (Path(path), store.path.parent / path):
-        try:
-            plan = read_plan(folder)
-        except (OSError, msgspec.MsgspecError):
-            continue
-        if plan is not None:
-            return plan
-    return None
 
 
 def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:

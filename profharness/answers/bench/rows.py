@@ -134,7 +134,8 @@ class BenchRow:
     low_ns and high_ns are the 95 % bootstrap interval of the median; efficiency is of the peak that
     `against` names. speedup is `baseline` over this median, regret this median over the fastest
     correct one, less 1. verified is None where nothing was verified. host_ns is the median of the
-    host's own time of an eager call, on the row of `eager` alone.
+    host's own time of an eager call, on the row of `eager` alone. queries are query rows of all
+    heads, sequences those of the batch.
     """
 
     run: str
@@ -160,6 +161,11 @@ class BenchRow:
     verified: bool | None = None
     doubts: tuple[str, ...] = ()
     host_ns: float | None = None
+    p90_ns: float | None = None
+    p99_ns: float | None = None
+    queries_per_s: float | None = None
+    sequences_per_s: float | None = None
+    peak_memory_bytes: int | None = None
 
     @property
     def ranked(self) -> bool:
@@ -181,24 +187,24 @@ def bench_rows(
     convention: str,
     precision: float,
     baseline: Config | None,
-    verifications: Sequence[str],
 ) -> list[BenchRow]:
     """The rows of a run's cells in their order. Speed-ups are against baseline on `auto`, else
-    against `naive` or `math`. verifications are runs of `verify` whose checks say that a backend is
-    right; what is wrong counts anyway.
+    against `naive` or `math`.
     """
     peaks, tf32 = store.peaks(run), bool(store.environment(run).get("tf32"))
-    right = verdicts(store, run, verifications)
+    right = store.verdicts(run)
     rows = []
     for cell in cells:
         place = cell.config, cell.backend
         row = BenchRow(run, *place, cell.status, cell.message, verified=right.get(place))
+        row = replace(row, peak_memory_bytes=cell.peak_memory_bytes)
         if cell.status != "ok" or not samples[place]:
             rows.append(row)
             continue
         config = parse_config(cell.config)
         for name, values in samples[place].items():
             x, interval = stats.summarize(values), stats.median_ci(values)
+            calls_per_s = 1e9 / max(x.median, 1.0)  # samples are whole nanoseconds
             rates = rates_of(config, x.median, peaks, convention, tf32=tf32)
             measured = replace(
                 row,
@@ -210,6 +216,10 @@ def bench_rows(
                 mean_ns=x.mean,
                 std_ns=x.std,
                 min_ns=x.min,
+                p90_ns=x.p90,
+                p99_ns=x.p99,
+                queries_per_s=config.batch * config.num_heads * config.seq_len_q * calls_per_s,
+                sequences_per_s=config.batch * calls_per_s,
                 flops_per_s=rates.flops_per_s,
                 bytes_per_s=rates.bytes_per_s,
                 efficiency=rates.efficiency,
@@ -285,21 +295,6 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
             name: merged[name] for name in MEASUREMENTS if merged.get(name)
         }
     return samples
-
-
-def verdicts(
-    store: Store, run: str, verifications: Sequence[str] = ()
-) -> dict[tuple[str, str], bool]:
-    """(config, backend) to whether it is right; any failed check outweighs the verification runs
-    named.
-    """
-    right = {
-        (check.asked, check.backend): True
-        for verified_run in (run, *verifications)
-        for check in store.verifications(verified_run)
-        if check.passed
-    }
-    return right | dict.fromkeys(store.wrong(run), False)
 
 
 def rates_of(
