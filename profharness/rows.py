@@ -267,7 +267,8 @@ class CallKernel(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CallRow:
     """An attention call of a program, as `profharness.trace.AttentionCall` describes it. step counts
-    the steps of its trace, None outside of them.
+    the steps of its trace, None outside of them. template is the row of the observed kind of call that
+    it is of, None where there is none. Calls that were counted and not traced have trace UNTRACED.
     """
 
     run: str
@@ -289,11 +290,47 @@ class CallRow:
     duration_ns: int
     kernels: tuple[CallKernel, ...] = ()
     graph: bool = False
+    template: int | None = None
 
     @property
     def mode(self) -> str:
         """`eager`, `compile` or, in whatever way it was captured, `graph`."""
         return "graph" if self.graph else "compile" if self.compiled else "eager"
+
+
+UNTRACED = 0
+"""In place of a trace's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRow:
+    """A kind of call that a process of an observed program made, and how often, as
+    `profharness.parse.observed.ObservedCall` describes it. name is what the module is called in a
+    trace, config that of the first call.
+    """
+
+    template: int
+    pid: int
+    rank: int | None
+    kind: str
+    op: str
+    name: str | None
+    compiled: bool
+    recompute: bool
+    backward: bool
+    modules: tuple[str, ...]
+    config: str | None
+    reason: str | None
+    tensors: tuple[Any, ...]
+    calls: int
+    lengths: tuple[tuple[tuple[int, ...], int], ...]
+    asked: str | None
+    choice: str | None
+    ran: str | None
+    mask: str | None
+    file: str | None
+    line: int | None
+    function: str | None
 
 
 WHOLE_TRACE = "the whole trace"

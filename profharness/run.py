@@ -14,7 +14,7 @@ import os
 import random
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,26 @@ def _journal_results(folder: Path) -> dict[str, Cell]:
             if result is not None:
                 results.setdefault(result.cell, result)
     return results
+
+
+def observed_journals(folder: Path) -> list[Path]:
+    """The journals of an observed program, one a process."""
+    return sorted(folder.glob("[0-9]*.jsonl"))
+
+
+def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The events in a journal of an observed process; None for a line that is none, as one that a
+    crash cut short. Raises TraceFormatError for a file that cannot be read.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    for line in lines:
+        row = None
+        with contextlib.suppress(*NOT_A_RECORD):
+            row = msgspec.json.decode(line)
+        yield row if isinstance(row, dict) else None
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,17 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from profharness.answers.agreement import FAMILY_BACKENDS
-from profharness.answers.layers import LayerMap, LayerRow, any_length
+from profharness.answers.layers import (
+    ANY_BACKEND,
+    NO_MASK_EFFECT,
+    LayerMap,
+    LayerRow,
+    any_length,
+)
 from profharness.config import SDPA_BACKENDS, parse_config, split_names
 from profharness.errors import GateError, UsageError
 
-NO_MASK_EFFECT = "nothing"  # of `LayerRow.mask`
+THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls that PyTorch's choice is asked about
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
 
 
@@ -64,26 +70,51 @@ def _expectation(text: str) -> Expectation:
 def require_told(layers: LayerMap, gates: Gates) -> None:
     """Raises UsageError for a gate on what the run does not tell."""
     for name in gates.fail_on:
-        told = _TOLD.get(name)
-        if told is not None and not any(map(told, layers.rows)):
-            raise UsageError(
-                f"--fail-on {name}: run {layers.run} does not tell it, a trace alone cannot; "
-                "run the program with `profharness observe`"
-            )
+        if why := _why_untold(name, layers):
+            raise UsageError(f"--fail-on {name}: run {layers.run} does not tell it, {why}")
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
-    """Raises GateError naming all that failed, UsageError for what the run does not tell. A gate on
-    what ran fails too where that is told of no call.
+    """Raises GateError naming all that failed, and what the run does not tell. A gate on what ran
+    fails too where that is told of no call.
     """
-    require_told(layers, gates)
-    lines = [f"{name}: {line}" for name in gates.fail_on for line in GATES[name](layers.rows)]
-    if all(row.ran is None for row in layers.rows):
-        blind = [name for name in gates.fail_on if name in OF_WHAT_RAN]
-        lines += [f"{name}: nothing to judge, what ran is told of no call" for name in blind]
+    lines: list[str] = []
+    blind = OF_WHAT_RAN if all(row.ran is None for row in layers.rows) else ()
+    for name in gates.fail_on:
+        if why := _why_untold(name, layers):
+            found = [f"not told, {why}"]
+        elif name in blind:
+            found = ["nothing to judge, what ran is told of no call"]
+        else:
+            found = [*GATES[name](layers.rows), *_untold(name, layers)]
+        lines += [f"{name}: {line}" for line in found]
     lines += [line for wanted in gates.expected for line in _unmet(wanted, layers.rows)]
     if lines:
         raise GateError(f"gates of run {layers.run} are not met:\n  " + "\n  ".join(lines))
+
+
+def _why_untold(gate: str, layers: LayerMap) -> str | None:
+    """Why a run tells nothing that a gate is about; None where it tells it of some call."""
+    if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
+        return "which a recorded step alone shows, and none was recorded"
+    told = _TOLD.get(gate)
+    if told is None or any(map(told, layers.rows)):
+        return None
+    return "a trace alone cannot; run the program with `profharness observe`"
+
+
+def _untold(gate: str, layers: LayerMap) -> Iterator[str]:
+    """The calls of which an observed program does not tell what a gate is about."""
+    for row in layers.rows:
+        seen = row.calls is None or row.site is not None
+        because = f" ({row.reasons[0]})" if row.calls is None and row.reasons else ""
+        if gate in ("math-fallback", "backend-changed") and seen and row.ran is None:
+            yield f"{_place(row)}: what ran is not told{because}"
+        elif gate == "asked-not-ran" and row.kind in THROUGH_SDPA and not (row.asked and row.ran):
+            missing = "what was asked for" if row.ran else "what ran"
+            yield f"{_place(row)}: {missing} is not told{because}"
+        elif gate == "noop-mask" and row.mask is None and row.kind not in ("flex", "custom"):
+            yield f"{_place(row)}: what its mask does is not told{because}"
 
 
 def _unmet(wanted: Expectation, rows: Sequence[LayerRow]) -> Iterator[str]:
@@ -94,7 +125,7 @@ def _unmet(wanted: Expectation, rows: Sequence[LayerRow]) -> Iterator[str]:
             what = f"{row.ran} ran" if row.ran else "what ran is not told"
             yield f"--expect {wanted.text}: {_place(row)}: {what}"
     if not matching:
-        named = [name for row in rows for name in row.names]
+        named = list(dict.fromkeys(name for row in rows for name in row.names))
         some = ", ".join(named[:3]) or "no modules, for the trace has none (with_stack=True)"
         yield f"--expect {wanted.text}: matches no call; there are {some}"
 
@@ -135,9 +166,14 @@ def _noop(rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _not_ran(rows: Sequence[LayerRow]) -> Iterator[str]:
+    """What ran is no backend that was allowed, or another one than PyTorch said."""
     for row in rows:
-        if row.asked and row.ran and row.ran not in split_names(row.asked):
+        if not row.ran or not row.asked:
+            continue
+        if row.asked != ANY_BACKEND and row.ran not in split_names(row.asked):
             yield f"{_place(row)}: asked for {row.asked}, {row.ran} ran"
+        elif row.choice and row.choice != row.ran:
+            yield f"{_place(row)}: PyTorch chose {row.choice}, {row.ran} ran"
 
 
 def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:

@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
 from profharness.answers.agreement import FAMILY_BACKENDS, backend_of_op
 from profharness.answers.explain.rules import Place, explain_by_rule, named_places
+from profharness.answers.observed import Observed
 from profharness.config import Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
 from profharness.errors import NotFoundError
-from profharness.rows import WHOLE_TRACE, CallRow, GapRow, StepRow
+from profharness.rows import UNTRACED, WHOLE_TRACE, CallRow, GapRow, StepRow, TemplateRow
 from profharness.store import Store
 
+WHOLE_PROGRAM = "the whole program"
+ANY_BACKEND = "auto"  # of `LayerRow.asked`
+NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # of `LayerRow.mask`
 NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
 EAGER = (
     "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
@@ -29,18 +33,21 @@ EAGER = (
 @dataclass(frozen=True, slots=True)
 class LayerRow:
     """Like calls of like layers. module has the layers' numbers in braces, None where the trace
-    has no modules. calls and times are those of one step, on average over the steps asked for.
+    has no modules. calls and times are those of one step, on average over the steps asked for; None
+    for calls of an observed program that no recorded step shows, whose config is that of the first.
 
     phase is `prefill`, `decode`, `cross` or `train`; direction `forward` or `recompute`; mode
-    `eager`, `compile` or `graph` (replayed by a CUDA graph). asked is the backend that the program
-    allowed, None where that is not told; ran what computed it. forward_ns and backward_ns are
-    times of kernels, None without any. share is theirs of the time in which the GPU was busy,
-    step_share of the step. config is that of the call of median length, lengths the least and the
-    largest seq_kv. reasons say why it ran so, or what
+    `eager`, `compile` or `graph` (replayed by a CUDA graph). asked are the backends that the program
+    allowed, joined by commas, `auto` where it ruled out none, None where that is not told; ran is
+    what computed it. forward_ns and backward_ns are times of kernels, None without any. share is
+    theirs of the time in which the GPU was busy, step_share of the step. config is that of the call
+    of median length, lengths the least and the largest seq_kv. reasons say why it ran so, or what
     the config does not say; advice what would help. replayable: config is the whole call.
 
-    names are the full names of the modules. mask is what the mask's contents do, `none` without a
-    mask, None where that is not told. points are the configs to time in place of the calls, each
+    names are the full names of the modules. mask is what the first call's mask does, `none` without a
+    mask, None where that is not told. choice is the backend that PyTorch said it would take, site the
+    file and line of the call, program_calls how often the whole program made such calls; an observed
+    program tells them, None else. points are the configs to time in place of the calls, each
     with the calls a step that it stands for. What follows is None until `regret_map` filled it in:
     the correct backend that is fastest, nanoseconds of one call on what ran and on that backend,
     and what it saves a step, in all, forward and backward.
@@ -53,7 +60,7 @@ class LayerRow:
     kind: str
     config: str | None
     lengths: tuple[int, int] | None
-    calls: float
+    calls: float | None
     phase: str | None
     direction: str
     mode: str
@@ -77,6 +84,9 @@ class LayerRow:
     saves_ns: float | None = None
     saves_forward_ns: float | None = None
     saves_backward_ns: float | None = None
+    choice: str | None = None
+    site: str | None = None
+    program_calls: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +125,7 @@ class Suggestion:
 class LayerMap:
     """The rows, dearest first, the steps that they are of, the largest gaps, and what casts doubt.
     place is what the rules are asked for, None where that is not known; gpu where the program ran,
-    None for a CPU.
+    None for a CPU. processes are those that were observed.
     """
 
     run: str
@@ -126,6 +136,7 @@ class LayerMap:
     place: Place | None = None
     gpu: str | None = None
     regret: Regret | None = None
+    processes: int = 0
 
     @property
     def busy_ns(self) -> float:
@@ -146,39 +157,65 @@ def find_layers(
     without attention calls and a step that there is not, UsageError for an unknown release.
     """
     calls = store.calls(run)
-    if not calls:
+    observed = Observed(store.templates(run), calls)
+    if not calls and not observed:
         raise NotFoundError(
             f"run {run} shows no attention call of a program; record a trace with "
             "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
         )
-    steps = store.steps(run)
-    if step is not None:
+    steps = store.steps(run) if calls else []
+    if step is None:
+        calls += observed.untraced()
+    else:
         if not 0 <= step < len(steps):
-            raise NotFoundError(f"run {run} has {len(steps)} steps, 0 to {len(steps) - 1}")
+            there = f"{len(steps)} steps, 0 to {len(steps) - 1}" if steps else "no recorded step"
+            raise NotFoundError(f"run {run} has {there}")
         (only,) = steps = [steps[step]]
         inside = (only.step, None) if only.name == WHOLE_TRACE else (only.step,)
         calls = [call for call in calls if call.trace == only.trace and call.step in inside]
     place = _place(store, run, torch)
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
-    rows = [_row(run, name, group, steps, place) for group in like_calls(calls)]
-    rows.sort(key=lambda row: -((row.forward_ns or 0) + (row.backward_ns or 0)))
+    groups = like_calls(calls, observed)
+    counts = observed.counts(groups)
+    rows = [
+        _row(run, name, group, steps, place, observed, made)
+        for group, made in zip(groups, counts, strict=True)
+    ]
+    rows.sort(key=lambda row: (-_spent(row), row.calls is None, -(row.program_calls or 0)))
     return LayerMap(
         run=run,
         rows=tuple(rows),
         steps=tuple(steps),
         gaps=tuple(store.gaps(steps)),
-        caveats=_caveats(rows, place),
+        caveats=_caveats(rows, place, observed),
         place=place,
-        gpu=next((device.name for device in store.devices(run)), None),
+        gpu=next(
+            (device.name for device in store.devices(run)),
+            None if steps else store.environment(run).get("gpu"),
+        ),
+        processes=observed.processes,
     )
 
 
-def like_calls(calls: Iterable[CallRow]) -> list[list[CallRow]]:
+def _spent(row: LayerRow) -> float:
+    return (row.forward_ns or 0) + (row.backward_ns or 0)
+
+
+def like_calls(calls: Iterable[CallRow], observed: Observed | None = None) -> list[list[CallRow]]:
     """The calls by what they have in common, in the order of the first of each kind."""
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
-        groups.setdefault(_likeness(call), []).append(call)
+        kind = observed.kind(call) if observed else None
+        told = (kind.asked, kind.choice, kind.ran, kind.mask, _site(kind)) if kind else ()
+        groups.setdefault((*_likeness(call), call.trace == UNTRACED, told), []).append(call)
     return list(groups.values())
+
+
+def _site(kind: TemplateRow | None) -> str | None:
+    """`model.py:18`."""
+    if kind is None or kind.file is None:
+        return None
+    return kind.file if kind.line is None else f"{kind.file}:{kind.line}"
 
 
 def _place(store: Store, run: str, torch: str | None) -> Place | None:
@@ -186,7 +223,8 @@ def _place(store: Store, run: str, torch: str | None) -> Place | None:
     environment = store.environment(run)
     devices = store.devices(run)
     if torch is not None:
-        return named_places(torch, devices[0].name if devices else "cpu")[-1]
+        gpu = devices[0].name if devices else environment.get("gpu")
+        return named_places(torch, gpu or "cpu")[-1]
     if not rules_know(environment):
         return None
     device = str(environment["device_type"])
@@ -254,6 +292,14 @@ def numbered(names: Sequence[str]) -> str | None:
     return NUMBER.sub(lambda _: _spans(next(numbers)), names[0])
 
 
+def numbered_names(names: Iterable[str]) -> str:
+    """Names that differ in their numbers joined, the others apart."""
+    alike: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        alike.setdefault(NUMBER.sub("{}", name), []).append(name)
+    return ", ".join(str(numbered(group)) for group in alike.values())
+
+
 def _spans(numbers: Sequence[int]) -> str:
     """`3`, `{0-2}` or `{0-2,5}`."""
     spans: list[list[int]] = []
@@ -267,34 +313,47 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def _row(
-    run: str, step: str, group: Sequence[CallRow], steps: Sequence[StepRow], place: Place | None
+    run: str,
+    step: str,
+    group: Sequence[CallRow],
+    steps: Sequence[StepRow],
+    place: Place | None,
+    observed: Observed,
+    made: int | None,
 ) -> LayerRow:
     first, count = group[0], max(len(steps), 1)
+    kind, traced = observed.kind(first), first.trace != UNTRACED
     configs = [parse_config(call.config) for call in group if call.config]
     middle = median_config(configs)
     spent: Counter[str] = Counter()
     for kernel in chain.from_iterable(call.kernels for call in group):
         spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
     names = module_names(group)
-    reasons, advice = _because(first, middle, place)
+    ran_there = ran(first) or (kind.ran if kind else None)
+    mask = kind.mask if kind else None
+    if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
+        mask = NO_MASK
+    reasons, advice = _because(first, middle, place, ran_there, kind)
     known = any(call.kernels for call in group)
     busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
     kernels = dict.fromkeys(kernel.kernel_short for call in group[:1] for kernel in call.kernels)
     lengths = [config.seq_len_kv for config in configs]
+    if not traced:
+        lengths = observed.lengths(group) or lengths
     return LayerRow(
         run=run,
-        step=step,
+        step=step if traced else WHOLE_PROGRAM,
         module=numbered(names),
         module_class=NUMBER.sub("", first.modules[-1]).rstrip("_") if first.modules else None,
         kind=first.kind,
         config=middle.label if middle else None,
         lengths=(min(lengths), max(lengths)) if lengths else None,
-        calls=len(group) / count,
+        calls=len(group) / count if traced else None,
         phase=phase_of(first),
         direction="recompute" if first.recompute else "forward",
         mode=first.mode,
-        asked=None,
-        ran=ran(first),
+        asked=kind.asked if kind else None,
+        ran=ran_there,
         sdpa_op=first.sdpa_op,
         kernels=tuple(kernels),
         forward_ns=spent["forward"] / count if known else None,
@@ -305,7 +364,11 @@ def _row(
         advice=advice,
         replayable=middle is not None and all(call.reason is None for call in group),
         names=names,
-        points=_points(configs, count),
+        mask=mask,
+        points=_points(configs, count) if traced else (),
+        choice=kind.choice if kind else None,
+        site=_site(kind),
+        program_calls=made,
     )
 
 
@@ -343,17 +406,58 @@ def median_config(configs: Sequence[Config]) -> Config | None:
 
 
 def _because(
-    call: CallRow, config: Config | None, place: Place | None
+    call: CallRow,
+    config: Config | None,
+    place: Place | None,
+    ran_there: str | None,
+    kind: TemplateRow | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(reasons, advice) of a call."""
     reasons = [call.reason] if call.reason else []
+    advice: list[str] = []
+    if kind:
+        reasons += _departures(kind, ran_there)
+        advice += _without_mask(kind, config, place, ran_there)
+    if kind and ran_there == kind.asked == "math":
+        advice.append(
+            "allow other backends: sdpa_kernel or a switch of torch.backends rules them out"
+        )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
-    if ran(call) != "math" or config is None or place is None:
-        return tuple(reasons), ()
+    if ran_there != "math" or config is None or place is None:
+        return tuple(reasons), tuple(advice)
     found = suggestions(config, place)
     reasons += [f"{item.backend}: {item.reason}" for item in found]
-    return tuple(reasons), tuple(item.text for item in found if item.advice)
+    return tuple(reasons), (*advice, *(item.text for item in found if item.advice))
+
+
+def _departures(kind: TemplateRow, ran_there: str | None) -> Iterator[str]:
+    """Where something else ran than was asked for, or than was said, and masks without effect."""
+    if ran_there == "math" and kind.asked not in (None, "math"):
+        allowed = "any backend" if kind.asked == ANY_BACKEND else kind.asked
+        yield f"a silent fall-back: the program allowed {allowed}, and math ran"
+    if ran_there and kind.choice and kind.choice != ran_there and ran_there != "none":
+        yield f"PyTorch said that it would take {kind.choice}, and {ran_there} ran"
+    if kind.mask == NO_MASK_EFFECT:
+        yield "the mask masks nothing, as of the first call"
+    elif kind.mask == "causal":
+        yield "the mask is what is_causal=True says, as of the first call"
+
+
+def _without_mask(
+    kind: TemplateRow, config: Config | None, place: Place | None, ran_there: str | None
+) -> Iterator[str]:
+    """The change that makes a mask unnecessary, and what PyTorch would take then."""
+    change = {NO_MASK_EFFECT: "drop the mask", "causal": "is_causal=True in place of the mask"}
+    if kind.mask not in change:
+        return
+    then = ""
+    if config is not None and place is not None:
+        bare = replace(config, mask="none", mask_shape=None, mask_strides=None)
+        bare = replace(bare, causal=bare.causal or kind.mask == "causal")
+        predicted = explain_by_rule(bare, place, advice=False).predicted
+        then = f", then {predicted} runs" if predicted not in (None, "none", ran_there) else ""
+    yield f"{change[kind.mask]}, if it is the same in all calls{then}"
 
 
 def suggestions(config: Config, place: Place) -> list[Suggestion]:
@@ -365,20 +469,27 @@ def suggestions(config: Config, place: Place) -> list[Suggestion]:
     ]
 
 
-def _caveats(rows: Iterable[LayerRow], place: Place | None) -> tuple[str, ...]:
+def _caveats(rows: Iterable[LayerRow], place: Place | None, observed: Observed) -> tuple[str, ...]:
     kept = list(rows)
     texts = []
+    if hidden := observed.hidden():
+        names = numbered_names([str(kind.name) for kind in hidden])
+        texts.append(
+            f"Compiled code calls attention in {names}; the trace does not say which is which."
+        )
     live = [row for row in kept if row.kind != "replay"]
     if len(live) < len(kept):
         texts.append(
             "CUDA graphs: what a replay computed is told by its capture alone; record both, or the "
             "program without graphs."
         )
-    if live and not any(row.module for row in live):
+    if all(row.calls is None for row in kept):
+        texts.append("No step was recorded: calls are counted, and there are no kernels and times.")
+    elif live and not any(row.module for row in live):
         texts.append("The trace has no modules: record it with with_stack=True.")
     if place is None and any(row.ran == "math" for row in kept):
         texts.append("Why math ran depends on PyTorch's release: name it with --torch.")
-    if all(row.forward_ns is None for row in kept):
+    if all(row.forward_ns is None for row in kept) and any(row.calls is not None for row in kept):
         texts.append("No kernel of these calls is in the trace, so no time is told.")
     return tuple(texts)
 

@@ -94,7 +94,7 @@ def regret_backends(layers: LayerMap) -> list[str]:
 
 
 def _timeable(row: LayerRow) -> bool:
-    return row.replayable and row.ran in SDPA_BACKENDS
+    return row.replayable and row.ran in SDPA_BACKENDS and bool(row.points)
 
 
 def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
@@ -136,8 +136,8 @@ def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
         saves_ns=saves,
         saves_forward_ns=forward,
         saves_backward_ns=saves - forward if trained and forward is not None else None,
-        timed_calls=sum(row.calls for row in timed),
-        untimed_calls=sum(row.calls for row in rows if row.saves_ns is None),
+        timed_calls=sum(row.calls or 0 for row in timed),
+        untimed_calls=sum(row.calls or 0 for row in rows if row.saves_ns is None),
         launch_bound=_launch_bound(layers),
         conclusions=(),
     )
@@ -260,6 +260,9 @@ def _doubts(rows: Sequence[LayerRow], benched: Benched, times: _Times) -> list[s
     texts = []
     for row in rows:
         name = row.module or row.config or row.kind
+        if row.calls is None:
+            texts.append(f"not timed: calls of {name}, which no recorded step shows")
+            continue
         if row.saves_ns is None:
             why = "no config replays them"
             if row.replayable:

@@ -8,8 +8,11 @@ from typing import Any
 
 import click
 
-from profharness.cli._options import hint, out_option, store_option
-from profharness.errors import UsageError
+from profharness.answers.layer_gates import Gates, check_gates, parse_gates
+from profharness.answers.layers import NO_MASK_EFFECT, find_layers
+from profharness.cli._options import gate_options, hint, out_option, store_option
+from profharness.errors import GateError, UsageError
+from profharness.files import shell_command
 from profharness.jobs import Watched, observe_into_store
 from profharness.parse.observed import ObservedCall
 from profharness.run import ObserveOptions
@@ -58,8 +61,16 @@ def _rank(_: click.Context, __: click.Parameter, text: str) -> str:
 @out_option
 @store_option
 @click.option("--note", help="A remark that is kept with the run.")
+@gate_options
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(program: tuple[str, ...], out: Path, store: Path, **options: Any) -> int:
+def command(
+    program: tuple[str, ...],
+    out: Path,
+    store: Path,
+    fail_on: tuple[str, ...],
+    expect: tuple[str, ...],
+    **options: Any,
+) -> int:
     """Run a program unchanged, and record the attention in it.
 
     Each call of scaled_dot_product_attention is counted by kind: the module's dotted path, file and
@@ -67,6 +78,9 @@ def command(program: tuple[str, ...], out: Path, store: Path, **options: Any) ->
     processes that the program starts are watched. A profiler records a few steps, once three steps
     brought nothing new: a step ends with an optimizer's step, or begins where the first attention of
     the model comes again. Streams, signals and the exit code are the program's.
+
+    --fail-on and --expect hold for all calls that were seen, once the program has ended; what was
+    not recorded fails a gate that is about it. A program that fails keeps its own exit code.
 
     Not seen: Python with -I, -E or -S; attention that does not call the function from Python, such as
     nn.TransformerEncoder's fast path, which the recorded steps show all the same.
@@ -76,8 +90,10 @@ def command(program: tuple[str, ...], out: Path, store: Path, **options: Any) ->
       profharness observe -- python train.py --epochs 1
       profharness observe --profiler none -- python -m pytest tests
       profharness observe --rank all -- torchrun --nproc-per-node 2 train.py
+      profharness observe --fail-on math-fallback,noop-mask --expect flash@'*' -- python train.py
       profharness layers
     """
+    gates = parse_gates(fail_on, expect)
     if program[0].startswith("-"):
         raise UsageError(
             f"{program[0]} is no program; write: profharness observe -- python train.py"
@@ -89,7 +105,25 @@ def command(program: tuple[str, ...], out: Path, store: Path, **options: Any) ->
             "no step was recorded: the program ended, or ran a profiler of its own, before "
             f"{asked.warmup} steps brought nothing new; --warmup 0 records from the first call on"
         )
-    return _report(watched, store)
+    code = _report(watched, store)
+    if gates:
+        _check(watched, gates, store)
+    return code
+
+
+def _check(watched: Watched, gates: Gates, store: Path) -> None:
+    """Raises GateError where a gate is not met and the program itself did not fail."""
+    observed = watched.observed
+    try:
+        if observed.why is not None:
+            raise GateError("the gates cannot be answered, for no attention was recorded")
+        with open_store(store) as opened:
+            layers = find_layers(opened, observed.run.run)
+        check_gates(layers, gates)
+    except GateError as error:
+        if not observed.code:
+            raise
+        hint(f"error: {error}\nthe exit code {observed.code} is the program's")
 
 
 def _report(watched: Watched, store: Path) -> int:
@@ -104,9 +138,7 @@ def _report(watched: Watched, store: Path) -> int:
         hint(f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}")
     for warning in [text for result in watched.ingested for text in result.warnings]:
         hint(f"warning: {warning}")
-    if observed.run.traces:
-        with open_store(store) as opened:
-            hint(f"see it with: {opened.shown_by(observed.run.run)}")
+    hint(f"see it with: {shell_command('layers', observed.run.run, store=store)}")
     return observed.code
 
 
@@ -125,7 +157,7 @@ def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
     ]
     if compiled:
         lines.append(f"{compiled} more are in compiled code, which a trace counts")
-    idle = [item for item in calls if item.mask == "nothing"]
+    idle = [item for item in calls if item.mask == NO_MASK_EFFECT]
     if idle:
         where = ", ".join(dict.fromkeys(item.call.path or str(item.function) for item in idle[:3]))
         lines.append(f"a mask that masks nothing was given in {len(idle)} kinds of calls: {where}")

@@ -1,17 +1,20 @@
-"""Journals of an observed program: the attention calls that its processes recorded, with counts."""
+"""Journals of an observed program: the attention calls that its processes recorded, with counts, and
+which of them the calls of its trace are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from profharness.errors import TraceFormatError, UsageError
+from profharness.errors import UsageError
 from profharness.parse.ops import OUTER
 from profharness.parse.replay import replay_config
+from profharness.run import observed_journals, observed_rows
 from profharness.trace import AttentionCall, TensorArgument
 
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -23,135 +26,319 @@ INNER_OPS = {
     "math": f"{INNER}attention_math",
     "overrideable": f"{INNER}fused_attention_overrideable",
 }
+ANY_BACKEND = "auto"
 COMPILED = "torch.compile traced this call; its shapes and how often it runs are in a trace"
+NONE_RAN, RAISED = "none", "the call raised an error"
+OTHER_FUNCTION = "no config says what the mask and score functions of {} do"
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # what a store holds
+_Lengths = tuple[tuple[tuple[int, ...], int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """The calls of one template in one process. lengths: (batch, query, key) to calls; asked: the
-    backend that torch said it would take, ran: the one that computed it; mask: the class of its
-    contents. enabled: the backends that were allowed, in order of priority.
+    """The calls of one template in one process. lengths: (batch, query, key) to calls.
+
+    enabled are the backends that were allowed, in order of priority; asked is `auto` where no backend
+    was ruled out, else those names joined by commas. choice is the backend that torch said it would
+    take, ran the one that computed it, `none` where the call raised an error. mask is the class of the
+    first call's mask, `none` without one.
+    Each is None, or empty, where the journal does not tell it.
     """
 
     call: AttentionCall
     count: int
     pid: int
     rank: int | None = None
-    lengths: tuple[tuple[tuple[int, ...], int], ...] = ()
+    lengths: _Lengths = ()
     file: str | None = None
     line: int | None = None
     function: str | None = None
     asked: str | None = None
+    choice: str | None = None
     ran: str | None = None
     mask: str | None = None
     enabled: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str | None:
+        """What the range around such a call is named after, in a trace."""
+        return self.call.path or next(iter(self.call.modules[-1:]), None) or self.function
+
+
+@dataclass(frozen=True, slots=True)
+class Journals:
+    """The calls of all processes, and a sentence for each journal that is damaged."""
+
+    calls: tuple[ObservedCall, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dims: list[_Number] | None = None
+    strides: list[int] | None = None
+    dtype: str = ""
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class _Mask:
+    contents: str | None = None
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A line of the journal; the observer's recorder says what each field is."""
+
+    template: _Number
+    compiled: bool
+    kind: str = "sdpa"
+    path: str | None = None
+    modules: tuple[str, ...] = ()
+    tensors: tuple[_Tensor | None, ...] = ()
+    file: str | None = None
+    line: _Number | None = None
+    function: str | None = None
+    causal: bool | None = None
+    dropout: float | None = None
+    scale: float | None = None
+    gqa: bool | None = None
+    grad: bool = False
+    recompute: bool = False
+    autocast: str | None = None
+    enabled: dict[str, bool] | None = None
+    priority: tuple[str, ...] | None = None
+    choice: str | None = None
+    ran: str | None = None
+    mask: _Mask | None = None
+    raised: bool = False
+
+
+@dataclass(frozen=True)
+class _Start:
+    rank: str | None = None
+
+
+@dataclass(frozen=True)
+class _Counts:
+    counts: tuple[tuple[_Number, _Number, tuple[tuple[_Number, ...], ...]], ...]
+
+
+_EVENTS: dict[str | None, Any] = {"template": _Template, "start": _Start, "counts": _Counts}
+
 
 def read_observed(folder: Path) -> tuple[ObservedCall, ...]:
-    """The calls in all journals of a run folder. A line that is cut short is passed over. Raises
-    TraceFormatError for a journal that cannot be read.
+    """The calls in all journals of a run folder. Raises TraceFormatError as `read_journals`."""
+    return read_journals(folder).calls
+
+
+def read_journals(folder: Path) -> Journals:
+    """The calls in all journals of a run folder. A line that is no event is passed over and counted.
+    Raises TraceFormatError for a journal that cannot be read.
     """
-    found: list[ObservedCall] = []
-    for path in sorted(folder.glob("[0-9]*.jsonl")):
-        found += _journal(path)
-    return tuple(found)
+    calls: list[ObservedCall] = []
+    warnings = []
+    for path in observed_journals(folder):
+        templates, rank, counts, damaged = _journal(path)
+        pid = int(path.stem) if path.stem.isdecimal() else 0
+        for template in templates:
+            count, lengths = counts.get(template.template, (0 if template.compiled else 1, ()))
+            told = tuple((tuple(key), calls_of) for *key, calls_of in lengths)
+            calls.append(_call(template, count, told, pid, rank))
+        if damaged:
+            warnings.append(f"{path.name}: {damaged} line(s) cannot be read and are left out")
+    return Journals(tuple(calls), tuple(warnings))
 
 
-def _journal(path: Path) -> Iterator[ObservedCall]:
-    counts: dict[int, tuple[int, Any]] = {}
-    templates, rank = [], None
-    for row in _rows(path):
-        if row.get("event") == "template":
-            templates.append(row)
-        elif row.get("event") == "start":
-            rank = int(row["rank"]) if str(row.get("rank", "")).isdigit() else None
-        elif row.get("event") == "counts":
-            counts = {number: (count, lengths) for number, count, lengths in row["counts"]}
-    pid = int(path.stem)
-    for row in templates:
-        count, lengths = counts.get(row["template"], (0 if row["compiled"] else 1, []))
-        yield _call(row, count, tuple((tuple(key), n) for *key, n in lengths), pid, rank)
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    for line in lines:
+def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], int]:
+    """(templates, rank, counts and lengths by template, lines that are no event)."""
+    templates: list[_Template] = []
+    counts: dict[int, Any] = {}
+    rank, damaged = None, 0
+    for row in observed_rows(path):
+        name = (row or {}).get("event")
         try:
-            row = msgspec.json.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            event = msgspec.convert(row, _EVENTS.get(name if isinstance(name, str) else None, dict))
+        except msgspec.ValidationError:
+            damaged += 1
             continue
-        if isinstance(row, dict):
-            yield row
+        if isinstance(event, _Template):
+            templates.append(event)
+        elif isinstance(event, _Start):
+            told = event.rank or ""
+            rank = int(told) if told.isdecimal() and len(told) < 10 else None
+        elif isinstance(event, _Counts):  # each line has all counts so far
+            counts = {number: (count, lengths) for number, count, lengths in event.counts}
+    return templates, rank, counts, damaged
 
 
 def _call(
-    row: dict[str, Any], count: int, lengths: Any, pid: int, rank: int | None
+    row: _Template, count: int, lengths: _Lengths, pid: int, rank: int | None
 ) -> ObservedCall:
-    tensors = tuple(_tensor(item) for item in row.get("tensors", ()))
-    tensors = (*tensors, *(None,) * (4 - len(tensors)))
-    backward = bool(row.get("grad")) and any(
-        item and item.get("requires_grad") for item in row.get("tensors", ())
-    )
-    config, reason = None, COMPILED if row["compiled"] else None
-    if not row["compiled"]:
-        flags = {name: row.get(name) for name in ("causal", "dropout", "scale", "gqa")}
+    given = tuple(_tensor(item, row.autocast) for item in row.tensors[:4])
+    tensors = (*given, *(None,) * (4 - len(given)))
+    backward = row.grad and any(item and item.requires_grad for item in row.tensors)
+    config, reason = None, _why_no_config(row)
+    if reason is None:
         try:
-            config = replay_config(_cast(tensors, row.get("autocast")), backward=backward, **flags)
+            config = replay_config(
+                tensors,
+                causal=row.causal,
+                dropout=row.dropout,
+                scale=row.scale,
+                gqa=row.gqa,
+                backward=backward,
+            )
         except UsageError as error:
             reason = str(error)
-    ran = row.get("ran")
+    allowed = row.enabled or {}
+    enabled = tuple(name for name in row.priority or tuple(allowed) if allowed.get(name))
+    asked = (ANY_BACKEND if all(allowed.values()) else ",".join(enabled)) if allowed else None
+    mask = row.mask.contents if row.mask else None
+    if not row.compiled and row.kind == "sdpa" and tensors[3] is None:
+        mask = "none"
     call = AttentionCall(
-        kind="sdpa",
-        op=OUTER,
-        sdpa_op=INNER_OPS.get(ran or ""),
-        compiled=row["compiled"],
-        recompute=bool(row.get("recompute")),
+        kind=row.kind,
+        op=OUTER if row.kind == "sdpa" else row.kind,
+        sdpa_op=None,
+        compiled=row.compiled,
+        recompute=row.recompute,
         backward=backward,
-        modules=tuple(row.get("modules", ())),
+        modules=row.modules,
         config=config,
         reason=reason,
         tensors=tensors,
-        path=row.get("path"),
+        path=row.path,
         pid=pid,
     )
-    enabled = row.get("enabled") or {}
-    order = row.get("priority") or list(enabled)
+    place = row.file, row.line, row.function
+    ran = NONE_RAN if row.raised else row.ran
     return ObservedCall(
-        call,
-        count,
-        pid,
-        rank,
-        lengths,
-        file=row.get("file"),
-        line=row.get("line"),
-        function=row.get("function"),
-        asked=row.get("choice"),
-        ran=ran,
-        mask=(row.get("mask") or {}).get("contents"),
-        enabled=tuple(name for name in order if enabled.get(name)),
+        call, count, pid, rank, lengths, *place, asked, row.choice, ran, mask, enabled
     )
 
 
-def _tensor(told: Any) -> TensorArgument | None:
-    if not told or told.get("dims") is None:
+def _why_no_config(row: _Template) -> str | None:
+    if row.compiled:
+        return COMPILED
+    if row.raised:
+        return RAISED
+    return None if row.kind == "sdpa" else OTHER_FUNCTION.format(f"{row.kind}_attention")
+
+
+def _tensor(told: _Tensor | None, autocast: str | None) -> TensorArgument | None:
+    """A tensor as autocast hands it on: a floating one in its dtype."""
+    if told is None or told.dims is None:
         return None
-    strides, dtype = told.get("strides"), told["dtype"]
+    dtype = told.dtype
+    if autocast is not None and dtype == "float32":
+        dtype = autocast
+    strides = told.strides if told.strides and len(told.strides) == len(told.dims) else None
     return TensorArgument(
-        tuple(told["dims"]), tuple(strides) if strides else None, DTYPES.get(dtype, dtype)
+        tuple(told.dims), tuple(strides) if strides else None, DTYPES.get(dtype, dtype)
     )
 
 
-def _cast(
-    tensors: tuple[TensorArgument | None, ...], autocast: str | None
-) -> tuple[TensorArgument | None, ...]:
-    """The tensors as autocast hands them on: floating ones in its dtype."""
-    if autocast is None:
-        return tensors
-    dtype = DTYPES.get(autocast, autocast)
-    return tuple(
-        TensorArgument(item.dims, item.strides, dtype) if item and item.dtype == "fp32" else item
-        for item in tensors
+def match_calls(
+    calls: Sequence[AttentionCall], observed: Sequence[ObservedCall]
+) -> list[int | None]:
+    """For each call of a trace the index of what was observed of it. None where nothing fits, and
+    where several fit that tell different things.
+    """
+    named: dict[str | None, list[int]] = {}
+    for index, item in enumerate(observed):
+        if item.name is not None and not item.call.compiled:
+            named.setdefault(item.name, []).append(index)
+    pids = {item.pid for item in observed}
+    known: dict[Any, int | None] = {}
+    found = []
+    for call in calls:
+        pid = call.pid if call.pid in pids else None  # a container may number them otherwise
+        key = (call.path, pid, call.kind, call.compiled, call.recompute, call.backward,
+               call.tensors, call.config, call.sdpa_op)  # fmt: skip
+        if key not in known:
+            near = [
+                index
+                for index in named.get(call.path, ())
+                if pid in (None, observed[index].pid) and _fits(call, observed[index])
+            ]
+            known[key] = _nearest(call, observed, near)
+        found.append(known[key])
+    return found
+
+
+def _fits(call: AttentionCall, item: ObservedCall) -> bool:
+    """Whether a call of a trace is one of a template."""
+    other = item.call
+    if (call.kind, call.compiled, call.recompute) != (other.kind, False, other.recompute):
+        return False
+    if not all(map(_like, call.tensors[:3], other.tensors[:3])):
+        return False
+    mine, theirs = call.tensors[3], other.tensors[3]
+    if (mine is None) != (theirs is None):
+        return False
+    if mine and theirs and not (_same_dtype(mine, theirs) and _ones(mine) == _ones(theirs)):
+        return False
+    causal = {one.causal for one in (call.config, other.config) if one}
+    lengths = {key for key, _ in item.lengths} or {length_key(other.tensors)}
+    return len(causal) < 2 and length_key(call.tensors) in lengths
+
+
+def _like(mine: TensorArgument | None, theirs: TensorArgument | None) -> bool:
+    """Whether heads, head dim and dtype are the same."""
+    if mine is None or theirs is None:
+        return mine is theirs
+    same = len(mine.dims) == len(theirs.dims) and _same_dtype(mine, theirs)
+    return same and (mine.dims[-3:-2], mine.dims[-1:]) == (theirs.dims[-3:-2], theirs.dims[-1:])
+
+
+def _same_dtype(mine: TensorArgument, theirs: TensorArgument) -> bool:
+    return None in (mine.dtype, theirs.dtype) or mine.dtype == theirs.dtype
+
+
+def _ones(mask: TensorArgument) -> list[bool]:
+    return [size == 1 for size in mask.dims]
+
+
+def length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
+    """Batch, query length and key length, as the recorder tells them; empty for less than 3 dims."""
+    query, key = [item.dims if item else () for item in tensors[:2]]
+    if len(query) < 3 or len(key) < 3:
+        return ()
+    return (query[0] if len(query) == 4 else 1, query[-2], key[-2])
+
+
+def _nearest(
+    call: AttentionCall, observed: Sequence[ObservedCall], near: Iterable[int]
+) -> int | None:
+    """The one that fits best; of several, one only if all tell the same."""
+    rules: tuple[Callable[[ObservedCall], bool], ...] = (
+        lambda item: _order(item.call) == _order(call),
+        lambda item: (
+            bool(item.ran)
+            and (call.sdpa_op or "").startswith(INNER_OPS.get(item.ran or "", item.ran or ""))
+        ),
+        lambda item: item.call.backward == call.backward,
+        lambda item: item.call.config == call.config,
     )
+    kept = list(near)
+    for rule in rules:
+        kept = [index for index in kept if rule(observed[index])] or kept
+    told = {_told(observed[index]) for index in kept}
+    return kept[0] if len(told) == 1 else None
+
+
+def _order(call: AttentionCall) -> list[list[int]]:
+    """How query, key and value lie in memory."""
+    return [
+        sorted(range(len(item.dims)), key=lambda at: -(item.strides or item.dims)[at])
+        for item in call.tensors[:3]
+        if item
+    ]
+
+
+def _told(item: ObservedCall) -> ObservedCall:
+    """What a template says besides how its calls looked and how many there were."""
+    bare = replace(item.call, config=None, tensors=(), backward=False, reason=None, pid=0)
+    return replace(item, call=bare, count=0, lengths=(), pid=0, rank=None)

@@ -10,12 +10,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from profharness.errors import CaptureError
+from profharness.errors import CaptureError, TraceFormatError
 from profharness.processes import run_in_place, with_startup
 from profharness.profilers import find_profilers, require_tools
 from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import child_environment, export_report, profile_argv
-from profharness.run import OBSERVE, ObserveOptions, Problem, Protocol, Run, TraceFile, write_run
+from profharness.run import (
+    OBSERVE,
+    ObserveOptions,
+    Problem,
+    Protocol,
+    Run,
+    TraceFile,
+    observed_journals,
+    observed_rows,
+    write_run,
+)
 from profharness.runner.capture import make_run
 
 OBSERVER = Path(__file__).resolve().parents[1] / "observer"
@@ -103,18 +113,14 @@ def why_silent(folder: Path) -> str | None:
 
 
 def _rows(folder: Path, event: str) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob("[0-9]*.jsonl")):
+    for path in observed_journals(folder):
         yield from (row for row in _read(path) if row.get("event") == event)
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a journal; a line that a crash cut short is passed over."""
-    with contextlib.suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    yield row
+    """The rows of a journal. What cannot be read is told when the run is taken in."""
+    with contextlib.suppress(TraceFormatError):
+        yield from filter(None, observed_rows(path))
 
 
 def _export(report: Path, tool: Path) -> tuple[Problem, ...]:

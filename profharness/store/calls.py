@@ -129,7 +129,7 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
     rows = connection.execute(
         "SELECT c.id, c.trace_id, c.ordinal, c.step, c.kind, c.op, c.sdpa_op, c.compiled, "
         "c.recompute, c.backward, c.path, c.modules, cf.label, c.reason, c.tensors, c.start_ns, "
-        "c.duration_ns, c.graph FROM calls c JOIN traces t ON t.id = c.trace_id "
+        "c.duration_ns, c.graph, c.template_id FROM calls c JOIN traces t ON t.id = c.trace_id "
         "JOIN runs r ON r.id = t.run_id LEFT JOIN configs cf ON cf.id = c.config_id "
         "WHERE r.run = ? ORDER BY c.id",
         (run,),
@@ -138,11 +138,12 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
         CallRow(
             run, trace, ordinal, step, kind, op, sdpa_op, bool(compiled), bool(recompute),
             bool(backward), path, tuple(json.loads(modules)), config, reason,
-            tuple(json.loads(tensors)), start_ns, duration_ns, tuple(kernels.get(number, ())), bool(graph),
+            tuple(json.loads(tensors)), start_ns, duration_ns, tuple(kernels.get(number, ())),
+            bool(graph), template,
         )
         for (
             number, trace, ordinal, step, kind, op, sdpa_op, compiled, recompute, backward, path,
-            modules, config, reason, tensors, start_ns, duration_ns, graph,
+            modules, config, reason, tensors, start_ns, duration_ns, graph, template,
         ) in rows
     ]  # fmt: skip
 

@@ -18,11 +18,12 @@ PENDING = "pending"
 @dataclass(frozen=True, slots=True)
 class Held:
     """How much there is of a run: samples and checks of each cell that has a result, launches of each
-    raw trace by its path. A launch count of None is not known yet.
+    raw trace by its path, calls that were counted. A launch count of None is not known yet.
     """
 
     cells: Mapping[str, int]
     traces: Mapping[str, int | None]
+    observed: int = 0
 
     def lacks(self, other: Held) -> list[str]:
         """What the other has and this has not, in words; empty where nothing is missing."""
@@ -35,6 +36,8 @@ class Held:
             missing = (launches or 0) - (self.traces.get(path, 0) or 0)
             if missing > 0:
                 texts.append(f"{missing:,} launches of {path}")
+        if other.observed > self.observed:
+            texts.append(f"{other.observed - self.observed:,} observed calls")
         return texts
 
 
@@ -60,7 +63,10 @@ def stored(connection: sqlite3.Connection, run: str) -> Held | None:
         row,
     )
     traces = connection.execute("SELECT path, launches FROM traces WHERE run_id = ?", row)
-    return Held(dict(cells.fetchall()), dict(traces.fetchall()))
+    (observed,) = connection.execute(
+        "SELECT coalesce(sum(calls), 0) FROM templates WHERE run_id = ?", row
+    ).fetchone()
+    return Held(dict(cells.fetchall()), dict(traces.fetchall()), observed)
 
 
 def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | None:

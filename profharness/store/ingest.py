@@ -19,6 +19,7 @@ import xxhash
 
 from profharness.errors import StoreError, TraceFormatError, shown
 from profharness.parse import is_trace, open_trace, sniff
+from profharness.parse.observed import Journals, read_journals
 from profharness.parse.packed import open_file
 from profharness.run import (
     BENCH_FILE,
@@ -31,6 +32,7 @@ from profharness.run import (
     Protocol,
     Run,
     TraceFile,
+    observed_journals,
     read_plan,
     read_run,
     run_kind,
@@ -54,6 +56,7 @@ from profharness.store.schema import (
     transaction,
     waiting,
 )
+from profharness.store.templates import insert_journals
 from profharness.trace import LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
@@ -162,6 +165,8 @@ def _read_source(path: Path) -> Source:
     digest = xxhash.xxh3_128(msgspec.json.encode(run))
     for raw in raws:
         digest.update(raw.content_hash.encode())
+    for journal in observed_journals(path) if run.kind == OBSERVE else ():
+        digest.update(_hash_file(journal).encode())
     return Source(path, run, raws, digest.hexdigest())
 
 
@@ -262,6 +267,8 @@ def _ingest(
     unchanged = waiting(lambda: _unchanged(writer(), source)) if store.exists() else None
     if unchanged:
         return unchanged
+    observes = source.run is not None and source.run.kind == OBSERVE
+    journals = read_journals(source.path) if observes else Journals(())
     while True:
         with ExitStack() as opened:
             try:
@@ -269,7 +276,7 @@ def _ingest(
                 connection = writer()
                 with transaction(connection):
                     return _unchanged(connection, source) or _write(
-                        connection, source, parsed, progress
+                        connection, source, parsed, journals, progress
                     )
             except _RawError as failure:
                 failed, error = failure.args
@@ -318,6 +325,7 @@ def _write(
     connection: sqlite3.Connection,
     source: Source,
     parsed: list[_Parsed],
+    journals: Journals,
     progress: Progress | None,
 ) -> IngestResult:
     run = source.run
@@ -333,6 +341,8 @@ def _write(
     results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
+    traced = list(chain.from_iterable(item.trace.calls for item in parsed))
+    warnings += insert_journals(connection, run_id, journals, traced)
     for item, result in zip(parsed, results, strict=True):
         warnings += [f"{item.raw.name}: range of unknown cell {c}" for c in result.unknown_cells]
     if run and cells is not None:

@@ -25,6 +25,7 @@ from profharness.rows import (
     Refusal,
     RunRow,
     StepRow,
+    TemplateRow,
     Triple,
     triple,
 )
@@ -47,6 +48,7 @@ from profharness.store.selection import (
     matching_configs,
     shown_by,
 )
+from profharness.store.templates import template_rows
 from profharness.store.verifications import (
     device_name,
     find_peaks,
@@ -354,6 +356,10 @@ class Store:
     def calls(self, run: str | None = None) -> list[CallRow]:
         """The attention calls of a program that was traced."""
         return call_rows(self.connection, self._named(run))
+
+    def templates(self, run: str | None = None) -> list[TemplateRow]:
+        """The kinds of calls of a program that was observed, with how often each was made."""
+        return template_rows(self.connection, self._named(run))
 
     def steps(self, run: str | None = None) -> list[StepRow]:
         """The steps of a run's traces, with how long the GPU was busy."""

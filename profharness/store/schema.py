@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from profharness.errors import NotFoundError, StoreError
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 11  # 1 to 10 were never released
+SCHEMA_VERSION = 12  # 1 to 11 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 WHOLLY_CHECKED_BYTES = 32 << 20  # some 0.2 s
@@ -166,6 +166,17 @@ CREATE TABLE steps (
     name TEXT NOT NULL, start_ns INTEGER NOT NULL, duration_ns INTEGER NOT NULL,
     PRIMARY KEY (trace_id, ordinal)) STRICT, WITHOUT ROWID;
 
+CREATE TABLE templates (
+    id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+    pid INTEGER NOT NULL, rank INTEGER, kind TEXT NOT NULL, op TEXT NOT NULL, name TEXT, path TEXT,
+    compiled INTEGER NOT NULL, recompute INTEGER NOT NULL, backward INTEGER NOT NULL,
+    modules TEXT NOT NULL, config_id INTEGER REFERENCES configs(id), reason TEXT,
+    tensors TEXT NOT NULL, calls INTEGER NOT NULL, lengths TEXT NOT NULL, asked TEXT,
+    enabled TEXT NOT NULL, choice TEXT, ran TEXT, mask TEXT, file TEXT, line INTEGER,
+    function TEXT) STRICT;
+CREATE INDEX templates_run ON templates(run_id);
+CREATE INDEX templates_config ON templates(config_id) WHERE config_id IS NOT NULL;
+
 CREATE TABLE calls (
     id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
     ordinal INTEGER NOT NULL, step INTEGER, kind TEXT NOT NULL, op TEXT NOT NULL, sdpa_op TEXT,
@@ -173,7 +184,8 @@ CREATE TABLE calls (
     backward INTEGER NOT NULL, path TEXT,
     modules TEXT NOT NULL, config_id INTEGER REFERENCES configs(id), reason TEXT,
     tensors TEXT NOT NULL, pid INTEGER NOT NULL, tid INTEGER NOT NULL, start_ns INTEGER NOT NULL,
-    duration_ns INTEGER NOT NULL) STRICT;
+    duration_ns INTEGER NOT NULL, template_id INTEGER REFERENCES templates(id)) STRICT;
+CREATE INDEX calls_template ON calls(template_id) WHERE template_id IS NOT NULL;
 CREATE INDEX calls_trace ON calls(trace_id);
 CREATE INDEX calls_config ON calls(config_id) WHERE config_id IS NOT NULL;
 
@@ -243,11 +255,22 @@ VIEWS = {
             c.backward, sum(k.total_ns) FILTER (WHERE k.direction <> 'backward') AS forward_ns,
             sum(k.total_ns) FILTER (WHERE k.direction = 'backward') AS backward_ns,
             coalesce(sum(k.launches), 0) AS launches, c.reason,
-            c.config_id IS NOT NULL AND c.reason IS NULL AS replayable, c.start_ns, c.duration_ns
+            c.config_id IS NOT NULL AND c.reason IS NULL AS replayable, c.start_ns, c.duration_ns,
+            o.asked, o.choice, o.mask, o.file, o.line
         FROM calls c JOIN traces t ON t.id = c.trace_id JOIN runs r ON r.id = t.run_id
         LEFT JOIN steps s ON s.trace_id = c.trace_id AND s.ordinal = c.step
         LEFT JOIN configs cf ON cf.id = c.config_id LEFT JOIN call_kernels k ON k.call_id = c.id
+        LEFT JOIN templates o ON o.id = c.template_id
         GROUP BY c.id""",
+    "observed_calls": """
+        SELECT r.run, o.pid, o.rank,
+            coalesce(o.path, (SELECT group_concat(m.value, '.') FROM json_each(o.modules) m))
+                AS module,
+            cf.label AS config, o.kind, CASE o.compiled WHEN 1 THEN 'compile' ELSE 'eager' END AS mode,
+            o.recompute, o.backward, o.calls, o.lengths, o.asked, o.enabled, o.choice, o.ran, o.mask,
+            o.file, o.line, o.function, o.reason
+        FROM templates o JOIN runs r ON r.id = o.run_id
+        LEFT JOIN configs cf ON cf.id = o.config_id""",
     "sample_summary": """
         SELECT cell_id, measurement, count(*) AS samples, min(duration_ns) AS min_ns,
             max(duration_ns) AS max_ns, avg(duration_ns) AS mean_ns,
@@ -291,7 +314,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     from sqlite_utils import Database, Migrations  # imports pandas; an up-to-date store needs none
 
     migrations = Migrations(MIGRATION_SET)
-    migrations(name="010_initial")(_initial)
+    migrations(name="012_initial")(_initial)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -338,7 +361,7 @@ def forget_run(connection: sqlite3.Connection, run: str) -> bool:
         (("call_kernels",), call_ids),
         (("launch_groups", "trace_cells", "ranges", "calls", "steps"), trace_ids),
         (("samples", "refusals", "verifications"), cell_ids),
-        (("traces", "cells", "devices"), "run_id = ?"),
+        (("traces", "cells", "devices", "templates"), "run_id = ?"),
         (("runs",), "id = ?"),
     ):
         for table in tables:

@@ -17,7 +17,9 @@ from profharness.errors import NotFoundError
 from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS
 
-Need = Literal["run", "kernels", "kernels of configs", "times", "attention calls"]
+Need = Literal[
+    "run", "kernels", "kernels of configs", "times", "attention calls", "traced attention calls"
+]
 """What an answer is made of; a `run` is whatever a user captured, timed or took in."""
 
 KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")  # cells tell at least why there are none
@@ -43,6 +45,7 @@ _OF_CELL: dict[Need, str] = {
     "kernels of configs": _KERNELS,
     "times": _TIMES,
     "attention calls": "1",
+    "traced attention calls": "1",
 }
 """When a cell c of run r has what is needed."""
 
@@ -51,13 +54,15 @@ def _some_cell(need: Need) -> str:
     return f"EXISTS (SELECT 1 FROM cells c WHERE c.run_id = r.id AND {_OF_CELL[need]})"
 
 
+_CALLED = """EXISTS (SELECT 1 FROM calls a JOIN traces t ON t.id = a.trace_id
+    WHERE t.run_id = r.id)"""
 _OF_RUN: dict[Need, str] = {
     "run": "1",
     "kernels": f"({_TRACED} OR {_some_cell('kernels')})",
     "kernels of configs": _some_cell("kernels of configs"),
     "times": _some_cell("times"),
-    "attention calls": """EXISTS (SELECT 1 FROM calls a JOIN traces t ON t.id = a.trace_id
-        WHERE t.run_id = r.id)""",
+    "attention calls": f"({_CALLED} OR EXISTS (SELECT 1 FROM templates o WHERE o.run_id = r.id))",
+    "traced attention calls": _CALLED,
 }
 """When a run r has what is needed, of whatever config."""
 
@@ -157,9 +162,11 @@ def answering_runs(
 
 
 def shown_by(connection: sqlite3.Connection, path: Path, run: str) -> str:
-    """The command that shows what a run has: its kernels, else its times, else its report."""
+    """The command that shows what a run has: its kernels, else calls, else times, else its report."""
     if _has(connection, run, _OF_RUN["kernels"]):
         return shell_command("kernels", "--run", run, store=path)
+    if _has(connection, run, _OF_RUN["attention calls"]):
+        return shell_command("layers", run, store=path)
     if _has(connection, run, f"r.kind <> '{CHECKED}' AND {_OF_RUN['times']}"):
         return shell_command("bench", "--run", run, store=path)
     return shell_command("report", run, store=path)

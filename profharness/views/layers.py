@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from profharness.answers.layers import LayerMap, LayerRow
+from profharness.answers.layers import NO_MASK, NO_MASK_EFFECT, LayerMap, LayerRow
 from profharness.views.document import (
     Block,
     Column,
@@ -24,15 +24,21 @@ FIELDS = field_names(LayerRow)
 COLUMNS = (
     Column("module", "module", shrink=True),
     Column("calls", "calls/step", "count", right=True),
+    Column("program_calls", "calls in all", "count", right=True),
     Column("config", "config"),
     Column("phase", "phase"),
     Column("mode", "mode"),
+    Column("mask", "mask"),
+    Column("asked", "asked"),
     Column("ran", "ran"),
     Column("forward_ns", "forward µs", "us", right=True),
     Column("backward_ns", "backward µs", "us", right=True),
     Column("share", "% of busy", "percent", right=True),
     Column("step_share", "% of step", "percent", right=True),
+    Column("site", "at", shrink=True),
 )
+OF_SOME = ("module", "backward_ns", "program_calls", "mask", "asked", "site")
+OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = (Column("module", "module", shrink=True), Column("kernels", "kernels", "names"))
 GAPS = (
     Column("duration_ns", "idle µs", "us", right=True),
@@ -53,7 +59,7 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     columns = [
         column
         for column in (*COLUMNS, *(REGRET if layers.regret else ()))
-        if column.key not in ("backward_ns", "module")
+        if column.key not in (*OF_SOME, *(() if layers.steps else OF_STEPS))
         or any(line[column.key] is not None for line in lines)
     ]
     blocks: list[Block] = [Heading(f"Attention of run {layers.run}", _summary(layers))]
@@ -93,13 +99,18 @@ def _line(row: LayerRow, full: bool) -> dict[str, Any]:
     if row.kind == "fast_path" and row.mode == "eager":
         line["mode"] = "fast path"
     line["config"] = _config(row)
+    if row.mask == NO_MASK:
+        line["mask"] = None
     return line
 
 
 def short_module(module: str | None) -> str | None:
-    """The innermost modules of a chain."""
+    """The innermost modules of a chain; a number of a layer with the list that it counts."""
     parts = (module or "").split(".")
-    return ".".join(parts[-MODULES_SHOWN:]) if "{" not in parts[0] and module else module
+    if "{" in parts[0] or not module:
+        return module
+    numbered = parts[-MODULES_SHOWN:][0][0:1] in ("{", *"0123456789")
+    return ".".join(parts[-MODULES_SHOWN - numbered :])
 
 
 def _config(row: LayerRow) -> str | None:
@@ -111,7 +122,8 @@ def _config(row: LayerRow) -> str | None:
 def _summary(layers: LayerMap) -> str:
     """`step 8.08 ms, GPU busy 1.57 ms (19 %), attention 0.10 ms`."""
     if not layers.steps:
-        return ""
+        made = sum(row.program_calls or 0 for row in layers.rows)
+        return f"{made:,} calls of {layers.processes} process(es), counted" if made else ""
     step, busy = layers.step_ns, layers.busy_ns
     known = [row for row in layers.rows if row.forward_ns is not None]
     attention = sum((row.forward_ns or 0) + (row.backward_ns or 0) for row in known)
@@ -128,7 +140,8 @@ def _summary(layers: LayerMap) -> str:
 
 def _notes(row: LayerRow, full: bool) -> Iterator[Note]:
     label = _line(row, full)["module"] or row.config or row.kind
-    level = "warning" if row.ran in ("math", "eager") else "note"
+    doubtful = row.ran in ("math", "eager") or row.mask == NO_MASK_EFFECT
+    level = "warning" if doubtful else "note"
     for reason in row.reasons:
         yield Note(reason, label, level)
     for advice in row.advice:

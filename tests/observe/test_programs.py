@@ -37,7 +37,7 @@ def test_a_call_tells_its_place_tensors_and_backend(tmp_path: Path) -> None:
         "model.py",
         "Attention.forward",
     )
-    assert (call.count, call.ran, call.asked, call.call.backward) == (2, "flash", "flash", True)
+    assert (call.count, call.ran, call.choice, call.call.backward) == (2, "flash", "flash", True)
     assert call.call.modules == ("Model", "Block", "Attention")
     assert call.lengths == (((2, 16, 16), 2),)
     assert call.enabled[:3] == ("flash", "efficient", "math")

@@ -38,7 +38,7 @@ FASTER = 1.1  # a ratio of medians below this is not worth a word
 ANALYZED: tuple[Need, ...] = (
     "kernels of configs",
     "times",
-    "attention calls",
+    "traced attention calls",
 )  # the first there is
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 

@@ -40,7 +40,7 @@ def program_of(path: Path, selection: Selection) -> str | None:
         return None
     with open_store(path) as store:
         run = store.find_run(replace(selection, configs=()), *ANALYZED)
-        foreign = not store.cells(run) and store.has(run, "attention calls")
+        foreign = not store.cells(run) and store.has(run, "traced attention calls")
     return run if foreign else None
 
 

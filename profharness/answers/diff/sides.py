@@ -33,7 +33,7 @@ def find_sides(
             return _find_sides(store, texts, configs, "times")
         except NotFoundError as error:
             with contextlib.suppress(NotFoundError):
-                return _find_sides(store, texts, configs, "attention calls")
+                return _find_sides(store, texts, configs, "traced attention calls")
             raise error from None
 
 

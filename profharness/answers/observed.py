@@ -1,0 +1,146 @@
+"""What an observed program made of each kind of call: which calls of its traces are of that kind, what
+no trace shows, and how often each was made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from profharness.rows import UNTRACED, CallRow, TemplateRow
+
+Lengths = tuple[int | None, ...]  # batch, queries, keys; keys are None in decoding
+Place = tuple[int, Lengths | None]  # a kind, and lengths; None for what no trace shows
+
+
+class Observed:
+    """Templates of several processes that tell the same are one kind; its number is that of the first
+    template. traced are the calls of the run's traces.
+    """
+
+    def __init__(self, templates: Iterable[TemplateRow], traced: Sequence[CallRow]) -> None:
+        self._kinds: dict[int, TemplateRow] = {}  # by the number of each template
+        alike: dict[str, list[TemplateRow]] = {}
+        self.processes = 0
+        pids = set()
+        for row in templates:
+            pids.add(row.pid)
+            bare = replace(row, template=0, pid=0, rank=None, calls=0, lengths=())
+            alike.setdefault(repr(bare), []).append(row)
+        self.processes = len(pids)
+        for rows in alike.values():
+            counted = Counter[tuple[int, ...]]()
+            for row in rows:
+                counted.update(dict(row.lengths))
+            calls = sum(row.calls for row in rows)
+            kind = replace(rows[0], calls=calls, lengths=tuple(counted.items()))
+            self._kinds.update({row.template: kind for row in rows})
+        self._compiled = any(call.compiled for call in traced)
+        self._shown = {place for call in traced if (place := self._place(call))}
+
+    def __bool__(self) -> bool:
+        return bool(self._kinds)
+
+    def kind(self, call: CallRow) -> TemplateRow | None:
+        """The kind of a call; None for one of which nothing was observed."""
+        return None if call.template is None else self._kinds[call.template]
+
+    def hidden(self) -> list[TemplateRow]:
+        """Calls in compiled code, where a trace shows such calls: which is which is not told."""
+        return [kind for kind in self._distinct() if kind.compiled and self._compiled]
+
+    def untraced(self) -> list[CallRow]:
+        """A call for each kind of which no trace shows some calls."""
+        linked = {number for number, _ in self._shown}
+        return [
+            _as_call(kind)
+            for kind in self._distinct()
+            if not (self._compiled if kind.compiled else kind.template in linked)
+            or (not kind.compiled and self._left(kind))
+        ]
+
+    def lengths(self, group: Iterable[CallRow]) -> list[int]:
+        """The numbers of keys of calls that no trace shows."""
+        kinds = (self.kind(call) for call in group if call.trace == UNTRACED)
+        return [key[2] for kind in kinds if kind for key in self._left(kind) if key]
+
+    def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
+        """How often the whole program made the calls of each group. None where that is not told, as of
+        replays of a CUDA graph, and where calls of one kind and lengths are in several groups.
+        """
+        places = [{self._place(call) for call in group} for group in groups]
+        groups_with = Counter(place for group in places for place in group)
+        return [
+            sum(self._count(place) for place in group if place)
+            if all(place and groups_with[place] == 1 and self._counted(place) for place in group)
+            and not any(call.graph for call in calls)
+            else None
+            for group, calls in zip(places, groups, strict=True)
+        ]
+
+    def _distinct(self) -> list[TemplateRow]:
+        return list({kind.template: kind for kind in self._kinds.values()}.values())
+
+    def _place(self, call: CallRow) -> Place | None:
+        kind = self.kind(call)
+        if kind is None:
+            return None
+        return kind.template, None if call.trace == UNTRACED else _key(kind, _lengths(call))
+
+    def _counted(self, place: Place) -> bool:
+        """How often compiled code runs is not known."""
+        return not self._kinds[place[0]].compiled
+
+    def _left(self, kind: TemplateRow) -> dict[tuple[int, ...], int]:
+        """The lengths, with counts, of calls that no trace shows."""
+        return {
+            key: count
+            for key, count in kind.lengths
+            if (kind.template, _key(kind, key)) not in self._shown
+        }
+
+    def _count(self, place: Place) -> int:
+        kind = self._kinds[place[0]]
+        if place[1] is None:
+            return sum(self._left(kind).values()) if kind.lengths else kind.calls
+        return sum(count for key, count in kind.lengths if _key(kind, key) == place[1])
+
+
+def _key(kind: TemplateRow, lengths: tuple[int, ...]) -> Lengths:
+    """The lengths as far as the calls of one row of the map have them in common."""
+    if kind.backward or kind.recompute or not lengths or not lengths[1] == 1 < lengths[2]:
+        return lengths
+    return (*lengths[:2], None)
+
+
+def _lengths(call: CallRow) -> tuple[int, ...]:
+    """As the observer's recorder tells them."""
+    query, key = (tuple(tensor["dims"]) if tensor else () for tensor in call.tensors[:2])
+    if len(query) < 3 or len(key) < 3:
+        return ()
+    return (query[0] if len(query) == 4 else 1, query[-2], key[-2])
+
+
+def _as_call(kind: TemplateRow) -> CallRow:
+    """A call of the kind that is in no trace; its config is that of the first one."""
+    return CallRow(
+        run="",
+        trace=UNTRACED,
+        call=kind.template,
+        step=None,
+        kind=kind.kind,
+        op=kind.op,
+        sdpa_op=None,
+        compiled=kind.compiled,
+        recompute=kind.recompute,
+        backward=kind.backward,
+        path=kind.name,
+        modules=kind.modules,
+        config=kind.config,
+        reason=kind.reason,
+        tensors=kind.tensors,
+        start_ns=0,
+        duration_ns=0,
+        template=kind.template,
+    )

@@ -1,0 +1,108 @@
+"""What the processes of an observed program recorded: kinds of calls with counts, and which of them the
+calls of its traces are.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from profharness.parse.observed import Journals, ObservedCall, match_calls
+from profharness.rows import TemplateRow
+from profharness.store.insert import config_ids
+from profharness.store.schema import insert_row
+from profharness.trace import AttentionCall
+
+if TYPE_CHECKING:
+    from profharness.config import Config
+
+_OF_CALL = ("kind", "op", "path", "compiled", "recompute", "backward", "reason")
+_OF_TEMPLATE = (
+    "pid", "rank", "name", "asked", "choice", "ran", "mask", "file", "line", "function"
+)  # fmt: skip
+
+
+def insert_journals(
+    connection: sqlite3.Connection,
+    run_id: int,
+    journals: Journals,
+    calls: Sequence[AttentionCall],
+) -> list[str]:
+    """Insert what was observed and tie the calls of the traces, which are stored, to it; warnings on
+    what is left.
+    """
+    if not journals.calls:
+        return list(journals.warnings)
+    told = (item.call.config for item in journals.calls)
+    configs = config_ids(connection, (config for config in told if config))
+    ids = _insert_templates(connection, run_id, journals.calls, configs)
+    places = match_calls(calls, journals.calls)
+    _link_calls(connection, run_id, [None if at is None else ids[at] for at in places])
+    lost = sum(at is None and call.path is not None for at, call in zip(places, calls, strict=True))
+    text = f"{lost} call(s) of the traces fit no observed kind of call, or several"
+    return [*journals.warnings, *([text] if lost else [])]
+
+
+def _insert_templates(
+    connection: sqlite3.Connection,
+    run_id: int,
+    observed: Sequence[ObservedCall],
+    configs: Mapping[Config, int],
+) -> list[int]:
+    """The ids of what was observed, in order. configs has the row ids of the calls' configs."""
+    ids = []
+    for item in observed:
+        call = item.call
+        row = {name: getattr(call, name) for name in _OF_CALL}
+        row |= {name: getattr(item, name) for name in _OF_TEMPLATE}
+        row |= {
+            "run_id": run_id,
+            "config_id": configs[call.config] if call.config else None,
+            "modules": json.dumps(call.modules),
+            "tensors": json.dumps(msgspec.to_builtins(call.tensors)),
+            "calls": item.count,
+            "lengths": json.dumps(item.lengths),
+            "enabled": json.dumps(item.enabled),
+        }
+        ids.append(insert_row(connection, "templates", row))
+    return ids
+
+
+def _link_calls(
+    connection: sqlite3.Connection, run_id: int, templates: Sequence[int | None]
+) -> None:
+    """Give the calls of a run's traces, in order, the ids of their templates."""
+    calls = connection.execute(
+        "SELECT c.id FROM calls c JOIN traces t ON t.id = c.trace_id WHERE t.run_id = ? "
+        "ORDER BY t.id, c.ordinal",
+        (run_id,),
+    ).fetchall()
+    pairs = zip(templates, chain.from_iterable(calls), strict=True)
+    connection.executemany("UPDATE calls SET template_id = ? WHERE id = ?", pairs)
+
+
+def template_rows(connection: sqlite3.Connection, run: str) -> list[TemplateRow]:
+    """What was observed of a run, process by process in the order of the first calls."""
+    rows = connection.execute(
+        "SELECT o.id, o.pid, o.rank, o.kind, o.op, o.name, o.compiled, o.recompute, o.backward, "
+        "o.modules, cf.label, o.reason, o.tensors, o.calls, o.lengths, o.asked, o.choice, o.ran, "
+        "o.mask, o.file, o.line, o.function FROM templates o JOIN runs r ON r.id = o.run_id "
+        "LEFT JOIN configs cf ON cf.id = o.config_id WHERE r.run = ? ORDER BY o.id",
+        (run,),
+    )
+    return [
+        TemplateRow(
+            number, pid, rank, kind, op, name, bool(compiled), bool(recompute), bool(backward),
+            tuple(json.loads(modules)), config, reason, tuple(json.loads(tensors)), calls,
+            tuple((tuple(key), count) for key, count in json.loads(lengths)), *told,
+        )
+        for (
+            number, pid, rank, kind, op, name, compiled, recompute, backward, modules, config,
+            reason, tensors, calls, lengths, *told,
+        ) in rows
+    ]  # fmt: skip

@@ -1,0 +1,186 @@
+"""The map and the gates of observed programs: what journals tell beside a trace, and without one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from programs import Seen, observe, write
+
+from profharness.answers.layer_gates import check_gates, parse_gates
+from profharness.answers.layers import LayerMap, find_layers
+from profharness.cli.main import cli
+from profharness.errors import GateError, UsageError
+from profharness.store import Selection, ingest_path, open_store
+
+# Trains with other lengths after the window; then masks, another backend, a refusal.
+BODY = """
+from torch.nn.attention import SDPBackend, sdpa_kernel
+model = Model()
+train(8, model)
+infer(2, model)
+with sdpa_kernel(SDPBackend.MATH):
+    infer(1, model)
+infer(3, Model(1), mask=torch.ones(16, 16, dtype=torch.bool))
+infer(1, Model(1), mask=torch.ones(16, 16, dtype=torch.bool).tril())
+for rows in (5, 6):
+    model(torch.randn(2, rows, 32)).sum().backward()
+q = torch.zeros(1, 2, 4, 8)
+try:
+    F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4), is_causal=True)
+except RuntimeError:
+    print("refused")
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """A traced program that fails, under gates that fail too."""
+    place = tmp_path_factory.mktemp("traced")
+    options = (
+        "--fail-on",
+        "backend-changed,noop-mask,asked-not-ran",
+        "--expect",
+        "flash@layers.1.*",
+    )
+    return observe(place, write(place, BODY), options=options)
+
+
+@pytest.fixture(scope="module")
+def store(seen: Seen) -> Path:
+    assert seen.folder is not None, seen.stderr
+    return seen.folder.parents[2] / "profharness.db"
+
+
+def the_map(store: Path) -> LayerMap:
+    with open_store(store) as opened:
+        return find_layers(opened, opened.find_run(Selection(), "attention calls"))
+
+
+def without_trace(seen: Seen, place: Path) -> Path:
+    """A store with a copy of the run whose trace was never made."""
+    assert seen.folder is not None
+    folder = shutil.copytree(seen.folder, place / "run")
+    record = json.loads((folder / "run.json").read_text()) | {"traces": [], "profilers": []}
+    (folder / "run.json").write_text(json.dumps(record))
+    ingest_path(place / "s.db", folder)
+    return place / "s.db"
+
+
+def shown(store: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(cli, ["layers", *arguments, "--store", str(store)])
+
+
+def told(layers: LayerMap) -> list[tuple[Any, ...]]:
+    return [
+        (row.phase, row.mask, row.asked, row.ran, row.calls, row.program_calls, row.lengths)
+        for row in layers.rows
+        if row.module == "layers.{0-1}.attn"
+    ]
+
+
+def test_a_traced_run_tells_what_the_trace_lacks(seen: Seen, store: Path) -> None:
+    layers = the_map(store)
+    first, *others = layers.rows
+    assert first.forward_ns and first.calls == 2 and first.program_calls == 16
+    assert (first.asked, first.choice, first.ran, first.mask) == ("auto", "flash", "flash", "none")
+    assert first.site == "model.py:18" and first.module == "layers.{0-1}.attn"
+    assert all(row.calls is row.forward_ns is None and row.points == () for row in others)
+    assert sum(row.program_calls or 0 for row in layers.rows) == sum(c.count for c in seen.calls)
+    assert told(layers)[1:] == [
+        ("train", "none", "auto", "flash", None, 4, (5, 6)),
+        ("prefill", "none", "auto", "flash", None, 4, (16, 16)),
+        ("prefill", "none", "math", "math", None, 2, (16, 16)),
+    ]
+    noop = next(row for row in others if row.mask == "nothing")
+    assert noop.program_calls == 3 and "masks nothing" in noop.reasons[0]
+    assert noop.advice == ("drop the mask, if it is the same in all calls",)
+    causal = next(row for row in others if row.mask == "causal")
+    assert causal.advice[0].startswith("is_causal=True in place of the mask")
+    refused = next(row for row in others if row.ran == "none")
+    assert refused.reasons == ("the call raised an error",) and "refused" in seen.stdout
+
+
+def test_the_program_keeps_its_code_and_the_gates_are_told(seen: Seen) -> None:
+    assert seen.code == 7
+    text = seen.stderr
+    assert "the exit code 7 is the program's" in text and "profharness layers" in text
+    assert "backend-changed: layers.0.attn: flash and math ran for like calls" in text
+    assert "noop-mask: layers.0.attn" in text and "its mask hides nothing" in text
+    assert "--expect flash@layers.1.*: " in text and "math ran" in text
+    assert "asked-not-ran: " not in text.replace("none ran", "")
+
+
+def test_without_a_trace_there_are_counts_and_it_is_said(seen: Seen, tmp_path: Path) -> None:
+    store = without_trace(seen, tmp_path)
+    layers = the_map(store)
+    assert layers.steps == () and {row.step for row in layers.rows} == {"the whole program"}
+    assert sum(row.program_calls or 0 for row in layers.rows) == sum(c.count for c in seen.calls)
+    assert told(layers)[0] == ("train", "none", "auto", "flash", None, 20, (5, 16))
+    text = shown(store).stdout
+    assert "calls of 1 process(es), counted" in text and "No step was recorded" in text
+    assert "forward µs" not in text and "calls in all" in text
+    for arguments, error in (
+        (["--fail-on", "eager-attention"], "a recorded step alone shows"),
+        (["--step", "0"], "has no recorded step"),
+        (["--regret", "--configs"], "nothing can be timed"),
+    ):
+        assert error in str(shown(store, *arguments).exception)
+    with pytest.raises(GateError, match="eager-attention: not told, which a recorded step alone"):
+        check_gates(layers, parse_gates(["eager-attention"], []))
+    failed = shown(store, "--fail-on", "noop-mask").exception
+    assert isinstance(failed, GateError) and "hides nothing" in str(failed)
+
+
+def test_the_views_have_what_was_observed(store: Path) -> None:
+    with closing(sqlite3.connect(store)) as connection:
+        calls = connection.execute(
+            "SELECT DISTINCT module, asked, choice, mask, file, line FROM attention_calls ORDER BY 1"
+        ).fetchall()
+        kinds = connection.execute(
+            "SELECT module, calls, asked, ran, json_array_length(enabled) FROM observed_calls "
+            "WHERE asked = 'math' ORDER BY 1"
+        ).fetchall()
+    assert calls == [
+        (f"layers.{at}.attn", "auto", "flash", "none", "model.py", 18) for at in (0, 1)
+    ]
+    assert kinds == [(f"layers.{at}.attn", 1, "math", "math", 1) for at in (0, 1)]
+
+
+def test_damaged_journals_are_told_and_replace_nothing(seen: Seen, tmp_path: Path) -> None:
+    assert seen.folder is not None
+    folder = shutil.copytree(seen.folder, tmp_path / "run")
+    (result,) = ingest_path(tmp_path / "s.db", folder)
+    assert result.warnings == ()
+    (journal,) = folder.glob("[0-9]*.jsonl")
+    whole = journal.read_bytes()
+    odd = [b'{"event":["x"]}', b'{"event":"template","template":-1}', b"[1]", b"\xff", b'{"event":']
+    journal.write_bytes(whole + b"\n".join([b'{"event":"new kind","x":1}', *odd]))
+    (result,) = ingest_path(tmp_path / "s.db", folder)
+    assert result.status == "replaced"
+    assert result.warnings == (f"{journal.name}: 4 line(s) cannot be read and are left out",)
+    journal.write_bytes(whole[: len(whole) // 3])
+    failed = CliRunner().invoke(cli, ["ingest", str(folder), "--store", str(tmp_path / "s.db")])
+    assert failed.exit_code == 1 and "observed calls" in failed.stderr
+
+
+def test_a_gate_that_was_not_recorded_fails_a_program_that_does_not(tmp_path: Path) -> None:
+    program = write(tmp_path, "infer(1)")
+    options = ("--profiler", "none", "--fail-on", "math-fallback,eager-attention")
+    done = observe(tmp_path, program, options=options)
+    assert done.code == 3
+    assert "eager-attention: not told" in done.stderr and "math-fallback: " not in done.stderr
+
+
+def test_gates_are_read_before_the_program_starts(tmp_path: Path) -> None:
+    for option in (("--fail-on", "maths"), ("--expect", "fash@*")):
+        arguments = ["observe", *option, "--", "touch", str(tmp_path / "ran")]
+        failed = CliRunner().invoke(cli, arguments)
+        assert isinstance(failed.exception, UsageError) and not (tmp_path / "ran").exists()
