@@ -170,12 +170,10 @@ CREATE TABLE templates (
     id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
     pid INTEGER NOT NULL, rank INTEGER, kind TEXT NOT NULL, op TEXT NOT NULL, name TEXT, path TEXT,
     compiled INTEGER NOT NULL, recompute INTEGER NOT NULL, backward INTEGER NOT NULL,
-    modules TEXT NOT NULL, config_id INTEGER REFERENCES configs(id), reason TEXT,
-    tensors TEXT NOT NULL, calls INTEGER NOT NULL, lengths TEXT NOT NULL, asked TEXT,
-    enabled TEXT NOT NULL, choice TEXT, ran TEXT, mask TEXT, file TEXT, line INTEGER,
-    function TEXT) STRICT;
+    modules TEXT NOT NULL, config_id INTEGER REFERENCES configs(id), reason TEXT, tensors TEXT NOT NULL,
+    calls INTEGER NOT NULL, lengths TEXT NOT NULL, asked TEXT, enabled TEXT NOT NULL, choice TEXT,
+    ran TEXT, mask TEXT, file TEXT, line INTEGER, function TEXT) STRICT;
 CREATE INDEX templates_run ON templates(run_id);
-CREATE INDEX templates_config ON templates(config_id) WHERE config_id IS NOT NULL;
 
 CREATE TABLE calls (
     id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
@@ -263,13 +261,11 @@ VIEWS = {
         LEFT JOIN templates o ON o.id = c.template_id
         GROUP BY c.id""",
     "observed_calls": """
-        SELECT r.run, o.pid, o.rank,
-            coalesce(o.path, (SELECT group_concat(m.value, '.') FROM json_each(o.modules) m))
-                AS module,
+        SELECT r.run, o.pid, o.rank, coalesce(o.path, (
+                SELECT group_concat(m.value, '.') FROM json_each(o.modules) m)) AS module,
             cf.label AS config, o.kind, CASE o.compiled WHEN 1 THEN 'compile' ELSE 'eager' END AS mode,
             o.recompute, o.backward, o.calls, o.lengths, o.asked, o.enabled, o.choice, o.ran, o.mask,
-            o.file, o.line, o.function, o.reason
-        FROM templates o JOIN runs r ON r.id = o.run_id
+            o.file, o.line, o.function, o.reason FROM templates o JOIN runs r ON r.id = o.run_id
         LEFT JOIN configs cf ON cf.id = o.config_id""",
     "sample_summary": """
         SELECT cell_id, measurement, count(*) AS samples, min(duration_ns) AS min_ns,
