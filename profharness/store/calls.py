@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from profharness.rows import WHOLE_TRACE, CallKernel, CallRow, GapRow, StepRow, triple
+from profharness.rows import WHOLE_TRACE, CallKernel, CallRow, GapRow, StepRow, TemplateRow, triple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -144,6 +144,28 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
         for (
             number, trace, ordinal, step, kind, op, sdpa_op, compiled, recompute, backward, path,
             modules, config, reason, tensors, start_ns, duration_ns, graph, template,
+        ) in rows
+    ]  # fmt: skip
+
+
+def template_rows(connection: sqlite3.Connection, run: str) -> list[TemplateRow]:
+    """What was observed of a run, process by process in the order of the first calls."""
+    rows = connection.execute(
+        "SELECT o.id, o.pid, o.rank, o.kind, o.op, o.name, o.compiled, o.recompute, o.backward, "
+        "o.modules, cf.label, o.reason, o.tensors, o.calls, o.lengths, o.asked, o.choice, o.ran, "
+        "o.mask, o.file, o.line, o.function FROM templates o JOIN runs r ON r.id = o.run_id "
+        "LEFT JOIN configs cf ON cf.id = o.config_id WHERE r.run = ? ORDER BY o.id",
+        (run,),
+    )
+    return [
+        TemplateRow(
+            number, pid, rank, kind, op, name, bool(compiled), bool(recompute), bool(backward),
+            tuple(json.loads(modules)), config, reason, tuple(json.loads(tensors)), calls,
+            tuple((tuple(key), count) for key, count in json.loads(lengths)), *told,
+        )
+        for (
+            number, pid, rank, kind, op, name, compiled, recompute, backward, modules, config,
+            reason, tensors, calls, lengths, *told,
         ) in rows
     ]  # fmt: skip
 

@@ -29,7 +29,7 @@ from profharness.rows import (
     Triple,
     triple,
 )
-from profharness.store.calls import call_rows, gap_rows, step_rows
+from profharness.store.calls import call_rows, gap_rows, step_rows, template_rows
 from profharness.store.schema import (
     connect,
     damaged,
@@ -48,7 +48,6 @@ from profharness.store.selection import (
     matching_configs,
     shown_by,
 )
-from profharness.store.templates import template_rows
 from profharness.store.verifications import (
     device_name,
     find_peaks,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from profharness.parse.observed import Journals, ObservedCall, match_calls
-from profharness.rows import TemplateRow
 from profharness.store.insert import config_ids
 from profharness.store.schema import insert_row
 from profharness.trace import AttentionCall
@@ -84,25 +83,3 @@ def _link_calls(
     ).fetchall()
     pairs = zip(templates, chain.from_iterable(calls), strict=True)
     connection.executemany("UPDATE calls SET template_id = ? WHERE id = ?", pairs)
-
-
-def template_rows(connection: sqlite3.Connection, run: str) -> list[TemplateRow]:
-    """What was observed of a run, process by process in the order of the first calls."""
-    rows = connection.execute(
-        "SELECT o.id, o.pid, o.rank, o.kind, o.op, o.name, o.compiled, o.recompute, o.backward, "
-        "o.modules, cf.label, o.reason, o.tensors, o.calls, o.lengths, o.asked, o.choice, o.ran, "
-        "o.mask, o.file, o.line, o.function FROM templates o JOIN runs r ON r.id = o.run_id "
-        "LEFT JOIN configs cf ON cf.id = o.config_id WHERE r.run = ? ORDER BY o.id",
-        (run,),
-    )
-    return [
-        TemplateRow(
-            number, pid, rank, kind, op, name, bool(compiled), bool(recompute), bool(backward),
-            tuple(json.loads(modules)), config, reason, tuple(json.loads(tensors)), calls,
-            tuple((tuple(key), count) for key, count in json.loads(lengths)), *told,
-        )
-        for (
-            number, pid, rank, kind, op, name, compiled, recompute, backward, modules, config,
-            reason, tensors, calls, lengths, *told,
-        ) in rows
-    ]  # fmt: skip
