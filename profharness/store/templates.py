@@ -8,17 +8,14 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from profharness.config import Config
 from profharness.parse.observed import Journals, ObservedCall, match_calls
 from profharness.store.insert import config_ids
 from profharness.store.schema import insert_row
 from profharness.trace import AttentionCall
-
-if TYPE_CHECKING:
-    from profharness.config import Config
 
 _OF_CALL = ("kind", "op", "path", "compiled", "recompute", "backward", "reason")
 _OF_TEMPLATE = (
