@@ -47,6 +47,7 @@ STDOUT = "stdout"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+LATE_S = 0.01  # until a lost interrupt is raised again: outside of the callback
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -237,14 +238,32 @@ def _going_on(folder: Path) -> str:
 
 
 def _end_in_order() -> None:
-    """An ending signal first ends what the process started; an ignored one (nohup) stays so."""
+    """An ending signal first ends what the process started; an ignored one (nohup) stays so.
+
+    Python drops what is raised within a callback of a weak reference, such as those of its import
+    locks. An interrupt that is lost so is raised once more a moment later.
+    """
+    report = sys.unraisablehook
 
     def stop(number: int, _: FrameType | None) -> None:
         raise TerminatedError(number)
 
+    def repeat(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            report(lost)
+            return
+        kind, arguments = type(lost.exc_value), lost.exc_value.args
+
+        def late(_: int, __: FrameType | None) -> None:
+            raise kind(*arguments)
+
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, LATE_S)
+
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, stop)
+    sys.unraisablehook = repeat
 
 
 if __name__ == "__main__":

@@ -299,3 +299,31 @@ def test_wait_for_gives_up() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+LOST = """
+import os, signal, sys, weakref
+from profharness.cli.main import _end_in_order
+
+class Module: ...
+
+_end_in_order()
+module = Module()
+lost = weakref.ref(module, lambda _: os.kill(os.getpid(), int(sys.argv[1])))
+try:
+    del module
+    signal.pause()
+except KeyboardInterrupt as error:
+    print(type(error).__name__, *error.args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "TerminatedError 15")],
+)
+def test_an_interrupt_in_a_callback_is_not_lost(number: signal.Signals, raised: str) -> None:
+    """Python drops exceptions there, with a traceback: an import lock that goes has such a one."""
+    argv = [sys.executable, "-c", LOST, str(int(number))]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.stdout.strip(), done.stderr) == (raised, "")
