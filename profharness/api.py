@@ -27,6 +27,7 @@ from profharness.answers.export import find_exported, write_run_file
 from profharness.backends import stored_names
 from profharness.cases import VerificationRow
 from profharness.config import Config, expand_configs, split_names
+from profharness.dispatch.machine import release_text, skipped_releases
 from profharness.doctor import Check, run_checks
 from profharness.errors import UsageError
 from profharness.files import (
@@ -319,10 +320,11 @@ def explain(
 ) -> pd.DataFrame:
     """Why PyTorch takes the backend that it takes: one row per config and release.
 
-    Without torch and gpu, PyTorch on this machine is asked. torch ("2.8", "2.5..2.15") and gpu
+    Without torch and gpu, PyTorch on this machine is asked. torch ("2.8", "2.0..2.15") and gpu
     ("RTX A6000") name another machine, for which the rules answer. `<backend>_eligible` is missing
     where it is not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The
-    whole answers are in the frame's `attrs["answers"]`.
+    whole answers are in the frame's `attrs["answers"]`, the releases of a range that the rules do not
+    know in `attrs["unknown_releases"]`.
     """
     asked = config_list(configs)
     if not asked:
@@ -332,7 +334,8 @@ def explain(
     answers = explain_all(
         asked, places, device=device, timeout_s=timeout_s, store=store_path(store)
     )
-    return _frame(map(flat_record, answers), answers=answers)
+    unknown = [release_text(release) for release in skipped_releases(torch or "")]
+    return _frame(map(flat_record, answers), answers=answers, unknown_releases=unknown)
 
 
 def analyze(

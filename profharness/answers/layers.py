@@ -17,7 +17,7 @@ from profharness.answers.observed import Observed
 from profharness.config import Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, UsageError
 from profharness.rows import UNTRACED, WHOLE_TRACE, CallRow, GapRow, StepRow, TemplateRow
 from profharness.store import Store
 
@@ -224,7 +224,12 @@ def _place(store: Store, run: str, torch: str | None) -> Place | None:
     devices = store.devices(run)
     if torch is not None:
         gpu = devices[0].name if devices else environment.get("gpu")
-        return named_places(torch, gpu or "cpu")[-1]
+        places = named_places(torch, gpu or "cpu")
+        if len(places) > 1 or ".." in torch:
+            raise UsageError(
+                f"--torch {torch!r} names several releases; a program ran on one, such as 2.11"
+            )
+        return places[0]
     if not rules_know(environment):
         return None
     device = str(environment["device_type"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -23,6 +23,7 @@ from profharness.answers.explain.rules import (
     environment_text,
     matrix,
     named_places,
+    skipped_text,
 )
 from profharness.cli._options import (
     backend_option,
@@ -35,6 +36,7 @@ from profharness.cli._options import (
     store_option,
 )
 from profharness.config import SDPA_BACKENDS, Config, parse_config, split_names
+from profharness.dispatch.machine import release_text, skipped_releases
 from profharness.errors import UsageError
 from profharness.views.document import Document
 from profharness.views.explain import (
@@ -66,7 +68,7 @@ class _Question:
 @click.option(
     "--torch",
     metavar="RELEASES",
-    help="Answer by rule for a release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.",
+    help="Answer by rule for a release: 2.8, 2.9.1, 2.8,2.10 or a range 2.0..2.15.",
 )
 @click.option(
     "--gpu",
@@ -132,7 +134,7 @@ def command(
     Examples:
       profharness explain --config 2,8,512,100,fp32,mask=bool
       profharness explain --config 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
-      profharness explain --config 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
+      profharness explain --config 2,8,512,64,bf16 --torch 2.0..2.15 --gpu H100
       profharness explain --config '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
       profharness explain --config 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
     """
@@ -151,6 +153,9 @@ def command(
         configs, split_names(backend), places, bisect, full, measure, device, timeout_s, store
     )
     document, answers = _answered(question)
+    if unknown := [release_text(each) for each in skipped_releases(torch or "")]:
+        hint(skipped_text(unknown))
+        document = replace(document, extra={**document.extra, "unknown_releases": unknown})
     emit(document, format_, output, force=force)
     if not places:
         require_answer(answers)

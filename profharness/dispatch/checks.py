@@ -13,17 +13,26 @@ from profharness.dispatch.machine import AttentionParams, Machine, Release
 Check = Callable[[AttentionParams, Machine], bool | None]
 LOW_PRECISION = ("fp16", "bf16")
 CPU_DTYPES = ("fp32", "fp64", "bf16", "fp16")
-# The newest architecture that each release accepts, for all three fused backends.
+# The newest architecture that each release accepts, for all fused backends that it has.
 NEWEST_SM: tuple[tuple[Release, tuple[int, int]], ...] = (
-    ((2, 5), (9, 0)),
+    ((2, 1), (9, 0)),
     ((2, 7), (12, 0)),
     ((2, 8), (12, 1)),
 )
 
 
+def runtime_cudnn(machine: Machine) -> int:
+    return machine.cudnn or 0
+
+
+def compiled_cudnn(machine: Machine) -> int:
+    return machine.cudnn_compiled or 0
+
+
 class HeadDimLimit(NamedTuple):
     """cuDNN takes head_dim up to `limit` on these architectures from that cuDNN on; `only` limits
-    it to one pair of (head_dim, head_dim_v). until: the first release without the row.
+    it to one pair of (head_dim, head_dim_v). until: the first release without the row. version:
+    which of the two versions the release compares.
     """
 
     since: Release
@@ -32,6 +41,7 @@ class HeadDimLimit(NamedTuple):
     min_cudnn: int
     fits: Callable[[Machine], bool]
     only: tuple[int, int] | None = None
+    version: Callable[[Machine], int] = runtime_cudnn
 
 
 def sm90(machine: Machine) -> bool:
@@ -49,10 +59,12 @@ def takes_d256(machine: Machine) -> bool:
 
 
 NEVER = (99,)
-# First row that fits decides; 128 where none does.
+# First row that fits decides; 128 where none does. Until 2.9.0 the binaries call versionCuDNN(), the
+# version of the build, from 2.9.1 on cudnnGetVersion(): the wheels of 2.9.0 end at 128.
 CUDNN_HEAD_DIM = (
-    HeadDimLimit((2, 8), (2, 9), 256, 90501, sm90),
-    HeadDimLimit((2, 9), (2, 14), 256, 91000, sm90),
+    HeadDimLimit((2, 8), (2, 9), 256, 90501, sm90, version=compiled_cudnn),
+    HeadDimLimit((2, 9), (2, 9, 1), 256, 91000, sm90, version=compiled_cudnn),
+    HeadDimLimit((2, 9, 1), (2, 14), 256, 91000, sm90),
     HeadDimLimit((2, 11), (2, 14), 192, 91100, lambda m: m.major == 10, (192, 128)),
     HeadDimLimit((2, 14), NEVER, 256, 92201, takes_d256),
     HeadDimLimit((2, 14), NEVER, 192, 91100, sm90_or_10x, (192, 128)),
@@ -64,12 +76,12 @@ def newest_sm(machine: Machine) -> tuple[int, int]:
 
 
 def cudnn_head_dim_limit(params: AttentionParams, machine: Machine) -> int:
-    """The largest head_dim that the release gives cuDNN here; wants a known cuDNN version."""
+    """The largest head_dim that the release gives cuDNN here; wants known cuDNN versions."""
     pair = (params.head_dim, params.value_dim)
     for row in CUDNN_HEAD_DIM:
         if (
             row.since <= machine.torch < row.until
-            and (machine.cudnn or 0) >= row.min_cudnn
+            and row.version(machine) >= row.min_cudnn
             and row.fits(machine)
             and row.only in (None, pair)
         ):
@@ -138,6 +150,11 @@ def heads_differ(gqa: bool) -> Check:
         return not ((gqa and params.enable_gqa) or params.same_heads or one_head)
 
     return check
+
+
+def heads_or_batch_differ(params: AttentionParams, _: Machine) -> bool:
+    """Key and value have another batch or other heads than query; before 2.5 nothing allows it."""
+    return not params.same_heads or params.key_batch != params.batch
 
 
 def heads_not_divisible(params: AttentionParams, _: Machine) -> bool:
@@ -225,8 +242,15 @@ class Hazard(NamedTuple):
     text: str
 
 
-# Seen on an H200 with 2.11; the alignment has been checked by the dispatcher since 2.13.
+# Seen on an H200 with 2.11; the alignment has been checked by the dispatcher since 2.13. Those before
+# 2.5 follow from what the binaries do not ask, and from the cuDNN op of 2.3 and 2.4, which has no mask.
 HAZARDS = (
+    Hazard("flash", (2, 0), (2, 2), lambda p, _: p.is_causal and p.seq_q != p.seq_kv,
+           "This release gives flash is_causal with unlike lengths; whether its triangle then starts at the first or "
+           "ends at the last key is not known. Pass a mask instead."),
+    Hazard("cudnn", (2, 3), (2, 5), lambda p, _: p.mask is not None,
+           "cuDNN's op of this release has no attn_mask, so the call would lose its mask. Unset "
+           "TORCH_CUDNN_SDPA_ENABLED."),
     Hazard("efficient", (2, 5), (2, 13), misaligned,
            "The storage offset is not aligned: the efficient kernel can die with `CUDA error: misaligned address`, "
            "which ends the process's CUDA context. Copy the inputs with clone() first."),

@@ -8,7 +8,7 @@ make than all of its rows, and `profharness kernels` pays for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,29 +22,49 @@ Release = tuple[int, ...]
 
 class Wheel(NamedTuple):
     """What a CUDA build of a release brings. cuDNN versions are written as cudnnGetVersion()
-    returns them, 9.19.0 as 91900; compiled is None where it was not read.
+    returns them: 9.19.0 as 91900, 8.9.2 as 8902. cudnn is what it finds at run time, compiled what
+    it was built with; None where it was not read.
     """
 
     cuda: str
-    cudnn: int
+    cudnn: int | None
     cudnn_compiled: int | None = None
 
 
 # Only releases whose binary was read. Another one is unknown, never guessed from its neighbours.
+# cudnn is the wheel's own requirement, compiled the constant that CUDAHooks::versionCuDNN() returns.
 RELEASES: dict[Release, Wheel] = {
-    (2, 5, 0): Wheel("12.4", 90100),
-    (2, 5, 1): Wheel("12.4", 90100),
-    (2, 6, 0): Wheel("12.4", 90100),
-    (2, 7, 1): Wheel("12.6", 90501),
-    (2, 8, 0): Wheel("12.8", 91002),
+    (2, 0, 1): Wheel("11.7", 8500, 8500),
+    (2, 1, 0): Wheel("12.1", 8902, 8902),
+    (2, 1, 1): Wheel("12.1", None, 8902),
+    (2, 1, 2): Wheel("12.1", 8902, 8902),
+    (2, 2, 0): Wheel("12.1", None, 8902),
+    (2, 2, 1): Wheel("12.1", None, 8902),
+    (2, 2, 2): Wheel("12.1", 8902, 8902),
+    (2, 3, 0): Wheel("12.1", 8902, 8902),
+    (2, 3, 1): Wheel("12.1", 8902, 8902),
+    (2, 4, 0): Wheel("12.1", 90100, 90100),
+    (2, 4, 1): Wheel("12.1", 90100, 90100),
+    (2, 5, 0): Wheel("12.4", 90100, 90100),
+    (2, 5, 1): Wheel("12.4", 90100, 90100),
+    (2, 6, 0): Wheel("12.4", 90100, 90100),
+    (2, 7, 0): Wheel("12.6", 90501, 90501),
+    (2, 7, 1): Wheel("12.6", 90501, 90501),
+    (2, 8, 0): Wheel("12.8", 91002, 90800),
+    (2, 9, 0): Wheel("12.8", 91002, 90800),
     (2, 9, 1): Wheel("12.8", 91002, 90800),
     (2, 10, 0): Wheel("12.8", 91002, 91002),
     (2, 11, 0): Wheel("13.0", 91900, 91900),
+    (2, 12, 0): Wheel("13.0", 92000, 92000),
     (2, 12, 1): Wheel("13.0", 92000, 92000),
     (2, 13, 0): Wheel("13.0", 92000, 92000),
+    (2, 14, 0): Wheel("13.0", 92400, 92400),
     (2, 14, 1): Wheel("13.0", 92400, 92400),
     (2, 15, 0): Wheel("13.2", 92600, 92600),
 }
+# Releases with scaled_dot_product_attention whose rules were not read. 2.0.0 differs from 2.0.1 in
+# the head_dim rules of sm86.
+UNREAD: tuple[Release, ...] = ((2, 0, 0),)
 # Builds for another CUDA than the PyPI wheel's. Of the cu130 build of 2.9 it is known that cuDNN comes first,
 # so that it was compiled with 9.9 at least; PyTorch's build scripts pin its cuDNN to 9.13.0.
 OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
@@ -58,7 +78,8 @@ class Machine:
     91900), None where unknown; cudnn_compiled the one that PyTorch was built with, or the oldest that
     it can have been. cudnn_preferred: None for the default, False where
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1 (2.10 and newer) or TORCH_CUDNN_SDPA_PREFERRED=0 (2.9) is set.
-    cudnn_nested: TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED.
+    cudnn_nested: TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED. cudnn_enabled: TORCH_CUDNN_SDPA_ENABLED=1,
+    without which 2.3 and 2.4 never take cuDNN.
     """
 
     torch: Release
@@ -68,6 +89,7 @@ class Machine:
     cudnn_compiled: int | None = None
     cudnn_preferred: bool | None = None
     cudnn_nested: bool = False
+    cudnn_enabled: bool = False
 
     @property
     def known(self) -> bool:
@@ -125,8 +147,11 @@ def parse_cudnn(value: int | str) -> int:
     """`9.19.0`, `9.19.0.56`, `91900` or 91900 as 91900. Raises UsageError for anything else."""
     text = str(value).strip()
     if match := re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.\d+)?", text):
-        return int(match[1]) * 10_000 + int(match[2]) * 100 + int(match[3] or 0)
-    if re.fullmatch(r"\d{5,6}", text):
+        major = int(match[1])
+        # from cuDNN 9 on the major version counts ten thousand
+        scale = 10_000 if major >= 9 else 1_000
+        return major * scale + int(match[2]) * 100 + int(match[3] or 0)
+    if re.fullmatch(r"\d{4,6}", text):
         return int(text)
     raise UsageError(f"cuDNN version {value!r} is not a version; write 9.19.0 or 91900")
 
@@ -144,23 +169,55 @@ def parse_release(text: str) -> Release:
     return max((release for release in RELEASES if release[:2] == minor), default=(*minor, 0))
 
 
-def parse_releases(text: str) -> list[Release]:
-    """`2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or a mix,
-    oldest first. Raises UsageError for an empty range or an end that is not in the table.
+class ReleaseRange(NamedTuple):
+    """The releases that `2.5..2.15` stands for: those whose rules are known, oldest first, and
+    those that are not.
     """
-    releases: set[Release] = set()
+
+    known: tuple[Release, ...]
+    unknown: tuple[Release, ...]
+
+
+def parse_range(first: str, last: str) -> ReleaseRange:
+    """Every release from the first to the last, `2.5` as 2.5.0 and `2.15` as its newest patch.
+
+    Raises UsageError for an empty range, and for one without a known release.
+    """
+    low, high = parse_release(first), parse_release(last)
+    low = low if first.count(".") > 1 else (*low[:2], 0)
+    text = f"release range '{first.strip()}..{last.strip()}'"
+    if low > high:
+        raise UsageError(f"{text} is empty: its first release is newer than its last")
+    known = tuple(release for release in sorted(RELEASES) if low <= release <= high)
+    if not known:
+        span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
+        raise UsageError(f"{text} holds no release that the rules know; known are {span}")
+    unknown = {release for release in UNREAD if low <= release <= high}
+    unknown |= {low, high} - RELEASES.keys()
+    newest = max(RELEASES)
+    if high[0] == newest[0]:
+        # minors after the newest known one: which patches they have is not known
+        unknown |= {(high[0], minor, 0) for minor in range(newest[1] + 1, high[1])}
+    return ReleaseRange(known, tuple(sorted(unknown)))
+
+
+def _parts(text: str) -> Iterator[ReleaseRange]:
+    """What is known and what is not, of each part; a release that is named alone counts as known."""
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        low, high = parse_release(first), parse_release(last if dots else first)
-        if dots:
-            low = low if first.count(".") > 1 else (*low[:2], 0)
-            if low[:2] < min(RELEASES)[:2] or high not in RELEASES or low > high:
-                span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
-                raise UsageError(f"release range {part.strip()!r} is not inside {span}")
-            releases.update(release for release in RELEASES if low <= release <= high)
-        else:
-            releases.add(low)
-    return sorted(releases)
+        yield parse_range(first, last) if dots else ReleaseRange((parse_release(part),), ())
+
+
+def parse_releases(text: str) -> list[Release]:
+    """`2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or a mix,
+    oldest first. Raises UsageError for a range that is empty or holds no known release.
+    """
+    return sorted({release for part in _parts(text) for release in part.known})
+
+
+def skipped_releases(text: str) -> list[Release]:
+    """The releases that the ranges of `text` hold and the rules do not know, oldest first."""
+    return sorted({release for part in _parts(text) for release in part.unknown} if text else ())
 
 
 def release_text(release: Release) -> str:
@@ -202,7 +259,8 @@ class AttentionParams:
     requires_grad: any of the three requires a gradient and grad mode is on. storage_offset_bytes
     counts from the start of the storage, the same for all three. enabled: backends whose runtime
     flag is on. ndim other than 4 stands for inputs with fewer or more dimensions. nested: all three
-    are nested tensors of the strided layout, seq lengths are then the longest ones.
+    are nested tensors of the strided layout, seq lengths are then the longest ones. scaled: the
+    call has the argument `scale`.
     """
 
     batch: int
@@ -229,6 +287,7 @@ class AttentionParams:
     nested: bool = False
     enabled: frozenset[str] = frozenset(SDPA_BACKENDS)
     flash_impl: str = "FA2"
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
@@ -308,6 +367,7 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
         or (config.batch > 1 and any(given[0] == 0 for given in strides)),
         storage_offset_bytes=DTYPES[dtype][1] if config.layout == "offset1" else 0,
         deterministic="error" if config.deterministic else "off",
+        scaled=config.scale is not None,
     )
 
 
@@ -333,6 +393,7 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
         cudnn_compiled=build.cudnn_compiled if build else None,
         cudnn_preferred=False if variables.get(variable) == off else None,
         cudnn_nested=variables.get("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED") == "1",
+        cudnn_enabled=variables.get("TORCH_CUDNN_SDPA_ENABLED") == "1",
     )
 
 

@@ -21,7 +21,8 @@ from profharness.dispatch.machine import (
     rules_know,
     with_flags,
 )
-from profharness.dispatch.rules import RAISED_LATER, Rule, active_rules
+from profharness.dispatch.rules import RAISED_LATER, Rule
+from profharness.dispatch.tables import active_rules
 from profharness.rows import Refusal
 
 _SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
@@ -35,11 +36,16 @@ CODES: tuple[tuple[str, str], ...] = (
     ("requires a cuda device", "not_on_cuda"),
     ("need to be on cuda device", "not_on_cuda"),
     ("to be 4 dimensional", "not_4d"),
-    ("does not support non-null attn_mask", "mask"),
+    ("has no argument", "no_argument"),
+    ("has no cudnn attention", "not_in_release"),
+    ("has no flash attention for the cpu", "not_in_release"),
+    ("needs to be enabled by setting", "runtime_disabled"),
+    ("not support non-null attn_mask", "mask"),
     ("attn_mask requires a gradient", "mask_grad"),
     ("explicit attn_mask should not be set when is_causal", RAISED_LATER),
     ("same last dimension and to be less than or equal to", "head_dim"),
     ("only supports gpu architectures", "capability"),
+    ("only supports sm", "capability"),
     ("compute capability", "capability"),
     ("doesn't support training with head_dim", "head_dim_training"),
     ("does not support the is_causal flag when seqlen_q", "causal_non_square"),
@@ -50,6 +56,7 @@ CODES: tuple[tuple[str, str], ...] = (
     (" nt inputs", "nested"),
     ("to be a multiple of 8 and less than", "head_dim_multiple"),
     ("q,k,v to have the same last dimension.", "head_dim"),
+    ("to have the same batch_size and num_heads", "num_heads"),
     ("to have the same batch_size", "batch_size"),
     ("to have the same num_heads", "num_heads"),
     ("heads in key/value must divide", "num_heads"),
@@ -65,6 +72,11 @@ CODES: tuple[tuple[str, str], ...] = (
     ("does not support sequence length 1", "seq_len_one"),
     ("does not support key/value sequence length 1", "seq_len_one"),
     ("query sequence length 1 with dropout", "seq_len_one"),
+    ("does not currently support head_dim greater than", "head_dim"),
+    ("does not support sequence_length <= 1", "seq_len_one"),
+    ("packed qkv layout", "layout"),
+    ("inputs with requires_grad=true", "requires_grad"),
+    ("non-deterministic algorithm", "deterministic"),
     ("is not deterministic", "deterministic"),
     ("nested tensor", "nested"),
     ("dropout", "dropout"),
@@ -100,10 +112,12 @@ CUDNN_POINTS = (
 MISSING: dict[str, tuple[object, ...]] = {
     "cudnn": CUDNN_POINTS,
     "cuda": ("12.9", "13.0"),
-    "cudnn_compiled": (90800, 90900),
+    "cudnn_compiled": (90500, 90501, 90800, 90900, 91000),
 }
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
+EFFICIENT_FIRST = ("efficient", "flash", "math")
+WITHOUT_CUDNN = ("flash", "efficient", "math")
 CPU_ORDER = ("flash", "math")
 
 
@@ -135,7 +149,7 @@ class Priority(NamedTuple):
 
     since: Release
     until: Release
-    prefers: Callable[[Machine], bool]
+    prefers: Callable[[AttentionParams, Machine], bool]
     preferred: tuple[str, ...] = CUDNN_FIRST
     otherwise: tuple[str, ...] = DEFAULT_ORDER
 
@@ -144,16 +158,40 @@ def _newer_cudnn(machine: Machine) -> bool:
     return (machine.cudnn or 0) > 91500 and machine.major in (9, 10)
 
 
+def _efficient_2_0(params: AttentionParams, _: Machine) -> bool:
+    """2.0 puts efficient before flash for head_dim 128, and for few heads of long queries."""
+    if params.nested:
+        return True
+    if params.ndim != 4 or params.batch == 0:
+        return False
+    heads = params.batch * params.heads
+    blocks = heads * (params.seq_q // 64)
+    return (heads < 60 and blocks // 2 >= heads) or params.head_dim == 128
+
+
+def _efficient_2_1(params: AttentionParams, machine: Machine) -> bool:
+    """2.1 adds a rule of its own for training: efficient unless the queries are long."""
+    if params.requires_grad and not params.nested and params.ndim == 4 and params.batch:
+        return 6 * params.batch * params.heads > params.seq_q
+    return _efficient_2_0(params, machine)
+
+
 # The overrideable backend that 2.9 appended is left out: on CUDA, PyTorch raises when it gets there.
+# Before 2.5 read in select_sdp_backend of each wheel; the preferences of 2.0 and 2.1 there and in a public
+# copy of the source.
 PRIORITIES = (
-    Priority((2, 5, 0), (2, 5, 1), lambda m: m.major >= 9,
+    Priority((2, 0), (2, 1), _efficient_2_0, EFFICIENT_FIRST, WITHOUT_CUDNN),
+    Priority((2, 1), (2, 2), _efficient_2_1, EFFICIENT_FIRST, WITHOUT_CUDNN),
+    Priority((2, 2), (2, 3), lambda *_: False, otherwise=WITHOUT_CUDNN),
+    Priority((2, 3), (2, 5, 0), lambda *_: True),
+    Priority((2, 5, 0), (2, 5, 1), lambda _, m: m.major >= 9,
              otherwise=("flash", "cudnn", "efficient", "math")),
-    Priority((2, 5, 1), (2, 9), lambda _: False),
+    Priority((2, 5, 1), (2, 9), lambda *_: False),
     Priority((2, 9), (2, 10),
-             lambda m: (m.cudnn_compiled or 0) >= 90900 and m.capability in ((9, 0), (10, 0))),
-    Priority((2, 10), (2, 13), lambda m: _newer_cudnn(m) and m.capability[1] in (0, 3)),
+             lambda _, m: (m.cudnn_compiled or 0) >= 90900 and m.capability in ((9, 0), (10, 0))),
+    Priority((2, 10), (2, 13), lambda _, m: _newer_cudnn(m) and m.capability[1] in (0, 3)),
     Priority((2, 13), (99,),
-             lambda m: _newer_cudnn(m) and (m.capability[1] in (0, 3) or (m.cuda_major or 0) >= 13)),
+             lambda _, m: _newer_cudnn(m) and (m.capability[1] in (0, 3) or (m.cuda_major or 0) >= 13)),
 )  # fmt: skip
 
 
@@ -183,16 +221,16 @@ def raises_later(verdict: Verdict) -> bool:
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
 
-def priority_order(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
+def priority_order(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """Backends in the order in which PyTorch tries them; empty where it cannot be known."""
-    orders = _orders(machine, device)
+    orders = _orders(params, machine)
     return orders[0] if len(orders) == 1 else ()
 
 
 def predict(params: AttentionParams, machine: Machine) -> Prediction:
     """What torch._fused_sdp_choice answers, without torch and without a GPU."""
     verdicts = {backend: judge(backend, params, machine) for backend in SDPA_BACKENDS}
-    orders = _orders(machine, params.device)
+    orders = _orders(params, machine)
     choices = {choice for order in orders for choice in _choices(order, verdicts)}
     choice = choices.pop() if len(choices) == 1 else "unknown"
     order = orders[0] if len(orders) == 1 else ()
@@ -251,33 +289,33 @@ def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str
     return choices | {"none"}
 
 
-def _orders(machine: Machine, device: str) -> tuple[tuple[str, ...], ...]:
+def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
     """The orders that are possible; more than one where a fact is missing, none for an unknown
     release.
     """
     if not machine.known:
         return ()
-    if device == "cpu":
-        return (CPU_ORDER,)
+    if params.device == "cpu":
+        return (CPU_ORDER if machine.torch >= (2, 1) else ("math",),)
     row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
     if machine.cudnn_preferred is False and machine.torch >= (2, 9):
         return (row.otherwise,)
     worlds = _worlds(machine, _missing(machine))
-    return tuple({row.preferred if row.prefers(world) else row.otherwise for world in worlds})
+    return tuple({row.preferred if row.prefers(params, w) else row.otherwise for w in worlds})
 
 
-def undecided(machine: Machine, device: str = "cuda") -> tuple[str, ...]:
+def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """The fields of a known Machine (`cudnn cuda cudnn_compiled`) that are None and that the
-    priority order hangs on; empty where it is certain.
+    priority order of a call hangs on; empty where it is certain.
     """
-    if len(_orders(machine, device)) < 2:
+    if len(_orders(params, machine)) < 2:
         return ()
     missing = _missing(machine)
     return tuple(
         name
         for name in missing
         if any(  # some values of the other facts leave the order to this one
-            len(_orders(world, device)) > 1
+            len(_orders(params, world)) > 1
             for world in _worlds(machine, tuple(fact for fact in missing if fact != name))
         )
     )
@@ -298,7 +336,9 @@ def _worlds(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
 
 def _ask(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
     """A rule's answer; without a cuDNN version, the one that all versions share, else None."""
-    if machine.cudnn is not None:
+    asked = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
+    missing = tuple(name for name in asked if getattr(machine, name) is None)
+    if not missing:
         return rule.refuses(params, machine)
-    answers = {rule.refuses(params, world) for world in _worlds(machine, ("cudnn",))}
+    answers = {rule.refuses(params, world) for world in _worlds(machine, missing)}
     return answers.pop() if len(answers) == 1 else None

@@ -1,14 +1,14 @@
-"""The rules themselves: one table per backend, in the order in which PyTorch asks.
+"""The rules of 2.5 and newer: one table per backend, in the order in which PyTorch asks.
 
 Sources: the dispatch functions in the binaries of the releases in machine.RELEASES, PyTorch's
 public source of sdp_utils, measurements on an H200 (2.11) and on a CPU (2.13). To add a release,
 give it a row in machine.RELEASES and edit the tables here and in checks.py where it differs.
+The releases before 2.5 stand in early.py, what `explain` and `kernels` ask in tables.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 from profharness.dispatch import checks as c
@@ -40,20 +40,13 @@ class Rule(NamedTuple):
         return self.message.format(p=params, m=machine)
 
 
-# Where earlier releases asked in another order: until which release, PyTorch's functions in turn.
-EARLIER_ORDER: dict[str, tuple[tuple[Release, tuple[str, ...]], ...]] = {
-    "cudnn": (
-        ((2, 7), ("runtime_disabled", "nested", "nonzero_lengths", "last_stride", "on_device",
-                  "tensor_shapes", "cudnn_shapes", "deterministic", "dtypes", "mask_shape",
-                  "hardware")),
-        ((2, 9), ("runtime_disabled", "nested", "nonzero_lengths", "on_device", "tensor_shapes",
-                  "cudnn_shapes", "deterministic", "dtypes", "mask_shape", "hardware",
-                  "last_stride", "num_heads")),
-    ),
-}  # fmt: skip
-
-
 _SIZES = "Query.sizes(): {p.query_sizes}, Key.sizes(): {p.key_sizes}, Value.sizes(): {p.value_sizes} instead."
+# The one text of the heads has other words than that of the batch, until 2.14.
+_HEADS_SIZES = "Query.sizes(): {p.query_sizes}, Key sizes(): {p.key_sizes}, Value sizes(): {p.value_sizes} instead."
+_DENSE_HEADS = (
+    "For dense input, both fused kernels require query, key and value to have the same num_heads. "
+    + _HEADS_SIZES
+)
 _EXPAND = " To broadcast dense inputs, try using unsqueeze and expand_to before passing them into the kernel."
 _DIMS = "Got Query.size(-1): {p.head_dim}, Key.size(-1): {p.head_dim}, Value.size(-1): {p.value_dim} instead."
 _GROUPS = "Got input Key sizes(): {p.kv_heads}, Value sizes(): {p.value_heads}, Query sizes(): {p.heads} instead."
@@ -63,7 +56,7 @@ _MASK_SHAPES = (
 )
 
 
-def _range(kernel: str, oldest: str) -> Message:
+def sm_range(kernel: str, oldest: str) -> Message:
     def text(_: AttentionParams, machine: Machine) -> str:
         major, minor = c.newest_sm(machine)
         return (
@@ -74,7 +67,7 @@ def _range(kernel: str, oldest: str) -> Message:
     return text
 
 
-def _dtypes(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -> Message:
+def dtype_text(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -> Message:
     def text(params: AttentionParams, machine: Machine) -> str:
         names = ", ".join(DTYPES[name][0] for name in allowed(params, machine))
         got = params.dtype_text
@@ -132,7 +125,7 @@ MASK_RULES = (
 )  # fmt: skip
 
 
-def _stride(singleton_ok: bool, mask_matters: bool = True, scope: str = "dense") -> Rule:
+def stride(singleton_ok: bool, mask_matters: bool = True, scope: str = "dense") -> Rule:
     def text(params: AttentionParams, _: Machine) -> str:
         step = params.last_stride
         inputs = (
@@ -150,13 +143,18 @@ def _stride(singleton_ok: bool, mask_matters: bool = True, scope: str = "dense")
     return Rule("last_dim_stride", "last_stride", refuses, text, scope=scope)
 
 
-def _heads(
+def head_rules(
     gqa: Release, since: Release = (2, 5), same_kv: bool = True, scope: str = "dense"
 ) -> tuple[Rule, ...]:
     """check_batch_size_and_num_heads_dense. gqa: the release from which the backend looks at
     enable_gqa; same_kv: whether key and value must then have the same number of heads.
     """
-    differ = f"For dense inputs, both fused kernels require query, key and value to have the same num_heads. {_SIZES}"
+
+    def differ(params: AttentionParams, machine: Machine) -> str:
+        late = f"For dense inputs, both fused kernels require query, key and value to have the same num_heads. {_SIZES}"
+        text = _DENSE_HEADS if machine.torch < (2, 15) else late
+        return (text + _EXPAND).format(p=params)
+
     uneven = "The number of heads in key/value must divide number of heads in query."
     only_v2 = (
         "FlashAttentionV2 only supports grouped query attention, where the number of heads in "
@@ -184,8 +182,8 @@ def _heads(
         Rule("batch_size", "num_heads", lambda p, _: p.key_batch != p.batch,
              "For dense inputs, both fused kernels require query, key and value to have the same batch_size. "
              + _SIZES + _EXPAND, since, scope=scope),
-        Rule("num_heads", "num_heads", c.heads_differ(False), differ + _EXPAND, since, gqa, scope),
-        Rule("num_heads", "num_heads", c.heads_differ(True), differ + _EXPAND, start, scope=scope),
+        Rule("num_heads", "num_heads", c.heads_differ(False), differ, since, gqa, scope),
+        Rule("num_heads", "num_heads", c.heads_differ(True), differ, start, scope=scope),
         *(unequal if same_kv else ()),
         *grouped,
     )  # fmt: skip
@@ -195,14 +193,14 @@ def _over_grid(params: AttentionParams, _: Machine) -> bool:
     return max(params.batch, params.heads) > GRID_LIMIT
 
 
-def _disabled(backend: str, name: str, since: Release = (2, 5), until: Release = c.NEVER) -> Rule:
+def disabled(backend: str, name: str, since: Release = (2, 5), until: Release = c.NEVER) -> Rule:
     text = f"{name} attention has been runtime disabled."
     code = "runtime_disabled"
     return Rule(code, code, lambda p, _: backend not in p.enabled, text, since, until)
 
 
 FLASH = (
-    _disabled("flash", "Flash"),
+    disabled("flash", "Flash"),
     ON_DEVICE,
     FOUR_D,
     Rule("mask", "for_attn_mask", lambda p, _: p.mask is not None,
@@ -216,7 +214,7 @@ FLASH = (
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim or p.head_dim > 256,
          "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. "
          + _DIMS),
-    Rule("capability", "hardware", c.outside((8, 0)), _range("Flash attention", "sm80")),
+    Rule("capability", "hardware", c.outside((8, 0)), sm_range("Flash attention", "sm80")),
     Rule("head_dim_training", "head_dim_gt192", c.training_large_heads,
          "Flash attention currently doesn't support training with head_dim ∈ (192, 224] or (head_dim ∈ (224, 256] "
          "and dropout > 0.0) on gpu architectures in the range[sm86, sm89]. Attempting to run with dropout set to: "
@@ -226,26 +224,26 @@ FLASH = (
          "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {p.seq_q} "
          "seqlen_k: {p.seq_kv}. If you would like to use causal attention with non-square masks, please see "
          "CausalAttnMask."),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.flash_dtypes(p, m), _dtypes(c.flash_dtypes)),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.flash_dtypes(p, m), dtype_text(c.flash_dtypes)),
     NESTED_TRAINING,
     NESTED_BROADCAST,
     Rule("head_dim_multiple", "head_dim_size_nested", lambda p, _: p.head_dim % 8 != 0,
          "For NestedTensor inputs, Flash attention requires q,k,v to have the same last dimension and to be a "
          "multiple of 8 and less than or equal to 256. " + _DIMS, scope="nested"),
     NESTED_ZERO_LENGTH,
-    *_heads(gqa=(2, 5)),
+    *head_rules(gqa=(2, 5)),
     Rule("grid_size", "grid_size", _over_grid,
          "Flash attention does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
          "num_heads: {p.heads}", (2, 15), scope="dense"),
     ZERO_LENGTH,
-    _stride(singleton_ok=True),
+    stride(singleton_ok=True),
 )  # fmt: skip
 
 
 EFFICIENT = (
-    _disabled("efficient", "Memory Efficient"),
+    disabled("efficient", "Memory Efficient"),
     ON_DEVICE,
-    Rule("capability", "hardware", c.outside((5, 0)), _range("Mem Efficient Attention", "sm50")),
+    Rule("capability", "hardware", c.outside((5, 0)), sm_range("Mem Efficient Attention", "sm50")),
     FOUR_D,
     Rule("head_dim_multiple", "head_dim_size", c.dims_unaligned,
          lambda p, m: "Mem efficient attention requires last dimension of inputs to be divisible by "
@@ -255,23 +253,23 @@ EFFICIENT = (
          f"to be aligned to {c.alignment_bytes(p, m)} bytes. Got {p.storage_offset_bytes} bytes.",
          (2, 13), scope="dense"),
     ZERO_LENGTH,
-    _stride(singleton_ok=False),
-    *_heads(gqa=(2, 14)),
+    stride(singleton_ok=False),
+    *head_rules(gqa=(2, 14)),
     Rule("nested", "requires_grad_and_nested",  # 2.13 alone does not ask
          lambda p, m: p.requires_grad and m.torch[:2] != (2, 13),
          "Memory efficient attention currently doesn't support training with NT inputs.", scope="nested"),
     NESTED_TRAINING,
     NESTED_BROADCAST,
     NESTED_ZERO_LENGTH,
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(p, m), _dtypes(c.efficient_dtypes)),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(p, m), dtype_text(c.efficient_dtypes)),
 )  # fmt: skip
 
 
 CUDNN = (
     Rule("dropout", "version_dropout", lambda p, m: p.dropout > 0 and 91100 < (m.cudnn or 0) < 91400,
          "{m.cudnn} cuDNN version does not support dropout in SDPA (9.11 - 9.13).", (2, 9)),
-    _disabled("cudnn", "CuDNN", until=(2, 9)),
-    _disabled("cudnn", "cuDNN", (2, 9)),
+    disabled("cudnn", "CuDNN", until=(2, 9)),
+    disabled("cudnn", "cuDNN", (2, 9)),
     Rule("nested", "nested", lambda *_: True,
          "CuDNN currently does not support nested inputs.", until=(2, 7), scope="nested"),
     Rule("nested", "nested", lambda _, m: not m.cudnn_nested,
@@ -284,15 +282,15 @@ CUDNN = (
     FOUR_D,
     Rule("deterministic", "deterministic", lambda p, _: p.deterministic == "error",
          "cuDNN SDPA is not deterministic."),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.low_precision(p, m), _dtypes(c.low_precision)),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.low_precision(p, m), dtype_text(c.low_precision)),
     *MASK_RULES,
-    Rule("capability", "hardware", c.outside((8, 0)), _range("cuDNN MHA", "sm80")),
+    Rule("capability", "hardware", c.outside((8, 0)), sm_range("cuDNN MHA", "sm80")),
     Rule("dropout", "cudnn_dropout", lambda p, _: (p.dropout * 16) % 1 != 0,
          "cuDNN dropout probability resolution is limited to 1/16.Use a dropout probability that is a multiple of "
          "1/16 to select the cuDNN backend", (2, 12)),
     ZERO_LENGTH,
-    _stride(singleton_ok=True),
-    *_heads(gqa=(2, 8), since=(2, 8), same_kv=False),
+    stride(singleton_ok=True),
+    *head_rules(gqa=(2, 8), since=(2, 8), same_kv=False),
     Rule("grid_size", "cudnn_shapes", _over_grid,
          "cuDNN SDPA does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
          "num_heads: {p.heads}", (2, 13), scope="dense"),
@@ -329,53 +327,25 @@ CAUSAL_MASK = (
     "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
 )
 MATH = (
-    _disabled("math", "Math"),
+    disabled("math", "Math"),
     Rule(RAISED_LATER, "math_call",
          lambda p, _: p.is_causal and p.mask is not None and 0 not in (p.seq_q, p.seq_kv), CAUSAL_MASK),
 )  # fmt: skip
 CPU_FLASH = (
-    _disabled("flash", "Flash"),
+    disabled("flash", "Flash"),
     Rule("nested", "nested", lambda p, _: p.nested,
          "Both fused kernels of cpp version currently do not support Nested Tensor inputs."),
     Rule("dropout", "dropout", lambda p, _: p.dropout > 0,
          "Both fused kernels do not support non-zero dropout."),
     FOUR_D,
-    *_heads(gqa=(2, 5), scope="any"),
+    *head_rules(gqa=(2, 5), scope="any"),
     Rule("num_heads", "num_heads", lambda p, _: None if p.enable_gqa and not p.same_heads else False,
-         "For dense inputs, both fused kernels require query, key and value to have the same num_heads. " + _SIZES,
-         until=(2, 13)),
+         _DENSE_HEADS, until=(2, 13)),
     *MASK_RULES,
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim,
          "Flash attention requires q,k,v to have the same last dimension. " + _DIMS),
     ZERO_LENGTH,
-    _stride(singleton_ok=False, mask_matters=False, scope="any"),
+    stride(singleton_ok=False, mask_matters=False, scope="any"),
     Rule("dtype", "dtypes", lambda p, _: p.dtype not in c.CPU_DTYPES,
-         _dtypes(lambda *_: c.CPU_DTYPES)),
+         dtype_text(lambda *_: c.CPU_DTYPES)),
 )  # fmt: skip
-
-
-TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
-    ("cuda", "flash"): FLASH,
-    ("cuda", "efficient"): EFFICIENT,
-    ("cuda", "cudnn"): CUDNN,
-    ("cuda", "math"): MATH,
-    ("cpu", "flash"): CPU_FLASH,
-    ("cpu", "efficient"): (ON_DEVICE,),
-    ("cpu", "cudnn"): (ON_DEVICE,),
-    ("cpu", "math"): MATH,
-}
-
-
-@lru_cache(maxsize=1024)
-def active_rules(device: str, backend: str, release: Release, nested: bool) -> tuple[Rule, ...]:
-    """The rules that a release asks for such inputs, in its order."""
-    scopes = ("any", "nested" if nested else "dense")
-    rules = [
-        rule
-        for rule in TABLES[device, backend]
-        if rule.since <= release < rule.until and rule.scope in scopes
-    ]
-    for until, names in EARLIER_ORDER.get(backend, ()) if device == "cuda" else ():
-        if release < until:
-            return tuple(sorted(rules, key=lambda rule: names.index(rule.check)))
-    return tuple(rules)

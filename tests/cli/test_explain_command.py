@@ -108,7 +108,7 @@ def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
     flips = [line.split()[1] for line in out.splitlines() if re.match(r"►\s+2\.\d+\.\d+\s", line)]
     assert flips == ["2.5.1", "2.11.0"]
     found = rows(*args)
-    assert [row["predicted"] for row in found].count("cudnn") == 6
+    assert [row["predicted"] for row in found].count("cudnn") == 8
     assert [row["flips"] for row in found].index(True) == 1
     eleventh = next(row for row in found if row["environment"]["torch"] == "2.11.0")  # type: ignore[index]
     assert "choice flash → cudnn" in eleventh["changes"]  # type: ignore[operator]
@@ -158,14 +158,14 @@ def test_bisect_finds_the_exact_values() -> None:
 
 
 def test_a_patch_release_that_was_not_read_is_unknown() -> None:
-    (row,) = rows("--config", "2,8,512,64,bf16", "--torch", "2.7.0", "--gpu", "H100")
+    (row,) = rows("--config", "2,8,512,64,bf16", "--torch", "2.0.0", "--gpu", "H100")
     assert row["predicted"] == "unknown"
     assert row["priority_order"] == []
     assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
-    assert "not known" in told("--config", "2,8,512,64,bf16", "--torch", "2.7.0", "--gpu", "H100")
+    assert "not known" in told("--config", "2,8,512,64,bf16", "--torch", "2.0.0", "--gpu", "H100")
 
 
-@pytest.mark.parametrize("release", ["2.16", "2.4", "2.7.0", "3.1.2"])
+@pytest.mark.parametrize("release", ["2.16", "1.13", "2.0.0", "3.1.2"])
 @pytest.mark.parametrize("gpu", ["H100", "cpu"])
 def test_a_release_outside_the_table_is_unknown_and_names_the_known(release: str, gpu: str) -> None:
     args = ("--config", "2,8,512,64,bf16", "--torch", release, "--gpu", gpu)
@@ -174,8 +174,25 @@ def test_a_release_outside_the_table_is_unknown_and_names_the_known(release: str
     assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
     caveat = row["caveats"][0]  # type: ignore[index]
     assert f"PyTorch {release}" in caveat
-    assert ("known is 2.7.1." if release == "2.7.0" else "known are 2.5.0, 2.5.1") in caveat
+    assert ("known is 2.0.1." if release == "2.0.0" else "known are 2.0.1, 2.1.0") in caveat
     assert "cannot decide" not in plain(told(*args))
+
+
+def test_a_range_answers_the_releases_that_are_known_and_names_the_others() -> None:
+    args = ("--config", "2,8,512,64,bf16", "--gpu", "A100", "--torch")
+    done = CliRunner().invoke(command, [*args, "2.0..2.15", "--format", "json"])
+    assert done.exit_code == 0
+    answer = json.loads(done.stdout)
+    assert answer["unknown_releases"] == ["2.0.0"]
+    assert [row["environment"]["torch"] for row in answer["rows"]][:2] == ["2.0.1", "2.1.0"]
+    assert len(answer["rows"]) == 27
+    assert "unknown" not in {row["predicted"] for row in answer["rows"]}
+    assert "the rules of PyTorch 2.0.0 were not read" in done.stderr
+    single = CliRunner().invoke(command, [*args, "2.15..2.16"])
+    assert single.exit_code == 0
+    assert "auto runs flash" in single.stdout and "PyTorch 2.16.0 were not read" in single.stderr
+    frame = profharness.explain("2,8,512,64,bf16", torch="2.0..2.1", gpu="A100")
+    assert frame.attrs["unknown_releases"] == ["2.0.0"]
 
 
 def test_a_cu130_build_of_2_9_takes_cudnn_and_is_not_called_a_cu128_one() -> None:
@@ -267,7 +284,7 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
         (("--torch", "2.8", "--gpu", "H2000"), "near matches: H200"),
         (("--torch", "2.8", "--gpu", "warp"), "known are|near matches"),
         (("--torch", "new", "--gpu", "H100"), "not a version"),
-        (("--torch", "2.8..2.99", "--gpu", "H100"), "not inside 2.5.0"),
+        (("--torch", "2.9..2.8", "--gpu", "H100"), "is empty"),
         (("--cudnn", "9.10.2"), "add --torch or --gpu"),
         (("--cuda", "12.8"), "add --torch or --gpu"),
         (("--cudnn-compiled", "9.8"), "--cudnn-compiled is for an answer by rule"),
@@ -355,7 +372,7 @@ def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -
     said = plain(told("--config", config, "--torch", releases, "--gpu", "H200"))
     names = ", ".join(f"{release}.0" for release in releases.split(","))
     assert said.count("were not read") == (2 if "," in releases and "{" in config else 1)
-    assert f"The rules of PyTorch {names} were not read; known are 2.5.0" in said
+    assert f"The rules of PyTorch {names} were not read; known are 2.0.1" in said
     assert "is the same" not in said and "takes it is not known" not in said
 
 

@@ -16,6 +16,7 @@ from profharness.dispatch.machine import (
     parse_cudnn,
     parse_release,
     parse_releases,
+    skipped_releases,
 )
 from profharness.dispatch.predict import predict_cell
 from profharness.errors import UsageError
@@ -71,19 +72,55 @@ def test_releases() -> None:
     assert parse_release("2.5") == (2, 5, 1)
     assert parse_release("2.5.0") == (2, 5, 0)
     assert parse_release("2.11.0+cu130") == (2, 11, 0)
-    assert parse_releases("2.5..2.15") == sorted(RELEASES)
-    assert parse_releases("2.5.1 .. 2.7") == [(2, 5, 1), (2, 6, 0), (2, 7, 1)]
+    assert parse_releases("2.0..2.15") == sorted(RELEASES)
+    assert parse_releases("2.5.1 .. 2.7") == [(2, 5, 1), (2, 6, 0), (2, 7, 0), (2, 7, 1)]
     assert parse_releases("2.13,2.8") == [(2, 8, 0), (2, 13, 0)]
-    for text in ("2.9..2.16", "2.4..2.8", "2.9..2.8"):
-        with pytest.raises(UsageError, match=r"is not inside 2\.5\.0 \.\. 2\.15\.0"):
+    for text, error in (
+        ("2.9..2.8", "is empty"),
+        ("2.16..2.18", r"known are 2\.0\.1 \.\. 2\.15\.0"),
+    ):
+        with pytest.raises(UsageError, match=error):
             parse_releases(text)
     for text in ("", "two", "2", "2.x"):
         with pytest.raises(UsageError, match="is not a version"):
             parse_release(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "known", "unknown"),
+    [
+        ("2.0..2.0", [(2, 0, 1)], [(2, 0, 0)]),
+        ("2.15..2.18", [(2, 15, 0)], [(2, 16, 0), (2, 17, 0), (2, 18, 0)]),
+        ("1.13..2.0.1", [(2, 0, 1)], [(1, 13, 0), (2, 0, 0)]),
+        ("2.15..3.1", [(2, 15, 0)], [(3, 1, 0)]),
+        ("2.8.0..2.8.5", [(2, 8, 0)], [(2, 8, 5)]),
+        ("2.8..2.9,2.16", [(2, 8, 0), (2, 9, 0), (2, 9, 1), (2, 16, 0)], []),
+    ],
+)
+def test_a_range_answers_what_is_known_and_names_the_rest(
+    text: str, known: list[tuple[int, ...]], unknown: list[tuple[int, ...]]
+) -> None:
+    assert (parse_releases(text), skipped_releases(text)) == (known, unknown)
+
+
+def test_the_wheels_of_each_release() -> None:
+    compiled = {release: wheel.cudnn_compiled for release, wheel in RELEASES.items()}
+    assert {compiled[release] for release in compiled if release < (2, 4)} == {8500, 8902}
+    for first, last, version in (
+        ((2, 4), (2, 7), 90100),
+        ((2, 7), (2, 8), 90501),
+        ((2, 8), (2, 10), 90800),
+        ((2, 12), (2, 14), 92000),
+        ((2, 14), (2, 15), 92400),
+    ):
+        found = {compiled[release] for release in compiled if first <= release < last}
+        assert found == {version}
+    for minor in (7, 12, 14):
+        assert RELEASES[2, minor, 0] == RELEASES[2, minor, 1]
+
+
 def test_a_release_outside_the_table_is_not_known() -> None:
-    assert not machine_for("H100", "2.7.0").known
+    assert not machine_for("H100", "2.0.0").known
     assert not machine_for("H100", "2.16").known
     assert machine_for("H100", "2.16").cudnn is None
     assert machine_for("H100", "2.15").known
@@ -111,6 +148,7 @@ def test_cudnn_versions() -> None:
     assert [parse_cudnn(text) for text in ("9.19.0", "9.1.0.70", 91900, "91900", "9.26")] == [
         91900, 90100, 91900, 91900, 92600
     ]  # fmt: skip
+    assert [parse_cudnn(text) for text in ("8.9.2.26", "8.5.0", 8902)] == [8902, 8500, 8902]
     with pytest.raises(UsageError, match=r"write 9\.19\.0 or 91900"):
         parse_cudnn("nine")
 

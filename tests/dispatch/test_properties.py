@@ -12,7 +12,7 @@ from profharness.config import SDPA_BACKENDS
 from profharness.devices import GPUS
 from profharness.dispatch.machine import RELEASES, AttentionParams, Machine, Mask
 from profharness.dispatch.predict import PRIORITIES, code, judge, predict, raises_later
-from profharness.dispatch.rules import TABLES
+from profharness.dispatch.tables import TABLES
 
 
 def test_the_spans_of_the_releases_have_no_gaps() -> None:
@@ -60,15 +60,17 @@ calls = st.builds(
     nested=st.booleans(),
     enabled=st.frozensets(st.sampled_from(SDPA_BACKENDS), min_size=2),
     flash_impl=st.sampled_from(["FA2", "FA3", "FA4"]),
+    scaled=st.booleans(),
 )
 machines = st.builds(
     Machine,
-    torch=st.sampled_from([*RELEASES, (2, 7, 0), (3, 0, 0)]),
+    torch=st.sampled_from([*RELEASES, (2, 0, 0), (3, 0, 0)]),
     capability=st.sampled_from(sorted({gpu.capability for gpu in GPUS} | {(10, 7), (11, 0)})),
     cudnn=st.none() | st.sampled_from([90100, 91002, 91300, 91900, 92401, 92500, 92600]),
     cuda=st.sampled_from([None, "12.8", "13.0"]),
     cudnn_compiled=st.sampled_from([None, 90800, 91900]),
     cudnn_nested=st.booleans(),
+    cudnn_enabled=st.booleans(),
 )
 
 

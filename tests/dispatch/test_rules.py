@@ -45,37 +45,37 @@ def codes(
 )
 def test_the_order_of_each_release(release: str, gpu: str, order: tuple[str, ...]) -> None:
     machine = machine_for(gpu, release)
-    assert priority_order(machine) == order
+    assert priority_order(PLAIN, machine) == order
     assert predict(PLAIN, machine).choice == order[0]
 
 
 def test_what_else_decides_the_order() -> None:
     hopper = machine_for("H100", "2.10")
-    assert priority_order(replace(hopper, cudnn=91501)) == CUDNN_FIRST
-    assert priority_order(replace(hopper, cudnn=91500)) == FLASH_FIRST
-    assert priority_order(replace(hopper, cudnn=None)) == ()
-    assert priority_order(replace(hopper, cudnn=91900, cudnn_preferred=False)) == FLASH_FIRST
+    assert priority_order(PLAIN, replace(hopper, cudnn=91501)) == CUDNN_FIRST
+    assert priority_order(PLAIN, replace(hopper, cudnn=91500)) == FLASH_FIRST
+    assert priority_order(PLAIN, replace(hopper, cudnn=None)) == ()
+    assert priority_order(PLAIN, replace(hopper, cudnn=91900, cudnn_preferred=False)) == FLASH_FIRST
     built = replace(machine_for("H100", "2.9"), cudnn_compiled=91300)
-    assert priority_order(built) == CUDNN_FIRST
-    assert priority_order(replace(built, capability=(10, 3))) == FLASH_FIRST
+    assert priority_order(PLAIN, built) == CUDNN_FIRST
+    assert priority_order(PLAIN, replace(built, capability=(10, 3))) == FLASH_FIRST
     old_cuda = replace(machine_for("sm107", "2.13"), cuda="12.8")
-    assert priority_order(old_cuda) == FLASH_FIRST
-    assert priority_order(replace(old_cuda, cuda=None)) == ()
-    assert priority_order(replace(old_cuda, cuda=None, capability=(9, 0))) == CUDNN_FIRST
-    assert priority_order(machine_for("H100", "2.9", cuda="13.0")) == CUDNN_FIRST
-    assert priority_order(machine_for("A100", "2.9", cuda="13.0")) == FLASH_FIRST
+    assert priority_order(PLAIN, old_cuda) == FLASH_FIRST
+    assert priority_order(PLAIN, replace(old_cuda, cuda=None)) == ()
+    assert priority_order(PLAIN, replace(old_cuda, cuda=None, capability=(9, 0))) == CUDNN_FIRST
+    assert priority_order(PLAIN, machine_for("H100", "2.9", cuda="13.0")) == CUDNN_FIRST
+    assert priority_order(PLAIN, machine_for("A100", "2.9", cuda="13.0")) == FLASH_FIRST
 
 
 def test_the_facts_that_the_order_hangs_on() -> None:
-    assert undecided(machine_for("H100", "2.9")) == ()
-    assert undecided(machine_for("H100", "2.9", cuda="12.6")) == ("cudnn_compiled",)
-    assert undecided(machine_for("A100", "2.9", cuda="12.6")) == ()
-    assert undecided(machine_for("H100", "2.11", cuda="12.8")) == ("cudnn",)
+    assert undecided(PLAIN, machine_for("H100", "2.9")) == ()
+    assert undecided(PLAIN, machine_for("H100", "2.9", cuda="12.6")) == ("cudnn_compiled",)
+    assert undecided(PLAIN, machine_for("A100", "2.9", cuda="12.6")) == ()
+    assert undecided(PLAIN, machine_for("H100", "2.11", cuda="12.8")) == ("cudnn",)
     bare = Machine((2, 13, 0), (10, 7))
-    assert undecided(bare) == ("cudnn", "cuda")
-    assert undecided(replace(bare, capability=(9, 0))) == ("cudnn",)
-    assert undecided(bare, "cpu") == ()
-    assert undecided(machine_for("H100", "2.16")) == ()
+    assert undecided(PLAIN, bare) == ("cudnn", "cuda")
+    assert undecided(PLAIN, replace(bare, capability=(9, 0))) == ("cudnn",)
+    assert undecided(replace(PLAIN, device="cpu"), bare) == ()
+    assert undecided(PLAIN, machine_for("H100", "2.16")) == ()
 
 
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
@@ -227,7 +227,7 @@ def test_facts_that_hang_on_the_cudnn_version() -> None:
     for version, refused in ((91100, False), (91101, True), (91399, True), (91400, False)):
         assert ("dropout" in codes("cudnn", replace(late, cudnn=version), dropout=0.5)) is refused
     for version, refused in ((90500, True), (90501, False)):
-        old = replace(machine_for("H100", "2.8"), cudnn=version)
+        old = replace(machine_for("H100", "2.8"), cudnn_compiled=version)
         assert ("head_dim" in codes("cudnn", old, head_dim=256)) is refused
     for version, refused in ((92500, True), (92501, False)):
         rubin = replace(machine_for("sm107", "2.14"), cudnn=version)

@@ -190,6 +190,7 @@ _EXPLAINS = {
     "cudnn": "cuDNN picks its kernels at run time; from torch 2.10 one newer than 9.15.0 is the first"
     " choice on compute capability 9 and 10, and head_dim limits depend on it",
     r"(env\.)?TORCH_CUDNN_SDPA_DEPRIORITIZED": "1 takes cuDNN from the front (torch 2.10 on)",
+    r"(env\.)?TORCH_CUDNN_SDPA_ENABLED": "1 lets PyTorch take cuDNN (torch 2.3 and 2.4)",
     r"(env\.)?TORCH_CUDNN_SDPA_PREFERRED": "0 keeps cuDNN from the front (torch 2.9)",
     r"(env\.)?TORCH_CUDNN_SDPA_NESTED\w*": "1 lets cuDNN take nested tensors",
     r"(env\.)?TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "changes which cuDNN plan a shape gets",

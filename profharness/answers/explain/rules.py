@@ -16,8 +16,10 @@ import msgspec
 from profharness.config import SDPA_BACKENDS, Config
 from profharness.devices import GPUS, find_gpu
 from profharness.dispatch.advice import BackendAnswer, advise
+from profharness.dispatch.early import doubts
 from profharness.dispatch.machine import (
     RELEASES,
+    AttentionParams,
     Machine,
     Release,
     build_of,
@@ -160,7 +162,7 @@ def named_places(
     """The places that a user names, one per release, oldest first. None where neither torch nor gpu
     is given, which means PyTorch itself.
 
-    torch: `2.8`, `2.9.1`, `2.5..2.15`, `2.8,2.10`; None means the installed release. A single
+    torch: `2.8`, `2.9.1`, `2.0..2.15`, `2.8,2.10`; None means the installed release. A single
     release need not be one that the rules know. gpu: a name, a capability such as sm90, or `cpu`;
     None means this machine's GPU, as NVML tells. cudnn is the version at run time, cudnn_compiled
     the one that PyTorch was built with. Raises UsageError for what is no version, for a GPU that is
@@ -239,7 +241,8 @@ def explain_by_rule(
     """What the rules say of a config on a place. backends limits the advice."""
     config = config.resolve(place.device)
     machine, device = place.machine, place.device
-    prediction = predict(from_config(config, device), machine)
+    params = from_config(config, device)
+    prediction = predict(params, machine)
     order = prediction.priority_order or (SDPA_BACKENDS if device == "cuda" else CPU_ORDER)
     sides = sides_by_rule(prediction, order)
     if advice:
@@ -258,7 +261,7 @@ def explain_by_rule(
         priority_order=prediction.priority_order,
         predicted=prediction.choice,
         backends=tuple(sides),
-        caveats=(*prediction.hazards, *_caveats(place, prediction)),
+        caveats=(*prediction.hazards, *_caveats(place, params, prediction)),
     )
 
 
@@ -322,7 +325,7 @@ ALLOW_SET = (
 LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
-def _caveats(place: Place, prediction: Prediction) -> Iterator[str]:
+def _caveats(place: Place, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
     """What the rules rest on where that is not certain, and what holds wherever PyTorch chooses."""
     machine, on_gpu = place.machine, place.device == "cuda"
     release = release_text(machine.torch)
@@ -341,9 +344,11 @@ def _caveats(place: Place, prediction: Prediction) -> Iterator[str]:
             "not known here (--cudnn VERSION)."
         )
     if machine.known and prediction.choice == "unknown":
-        yield f"The rules cannot decide this call: {'; '.join(_gaps(place, prediction))}."
+        yield f"The rules cannot decide this call: {'; '.join(_gaps(place, params, prediction))}."
+    if machine.known:
+        yield from doubts(machine.torch)
     yield COMPILED
-    if on_gpu:
+    if on_gpu and not (machine.known and machine.torch < (2, 3)):
         yield from (ALLOW_SET, LEGACY)
 
 
@@ -356,6 +361,16 @@ def unread(answers: Iterable[Explanation]) -> str | None:
     return _unread(missing) if missing else None
 
 
+LISTED = 6  # releases that one sentence names
+
+
+def skipped_text(releases: Sequence[str]) -> str:
+    """One sentence on the releases of a range that no answer is about."""
+    names = ", ".join(releases[:LISTED])
+    more = f" and {len(releases) - LISTED} more" if len(releases) > LISTED else ""
+    return f"left out of the answer: the rules of PyTorch {names}{more} were not read"
+
+
 def _unread(missing: Sequence[Release]) -> str:
     same = [number for number in RELEASES if {number[:2]} == {one[:2] for one in missing}]
     near = same or RELEASES
@@ -365,10 +380,10 @@ def _unread(missing: Sequence[Release]) -> str:
     return f"The rules of PyTorch {releases} were not read; known {verb} {names}."
 
 
-def _gaps(place: Place, prediction: Prediction) -> Iterator[str]:
+def _gaps(place: Place, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
     """What would have to be known to decide."""
     if not prediction.priority_order:
-        facts = " and ".join(FACTS[name] for name in undecided(place.machine, place.device))
+        facts = " and ".join(FACTS[name] for name in undecided(params, place.machine))
         yield f"the order of the backends hangs on {facts}"
     names = [name for name, verdict in prediction.backends.items() if verdict.eligible is None]
     if names:
