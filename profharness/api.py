@@ -160,20 +160,22 @@ def capture(
     note: str | None = None,
     metrics: Names = (),
     sections: Names = (),
+    processes: int = Protocol.processes,
     progress: bool | None = None,
 ) -> pd.DataFrame:
     """Run configs on backends in a worker process, ingest the run, and return one row per cell.
 
     configs are grammar texts ("2,8,512,64,bf16"), Config objects or a list of them; without
     backends, or for `all`, PyTorch's own on this machine's device run; `kernels` stands for what
-    lies in kernels/. metrics and sections are what ncu takes besides its default ones. Failed and
+    lies in kernels/. metrics and sections are what ncu takes besides its default ones. Each cell is
+    timed in so many processes, and profiled in the first. Failed and
     refused cells are rows with their status and message. progress: a line that tells how far it is;
     None: on a terminal and in a notebook. Raises UsageError for what cannot be meant, CaptureError
     when no worker starts.
     """
     counts = iterations, warmup, samples
     counters = split_names(metrics), split_names(sections)
-    protocol = Protocol(*counts, timeout_s, seed, device, *counters)
+    protocol = Protocol(*counts, timeout_s, seed, device, *counters, processes)
     options = CaptureOptions(split_names(profilers), Path(out), protocol, note)
     path = store_path(store)
     with shown(progress) as show:
@@ -396,6 +398,7 @@ def bench(
     max_time_s: float = BenchPlan.max_time_s,
     iterations: int | None = None,
     warmup: int = BenchOptions.warmup,
+    processes: int = BenchOptions.processes,
     convention: str = BenchOptions.convention,
     seed: int = BenchOptions.seed,
     timeout_s: float = Protocol.timeout_s,
@@ -421,6 +424,7 @@ def bench(
         max_time_s=max_time_s,
         iterations=iterations,
         warmup=warmup,
+        processes=processes,
         convention=convention,
         seed=seed,
         timeout_s=timeout_s,

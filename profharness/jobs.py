@@ -40,6 +40,7 @@ from profharness.profilers import find_profilers, require_tools
 from profharness.rows import COLD, KERNEL
 from profharness.run import (
     PRECISION,
+    PROCESSES,
     RUN_FILE,
     BenchOptions,
     BenchPlan,
@@ -339,8 +340,13 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
         options.configs, options.dtypes, baseline, device_type(options.device)
     )
     require_number("warmup", options.warmup, 0, whole=True)
+    require_number("processes", options.processes, *PROCESSES, whole=True)
     counts = PROFILED_CALLS, options.warmup, options.iterations or 0
-    protocol = Protocol(*counts, options.timeout_s, options.seed, options.device)
+    protocol = Protocol(
+        *(*counts, options.timeout_s, options.seed, options.device),
+        # a process without a sample has nothing to say
+        processes=min(options.processes, options.iterations or options.processes),
+    )
     capture_options = CaptureOptions(out=options.out, protocol=protocol, bench=plan)
     with listener.progress() as progress:
         captured = bench_into_store(configs, options.backends, store, capture_options, progress)

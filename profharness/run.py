@@ -16,8 +16,9 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -37,6 +38,7 @@ PRECISION = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of msgspec's decoding
 PRECISIONS = (1e-9, 1 - 1e-9)
 SHORTEST_SAMPLING_S = 1e-6
+T = TypeVar("T")
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 OBSERVE = "observe"
 KINDS = ("capture", "bench", "verify", "explain", OBSERVE)  # the commands that make runs
@@ -65,7 +67,8 @@ class Cell:
     backend's own context. iterations counts the profiled calls. compile_ns is what loading and the
     first call took, for backends besides PyTorch's own. tuning is what an implementation says that it
     chose for the last call, where it has `tuning()`. A cell of `verify` names its case and the
-    label of the config that the case was derived from.
+    label of the config that the case was derived from. turns: measurement name to process, turn and
+    number of samples, in the order of the samples. process is the last one that timed it, from 0.
     """
 
     cell: str
@@ -86,6 +89,8 @@ class Cell:
     asked: str | None = None
     checks: tuple[Check, ...] = ()
     tuning: dict[str, Any] | None = None
+    turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    process: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,8 +119,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the cells were run: counts of calls, the seconds a cell may take, and what ncu was asked
-    for besides its default metrics.
+    """How the cells were run: counts of calls, the seconds a cell may take, what ncu was asked for
+    besides its default metrics, and in how many worker processes each cell is timed.
     """
 
     iterations: int = 5
@@ -126,11 +131,13 @@ class Protocol:
     device: str = "auto"
     metrics: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
+    processes: int = 1
 
 
 DEVICES = ("auto", "cuda", "cpu")
 LIMITS = {"iterations": (1, 10_000), "warmup": (0, 10_000), "samples": (0, 100_000)}
 """How many calls a capture may be asked for."""
+PROCESSES = (1, 100)
 SHORTEST_S, LONGEST_S = 0.1, 1e9
 SEEDS = (-(2**63), 2**64 - 1)  # what torch.Generator takes
 
@@ -140,6 +147,7 @@ def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
     for name, (low, high) in LIMITS.items():
         limits = (low, high) if counted else (0, math.inf)
         require_number(name, getattr(protocol, name), *limits, whole=True)
+    require_number("processes", protocol.processes, *PROCESSES, whole=True)
     require_number("seed", protocol.seed, *SEEDS, whole=True)
     require_number("timeout_s", protocol.timeout_s, SHORTEST_S, LONGEST_S)
     require_device(protocol.device)
@@ -231,21 +239,65 @@ def read_run(folder: Path) -> Run:
     if run.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
     results = _journal_results(folder)
-    cells = tuple(
-        results.get(cell.cell, cell) if cell.status == "pending" else cell for cell in run.cells
-    )
+    cells = tuple(reduce(with_result, results.get(cell.cell, ()), cell) for cell in run.cells)
     return replace(run, cells=cells)
 
 
-def _journal_results(folder: Path) -> dict[str, Cell]:
-    """The first result of each cell in a journal, by id; a line cut short by a crash is passed over."""
-    results: dict[str, Cell] = {}
+def with_result(cell: Cell, result: Cell) -> Cell:
+    """The cell with a result of it: its first one, or what a later process adds to that. Any other
+    changes nothing.
+    """
+    if cell.status == "pending":
+        return result if result.process == 0 else cell
+    if cell.status != "ok" or result.process <= cell.process:
+        return cell
+    if result.status != "ok":
+        why = (result.message or "").splitlines()[:1]
+        text = f"process {result.process + 1} ended as {result.status}, so it gave no samples"
+        warnings = (*cell.warnings, ": ".join([text, *why]))
+        return replace(cell, process=result.process, warnings=warnings)
+    return replace(
+        cell,
+        process=result.process,
+        samples=_appended(cell.samples, result.samples),
+        turns=_appended(cell.turns, result.turns),
+        clocks=_merged_clocks(cell.clocks, result.clocks),
+        duration_ns=(cell.duration_ns or 0) + (result.duration_ns or 0),
+        warnings=tuple(dict.fromkeys((*cell.warnings, *result.warnings))),
+    )
+
+
+def _appended(first: dict[str, list[T]], more: dict[str, list[T]]) -> dict[str, list[T]]:
+    return {name: [*first.get(name, ()), *more.get(name, ())] for name in {**first, **more}}
+
+
+def _merged_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The clocks of two processes as one: extremes of both, all throttle reasons, and the mean of the
+    medians by their readings.
+    """
+    merged, counts = first | more, (first.get("readings", 1), more.get("readings", 1))
+    for name in first.keys() & more.keys():
+        values = first[name], more[name]
+        if name == "throttle_reasons":
+            merged[name] = values[0] | values[1]
+        elif name == "readings":
+            merged[name] = sum(values)
+        elif name.endswith(("_min", "_max")):
+            merged[name] = min(values) if name.endswith("_min") else max(values)
+        else:
+            merged[name] = (values[0] * counts[0] + values[1] * counts[1]) / sum(counts)
+    return merged
+
+
+def _journal_results(folder: Path) -> dict[str, list[Cell]]:
+    """The results of each cell in a journal, by id; a line cut short by a crash is passed over."""
+    results: dict[str, list[Cell]] = {}
     path = folder / JOURNAL_FILE
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(*NOT_A_RECORD):
             result = msgspec.json.decode(line, type=JournalEntry).result
             if result is not None:
-                results.setdefault(result.cell, result)
+                results.setdefault(result.cell, []).append(result)
     return results
 
 
@@ -308,6 +360,16 @@ class BenchPlan:
     precision: float = PRECISION
     max_time_s: float = 10.0
     iterations: int | None = None
+
+    def part(self, process: int, processes: int) -> BenchPlan:
+        """What one of several processes has to do; together they do the plan."""
+        count = self.iterations
+        if count is not None:
+            count = count // processes + (process < count % processes)
+        precision = min(self.precision * processes**0.5, PRECISIONS[1])
+        return replace(
+            self, precision=precision, max_time_s=self.max_time_s / processes, iterations=count
+        )
 
     def on(self, device: str) -> tuple[str, ...]:
         """The measurements that exist on a device, `cuda` or `cpu`."""
@@ -423,6 +485,7 @@ class BenchOptions:
     timeout_s: float = Protocol.timeout_s
     device: str = Protocol.device
     out: Path = RUNS_FOLDER
+    processes: int = 3
 
 
 def write_plan(folder: Path, plan: BenchPlan) -> None:

@@ -107,7 +107,7 @@ def test_all_and_kernels_mean_the_same_everywhere(
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "mine.py").write_text((ROOT / "kernels" / "naive.py").read_text())
     common = {"device": "cpu", "store": tmp_path / "s.db", "out": tmp_path / "runs"}
-    quick = {"iterations": 2, "warmup": 0, "max_time_s": 0.2}
+    quick = {"iterations": 2, "warmup": 0, "max_time_s": 0.2, "processes": 1}
     usual = {"auto", "flash", "math"}
     config = "1,1,16,16,fp32"
     for words, wanted in (("all", usual), ("kernels", {"mine"}), ("all,kernels", {*usual, "mine"})):

@@ -80,6 +80,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_made(
         ({"iterations": 0}, "iterations=0 is not a whole number from 1 on"),
         ({"warmup": -2}, "warmup=-2 "),
         ({"seed": "x"}, "seed='x' "),
+        ({"processes": 0, "iterations": 3}, "processes=0 is not a whole number from 1 to 100"),
         ({"device": "tpu"}, "'tpu'"),
         ({"convention": "loose"}, "'loose'"),
         ({"measurements": "hours"}, "'hours'"),

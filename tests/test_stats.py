@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.stats import beyond, compare, is_bimodal, median_ci, summarize
+from profharness.stats import (
+    Series,
+    beyond,
+    compare,
+    interval,
+    is_bimodal,
+    median_ci,
+    process_medians,
+    summarize,
+)
 
 TIMES = st.lists(st.integers(1_000, 10_000_000), min_size=1, max_size=40)
 
@@ -128,3 +137,85 @@ def test_importing_is_light() -> None:
     code += "print(sorted({'numpy','scipy','pandas','torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def run_of(
+    rng: np.random.Generator, process: float, turn: float, median: float = 1e6, count: int = 3
+) -> Series:
+    """Samples of so many processes with four turns of eight; the standard deviations of processes
+    and turns are parts of the median, that of a sample is 1 % of it.
+    """
+    samples: list[int] = []
+    for shift in rng.normal(0, process, count):
+        for more in rng.normal(0, turn, 4):
+            samples += map(int, median * (1 + shift + more + rng.normal(0, 0.01, 8)))
+    return Series.of(samples, [(each // 4, each % 4, 8) for each in range(4 * count)])
+
+
+@pytest.mark.parametrize(("process", "turn"), [(0.005, 0.003), (0.0, 0.01)])
+def test_an_interval_holds_the_median_of_a_known_spread(process: float, turn: float) -> None:
+    """In 95 % of like runs; one over samples alone is far from that where turns or processes differ."""
+    rng = np.random.default_rng(3)
+    found = [interval(run_of(rng, process, turn)) for _ in range(200)]
+    assert sum(each is not None and each.low <= 1e6 <= each.high for each in found) >= 0.93 * 200
+
+
+def test_intervals_of_samples_alone_are_too_narrow_there() -> None:
+    rng = np.random.default_rng(3)
+    found = [median_ci(tuple(run_of(rng, 0.01, 0.003))) for _ in range(30)]
+    assert sum(each is not None and each[0] <= 1e6 <= each[1] for each in found) < 18
+
+
+def test_an_interval_tells_its_parts() -> None:
+    whole = run_of(np.random.default_rng(1), 0.02, 0.001)
+    found = interval(whole)
+    assert found is not None and found == interval(whole)
+    assert found.processes == 3
+    assert found.between_processes is not None and found.between_turns is not None
+    assert found.between_processes > found.between_turns
+    medians = process_medians(whole)
+    assert medians == [summarize(whole[place : place + 32]).median for place in (0, 32, 64)]
+    spread = np.std(medians, ddof=1) / 3**0.5
+    assert found.between_processes == pytest.approx(4.3027 * spread, rel=1e-4)
+    assert found.high - found.low >= 2 * found.between_processes
+
+
+def test_what_nobody_knows_of_turns_is_as_it_was() -> None:
+    plain = [int(value) for value in normal(1e6)]
+    for samples in (plain, Series.of(plain), Series.of(plain, [(0, 0, 30)])):
+        found = interval(samples)
+        assert found is not None and (found.low, found.high) == median_ci(plain)
+        assert found.between_turns is None and found.between_processes is None
+    assert Series.of(plain, [(0, 0, 29)]).turns == ()  # they do not add up
+    assert interval([1, 2]) is None
+
+
+def test_turns_without_processes_and_processes_without_turns() -> None:
+    whole = run_of(np.random.default_rng(1), 0.0, 0.01, count=1)
+    one = interval(whole)
+    assert one is not None and one.between_processes is None and one.between_turns is not None
+    assert 2 * one.between_turns == pytest.approx(one.high - one.low)
+    profiled = Series.of(range(100, 130), [(0, 0, 10), (1, 0, 10), (2, 0, 10)])
+    three = interval(profiled)
+    assert three is not None and three.between_turns is None
+    assert three.between_processes is not None and three.processes == 3
+
+
+def test_processes_that_differ_as_much_are_no_slow_down() -> None:
+    """A gate on like runs: the rank test over the samples alone finds them different."""
+    rng = np.random.default_rng(5)
+    pairs = [(run_of(rng, 0.03, 0.0), run_of(rng, 0.03, 0.0)) for _ in range(150)]
+    alone = sum(compare(tuple(a), tuple(b)).verdict in ("slower", "faster") for a, b in pairs)
+    both = [compare(a, b) for a, b in pairs]
+    # 7.5 are expected, and more than 13 in one of 50 cases
+    assert sum(each.verdict in ("slower", "faster") for each in both) <= 13 < alone / 2
+    assert any("over 3 and 3 processes" in each.reason for each in both)
+
+
+def test_a_real_slow_down_of_five_percent_is_found() -> None:
+    rng = np.random.default_rng(6)
+    found = [
+        compare(run_of(rng, 0.003, 0.003), run_of(rng, 0.003, 0.003, 1.05e6)).verdict
+        for _ in range(60)
+    ]
+    assert found.count("slower") >= 0.95 * 60

@@ -70,7 +70,17 @@ def test_real_runs_become_a_page(
         path.Step("kernels/naive.py:attention", "The second way", "Said of that."),
     )
     backends = ("--backend", "math,kernels/naive.py:attention,auto")
-    quick = ("--config", TINY, *backends, "--device", "cpu", "--iterations", "5")
+    quick = (
+        "--config",
+        TINY,
+        *backends,
+        "--device",
+        "cpu",
+        "--iterations",
+        "5",
+        "--processes",
+        "1",
+    )
     study = studies.Study(
         path.NAME,
         {"capture": ("capture", *quick), "bench": ("bench", *quick)},

@@ -24,7 +24,7 @@ from profharness.files import (
     atomic_file,
     check_output,
 )
-from profharness.run import DEVICES
+from profharness.run import DEVICES, PROCESSES
 from profharness.views.document import Chart, Document
 from profharness.views.renderers import RENDERERS, render_markdown
 
@@ -134,6 +134,18 @@ def timeout_option(default_s: float, text: str) -> Callable[[F], F]:
         default=int(default_s),
         show_default=True,
         help=text,
+    )
+
+
+def processes_option(default: int) -> Callable[[F], F]:
+    """--processes as `processes: int`."""
+    return click.option(
+        "--processes",
+        type=click.IntRange(*PROCESSES),
+        default=default,
+        show_default=True,
+        help="Fresh worker processes that each time every cell; intervals and verdicts then know how "
+        "much processes differ.",
     )
 
 

@@ -23,6 +23,7 @@ from profharness.cli._options import (
     hint,
     measured,
     out_option,
+    processes_option,
     read_configs,
     require_charts,
     store_option,
@@ -78,6 +79,7 @@ def _check_output(ctx: click.Context, option: click.Parameter, output: Path | No
     help="Calls.",
 )
 @click.option("--iterations", type=click.IntRange(1), help="Exactly so many samples each.")
+@processes_option(BenchOptions.processes)
 @click.option(
     "--precision",
     metavar="PART",

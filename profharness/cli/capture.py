@@ -14,6 +14,7 @@ from profharness.cli._options import (
     config_options,
     device_option,
     out_option,
+    processes_option,
     read_configs,
     store_option,
     timeout_option,
@@ -64,6 +65,7 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     show_default=True,
     help="Unprofiled timing samples; 0: none.",
 )
+@processes_option(Protocol.processes)
 @timeout_option(Protocol.timeout_s, "Seconds that one cell may take.")
 @click.option(
     "--metrics",

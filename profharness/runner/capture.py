@@ -96,7 +96,7 @@ def verify(
     """
     options = options or VerifyOptions()
     cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
-    protocol = replace(options.protocol, iterations=0, warmup=0, samples=0)
+    protocol = replace(options.protocol, iterations=0, warmup=0, samples=0, processes=1)
     folder, run = make_run(options.out, "verify", protocol, cells, backends)
     with locked(folder):
         return _carry_out(folder, run, {}, progress)
@@ -232,8 +232,11 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
         with interrupts_name(folder), _writes(folder), deferred():
             if inside or not profilers:
                 command = partial(worker_argv, program=_program(folder, run))
-                cells = record.begin_pass(None)
-                run_cells(folder, cells, run.protocol, inside, record.add_entry, command=command)
+                for process in range(run.protocol.processes):
+                    cells = record.begin_pass(None, process)
+                    run_cells(
+                        folder, cells, run.protocol, inside, record.add_entry, command=command
+                    )
             for profiler in profilers:
                 if profiler.session is not None:
                     _wrapped_pass(record, profiler, tools)

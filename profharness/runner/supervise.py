@@ -48,6 +48,7 @@ from profharness.run import (
     Run,
     TraceFile,
     unwritable,
+    with_result,
     write_run,
 )
 
@@ -399,9 +400,17 @@ class RunRecord:
         self._saved = 0.0
         self._pass: tuple[Profiler | None, int, int] = (None, 0, 0)
 
-    def begin_pass(self, profiler: Profiler | None) -> list[Cell]:
-        """The cells that a pass has to do; None: the pass inside the worker."""
+    def begin_pass(self, profiler: Profiler | None, process: int = 0) -> list[Cell]:
+        """The cells that a pass has to do; None: the pass inside the worker. process: a later one times
+        again what is ok.
+        """
         cells = list(self._cells.values())
+        if process:
+            return [
+                Cell(cell.cell, cell.config, cell.backend, process=process)
+                for cell in cells
+                if cell.status == "ok" and cell.process < process
+            ]
         todo = [cell for cell in cells if cell.status == "pending"]
         if profiler is not None:
             # a profiler has nothing more to say of the cells in its traces and its problems
@@ -410,7 +419,8 @@ class RunRecord:
                 cell for item in covered if item.profiler == profiler.name for cell in item.cells
             }
             todo += [cell for cell in cells if cell.status == "ok" and cell.cell not in seen]
-        self._pass = (profiler, 0, len(todo) if profiler else len(cells))
+        total = len(todo) if profiler else len(cells) * self.run.protocol.processes
+        self._pass = (profiler, 0, total)
         return [replace(cell, message=None) if cell.status == "pending" else cell for cell in todo]
 
     def add_entry(self, entry: JournalEntry) -> None:
@@ -430,19 +440,25 @@ class RunRecord:
                 result = _checked(result, str(self.run.environment.get("device_type", "cpu")))
             else:  # of a cell that ended its worker, the result has the config as it was asked
                 result = replace(result, config=cell.config)
-            if cell.status == "pending":
-                cell = self._cells[cell.cell] = result
+            if profiler is None or cell.status == "pending":
+                cell = self._cells[cell.cell] = with_result(cell, result)
             elif profiler is not None and result.status != "ok":
                 self.problems.append(_cell_problem(profiler.name, result))
             stage, finished = result.status, finished + 1
             self._pass = (profiler, finished, total)
         if profiler is None:
-            finished = sum(cell.status != "pending" for cell in self._cells.values())
+            finished = sum(map(self._turns_done, self._cells.values()))
         elif result is None:
             stage = f"{profiler.name} {stage}"
         self._progress(Step(finished, total, cell, stage))
         if result is not None and time.monotonic() - self._saved > SAVE_EVERY_S:
             self.save()
+
+    def _turns_done(self, cell: Cell) -> int:
+        """In how many processes a cell is done; one that failed needs no other."""
+        if cell.status == "pending":
+            return 0
+        return cell.process + 1 if cell.status == "ok" else self.run.protocol.processes
 
     def _disturbed(self, problem: Problem) -> None:
         """Keep what may have disturbed the times, once, and warn of it."""

@@ -43,6 +43,7 @@ from profharness.store.insert import (
     Inserted,
     config_ids,
     insert_trace,
+    placed_samples,
     row_id,
     to_json,
 )
@@ -474,12 +475,13 @@ def _insert_cells(
         cell.cell: _insert_cell(connection, run_id, cell, configs[cell.config]) for cell in cells
     }
     connection.executemany(
-        "INSERT INTO samples (cell_id, measurement, ordinal, duration_ns) VALUES (?, ?, ?, ?)",
+        "INSERT INTO samples (cell_id, measurement, ordinal, duration_ns, process, turn) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
         (
-            (ids[cell.cell], name, ordinal, value)
+            (ids[cell.cell], name, ordinal, *sample)
             for cell in cells
             for name, values in cell.samples.items()
-            for ordinal, value in enumerate(values)
+            for ordinal, sample in enumerate(placed_samples(values, cell.turns.get(name, ())))
         ),
     )
     for cell in cells:

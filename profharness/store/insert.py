@@ -16,6 +16,7 @@ import numpy as np
 from profharness.config import Config
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import axes
+from profharness.stats import Series
 from profharness.store.calls import CallLaunches
 from profharness.store.groups import Grouped, Grouping
 from profharness.store.schema import insert_row
@@ -55,6 +56,17 @@ _NEVER_NULL = {
     "trace_id", "by_op", "kernel_id", "launch_config_id", "device", "launches", "start_ns",
     "first_ns",
 }  # fmt: skip
+
+
+def placed_samples(
+    values: Sequence[int], turns: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int | None, int | None]]:
+    """The samples, each with its process and turn; None for both where they are not known."""
+    known = Series.of(values, turns).turns
+    places: list[tuple[int | None, int | None]]
+    places = [turn[:2] for turn in known for _ in range(turn.samples)]
+    for value, (process, turn) in zip(values, places or [(None, None)] * len(values), strict=True):
+        yield value, process, turn
 
 
 def to_json(value: object) -> str:

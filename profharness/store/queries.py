@@ -9,7 +9,8 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from itertools import chain, starmap
+from itertools import chain, groupby, starmap
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from profharness.rows import (
     Triple,
     triple,
 )
+from profharness.stats import Series
 from profharness.store.calls import call_rows, gap_rows, step_rows, template_rows
 from profharness.store.schema import (
     connect,
@@ -75,6 +77,16 @@ _DEVICE_COLUMNS = ", ".join(
 _CELL_FIELDS = tuple(field.name for field in fields(CellRow))
 _KERNEL_FIELDS = tuple(field.name for field in fields(KernelRow))
 _GROUP_KEYS = ("trace_id", "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device")
+
+
+def _series(rows: Sequence[tuple[str, int | None, int | None, int]]) -> Series:
+    """The samples of one measurement with their processes and turns, where those are known."""
+    turns = [
+        (process, turn, len(list(part)))
+        for (process, turn), part in groupby(rows, itemgetter(1, 2))
+    ]
+    known = [(process, turn, n) for process, turn, n in turns if None not in (process, turn)]
+    return Series.of((row[3] for row in rows), known)
 
 
 def _records(connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[Record]:
@@ -273,13 +285,11 @@ class Store:
         return [self._cell(row) for row in rows]
 
     def _cell(self, row: Record) -> CellRow:
-        samples: dict[str, list[int]] = {}
-        for name, value in self.connection.execute(
-            "SELECT measurement, duration_ns FROM samples WHERE cell_id = ? "
+        samples = self.connection.execute(
+            "SELECT measurement, process, turn, duration_ns FROM samples WHERE cell_id = ? "
             "ORDER BY measurement, ordinal",
             (row["id"],),
-        ):
-            samples.setdefault(name, []).append(value)
+        )
         refusals = self.connection.execute(
             "SELECT code, message, source FROM refusals WHERE cell_id = ? ORDER BY ordinal",
             (row["id"],),
@@ -287,7 +297,9 @@ class Store:
         decoded = {
             "refusals": tuple(starmap(Refusal, refusals)),
             "warnings": tuple(json.loads(row["warnings"])),
-            "samples": {name: tuple(values) for name, values in samples.items()},
+            "samples": {
+                name: _series(list(values)) for name, values in groupby(samples, itemgetter(0))
+            },
             "clocks": json.loads(row["clocks"]),
             "tuning": json.loads(row["tuning"]) if row["tuning"] else None,
         }

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from profharness.errors import NotFoundError, StoreError
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 12  # 1 to 11 were never released
+SCHEMA_VERSION = 13  # 1 to 12 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 WHOLLY_CHECKED_BYTES = 32 << 20  # some 0.2 s
@@ -74,7 +74,7 @@ CREATE INDEX cells_config ON cells(config_id);
 
 CREATE TABLE samples (
     cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, measurement TEXT NOT NULL,
-    ordinal INTEGER NOT NULL, duration_ns INTEGER NOT NULL,
+    ordinal INTEGER NOT NULL, duration_ns INTEGER NOT NULL, process INTEGER, turn INTEGER,
     PRIMARY KEY (cell_id, measurement, ordinal)) STRICT, WITHOUT ROWID;
 
 CREATE TABLE refusals (
@@ -310,7 +310,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     from sqlite_utils import Database, Migrations  # imports pandas; an up-to-date store needs none
 
     migrations = Migrations(MIGRATION_SET)
-    migrations(name="012_initial")(_initial)
+    migrations(name="013_initial")(_initial)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

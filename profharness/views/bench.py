@@ -35,7 +35,7 @@ CELL_FIELDS = (
     *("config", "backend", "status", "message", "choice", "peak_memory_bytes", "clocks", "tuning"),
     *("refusals", "warnings"),
 )
-RAW = "samples_ns"
+RAW, TURNS = "samples_ns", "turns"
 MEANS = {
     COLD: "one call on the GPU, L2 flushed, the host not in it",
     GRAPH: "CUDA-graph replay, L2 warm",
@@ -55,6 +55,7 @@ COLUMNS = (
     Column("status", ""),
     Column("ranking", "µs", "us", right=True),
     Column("half", "±%", "percent", right=True),
+    Column("apart", "±% processes", "percent", right=True),
     Column("mean", "mean", "us", right=True),
     Column("std", "std", "us", right=True),
     *(Column(name, name, "us", right=True) for name in (*GPU_MEASUREMENTS, EVENT, HOST)),
@@ -67,7 +68,7 @@ COLUMNS = (
     Column("mark", ""),
 )
 OPTIONAL = (
-    *("status", *GPU_MEASUREMENTS, EVENT, HOST),
+    *("status", "apart", *GPU_MEASUREMENTS, EVENT, HOST),
     *("tflops", "gbs", "efficiency", "speedup", "verified", "mark"),
 )
 LOSS_COLUMNS = (
@@ -108,7 +109,7 @@ def bench_document(
         SCHEMA,
         f"Bench of run {answer.run}",
         tuple(blocks),
-        (*FIELDS, RAW) if raw else FIELDS,
+        (*FIELDS, RAW, TURNS) if raw else FIELDS,
         tuple(_records(answer, raw)),
         {
             "run": answer.run,
@@ -147,7 +148,9 @@ def _records(answer: Benched, raw: bool) -> Iterator[dict[str, Any]]:
         plain = record(row)
         if raw:
             samples = answer.samples.get((row.config, row.backend), {})
-            plain[RAW] = list(samples.get(str(row.measurement), ()))
+            values = samples.get(str(row.measurement), ())
+            plain[RAW] = list(values)
+            plain[TURNS] = list(map(list, getattr(values, "turns", ())))
         yield plain
 
 
@@ -169,6 +172,8 @@ def _measured(answer: Benched) -> str:
     if counts:
         least, most = min(counts), max(counts)
         parts.append(f"{least if least == most else f'{least} to {most}'} samples a figure")
+    if several := max((row.processes or 0 for row in answer.figures()), default=0):
+        parts.append(f"in {several} process{'es' if several > 1 else ''}")
     for key, text in (("warmup", "warm-up calls {}"), ("seed", "seed {}")):
         if key in answer.protocol:
             parts.append(text.format(answer.protocol[key]))
@@ -221,6 +226,7 @@ def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:
         "verified": VERIFIED[row.verified],
         "ranking": median_ns,
         "half": half,
+        "apart": row.between_processes_ns and row.between_processes_ns / median_ns,
         "mean": row.mean_ns,
         "std": row.std_ns,
         "tflops": _scaled(row.flops_per_s, 1e12),

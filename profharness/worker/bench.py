@@ -31,7 +31,8 @@ FEWEST = 5
 MAX_SAMPLES = 2000  # beyond this the interval narrows too slowly to wait for
 GROWTH = 1.5  # samples between two looks at the interval
 TURN_NS = 20_000_000
-TURN_MAX = 25  # samples in one turn
+TURN_MAX = 10  # samples in one turn
+MIN_TURNS = 3  # before the interval is asked: the turns of a process differ
 DISCARD_MAX_NS = 50_000_000  # the first round of a slower call is not thrown away
 WARMUP_MAX_S = 5.0
 COPIES_MAX = 8
@@ -43,6 +44,8 @@ def body(program: Program) -> None:
     """Bench the plan's cells, config by config."""
     workspace = open_workspace(program)
     plan = read_plan(program.folder) or BenchPlan()
+    if program.plan.cells:
+        plan = plan.part(program.plan.cells[0].process, program.plan.protocol.processes)
     cells = [
         replace(cell, config=cell.config.resolve(program.device)) for cell in program.plan.cells
     ]
@@ -63,6 +66,7 @@ class Contestant:
     expected_ns: int
     samplers: dict[str, timing.Sampler]
     samples: dict[str, list[int]] = field(default_factory=dict)
+    turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     spent_s: float = 0.0
     cost_ns: dict[str, int] = field(default_factory=dict)
     next_look: dict[str, int] = field(default_factory=dict)
@@ -79,27 +83,34 @@ class Contestant:
         turn = max(1, min(TURN_MAX, TURN_NS // max(1, cost_ns)))
         return turn if plan.iterations is None else min(turn, plan.iterations - have)
 
-    def take(self, name: str, samples: dict[str, list[int]], plan: BenchPlan) -> None:
+    def take(self, name: str, samples: dict[str, list[int]], plan: BenchPlan, turn: int) -> None:
         """Keep samples of a measurement and what stands beside it; see whether they are enough."""
         for series, values in samples.items():
             self.samples.setdefault(series, []).extend(values)
-        if self._enough(name, self.samples[name], plan):
+            self.turns.setdefault(series, []).append((self.cell.process, turn, len(values)))
+        if self._enough(name, stats.Series.of(self.samples[name], self.turns[name]), plan):
             self.done.add(name)
+
+    def keep_sums(self, sums: list[int]) -> None:
+        """Keep kernel times that no stored trace tells."""
+        if sums:
+            self.samples[KERNEL], self.turns[KERNEL] = sums, [(self.cell.process, 0, len(sums))]
 
     def give_up(self, name: str, error: RuntimeError) -> None:
         """Go on without a measurement that the call cannot have."""
         del self.samplers[name]
         self.samples.pop(name, None)
+        self.turns.pop(name, None)
         self.cell = without(name, self.cell, error)
 
-    def _enough(self, name: str, kept: list[int], plan: BenchPlan) -> bool:
+    def _enough(self, name: str, kept: stats.Series, plan: BenchPlan) -> bool:
         if plan.iterations is not None:
             return len(kept) >= plan.iterations
         if len(kept) >= MAX_SAMPLES:
             return True
         if self.spent_s >= plan.max_time_s and len(kept) >= FEWEST:
             return True
-        if len(kept) < self.next_look.get(name, MIN_SAMPLES):
+        if len(kept) < self.next_look.get(name, MIN_SAMPLES) or len(kept.turns) < MIN_TURNS:
             return False
         self.next_look[name] = int(len(kept) * GROWTH)
         return narrow(kept, plan.precision)
@@ -107,11 +118,11 @@ class Contestant:
 
 def narrow(samples: Sequence[int], precision: float) -> bool:
     """Whether half the 95 % interval of the median is at most `precision` of the median."""
-    interval = stats.median_ci(samples)
+    interval = stats.interval(samples)
     if interval is None:
         return False
-    low, high = interval
-    return (high - low) / 2 <= precision * stats.summarize(samples).median
+    half = (interval.high - interval.low) / 2
+    return half <= precision * stats.summarize(samples).median
 
 
 def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
@@ -179,7 +190,7 @@ def take_turns(
             contestant.spent_s += end - begin
             contestant.readings += between(begin, end)
             contestant.span = (contestant.span[0] if contestant.span else begin, end)
-            contestant.take(name, samples, plan)
+            contestant.take(name, samples, plan, number)
     raise AssertionError("unreachable")
 
 
@@ -272,7 +283,7 @@ class _Group:
             self.stage(cell, "kernel")
             iterations = workspace.plan.protocol.iterations
             with contestant.context():
-                with_torch_profiler(contestant.call, cell.cell, workspace)
+                contestant.keep_sums(with_torch_profiler(contestant.call, cell, workspace))
         taken_ns = round(contestant.spent_s * 1e9) + time.perf_counter_ns() - begin
         readings = contestant.readings
         if not readings and contestant.span and workspace.clocks:
@@ -282,6 +293,7 @@ class _Group:
             cell,
             status="ok",
             samples=contestant.samples,
+            turns=contestant.turns,
             iterations=iterations,
             clocks=over_time(readings),
             duration_ns=taken_ns,

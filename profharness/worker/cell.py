@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +24,7 @@ from torch.autograd.profiler import profile, record_function
 
 from profharness.backends import find_backend
 from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
-from profharness.rows import COLD, EAGER, GRAPH
+from profharness.rows import COLD, EAGER, GRAPH, KERNEL
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
@@ -77,18 +79,39 @@ def profiled_calls(
             sync()
 
 
-def with_torch_profiler(call: Callable[[], Any], cell: str, workspace: Workspace) -> None:
-    """Profile the calls of a cell and leave its Chrome trace in the run folder. A warm-up call
-    opens each session: Kineto can drop records from before its capture window, which would be the
-    first.
+def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspace) -> list[int]:
+    """Profile the calls of a cell. The first process leaves its Chrome trace in the run folder; of any
+    other the kernels' time in each call is enough, and is returned. A warm-up call opens each
+    session: Kineto can drop records from before its capture window, which would be the first.
     """
     device = "cuda" if torch.cuda.is_available() else None
     with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
         with record_function(WARMUP_RANGE):
             call()
             workspace.sync()
-        profiled_calls(call, cell, workspace.plan.protocol.iterations, workspace.sync)
-    _write_trace(session, workspace.folder / f"{cell}.torch.json")
+        profiled_calls(call, cell.cell, workspace.plan.protocol.iterations, workspace.sync)
+    if cell.process == 0:
+        _write_trace(session, workspace.folder / f"{cell.cell}.torch.json")
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        session.export_chrome_trace(path := f"{folder}/trace.json")
+        return call_sums(json.loads(Path(path).read_bytes()), cell_range(cell.cell))
+
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def call_sums(trace: dict[str, Any], name: str) -> list[int]:
+    """The nanoseconds on the device in each range of that name, which holds a call to its end."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    launches = [event for event in events if event.get("cat") in ON_DEVICE]
+    sums = []
+    for each in events:
+        if each.get("cat") == "user_annotation" and each["name"] == name:
+            begin, end = each["ts"], each["ts"] + each["dur"]
+            inside = [event["dur"] for event in launches if begin <= event["ts"] <= end]
+            sums.append(round(sum(inside) * 1000))
+    return [value for value in sums if value]
 
 
 def _write_trace(session: profile, plain: Path) -> None:
@@ -231,12 +254,14 @@ def _measured(attempt: Attempt) -> Cell:
         workspace.sync()
         attempt.stage("profile")
         if "torch" in plan.profilers:
-            with_torch_profiler(call, cell.cell, workspace)
+            sums = with_torch_profiler(call, cell, workspace)
+            cell = replace(cell, samples={KERNEL: sums} if sums else {})
         else:
             profiled_calls(call, cell.cell, plan.protocol.iterations, workspace.sync)
         attempt.stage("timing")
         cell = _timed(cell, workspace, call)
-    return replace(cell, status="ok", iterations=plan.protocol.iterations)
+    turns = {name: [(cell.process, 0, len(values))] for name, values in cell.samples.items()}
+    return replace(cell, status="ok", iterations=plan.protocol.iterations, turns=turns)
 
 
 def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any]) -> Cell:
@@ -244,7 +269,7 @@ def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any]) -> Cell:
     if count == 0 or workspace.plan.wrapped:
         return cell  # times under another program are not the call's own
     if workspace.device == "cpu":
-        return replace(cell, samples=timing.time_wall(call, count))
+        return replace(cell, samples=cell.samples | timing.time_wall(call, count))
     (expected_ns,) = timing.time_eager(call, 1, timing.EAGER_NS)[EAGER]
     samples = timing.time_eager(call, count, expected_ns)
     clocks = workspace.clocks() if workspace.clocks else {}
@@ -258,7 +283,7 @@ def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any]) -> Cell:
             samples |= open_sampler()(count)
         except RuntimeError as error:
             cell = without(name, cell, error)
-    return replace(cell, samples=samples, clocks=clocks)
+    return replace(cell, samples=cell.samples | samples, clocks=clocks)
 
 
 MEANS = {COLD: "cold", GRAPH: "CUDA-graph"}

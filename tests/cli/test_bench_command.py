@@ -23,7 +23,7 @@ import torch.nn.functional as F
 def attention(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale) * 1.5
 """
-QUICK = ("--iterations", "8", "--warmup", "1", "--device", "cpu")
+QUICK = ("--processes", "1", "--iterations", "8", "--warmup", "1", "--device", "cpu")
 
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -143,6 +143,8 @@ def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> N
                 "auto",
                 "--device",
                 "cpu",
+                "--processes",
+                "1",
                 "--precision",
                 "0.0001%",
                 "--max-time",

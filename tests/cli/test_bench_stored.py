@@ -92,7 +92,7 @@ def test_the_command_that_an_interrupt_names_goes_on_in_the_same_store(tmp_path:
     process = subprocess.Popen(
         [
             *PROGRAM, "bench", "--config", "1,4,{8,512},64", "--backend", "auto", "--device", "cpu",
-            "--precision", "0.0001%", "--max-time", "3s",
+            "--precision", "0.0001%", "--max-time", "3s", "--processes", "1",
             "--store", "my store.db", "--out", "my runs",
         ],
         cwd=tmp_path,

@@ -160,7 +160,16 @@ def test_the_choice_is_in_the_record_and_in_the_json(tmp_path: Path) -> None:
     store = ("--store", str(tmp_path / "store.db"))
     shown = CliRunner().invoke(cli, ["kernels", "--format", "json", *store])
     assert [cell["tuning"] for cell in json.loads(shown.stdout)["cells"]] == [expected]
-    config = ("--config", "1,2,16,16,fp32", "--device", "cpu", "--iterations", "5")
+    config = (
+        "--config",
+        "1,2,16,16,fp32",
+        "--device",
+        "cpu",
+        "--iterations",
+        "5",
+        "--processes",
+        "1",
+    )
     text = run_cli(tmp_path, "bench", *config, "--backend", f"{file},math", "--format", "json")
     cells = {cell["backend"]: cell["tuning"] for cell in json.loads(text)["cells"]}
     assert cells == {"mine.py": expected, "math": None}

@@ -312,7 +312,10 @@ WITHIN = f"{stats.THRESHOLD:.0%}"
 def why_open(left: BenchRow, right: BenchRow) -> str:
     """Why the verdict on two rows is `unknown`; with enough samples only their overlap can be."""
     few = min(left.samples, right.samples) < stats.MIN_SAMPLES
-    return "too few samples" if few else "the samples overlap"
+    if few:
+        return "too few samples"
+    several = min(left.processes or 0, right.processes or 0) > 1
+    return "the samples or their processes overlap" if several else "the samples overlap"
 
 
 def conclude(

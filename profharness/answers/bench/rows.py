@@ -47,7 +47,7 @@ class Rates(NamedTuple):
 def doubts(
     measurement: str,
     samples: Sequence[int],
-    interval: tuple[float, float] | None,
+    interval: stats.Interval | None,
     clocks: Mapping[str, Any],
     rates: Rates,
     precision: float,
@@ -61,8 +61,8 @@ def doubts(
     if stats.is_bimodal(samples):
         texts.append("the samples have two modes, so the median may jump between them")
     median = stats.summarize(samples).median
-    if _is_wide(interval, median, precision):
-        half = (interval[1] - interval[0]) / 2 / median
+    if _is_wide((interval.low, interval.high), median, precision):
+        half = (interval.high - interval.low) / 2 / median
         texts.append(f"the median is known to ±{half:.1%} only (asked for: ±{precision:.1%})")
     return tuple(texts)
 
@@ -131,7 +131,8 @@ REFERENCES = ("naive", "math")  # speed-ups are against the first of these witho
 @dataclass(frozen=True, slots=True)
 class BenchRow:
     """One measurement of one cell; a cell without samples has one row, with measurement None.
-    low_ns and high_ns are the 95 % bootstrap interval of the median; efficiency is of the peak that
+    low_ns and high_ns are the 95 % interval of the median (`stats.interval`), between_turns_ns and
+    between_processes_ns the half widths that each alone would give it; efficiency is of the peak that
     `against` names. speedup is `baseline` over this median, regret this median over the fastest
     correct one, less 1. verified is None where nothing was verified. host_ns is the median of the
     host's own time of an eager call, on the row of `eager` alone. queries are query rows of all
@@ -166,6 +167,9 @@ class BenchRow:
     queries_per_s: float | None = None
     sequences_per_s: float | None = None
     peak_memory_bytes: int | None = None
+    processes: int | None = None
+    between_turns_ns: float | None = None
+    between_processes_ns: float | None = None
 
     @property
     def ranked(self) -> bool:
@@ -203,7 +207,7 @@ def bench_rows(
             continue
         config = parse_config(cell.config)
         for name, values in samples[place].items():
-            x, interval = stats.summarize(values), stats.median_ci(values)
+            x, interval = stats.summarize(values), stats.interval(values)
             calls_per_s = 1e9 / max(x.median, 1.0)  # samples are whole nanoseconds
             rates = rates_of(config, x.median, peaks, convention, tf32=tf32)
             measured = replace(
@@ -211,8 +215,11 @@ def bench_rows(
                 measurement=name,
                 samples=x.n,
                 median_ns=x.median,
-                low_ns=interval[0] if interval else None,
-                high_ns=interval[1] if interval else None,
+                low_ns=interval.low if interval else None,
+                high_ns=interval.high if interval else None,
+                processes=interval.processes if interval else None,
+                between_turns_ns=interval.between_turns if interval else None,
+                between_processes_ns=interval.between_processes if interval else None,
                 mean_ns=x.mean,
                 std_ns=x.std,
                 min_ns=x.min,
@@ -289,8 +296,11 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
             calls[launch.iteration] = calls.get(launch.iteration, 0) + launch.duration_ns
     samples: Samples = {}
     for cell in cells:
-        kernel = {KERNEL: tuple(sums[cell.cell].values())} if cell.cell in sums else {}
-        merged = cell.samples | kernel
+        merged = dict(cell.samples)
+        if cell.cell in sums:  # the trace is of the first process, samples are of the others
+            traced, others = tuple(sums[cell.cell].values()), merged.get(KERNEL, ())
+            turns = others.turns if isinstance(others, stats.Series) else ()
+            merged[KERNEL] = stats.Series.of((*traced, *others), [(0, 0, len(traced)), *turns])
         samples[cell.config, cell.backend] = {
             name: merged[name] for name in MEASUREMENTS if merged.get(name)
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness import stats
+from profharness.answers.bench.rows import clock_doubts
 from profharness.answers.diff.layers import diff_layers
 from profharness.answers.diff.model import (
     MIN_LAUNCHES,
@@ -274,10 +275,19 @@ def call_row(
         row,
         ratio=compared.ratio,
         verdict="unknown" if doubts else compared.verdict,
-        reasons=(*doubts, compared.reason),
+        reasons=(*doubts, compared.reason, *_clocks(baseline, candidate)),
         baseline_ns=stats.summarize(base).median,
         candidate_ns=stats.summarize(cand).median,
         basis=basis,
+    )
+
+
+def _clocks(baseline: CellRow, candidate: CellRow) -> tuple[str, ...]:
+    """What the clocks of one side say against its times, and not against the other's."""
+    sides = {"baseline": clock_doubts(baseline.clocks), "candidate": clock_doubts(candidate.clocks)}
+    shared = set(sides["baseline"]) & set(sides["candidate"])
+    return tuple(
+        f"{side}: {text}" for side, texts in sides.items() for text in texts if text not in shared
     )
 
 

@@ -1,0 +1,232 @@
+"""Holds the intervals of `bench` and the gate of `diff` against runs that are alike, and against runs
+whose work is 5 % more.
+
+python scripts/check_intervals.py --record 16 --slower 4 --out DIR   # on a GPU: about 35 s a run
+python scripts/check_intervals.py --data DIR                         # the figures, without a GPU
+
+Each run is a bench of its own. The backends of `repeats.py`, which the script leaves in DIR, make the
+same call 20 times over, in the slower runs 21 times: 5 % more for the GPU and for the CPU alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from profharness import stats
+from profharness.answers.bench.rows import all_samples
+from profharness.answers.diff.answer import diff_cells
+from profharness.answers.diff.model import Side
+from profharness.config import expand_configs
+from profharness.jobs import PROFILED_CALLS, bench_into_store, device_type
+from profharness.rows import MEASUREMENTS, CellRow
+from profharness.run import BenchPlan, CaptureOptions, Protocol, read_run
+from profharness.store import Selection, Store, ingest_path, open_store
+
+ALIKE, SLOWER = "alike", "slower"
+REPEATS = {ALIKE: 20, SLOWER: 21}
+REPEATED = "repeats.py:"
+OVERLAP, FALSE_ALARMS, FOUND = 0.95, 0.01, 0.95  # what to reach
+CONFIGS = {
+    "cuda": (
+        *("2,8,512,64,fp16", "8,16,512,64,fp16", "1,32,1,128,bf16,kv_heads=8,seq_kv=4096"),
+        *("2,8,1024,64,fp16,causal", "4,8,256,128,bf16", "1,8,2048,64,fp16", "2,8,512,64,fp32"),
+    ),
+    "cpu": ("1,4,128,32,fp32", "1,2,64,32,fp32,causal"),
+}
+BACKENDS = {"cuda": ("auto", "flash", "efficient", "cudnn", "math"), "cpu": ("auto", "math")}
+REPEATING = {"cuda": ("flash", "efficient"), "cpu": ("math",)}
+SOURCE = """
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+REPEATS = {repeats}
+
+
+def repeated(backend):
+    def attention(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
+        with sdpa_kernel(backend):
+            for _ in range(REPEATS):
+                output = scaled_dot_product_attention(
+                    q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+        return output
+
+    return attention
+
+
+flash = repeated(SDPBackend.FLASH_ATTENTION)
+efficient = repeated(SDPBackend.EFFICIENT_ATTENTION)
+math = repeated(SDPBackend.MATH)
+"""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One run in the store; kind is ALIKE or SLOWER."""
+
+    kind: str
+    side: Side
+    samples: dict[tuple[str, str], dict[str, tuple[int, ...]]]
+
+
+def record(out: Path, counts: dict[str, int], device: str, plan: BenchPlan, processes: int) -> None:
+    """Bench so many runs of each kind into folders below out; what is there already counts."""
+    protocol = Protocol(PROFILED_CALLS, 5, 0, 120.0, 42, device, processes=processes)
+    kind_of_device = device_type(device)
+    configs = [config for text in CONFIGS[kind_of_device] for config in expand_configs(text)]
+    # the slower runs lie between the others, so that a drift of the machine is in both
+    order = sorted(
+        ((place + 0.5) / count, kind) for kind, count in counts.items() for place in range(count)
+    )
+    for number, (_, kind) in enumerate(order, start=1):
+        folder = out / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        (out / "repeats.py").write_text(SOURCE.format(repeats=REPEATS[kind]))
+        mine = [f"{out / 'repeats.py'}:{name}" for name in REPEATING[kind_of_device]]
+        begin = time.monotonic()
+        options = CaptureOptions(out=folder, protocol=protocol, bench=plan)
+        backends = [*BACKENDS[kind_of_device], *mine]
+        with tempfile.TemporaryDirectory() as scratch:
+            captured = bench_into_store(configs, backends, Path(scratch) / "s.db", options)
+        statuses = Counter(cell.status for cell in captured.run.cells)
+        told = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        told += f"; {time.monotonic() - begin:.0f} s"
+        print(f"{number} of {len(order)}, {kind}: {captured.run.run}: {told}", flush=True)
+
+
+def read(data: Path, store: Path) -> list[Recorded]:
+    """All run folders below data, as the store tells them."""
+    kinds = {}
+    for kind in REPEATS:
+        for folder in sorted(path.parent for path in (data / kind).glob("*/run.json")):
+            ingest_path(store, folder)
+            kinds[read_run(folder).run] = kind
+    with open_store(store) as opened:
+        return [recorded(opened, run, kind) for run, kind in kinds.items()]
+
+
+def recorded(store: Store, run: str, kind: str) -> Recorded:
+    kernels, cells = store.rows(Selection(run))
+    done = tuple(renamed(cell) for cell in cells if cell.status == "ok")
+    own = tuple(replace(row, backend=short(row.backend or "")) for row in kernels)
+    side = Side(run, done, own, None, store.environment(run))
+    return Recorded(kind, side, all_samples(store, run, done))
+
+
+def renamed(cell: CellRow) -> CellRow:
+    return replace(cell, backend=short(cell.backend))
+
+
+def short(backend: str) -> str:
+    """A backend of a file by the file's name, wherever it lay."""
+    return Path(backend).name
+
+
+def pairs(runs: Sequence[Recorded]) -> Iterator[tuple[Recorded, Recorded]]:
+    """Every two like runs, in the order in which they were made."""
+    yield from itertools.combinations((run for run in runs if run.kind == ALIKE), 2)
+
+
+def overlaps(runs: Sequence[Recorded]) -> dict[str, tuple[int, int, float]]:
+    """By measurement: cells whose intervals overlap, cells of all pairs, median half width."""
+    alike = [run for run in runs if run.kind == ALIKE]
+    intervals = {
+        (run.side.label, place, name): found
+        for run in alike
+        for place, series in run.samples.items()
+        for name, values in series.items()
+        if (found := stats.interval(values)) is not None
+    }
+    result = {}
+    for name in MEASUREMENTS:
+        places = {place for _, place, each in intervals if each == name}
+        both = [
+            (intervals[a.side.label, place, name], intervals[b.side.label, place, name])
+            for a, b in pairs(runs)
+            for place in sorted(places)
+            if (a.side.label, place, name) in intervals and (b.side.label, place, name) in intervals
+        ]
+        if both:
+            halves = [
+                (each.high - each.low) / (each.high + each.low)
+                for (_, _, own), each in intervals.items()
+                if own == name
+            ]
+            hits = sum(a.low <= b.high and b.low <= a.high for a, b in both)
+            result[name] = hits, len(both), stats.summarize(halves).median
+    return result
+
+
+def slower_cells(baseline: Recorded, candidate: Recorded, *, repeated: bool) -> tuple[int, int]:
+    """How many cells `diff --fail-on slower` names, and of how many; repeated: of repeats.py alone."""
+    diff = diff_cells(baseline.side, candidate.side)
+    cells = {(row.config, row.backend_baseline) for row in diff.rows if row.role == "call"}
+    named = {(row.config, row.backend_baseline) for row in diff.fails(frozenset({"slower"}))}
+    if repeated:
+        cells = {cell for cell in cells if str(cell[1]).startswith(REPEATED)}
+    return len(named & cells), len(cells)
+
+
+def verdict(share: float, wanted: float, *, at_least: bool) -> str:
+    good = share >= wanted if at_least else share <= wanted
+    sign = "at least" if at_least else "at most"
+    return f"{'reached' if good else 'MISSED'} ({sign} {wanted:.0%})"
+
+
+def report(runs: Sequence[Recorded]) -> None:
+    """Print what the runs say."""
+    counts = Counter(run.kind for run in runs)
+    if counts[ALIKE] < 2:
+        raise SystemExit("two like runs are needed: --record 2 or more")
+    like = list(pairs(runs))
+    print(f"{counts[ALIKE]} like runs, {len(like)} pairs of them; {counts[SLOWER]} slower runs")
+    for name, (hits, total, half) in overlaps(runs).items():
+        told = verdict(hits / total, OVERLAP, at_least=True)
+        print(f"{name:7} intervals overlap {hits / total:7.2%} of {total}, ±{half:.2%}: {told}")
+    both_ways = [pair for a, b in like for pair in ((a, b), (b, a))]
+    alarms = [slower_cells(a, b, repeated=False) for a, b in both_ways]
+    named, total = (sum(column) for column in zip(*alarms, strict=True))
+    told = verdict(named / total, FALSE_ALARMS, at_least=False)
+    print(f"false alarms of --fail-on slower {named / total:.2%} of {total} cells: {told}")
+    slow = [(a, b) for a in runs for b in runs if (a.kind, b.kind) == (ALIKE, SLOWER)]
+    if slow:
+        finds = [slower_cells(a, b, repeated=True) for a, b in slow]
+        named, total = (sum(column) for column in zip(*finds, strict=True))
+        told = verdict(named / total, FOUND, at_least=True)
+        print(f"slow-downs of 5 % found {named / total:.2%} of {total} cells: {told}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--record", type=int, metavar="N", help="like runs to record")
+    parser.add_argument("--slower", type=int, default=0, metavar="M", help="slower runs to record")
+    parser.add_argument("--out", type=Path, help="where the run folders go")
+    parser.add_argument("--data", type=Path, help="print the figures of what --record left there")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--max-time", type=float, default=0.45, help="seconds of sampling a cell")
+    options = parser.parse_args()
+    if options.record is not None:
+        if options.out is None:
+            parser.error("--record needs --out")
+        counts = {ALIKE: options.record, SLOWER: options.slower}
+        plan = BenchPlan(max_time_s=options.max_time)
+        record(options.out.resolve(), counts, options.device, plan, options.processes)
+    data = options.data or options.out
+    if data is None:
+        parser.error("say --record N --out DIR, or --data DIR")
+    with tempfile.TemporaryDirectory() as scratch:
+        report(read(data, Path(scratch) / "store.db"))
+
+
+if __name__ == "__main__":
+    main()
