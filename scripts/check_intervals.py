@@ -40,7 +40,7 @@ CONFIGS = {
     ),
     "cpu": ("1,4,128,32,fp32", "1,2,64,32,fp32,causal"),
 }
-BACKENDS = {"cuda": ("auto", "flash", "efficient", "cudnn", "math"), "cpu": ("auto", "math")}
+BACKENDS = {"cuda": ("flash", "efficient", "cudnn", "math"), "cpu": ("auto", "math")}
 REPEATING = {"cuda": ("flash", "efficient"), "cpu": ("math",)}
 SOURCE = """
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="print the figures of what --record left there")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--max-time", type=float, default=0.45, help="seconds of sampling a cell")
+    parser.add_argument("--max-time", type=float, default=0.3, help="seconds of sampling a cell")
     options = parser.parse_args()
     if options.record is not None:
         if options.out is None:

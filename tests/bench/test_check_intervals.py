@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from profharness.config import parse_config
+from profharness.config import expand_configs, parse_config
 from profharness.run import Cell, Protocol, Run, write_run
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -68,3 +68,14 @@ def test_one_run_says_nothing(check: ModuleType, tmp_path: Path) -> None:
     write_runs(tmp_path, 0.0, {"alike": 1})
     with pytest.raises(SystemExit, match="two like runs are needed"):
         check.report(check.read(tmp_path, tmp_path / "s.db"))
+
+
+def test_what_a_gpu_records_can_be_asked(check: ModuleType) -> None:
+    """At least thirty cells, of which some may be refused."""
+    configs = [config for text in check.CONFIGS["cuda"] for config in expand_configs(text)]
+    assert len(configs) == len({config.label for config in configs}) == len(check.CONFIGS["cuda"])
+    assert len(configs) * (len(check.BACKENDS["cuda"]) + len(check.REPEATING["cuda"])) >= 36
+    for kind, repeats in check.REPEATS.items():
+        source = check.SOURCE.format(repeats=repeats)
+        assert f"REPEATS = {repeats}" in source, kind
+        compile(source, "repeats.py", "exec")
