@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +33,10 @@ from profharness.runner.capture import make_run
 OBSERVER = Path(__file__).resolve().parents[1] / "observer"
 FOLDER = "PROFHARNESS_OBSERVE"  # as observer/startup/sitecustomize.py reads it
 OPTIONS_FILE, PROCESSES_FILE = "observe.json", "processes.jsonl"
+TOOL_ONLY = (
+    "TMPDIR",
+    "LC_ALL",
+)  # what nsys needs of its environment and the program has its own of
 CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
 
 
@@ -59,10 +65,13 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     environment = program_environment(os.environ, folder)
     command, report = list(argv), folder / "nsys-1.nsys-rep"
     if tools:
-        command = profile_argv(tools["nsys"].path, report, argv)
+        theirs = child_environment(environment, folder.resolve())
+        own = with_own_environment(argv, environment, theirs)
+        command, environment = profile_argv(tools["nsys"].path, report, own), theirs
         command[2:2] = CAPTURE_RANGE
-        environment = child_environment(environment, folder)
     try:
+        if tools and shutil.which(argv[0]) is None:  # else nsys has words of its own for it
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         code = run_in_place(command, environment)
     except OSError as error:
         for path in folder.iterdir():
@@ -77,6 +86,17 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
 def program_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment that puts the observer into every Python that the program starts."""
     return with_startup({**base, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
+
+
+def with_own_environment(
+    argv: Sequence[str], own: Mapping[str, str], tools: Mapping[str, str]
+) -> list[str]:
+    """The argv that starts a program in its own environment out of a tool's, which has a TMPDIR for
+    the tool's raw files and a language for its messages.
+    """
+    changed = [name for name in TOOL_ONLY if own.get(name) != tools.get(name)]
+    unset = [part for name in changed if name not in own for part in ("-u", name)]
+    return ["env", *unset, *(f"{name}={own[name]}" for name in changed if name in own), *argv]
 
 
 def finished(folder: Path, run: Run) -> Run:

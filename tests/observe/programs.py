@@ -105,10 +105,11 @@ def observe(
     folder: Path,
     *argv: str | Path,
     options: Sequence[str] = ("--profiler", "none"),
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     text: str = "",
 ) -> Seen:
-    """Run a command line of Python's below a folder."""
+    """Run a command line of Python's below a folder. A variable of None is not set."""
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
     command = [sys.executable, "-m", "profharness", "observe", *options, "--"]
     done = subprocess.run(
         [*command, sys.executable, *map(str, argv)],
@@ -116,7 +117,7 @@ def observe(
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
+        env={name: value for name, value in variables.items() if value is not None},
         check=False,
     )
     folders = sorted(path.parent for path in (folder / "traces" / "runs").glob("*/run.json"))

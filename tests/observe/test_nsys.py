@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
-from fake_tools import Behaviour, Scenario, install, invocations
+import pytest
+from fake_tools import Behaviour, Scenario, environments, install, invocations
 from programs import observe, write
 
 EXPORT = Path(__file__).parents[2] / "traces" / "h200-torch-nsys-ncu" / "nsys-1.sqlite"
@@ -31,7 +33,8 @@ def test_the_steps_of_the_window_lie_between_its_calls(tmp_path: Path) -> None:
     log = install(tmp_path / "bin", Scenario(export=Behaviour(report_file=str(EXPORT))))
     program = write(tmp_path, CALLS)
     tool = tmp_path / "bin" / "nsys"
-    seen = observe(tmp_path, program, options=OPTIONS, environment={"PROFHARNESS_NSYS": str(tool)})
+    environment = {"PROFHARNESS_NSYS": str(tool), "TMPDIR": None, "LC_ALL": None}
+    seen = observe(tmp_path, program, options=OPTIONS, environment=environment)
     assert seen.code == 0, seen.stderr
     steps = [line for n in range(2) for line in (f"ProfilerStep#{n}", *CALLED, "pop")]
     assert seen.stdout.splitlines() == ["start", *steps, "stop"]
@@ -51,9 +54,42 @@ def test_the_steps_of_the_window_lie_between_its_calls(tmp_path: Path) -> None:
         "--wait=primary",
         "--force-overwrite=true",
         f"--output={report}",
+        *("env", "-u", "TMPDIR", "-u", "LC_ALL"),
         sys.executable,
         str(program),
     ]
+
+
+@pytest.mark.parametrize("own", [{"TMPDIR": "/tmp/my place", "LC_ALL": "C.UTF-8"}, {}])
+def test_the_program_keeps_what_nsys_has_of_its_own(own: dict[str, str], tmp_path: Path) -> None:
+    log = install(tmp_path / "bin", Scenario(export=Behaviour(report_file=str(EXPORT))))
+    names = ["TMPDIR", "LC_ALL"]
+    body = f"import os\nprint({{n: os.environ[n] for n in {names} if n in os.environ}})\n{CALLS}"
+    tool = {"PROFHARNESS_NSYS": str(tmp_path / "bin" / "nsys")}
+    unset = dict.fromkeys(names)
+    seen = observe(
+        tmp_path, write(tmp_path, body), options=OPTIONS, environment={**unset, **own, **tool}
+    )
+    assert seen.stdout.splitlines()[0] == str(own), seen.stderr
+    told = next(
+        environment
+        for argv, environment in zip(invocations(log), environments(log), strict=True)
+        if argv[1] == "profile"
+    )
+    assert (told["TMPDIR"], told["LC_ALL"]) == (str(seen.folder), "C")
+
+
+def test_a_program_that_is_not_there_is_told_as_without_nsys(tmp_path: Path) -> None:
+    install(tmp_path / "bin", Scenario())
+    command = [sys.executable, "-m", "profharness", "observe", "--profiler", "nsys", "--", "./no"]
+    environment = {**os.environ, "PROFHARNESS_NSYS": str(tmp_path / "bin" / "nsys")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: ./no: does not start: No such file or directory\n",
+    )
 
 
 def test_a_missing_nsys_is_told_before_the_program_starts(tmp_path: Path) -> None:
