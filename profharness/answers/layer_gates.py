@@ -98,7 +98,8 @@ def _why_untold(gate: str, layers: LayerMap) -> str | None:
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
         return "which a recorded step alone shows, and none was recorded"
     told = _TOLD.get(gate)
-    if told is None or any(map(told, layers.rows)):
+    # of an observed program each call that does not tell it is named
+    if told is None or layers.processes or any(map(told, layers.rows)):
         return None
     return "a trace alone cannot; run the program with `profharness observe`"
 

@@ -82,6 +82,9 @@ def command(
     --fail-on and --expect hold for all calls that were seen, once the program has ended; what was
     not recorded fails a gate that is about it. A program that fails keeps its own exit code.
 
+    A program without attention leaves no run. It keeps its exit code; where none of its processes
+    could be watched, 0 becomes 1.
+
     Not seen: Python with -I, -E or -S; attention that does not call the function from Python, such as
     nn.TransformerEncoder's fast path, which the recorded steps show all the same.
 
@@ -130,8 +133,9 @@ def _report(watched: Watched, store: Path) -> int:
     """What was seen, to stderr, for stdout is the program's; the exit code."""
     observed = watched.observed
     if observed.why is not None:
-        hint(f"error: no attention was recorded: {observed.why}")
-        return observed.code or FAILED
+        begin = "" if observed.reported else "error: "
+        hint(f"{begin}no attention was recorded: {observed.why}")
+        return observed.code if observed.reported else observed.code or FAILED
     for line in _summary(watched.calls):
         hint(line)
     for problem in observed.run.problems:

@@ -68,7 +68,7 @@ class ObservedCall:
 
 @dataclass(frozen=True, slots=True)
 class Journals:
-    """The calls of all processes, and a sentence for each journal that is damaged."""
+    """The calls of all processes, and a sentence for each journal that is damaged, or on that there are none."""
 
     calls: tuple[ObservedCall, ...]
     warnings: tuple[str, ...] = ()
@@ -148,6 +148,8 @@ def read_journals(folder: Path) -> Journals:
             calls.append(_call(template, count, told, pid, rank))
         if damaged:
             warnings.append(f"{path.name}: {damaged} line(s) cannot be read and are left out")
+    if not calls:
+        warnings.append("no process of the program recorded an attention call")
     return Journals(tuple(calls), tuple(warnings))
 
 

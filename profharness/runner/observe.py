@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,55 +38,70 @@ TOOL_ONLY = (
     "TMPDIR",
     "LC_ALL",
 )  # what nsys needs of its environment and the program has its own of
+NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
 CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
 
 
 @dataclass(frozen=True)
 class Observed:
     """What a program left. code: its exit code, 128 and the signal's number where one ended it; why:
-    the reason where nothing of it was recorded.
+    the reason where nothing of it was recorded, and folder is gone. reported: whether the observer
+    was in any process of it.
     """
 
     folder: Path
     run: Run
     code: int
     why: str | None = None
+    reported: bool = True
 
 
 def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
-    """Run a program and return what it left in a run folder.
+    """Run a program and return what it left in a run folder, which is removed if that is nothing.
 
     Raises CaptureError when it does not start, ToolError for an nsys that is not there.
     """
     tools = require_tools(find_profilers(["nsys"] if options.profiler == "nsys" else []))
     profilers = () if options.profiler == "none" else (options.profiler,)
-    folder, run = make_run(options.out, OBSERVE, Protocol(), (), (), profilers, options.note)
+    folder, run = make_run(options.out, OBSERVE, NOT_CAPTURED, (), (), profilers, options.note)
     told = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
     (folder / OPTIONS_FILE).write_text(json.dumps(told), encoding="utf-8")
     environment = program_environment(os.environ, folder)
-    command, report = list(argv), folder / "nsys-1.nsys-rep"
-    if tools:
-        theirs = child_environment(environment, folder.resolve())
-        own = with_own_environment(argv, environment, theirs)
-        command, environment = profile_argv(tools["nsys"].path, report, own), theirs
-        command[2:2] = CAPTURE_RANGE
+    report = folder / "nsys-1.nsys-rep"
     try:
-        if tools and shutil.which(argv[0]) is None:  # else nsys has words of its own for it
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        code = run_in_place(command, environment)
+        if tools:
+            code = _run_under_nsys(tools["nsys"].path, report, argv, environment)
+        else:
+            code = run_in_place(argv, environment)
     except OSError as error:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
         raise CaptureError(f"{argv[0]}: does not start: {error.strerror}") from None
+    code = code if code >= 0 else 128 - code
+    why = why_silent(folder)
+    if why is not None:
+        reported = any(_read(folder / PROCESSES_FILE))
+        shutil.rmtree(folder, ignore_errors=True)
+        return Observed(folder, run, code, why, reported)
     problems = _export(report, tools["nsys"].path) if tools else ()
-    run = finished(folder, replace(run, problems=problems))
-    return Observed(folder, run, code if code >= 0 else 128 - code, why_silent(folder))
+    return Observed(folder, finished(folder, replace(run, problems=problems)), code)
 
 
 def program_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment that puts the observer into every Python that the program starts."""
     return with_startup({**base, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
+
+
+def _run_under_nsys(
+    tool: Path, report: Path, argv: Sequence[str], environment: Mapping[str, str]
+) -> int:
+    """The return code of nsys, which is the program's. Raises OSError when that does not start."""
+    if shutil.which(argv[0]) is None:  # nsys would say so in words of its own
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    with tempfile.TemporaryDirectory(prefix="profharness-nsys-") as scratch:
+        theirs = child_environment(environment, Path(scratch))
+        command = profile_argv(tool, report, with_own_environment(argv, environment, theirs))
+        command[2:2] = CAPTURE_RANGE
+        return run_in_place(command, theirs)
 
 
 def with_own_environment(

@@ -16,6 +16,7 @@ from profharness.config import FLAGS, STRIDES, Config
 from profharness.errors import NotFoundError
 from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS
+from profharness.run import OBSERVE
 
 Need = Literal[
     "run", "kernels", "kernels of configs", "times", "attention calls", "traced attention calls"
@@ -162,7 +163,11 @@ def answering_runs(
 
 
 def shown_by(connection: sqlite3.Connection, path: Path, run: str) -> str:
-    """The command that shows what a run has: its kernels, else calls, else times, else its report."""
+    """The command that shows what a run has: of an observed program its calls; else its kernels, else
+    calls, else times, else its report.
+    """
+    if _has(connection, run, f"r.kind = '{OBSERVE}' AND {_OF_RUN['attention calls']}"):
+        return shell_command("layers", run, store=path)
     if _has(connection, run, _OF_RUN["kernels"]):
         return shell_command("kernels", "--run", run, store=path)
     if _has(connection, run, _OF_RUN["attention calls"]):

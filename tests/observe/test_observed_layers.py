@@ -166,6 +166,9 @@ def test_damaged_journals_are_told_and_replace_nothing(seen: Seen, tmp_path: Pat
     (result,) = ingest_path(tmp_path / "s.db", folder)
     assert result.status == "replaced"
     assert result.warnings == (f"{journal.name}: 4 line(s) cannot be read and are left out",)
+    journal.write_bytes(b"")
+    (result,) = ingest_path(tmp_path / "empty.db", folder)
+    assert result.warnings[0] == "no process of the program recorded an attention call"
     journal.write_bytes(whole[: len(whole) // 3])
     failed = CliRunner().invoke(cli, ["ingest", str(folder), "--store", str(tmp_path / "s.db")])
     assert failed.exit_code == 1 and "observed calls" in failed.stderr

@@ -27,6 +27,7 @@ def test_a_script_keeps_its_streams_arguments_and_exit_code(tmp_path: Path) -> N
     assert seen.counts() == LAYERS
     assert seen.record["kind"] == "observe"
     assert seen.record["cells"] == []
+    assert {seen.record["protocol"][name] for name in ("iterations", "warmup", "samples")} == {0}
 
 
 def test_a_call_tells_its_place_tensors_and_backend(tmp_path: Path) -> None:
@@ -166,22 +167,23 @@ def test_a_profiler_of_the_program_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "body", "why"),
+    ("options", "body", "why", "code"),
     [
-        (["-I"], "", "-I, -E or -S"),
-        (["-E"], "", "-I, -E or -S"),
-        (["-S", "-c"], "pass", "-I, -E or -S"),
-        (["-c"], "print()", "imported torch"),
-        (["-c"], "import torch", "never called"),
+        (["-I"], "", "-I, -E or -S", 1),
+        (["-E"], "raise SystemExit(5)", "-I, -E or -S", 5),
+        (["-S"], "pass", "-I, -E or -S", 1),
+        ([], "print()", "imported torch", 0),
+        ([], "import torch; raise SystemExit(4)", "never called", 4),
     ],
 )
-def test_nothing_seen_is_an_error_with_its_cause(
-    options: list[str], body: str, why: str, tmp_path: Path
+def test_nothing_seen_is_told_with_its_cause_and_leaves_nothing(
+    options: list[str], body: str, why: str, code: int, tmp_path: Path
 ) -> None:
-    seen = observe(tmp_path, *options, *([body] if body else ["-c", "print()"]))
-    assert seen.code == 1
+    seen = observe(tmp_path, *options, "-c", body)
+    assert seen.code == code
     assert why in seen.stderr
-    assert observe(tmp_path, "-I", "-c", "raise SystemExit(5)").code == 5
+    assert seen.stderr.startswith("error: ") == ("-I" in why)
+    assert not list((tmp_path / "traces" / "runs").iterdir())
 
 
 def test_a_program_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
