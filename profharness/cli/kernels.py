@@ -36,8 +36,8 @@ from profharness.views.runs import warning_notes, with_warnings
 NAMES = """
 Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
 the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows of a
-block and the most splits that it combines; knob_7 is cuDNN's number of a variant. docs/measuring.md
-has the rest.
+block and the most splits that it combines; knob_7 is cuDNN's number of a variant.
+`profharness explain-kernel NAME` says any name in words.
 """
 
 

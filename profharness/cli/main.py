@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "kernels": ("profharness.cli.kernels", "Show which kernels each backend launched."),
     "layers": ("profharness.cli.layers", "Show the attention of a program, layer by layer."),
     "explain": ("profharness.cli.explain", "Say why PyTorch takes the backend that it takes."),
+    "explain-kernel": ("profharness.cli.explain_kernel", "Say a kernel's name in words."),
     "diff": ("profharness.cli.diff", "Compare two backends of a run, or two runs."),
     "bench": ("profharness.cli.bench", "Time backends on configs, side by side."),
     "analyze": ("profharness.cli.analyze", "Say what holds each backend back, with evidence."),

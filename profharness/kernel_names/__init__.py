@@ -8,6 +8,7 @@ import re
 from functools import lru_cache
 
 from profharness.kernel_names.attention import parse_library
+from profharness.kernel_names.meanings import FAMILIES, TILED_FLAGS, TILED_PARAMETERS
 from profharness.kernel_names.serving import parse_serving
 from profharness.kernel_names.text import (
     DTYPES,
@@ -27,12 +28,6 @@ from profharness.kernel_names.text import (
 
 __all__ = ["ATTENTION_FAMILIES", "FAMILIES", "KernelName", "canonical", "parse_kernel_name"]
 
-FAMILIES = (
-    "flash", "flash_splitkv", "flash_combine", "flash_bwd", "efficient", "efficient_bwd", "cudnn",
-    "cudnn_bwd", "flex", "triton", "gemm", "gemv", "softmax", "elementwise", "reduce", "copy",
-    "memset", "memcpy", "fmha", "fmha_combine", "fmha_bwd", "collective", "norm", "rope", "moe",
-    "quantize", "other",
-)  # fmt: skip
 ATTENTION_FAMILIES = frozenset(
     family
     for family in FAMILIES
@@ -208,13 +203,8 @@ _CUDA = frozenset({"single_query", "single_query_attention", "tiled_attention", 
 # A Triton kernel has no parameter list in its name; a CUDA kernel of the same name has.
 _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
 _DTYPES = frozenset({"fp16", "bf16", "fp32"})
-# the template parameters of tiled_attention in kernels/tiled.cu
-TILED_PARAMETERS = (
-    *("T", "BM", "BN", "BK", "CHUNK", "PC", "STAGES", "VALUE_STAGES"),
-    *("ONE", "GRID", "SPLIT", "PER_SM"),
-)
 _TILED_STAGES = TILED_PARAMETERS.index("STAGES")
-_TILED_FLAGS = {TILED_PARAMETERS.index(name): name.lower() for name in ("ONE", "GRID", "SPLIT")}
+_TILED_PLACES = {TILED_PARAMETERS.index(name): word for name, word in TILED_FLAGS.items()}
 
 
 def _own(text: str, head: Head) -> KernelName | None:
@@ -252,7 +242,7 @@ def _rest(arguments: list[str]) -> list[str]:
     if len(arguments) != len(TILED_PARAMETERS):
         return reduced_arguments(arguments[3:])
     words = [
-        _TILED_FLAGS[place] if place in _TILED_FLAGS and argument == "true" else argument
+        _TILED_PLACES[place] if place in _TILED_PLACES and argument == "true" else argument
         for place, argument in enumerate(arguments)
     ]
     return [word for word in words[3:] if word != "false"]

@@ -7,6 +7,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from profharness.kernel_names.meanings import (
+    FA2_BWD,
+    FA2_FLAGS,
+    FA2_FWD,
+    FA2_SPLIT,
+    FA3_BWD,
+    FA3_FLAGS,
+    FA3_FWD80,
+    FA3_FWD90,
+    flag_words,
+)
 from profharness.kernel_names.text import (
     DTYPES,
     Head,
@@ -35,11 +46,6 @@ _TRAITS = re.compile(
 )
 _TRAITS_CUT = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits\w*<\s?(\d+), (\d+), (\d+), (\d+)\b")
 _FLAGS = re.compile(r"> ?>((?:, ?(?:true|false|\d+)(?=[,>\s]))+)")
-_FA2_FWD = "dropout causal local alibi even_mn even_k softcap return_softmax"
-_FA2_SPLIT = "causal local alibi even_mn even_k softcap split append"
-_FA2_BWD = "dropout causal local alibi even_mn even_k softcap"
-_FA2_SHOWN = ("causal", "dropout", "local", "alibi", "softcap", "append")
-_FA2_UNSET = {"split": "nosplit", "even_mn": "uneven", "even_k": "padded"}
 _FA2_SHORT = {
     "flash_fwd_splitkv_combine_kernel": "flash_fwd_splitkv_combine",
     "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "flash_bwd_dq_dk_dv",
@@ -47,14 +53,14 @@ _FA2_SHORT = {
 }
 
 
-def _fa2_flags(base: str, text: str) -> dict[str, bool]:
+def fa2_flags(base: str, text: str) -> dict[str, bool]:
     """Compile-time flags by name; releases before softcap have one less, the first still fewer."""
     match = _FLAGS.search(text)
     if match is None or "combine" in base:
         return {}
     values = [word == "true" for word in match[1].replace(" ", "").split(",")[1:]]
-    layout = _FA2_FWD if base.startswith("flash_fwd") else _FA2_BWD
-    names = (_FA2_SPLIT if "splitkv" in base else layout).split()
+    layout = FA2_FWD if base.startswith("flash_fwd") else FA2_BWD
+    names = (FA2_SPLIT if "splitkv" in base else layout).split()
     if len(values) == len(names) - 1:
         names.remove("softcap")
     elif len(values) < len(names) - 1:
@@ -66,15 +72,14 @@ def _fa2(text: str, head: Head, match: re.Match[str]) -> KernelName:
     base, direction = head.base, match["direction"]
     traits = _TRAITS.search(text) or _TRAITS_CUT.search(text)
     dtype = DTYPES.get(traits[5]) if traits and traits.re is _TRAITS else None
-    flags = _fa2_flags(base, text)
+    flags = fa2_flags(base, text)
     family = "flash_bwd" if direction == "bwd" else "flash"
     if "combine" in base:
         family = "flash_combine"
     elif "splitkv" in base:
         family = "flash_splitkv"
     sizes = integers(traits, head_dim=1, tile_m=2, tile_n=3, warps=4)
-    shown = [name for name in _FA2_SHOWN if flags.get(name)]
-    shown += [word for name, word in _FA2_UNSET.items() if flags.get(name) is False]
+    shown = flag_words(FA2_FLAGS, flags)
     if family == "flash_combine":
         own = re.search(r"> ?>, (\d+), (\d+)", text)
         shown = [f"m{own[1]}", f"split{2 ** min(int(own[2]), 20)}"] if own else []
@@ -100,10 +105,18 @@ _TUPLE2 = re.compile(rf"<cute::tuple<{_C}, {_C} ?>")
 _FA3_ELEMENT = re.compile(r"cutlass::(?:half_t|bfloat16_t|float_e4m3_t|float_e5m2_t)\b")
 _FA3_FLAGS = re.compile(r"cutlass::arch::Sm(\d+)((?:, (?:true|false))+)")
 _FA3_STAGES = re.compile(r"CollectiveMainloop(?:Fwd|Bwd)Sm\d+<(\d+), (\d+)?")
-_FA3_FWD90 = "causal local softcap varlen paged append qv rs overlap packgqa split v_col"
-_FA3_FWD80 = "causal local softcap varlen paged append packgqa split"
-_FA3_BWD = "causal local softcap varlen deterministic"
-_FA3_SHOWN = "causal local softcap varlen paged append qv packgqa split"
+
+_FA3_SIDE = re.compile(r"FlashAttn(Fwd|Bwd)Sm(\d+)")
+
+
+def fa3_flags(text: str) -> dict[str, bool]:
+    """Compile-time flags by name, of the kernels that have an architecture in theirs."""
+    side, match = _FA3_SIDE.search(text), _FA3_FLAGS.search(text)
+    if side is None or match is None:
+        return {}
+    names = FA3_BWD if side[1] == "Bwd" else FA3_FWD80 if side[2] == "80" else FA3_FWD90
+    values = (word == "true" for word in match[2].split(", ")[1:])
+    return dict(zip(names.split(), values, strict=False))
 
 
 def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
@@ -111,19 +124,16 @@ def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
     if side is None:
         return KernelName(head.name, base, "flash", "fa3", direction="fwd")
     direction = side.lower()
-    element, flags_match = _FA3_ELEMENT.search(text), _FA3_FLAGS.search(text)
+    element = _FA3_ELEMENT.search(text)
     in_name = re.search(r"Sm(\d+)", base)
     sm_match = in_name or re.search(r"cutlass::arch::Sm(\d+)", text)
     sm = sm_match[1] if sm_match else None
     tiles = [tuple(map(int, sizes)) for sizes in _TUPLE3.findall(text[:700])]
     tile = tiles[1 if sm != "80" and len(tiles) > 1 else 0] if tiles and in_name else None
-    flags: dict[str, bool] = {}
+    flags = fa3_flags(text)
     family = "flash_bwd" if direction == "bwd" else "flash"
     stages = warps = None
     if in_name:
-        names = _FA3_BWD if direction == "bwd" else _FA3_FWD80 if sm == "80" else _FA3_FWD90
-        words = flags_match[2].split(", ")[1:] if flags_match else []
-        flags = dict(zip(names.split(), (word == "true" for word in words), strict=False))
         counts = _FA3_STAGES.search(text)
         is_fwd80 = direction == "fwd" and sm == "80"
         stages = integers(counts, stages=2 if is_fwd80 else 1).get("stages")
@@ -134,7 +144,7 @@ def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
         tile = (int(pair[1]), 0, int(pair[2])) if pair else None
     tile_m, tile_n, head_dim = tile or (None, None, None)
     tile_n = tile_n or None
-    shown = [name for name in _FA3_SHOWN.split() if flags.get(name)]
+    shown = flag_words(FA3_FLAGS, flags)
     size = f"{tile_m}x{tile_n}" if tile_n else f"m{tile_m}" if tile_m else None
     return KernelName(
         head.name,
@@ -374,7 +384,7 @@ _ATTENTION = _rules(
         _efficient,
     ),
     (
-        r"cudnn_(?:generated_)?(?P<engine>fort_native|oss)_sdpa_(?P<sm>sm\d+[a-z]?)_flash_"
+        r"cudnn_(?:generated_)?(?:(?P<engine>fort_native|oss)_)?sdpa_(?P<sm>sm\d+[a-z]?)_flash_"
         r"(?P<pass>fprop|bprop)(?:_(?P<mma>wg?mma))?(?:_(?P<dtype>f16|f8|mxfp8|bf16))?"
         r"(?:_knob_(?P<knob>\d+))?(?:_(?P<tile>\d+x\d+x\d+))?",
         _cudnn,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from nsys_spelling import as_nsys
 
-from profharness.kernel_names import TILED_PARAMETERS, parse_kernel_name
+from profharness.kernel_names import parse_kernel_name
+from profharness.kernel_names.meanings import TILED_PARAMETERS
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 

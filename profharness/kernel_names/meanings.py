@@ -1,0 +1,581 @@
+"""What the words of kernel names mean: families, libraries, compile-time flags, template parameters,
+tokens. The one table of them: names are shortened by it, and said in words by it.
+
+Parameters and flags bear the names of the sources: flash-attention 2.8 (csrc/flash_attn/src and
+hopper), PyTorch's ATen/native/transformers/cuda/mem_eff_attention, kernels/tiled.cu.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+FAMILIES = {
+    "flash": "FlashAttention, forward: no S x S matrix in memory",
+    "flash_splitkv": "FlashAttention, forward, made to split the keys, as for few queries",
+    "flash_combine": "FlashAttention: puts the outputs of the parts of the keys together",
+    "flash_bwd": "FlashAttention, backward, or a step before or after it",
+    "efficient": "memory-efficient attention (CUTLASS), forward",
+    "efficient_bwd": "memory-efficient attention (CUTLASS), backward",
+    "cudnn": "cuDNN's fused attention, forward",
+    "cudnn_bwd": "cuDNN's fused attention, backward, or a step before or after it",
+    "flex": "flex_attention, as Inductor compiles it",
+    "triton": "a Triton kernel; its name alone does not say whether it computes attention",
+    "gemm": "a matrix product",
+    "gemv": "a product of a matrix and a vector",
+    "softmax": "a softmax over rows, as math attention has",
+    "elementwise": "an operation on each element",
+    "reduce": "a reduction, such as a sum or a maximum",
+    "copy": "a copy, a cast, or a change of the layout in memory",
+    "memset": "fills device memory",
+    "memcpy": "copies memory to, from or on the device",
+    "fmha": "fused attention of a library that PyTorch does not bring",
+    "fmha_combine": "puts the parts of a split fused attention together",
+    "fmha_bwd": "backward of fused attention of a library that PyTorch does not bring",
+    "collective": "communication between GPUs",
+    "norm": "a normalisation, such as layer norm",
+    "rope": "rotary position embedding",
+    "moe": "routing of tokens to experts, or the products of experts",
+    "quantize": "conversion to a type of fewer bits, or back",
+    "other": "none of the families that profharness knows",
+}
+LIBRARIES = {
+    "flash2": "FlashAttention 2, as built into PyTorch",
+    "flash2_pip": "FlashAttention 2 of the package flash-attn, or a build of it such as vLLM's",
+    "flash2_any": "FlashAttention 2; a short name does not say whose build",
+    "fa3": "FlashAttention 3",
+    "fa4": "FlashAttention 4 (CuTe DSL)",
+    "efficient": "PyTorch's memory-efficient attention",
+    "xformers": "xFormers, or PyTorch 2.0",
+    "efficient_any": "PyTorch or xFormers; a short name does not say which",
+    "cudnn": "NVIDIA cuDNN",
+    "flashinfer": "FlashInfer",
+    "trtllm": "TensorRT-LLM",
+    "sage": "SageAttention",
+    "flashmla": "FlashMLA",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "aiter": "AMD's aiter",
+    "ck": "AMD's Composable Kernel",
+    "deepgemm": "DeepGEMM",
+    "flex": "PyTorch's flex_attention",
+    "triton": "Triton, written by hand or by Inductor",
+    "cublas": "NVIDIA cuBLAS or cuBLASLt",
+    "cutlass": "NVIDIA CUTLASS",
+    "tensile": "AMD's rocBLAS or hipBLASLt (Tensile)",
+    "nccl": "NCCL, or a library with its names",
+    "cub": "NVIDIA CUB",
+    "aten": "PyTorch's own kernels (ATen)",
+    "aten_op": "a PyTorch op (ATen), which stands for kernels where a trace has none",
+    "cuda": "the CUDA runtime",
+    "profharness": "an implementation that comes with profharness",
+    "unknown": "not known",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A compile-time flag. shown and unset are its words in a short name, set and not set; "" where
+    it has none.
+    """
+
+    name: str
+    on: str
+    off: str
+    shown: str = ""
+    unset: str = ""
+
+
+_CAUSAL = Flag("causal", "a query attends to no later key", "no causal mask", "causal")
+_LOCAL = Flag("local", "a sliding window of keys", "no sliding window", "local")
+_SOFTCAP = Flag("softcap", "scores are capped by a tanh", "scores are not capped", "softcap")
+_APPEND = Flag("append", "new keys and values go into the cache", "no keys to append", "append")
+# In the order of short names.
+FA2_FLAGS = (
+    _CAUSAL,
+    Flag("dropout", "dropout of the weights", "no dropout", "dropout"),
+    _LOCAL,
+    Flag("alibi", "ALiBi position biases", "no ALiBi", "alibi"),
+    _SOFTCAP,
+    _APPEND,
+    Flag(
+        "split",
+        "each part of the keys writes an output of its own, combined later",
+        "the keys are not split",
+        unset="nosplit",
+    ),
+    Flag(
+        "even_mn",
+        "both lengths are multiples of the tile",
+        "lengths are checked, as where they are no multiples of the tile",
+        unset="uneven",
+    ),
+    Flag(
+        "even_k",
+        "the head dimension is the compiled one",
+        "the head dimension may be smaller than the compiled one",
+        unset="padded",
+    ),
+    Flag("return_softmax", "the weights are written too", "the weights are not written"),
+)
+FA3_FLAGS = (
+    _CAUSAL,
+    _LOCAL,
+    _SOFTCAP,
+    Flag("varlen", "sequences of unlike lengths, packed", "sequences of one length", "varlen"),
+    Flag("paged", "a paged cache of keys, read without TMA", "no such paged cache", "paged"),
+    _APPEND,
+    Flag("qv", "a second query, against the values", "no second query", "qv"),
+    Flag("packgqa", "query heads of a group share a tile", "query heads are apart", "packgqa"),
+    Flag("split", "the keys are split, and combined later", "the keys are not split", "split"),
+    Flag("rs", "weights x values takes the weights from registers", "from shared memory"),
+    Flag("overlap", "softmax overlaps the products of a warp group", "no such overlap"),
+    Flag("v_col", "values lie column by column", "values lie row by row"),
+    Flag("deterministic", "gradients are summed in a fixed order", "in no fixed order"),
+)
+FLAG_TABLES = {"flash2": FA2_FLAGS, "flash2_pip": FA2_FLAGS, "fa3": FA3_FLAGS}
+# The order of the flags in a full name.
+FA2_FWD = "dropout causal local alibi even_mn even_k softcap return_softmax"
+FA2_SPLIT = "causal local alibi even_mn even_k softcap split append"
+FA2_BWD = "dropout causal local alibi even_mn even_k softcap"
+FA3_FWD90 = "causal local softcap varlen paged append qv rs overlap packgqa split v_col"
+FA3_FWD80 = "causal local softcap varlen paged append packgqa split"
+FA3_BWD = "causal local softcap varlen deterministic"
+
+
+def flag_words(table: tuple[Flag, ...], flags: Mapping[str, bool]) -> list[str]:
+    """The words of a short name: those of set flags, then those of flags that are not set."""
+    words = [flag.shown for flag in table if flag.shown and flags.get(flag.name)]
+    unset = [flag.unset for flag in table if flag.unset and flags.get(flag.name) is False]
+    return words + unset
+
+
+# The template parameters of tiled_attention in kernels/tiled.cu. {}: the value.
+TILED = {
+    "T": "type of the tensors: {}",
+    "BM": "tile: {} queries",
+    "BN": "tile: {} keys",
+    "BK": "columns of the head dimension in one step of queries x keys: {}",
+    "CHUNK": "columns of the head dimension of one block: {}",
+    "PC": "columns of the output in one pass: {}",
+    "STAGES": "{} buffers of queries and keys in shared memory",
+    "VALUE_STAGES": "{} buffers of values in shared memory",
+    "ONE": "all keys fit in one tile: {}",
+    "GRID": "blocks of a tile exchange through L2 instead of a cluster: {}",
+    "SPLIT": "the keys are split over blocks, and combined later: {}",
+    "PER_SM": "compiled for {} blocks on an SM",
+}
+TILED_PARAMETERS = tuple(TILED)
+TILED_FLAGS = {name: name.lower() for name in ("ONE", "GRID", "SPLIT")}
+
+_TILES = {
+    "kHeadDim": "compiled for head dimensions up to {}",
+    "kBlockM": "tile: {} queries",
+    "kBlockN": "tile: {} keys",
+    "kNWarps": "{} warps a block",
+    "elem_type": "type of the tensors: {}",
+    "Element": "type of the tensors: {}",
+    "ElementAccum": "type of the sums: {}",
+    "ArchTag": "the code's architecture: {}",
+}
+_ATOMS = {
+    "AtomLayoutMSdP": "warps along the queries in the products for S and dP: {}",
+    "AtomLayoutNdKV": "warps along the keys in the products for dK and dV: {}",
+    "AtomLayoutMdQ": "warps along the queries in the product for dQ: {}",
+}
+_FA3 = {
+    "ClusterShape": "blocks of a cluster: {}",
+    "TileShape_MNK": "tile of queries x keys, and head dimension: {}",
+}
+_SWAPS = {
+    f"{name}_swapAB": f"operands swapped in the product for {what}: {{}}"
+    for name, what in (("SdP", "S and dP"), ("dKV", "dK and dV"), ("dQ", "dQ"))
+}
+FLAGS = "*"  # stands for the flags of the kernel, in the layout's place
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The template parameters behind a text that ends with `<`, and what each means. A parameter
+    FLAGS stands for the kernel's flags.
+    """
+
+    opening: str
+    parameters: Mapping[str, str]
+
+
+def _pick(*names: str) -> dict[str, str]:
+    known = {**_TILES, **_ATOMS, **_FA3, **_SWAPS, FLAGS: ""}
+    return {name: known[name] for name in names}
+
+
+_FA3_TYPES = ("Element", "ElementAccum", "ArchTag", FLAGS)
+LAYOUTS = (
+    Layout(
+        "Flash_fwd_kernel_traits<",
+        _pick("kHeadDim", "kBlockM", "kBlockN", "kNWarps")
+        | {
+            "Is_Q_in_regs": "queries stay in registers: {}",
+            "Share_Q_K_smem": "queries and keys share their shared memory: {}",
+        }
+        | _pick("elem_type"),
+    ),
+    Layout(
+        "Flash_bwd_kernel_traits<",
+        _pick("kHeadDim", "kBlockM", "kBlockN", "kNWarps", *_ATOMS)
+        | {
+            "Is_V_in_regs": "values stay in registers: {}",
+            "No_double_buffer": "queries have one buffer, not two: {}",
+        }
+        | _pick("elem_type"),
+    ),
+    Layout(
+        "CollectiveMainloopFwdSm90<",
+        {"Stages": "{} buffers of keys and values in shared memory"}
+        | _pick("ClusterShape", "TileShape_MNK")
+        | {"kHeadDimV": "head dimension of the values: {}"}
+        | _pick(*_FA3_TYPES),
+    ),
+    Layout(
+        "CollectiveMainloopFwdSm80<",
+        _pick("kNWarps")
+        | {
+            "Stages": "{} buffers of keys and values in shared memory",
+            "Q_in_regs": "queries stay in registers: {}",
+        }
+        | _pick("TileShape_MNK")
+        | {"kHeadDimV": "head dimension of the values: {}"}
+        | _pick(*_FA3_TYPES),
+    ),
+    Layout(
+        "CollectiveMainloopBwdSm90<",
+        {
+            "Stages": "{} buffers of queries in shared memory",
+            "Stages_dO": "{} buffers of the output's gradient",
+            "Stages_dS": "{} buffers of the scores' gradient",
+        }
+        | _pick("ClusterShape", "TileShape_MNK", *_FA3_TYPES, *_SWAPS)
+        | {"NumMmaWarpGroups": "{} warp groups compute products"}
+        | _ATOMS,
+    ),
+    Layout(
+        "CollectiveMainloopBwdSm80<",
+        {
+            "Stages": "{} buffers of queries in shared memory",
+            "Stages_dO": "{} buffers of the output's gradient",
+        }
+        | _pick("TileShape_MNK", *_FA3_TYPES, *_SWAPS),
+    ),
+    Layout(
+        "FlashAttnFwdCombine<",
+        {
+            "TileShape_MK": "rows of a block x columns: {}",
+            "kLogMaxSplits": "combines at most 2^{} parts",
+            "kNThreads": "{} threads a block",
+        },
+    ),
+    Layout(
+        "AttentionKernel<",
+        {
+            "scalar_t": "type of the tensors: {}",
+            "ArchTag": "the code's architecture: {}",
+            "isAligned": "tensors allow wide, aligned loads: {}",
+            "kQueriesPerBlock": "tile: {} queries",
+            "kKeysPerBlock": "tile: {} keys",
+            "kMaxK": "compiled for head dimensions up to {} (65536: any)",
+            "kSupportsDropout": "dropout is compiled in, used or not: {}",
+            "kSupportsBias": "an additive mask is compiled in, used or not: {}",
+        },
+    ),
+    Layout(
+        "AttentionBackwardKernel<",
+        {
+            "ArchTag": "the code's architecture: {}",
+            "scalar_t": "type of the tensors: {}",
+            "kIsAligned": "tensors allow wide, aligned loads: {}",
+            "kApplyDropout": "dropout: {}",
+            "kPreload": "loads for the next product begin early: {}",
+            "kBlockSizeI": "tile: {} queries",
+            "kBlockSizeJ": "tile: {} keys",
+            "kMaxK": "compiled for head dimensions up to {} (65536: any)",
+            "kKeysQueriesAlignedToBlockSize": "both lengths are multiples of the tile: {}",
+        },
+    ),
+    Layout("tiled_attention<", TILED),
+    *(
+        Layout(
+            f"softmax_warp_{way}<",
+            {
+                "input_t": "type read: {}",
+                "output_t": "type written: {}",
+                "acc_t": "type of the sums: {}",
+                "log2_elements": "rows of up to 2^{} columns",
+                "is_log_softmax": "logarithm of the softmax: {}",
+                "is_masked": "with a mask: {}",
+                "WARP_SIZE": "{} threads a warp",
+            },
+        )
+        for way in ("forward", "backward")
+    ),
+)
+# The combine kernel of FlashAttention 2: what follows its traits.
+FA2_COMBINE = {
+    "kBlockM": "{} rows a block",
+    "Log_max_splits": "combines at most 2^{} parts",
+    "Is_even_K": "the head dimension is the compiled one: {}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A token of a name. Named groups are fields of a KernelName; {0} in the meaning is the token,
+    {1} its first group.
+    """
+
+    pattern: re.Pattern[str]
+    meaning: str
+    values: Mapping[str, object] = field(default_factory=dict)
+
+
+def _words(*rows: tuple[str, str], **values: object) -> tuple[Word, ...]:
+    return tuple(Word(re.compile(pattern, re.ASCII), text, values) for pattern, text in rows)
+
+
+_ARCH = _words((r"(?P<arch>sm\d+)[a-z]?", "code for NVIDIA GPUs of this architecture"))
+_PLAIN_TYPES = (
+    *_words((r"fp16|f16|half", "16-bit floats (fp16)"), dtype="fp16"),
+    *_words((r"bf16|bfloat16", "16-bit floats (bf16)"), dtype="bf16"),
+    *_words((r"fp32|f32|float", "32-bit floats"), dtype="fp32"),
+    *_words((r"fp64|double", "64-bit floats"), dtype="fp64"),
+    *_words((r"(?:(?:fp|bf)\d+/)+(?:fp|bf)\d+", "types read, written and summed in, each once")),
+)
+_DIRECTIONS = (
+    *_words((r"fwd|forward|fprop", "forward"), direction="fwd"),
+    *_words((r"bwd|backward|bprop", "backward"), direction="bwd"),
+)
+_SIZES = "tile of {1} queries x {2} keys"
+_LETTERS = "types, a letter each: h fp16, t bf16, s fp32; NVIDIA does not say of what"
+_LAYOUT = "which operands are transposed (t) and which are not (n)"
+_PRODUCT_TILE = (
+    r"(?:tilesize|tile|MT)?(?P<tile_m>\d{2,})x(?P<tile_n>\d+)(?:x(?P<tile_k>\d+))?",
+    "tile of the output, rows x columns; a third number is the depth of a step",
+)
+# For the words of a path, by library; the first row that matches the rest of the path decides.
+WORDS: dict[str, tuple[Word, ...]] = {
+    "efficient": (
+        *_words(
+            (r"fmha", "fused multi-head attention"),
+            (r"aligned", "tensors allow wide, aligned loads"),
+            (r"notaligned", "tensors do not allow wide, aligned loads"),
+            (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
+            (r"rf", "the output is summed in registers"),
+            (r"gmem", "the output is summed in device memory"),
+            (r"k65536", "compiled for any head dimension"),
+            (r"k(?P<head_dim>\d+)", "compiled for head dimensions up to {1}"),
+            (r"seqaligned", "both lengths are multiples of the tile"),
+        ),
+        *_words((r"cutlassF", "on CUTLASS, forward"), direction="fwd"),
+        *_words((r"cutlassB", "on CUTLASS, backward"), direction="bwd"),
+        *_words((r"dropout", "dropout of the weights"), dropout=True),
+    ),
+    "cudnn": (
+        *_words(
+            (r"f16", "16-bit floats; the name does not say whether fp16 or bf16"),
+            dtype="fp16/bf16",
+        ),
+        *_words(
+            (r"cudnn", "NVIDIA cuDNN"),
+            (r"generated", "written by a generator, not by hand"),
+            (r"fort_native", "cuDNN's own engine"),
+            (r"oss", "the engine with open sources, of cudnn-frontend"),
+            (r"sdpa", "scaled dot product attention"),
+            (r"flash", "no S x S matrix in memory"),
+            (r"wgmma", "tensor-core instructions of a warp group (Hopper)"),
+            (r"wmma", "tensor-core instructions of a warp"),
+            (r"mxfp8|f8", "8-bit floats"),
+            (r"knob_(\d+)", "cuDNN's number of a variant; NVIDIA does not say what it sets"),
+            (
+                r"(?P<tile_m>\d{2,})x(?P<tile_n>\d{2,})x(?P<tile_k>\d{2,})",
+                "tile of {1} queries x {2} keys, head dimension {3}",
+            ),
+            (r"cga(\d+x\d+x\d+)", "blocks of a cluster: {1}"),
+            (r"kernel\d+(?:_\d+)?", "cuDNN's number of the kernel in its plan"),
+            (r"compute_dot_do_o", "sums output times its gradient over rows, before the backward"),
+            (r"convert_dq_to_16bits", "turns the fp32 gradient of the queries into 16 bits"),
+            (r"fmha_reduce_head", "sums gradients over the query heads of a group"),
+            (r"ragged", "sequences of unlike lengths, packed"),
+        ),
+    ),
+    "cublas": _words(
+        (r"(ampere|volta|turing|maxwell|hopper|blackwell)", "generation of the code: {1}"),
+        (r"cutlass(?:3x)?(?:_\d+)?", "a CUTLASS kernel in cuBLAS, with the architecture"),
+        (r"tensorop|tensor\d+x\d+x\d+", "on tensor cores"),
+        (r"simt|ffma", "on CUDA cores, no tensor cores"),
+        (r"xmma", "NVIDIA's generator of product kernels"),
+        (r"nvjet", "cuBLAS's generator of product kernels since Hopper"),
+        (r"[sdch]gemm", "product in {0}'s first letter: s fp32, d fp64, h fp16"),
+        (
+            r"([shd])(?:1688|16816|161616|884)gemm",
+            "tensor-core product; sums in {1}: s fp32, h fp16",
+        ),
+        (r"gemm", "matrix product"),
+        (r"[a-z\d]+f32f32|f32f32|bf16bf16|f16f16|tf32tf32", "type of both operands"),
+        (r"tf32(?:f32)?", "fp32 rounded to 19 bits for tensor cores"),
+        (
+            r"(?P<tile_m>\d{2,})x(?P<tile_n>\d+)_(\d+)x(?P<stages>\d)",
+            "tile of the output: {1} rows x {2} columns, in steps of depth {3}, with {4} buffers",
+        ),
+        _PRODUCT_TILE,
+        (r"(?<=nvjet_)[hts]{3}|(?<=sm\d\d_)[hts]{3}|(?<=sm\d\d\d_)[hts]{3}", _LETTERS),
+        (r"stages?_?\d+(?:x\d+)?", "depth of a step x buffers, or the number of buffers"),
+        (r"sliced\d+x\d+", "warps that share the depth of a tile"),
+        (r"warpsize\d+x\d+x\d+", "warps of a block along rows, columns and depth"),
+        (r"[nt]{2}|[NT]{3}", _LAYOUT),
+        (r"ldg\d+", "elements of one load"),
+        (r"align[a-c]?\d+|aligna\d+|alignc\d+", "elements to which the operands are aligned"),
+        (r"split_?[kK]\w*?", "the depth is split over blocks"),
+        (r"relu", "can apply a ReLU to the output; the name does not say whether it does"),
+        (r"bias", "adds a bias"),
+        (r"2cta", "two blocks share a tensor-core instruction"),
+        (r"kernel|internal|cublas", ""),
+        (r"gemvx?|gemv2\w", "product of a matrix and a vector"),
+        (r"splitKreduce(?:_kernel)?", "sums the parts of a product that was split along its depth"),
+    ),
+    "triton": _words(
+        (r"triton", "generated by Inductor for Triton"),
+        (r"tem", "from a template"),
+        (r"fused_(\w*?[a-z])(?=_\d+$|$)", "the ATen ops in it: {1}"),
+        (r"fused", "several ATen ops in one"),
+        (r"poi", "operation on each element"),
+        (r"red", "reduction in a loop"),
+        (r"per", "reduction with a whole row in a block"),
+        (r"for", "one operation on a list of tensors"),
+        (r"flex_attention", "flex_attention"),
+        (r"flex_decoding", "flex_attention for few queries"),
+        (r"\d+", "number of the kernel in its graph"),
+        (r"attn|attention", "attention"),
+        (r"d[qkv](?:_?d[qkv])*|delta", "gradients, or the sums that they need"),
+        (r"kernel", ""),
+    ),
+    "trtllm": _words(
+        (r"fmha", "fused multi-head attention"),
+        (r"(?:Sm|sm)(?P<sm>1\d\d)[a-z]?", "code for this architecture"),
+        (r"H(?P<head_dim>\d+)", "head dimension {1}"),
+        (r"HQk(?P<head_dim>\d+)HV\d+", "head dimensions of queries and keys, and of values"),
+        (r"Q(?P<tile_m>\d+)", "tile: {1} queries"),
+        (r"Kv(?P<tile_n>\d+)", "tile: {1} keys"),
+        (r"Kernel", ""),
+        (r"PagedKv", "keys and values in pages"),
+        (r"SeparateQkv|PackedQkv", "how queries, keys and values lie"),
+        (r"VarSeq", "sequences of unlike lengths"),
+        (r"Persistent", "blocks stay and take one tile after another"),
+        (r"Context", "the prompt (prefill)"),
+        (r"Gen|ForGen", "generation, a token at a time"),
+        (r"Dense", "no causal mask"),
+        (r"Causal", "a query attends to no later key"),
+        (r"Qk?v?E4m3", "8-bit floats in (e4m3)"),
+        (r"Qk?v?Bfloat16", "bf16 in"),
+        (r"OBfloat16", "bf16 out"),
+    ),
+}
+WORDS["xformers"] = WORDS["efficient_any"] = WORDS["efficient"]
+WORDS["flex"] = WORDS["triton"]
+COMMON = (*_ARCH, *_DIRECTIONS, *_PLAIN_TYPES)
+_FLASH_BASE = _words(
+    (r"flash", "FlashAttention"),
+    (r"splitkv", "the keys may be split over blocks"),
+    (r"combine(?:_kernel)?", "puts the outputs of the parts of the keys together"),
+    (r"dq_dk_dv", "gradients of queries, keys and values"),
+    (r"loop", "a loop over tiles"),
+    (r"seqk_parallel", "blocks share the work along the keys"),
+    (r"dot_do_o", "sums output times its gradient over rows, before the backward"),
+    (r"convert_dq|convert_dkv", "turns fp32 gradients into the tensors' type"),
+    (r"kernel", ""),
+)
+WORDS.update(dict.fromkeys(("flash2", "flash2_pip", "flash2_any"), _FLASH_BASE))
+WORDS["fa3"] = _words(
+    (r"prepare_varlen_num_blocks_kernel", "counts the tiles of sequences of unlike lengths"),
+    (r"FlashAttn", "FlashAttention 3"),
+    (r"Fwd", "forward"),
+    (r"Bwd", "backward"),
+    (r"Sm(?P<sm>\d+)", "code for this architecture"),
+    (r"Combine", "puts the outputs of the parts of the keys together"),
+    (r"Preprocess", "sums output times its gradient over rows, before the backward"),
+    (r"PostprocessConvertdQ", "turns fp32 gradients into the tensors' type"),
+)
+# Libraries whose short names lack what tells them apart from another's.
+SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
+CAMEL = frozenset({"fa3", "trtllm"})  # names whose words begin with a capital
+
+
+@dataclass(frozen=True, slots=True)
+class Brackets:
+    """What stands between the brackets of short names of a kind. integers: the meanings of the plain
+    numbers in order; rest: of a word that no row matches, "" where it is not known.
+    """
+
+    base: re.Pattern[str]
+    integers: tuple[str, ...] = ()
+    words: tuple[Word, ...] = ()
+    rest: str = ""
+    head_dim: bool = False
+
+
+_ATTENTION_WORDS = _words(
+    (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
+    (r"w(?P<warps>\d+)", "{1} warps a block"),
+    (r"m(\d+)", "{1} rows a block"),
+    (r"split(\d+)", "combines at most {1} parts of the keys"),
+)
+_COMPUTED = "what is computed, or on which type"
+BRACKETS = tuple(
+    Brackets(re.compile(base, re.ASCII), *rest)
+    for base, *rest in (
+        (r"flash_|FlashAttn", ("head dimension: up to {0}",), _ATTENTION_WORDS, "", True),
+        (
+            r"tiled_attention",
+            tuple(
+                TILED[name].replace("{}", "{0}")
+                for name in ("BK", "CHUNK", "PC", "STAGES", "VALUE_STAGES", "PER_SM")
+            ),
+            (
+                *_words((r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES)),
+                *(
+                    word
+                    for name, shown in TILED_FLAGS.items()
+                    for word in _words((shown, TILED[name].removesuffix(": {}")))
+                ),
+            ),
+        ),
+        (r"(?:vectorized|unrolled)_elementwise", ("{0} elements a thread at once",), (), _COMPUTED),
+        (r"\w*elementwise", ("{0} threads a block", "{0} elements a thread"), (), _COMPUTED),
+        (
+            r"reduce_(?:1Block_)?kernel",
+            ("{0} threads a block", "results of a block: {0}"),
+            (),
+            _COMPUTED,
+        ),
+        (
+            r"softmax_warp|masked_softmax_warp|log_softmax_warp",
+            ("rows of up to 2^{0} columns",),
+            _words((r"log", "logarithm of the softmax"), (r"masked", "with a mask")),
+        ),
+        (r"cunn_", ("elements of one load: {0}",), _words((r"log", "logarithm of the softmax"))),
+        (r"\w*[Gg]emm", (), _words(_PRODUCT_TILE)),
+    )
+)
+# A short name or a part of one -> a text that the rules for whole names read.
+WHOLE = tuple(
+    (re.compile(pattern, re.ASCII), text)
+    for pattern, text in (
+        (r"(?=FlashAttn(?:Fwd|Bwd)|prepare_varlen_num_blocks)", "flash::"),
+        (r"(?=(?:Batch|Single)?(?:Prefill|Decode)With\w*KVCache)", "flashinfer::"),
+        (r"(?=FlashAttention(?:Forward|Decode))", "flash_attn_cute_flash_fwd_"),
+        (r"(?=FlashAttentionBackward)", "flash_attn_cute_flash_bwd_"),
+        (r"fmha_sm(1\d\d[a-z]?)_", r"fmhaSm\1Kernel_"),
+        (r"cudnn_(oss_)?sdpa_(sm\d+[a-z]?)_(?=[fb]prop)", r"cudnn_\1sdpa_\2_flash_"),
+        (r"((?:vectorized_|unrolled_|legacy_)?elementwise)(?=<)", r"\1_kernel"),
+        (r"(?=Gemm(?:Universal|Batched|Array|SplitKParallel)?(?:<|$))", "cutlass::Kernel<"),
+    )
+)

@@ -1,0 +1,311 @@
+"""A kernel's name in words: its family, its library, and what each of its parts means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from profharness.kernel_names import ATTENTION_FAMILIES, canonical, parse_kernel_name
+from profharness.kernel_names.attention import fa2_flags, fa3_flags
+from profharness.kernel_names.meanings import (
+    BRACKETS,
+    CAMEL,
+    COMMON,
+    FA2_COMBINE,
+    FAMILIES,
+    FLAG_TABLES,
+    FLAGS,
+    LAYOUTS,
+    LIBRARIES,
+    SHORT_LIBRARIES,
+    WHOLE,
+    WORDS,
+    Brackets,
+    Word,
+)
+from profharness.kernel_names.text import (
+    Head,
+    KernelName,
+    normalise,
+    short_type,
+    split_head,
+    template_arguments,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a name. parameter is what the sources call it, "" for a word; meaning is None where
+    it is not known.
+    """
+
+    token: str
+    parameter: str
+    meaning: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a name says. kernel has what its parts tell too; untold are the facts of such a kernel
+    that the name leaves open.
+    """
+
+    kernel: KernelName
+    library: str
+    parts: tuple[Part, ...]
+    untold: tuple[str, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any rule knows the name."""
+        return self.kernel.family != "other" or self.library != "unknown"
+
+    @property
+    def meaning(self) -> str:
+        """What the kernel is, in a sentence."""
+        library, family = LIBRARIES[self.library], FAMILIES[self.kernel.family]
+        if not self.is_known:
+            return "no rule of profharness knows this name"
+        return library if self.library == "profharness" else f"{family}; from {library}"
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The parts whose meaning is not known."""
+        return tuple(part.token for part in self.parts if part.meaning is None)
+
+
+# What a name may tell of a kernel, and how it is said where no part of the name says it in full.
+FACTS = {
+    "direction": {"fwd": "forward", "bwd": "backward"},
+    "arch": "code for this architecture; newer GPUs may run it too",
+    "dtype": "type of the tensors",
+    "head_dim": "head dimension that it is compiled for",
+    "tile": "tile: rows x columns, and depth",
+    "stages": "buffers in shared memory",
+    "warps": "warps of a block",
+    "causal": {True: "a query attends to no later key", False: "no causal mask"},
+    "dropout": {True: "dropout of the weights", False: "no dropout"},
+}
+_ALWAYS = ("direction", "arch")  # the template does not hold them as such
+# What a name of a family may leave open, which a reader would like to know.
+_EXPECTED = {
+    "gemm": ("dtype", "tile"),
+    **dict.fromkeys(("gemv", "softmax", "norm", "flash_combine", "fmha_combine"), ("dtype",)),
+}
+_SHORT_TOKEN = re.compile(r"\d+x\d+|(?:fp|bf)\d+(?:/\w+)*")
+_SHORT = re.compile(r"[^():&*]+")
+_WRAPPER = re.compile(r"(?:^|::)(?:device_kernel|Kernel2?|kentry)$")
+_WRAPPED = re.compile(r"<\s?(?:\d+, ?)?(?:typename )?(?:\w+::)*(\w+)", re.ASCII)
+_FA3_BASE = re.compile(r"FlashAttn\w+", re.ASCII)
+_EXTENTS = re.compile(r"(?:C<|int, )(\d+)>")
+_MARKED = re.compile(r"[^_:]+", re.ASCII)
+_CAPITAL = re.compile(r"[A-Z]?[a-z\d]+|[A-Z]+", re.ASCII)
+
+
+def describe(name: str) -> Description:
+    """What a name means: mangled, demangled or short, as `kernels` shows it, or an ATen op. Never
+    raises.
+    """
+    given = name.strip()
+    name = canonical(given)
+    kernel, library = _parsed(name)
+    text = normalise(name)
+    is_short = _SHORT.fullmatch(text) is not None
+    library = SHORT_LIBRARIES.get(library, library) if is_short else library
+    parts = list(_template(text, kernel)) if library != "cuda" else []
+    has_layout = bool(parts)
+    values: dict[str, object] = {}
+    if not has_layout:
+        source = text if is_short else kernel.short
+        parts = [*_path(text, library, values), *_bracket(source, values)]
+    kernel = replace(kernel, name=given, short=given if is_short else kernel.short)
+    kernel = _completed(kernel, values)
+    facts = list(_facts(kernel, values, _ALWAYS if has_layout else FACTS))
+    return Description(kernel, library, (*facts, *parts), _untold(kernel, library))
+
+
+def _parsed(name: str) -> tuple[KernelName, str]:
+    """The name as the rules read it, whole or made whole again, and its library."""
+    made = (pattern.sub(text, name, count=1) for pattern, text in WHOLE if pattern.match(name))
+    for candidate in (*made, name):
+        if candidate.startswith("aten::"):
+            return parse_kernel_name(candidate, "op"), "aten_op"
+        kernel = parse_kernel_name(candidate)
+        if (kernel.family, kernel.backend) != ("other", "unknown"):
+            return kernel, kernel.backend
+        if kernel.direction is not None:  # those of kernels/ in CUDA, which are `other` to diffs
+            return kernel, "profharness"
+    if re.fullmatch(r"\w+", name, re.ASCII):
+        op = parse_kernel_name(f"aten::{name}", "op")
+        if op.family != "other":
+            return op, "aten_op"
+    return parse_kernel_name(name), "unknown"
+
+
+def _template(text: str, kernel: KernelName) -> Iterator[Part]:
+    """The parameters of a template whose layout is known, in the order of the name."""
+    is_fa2 = kernel.backend.startswith("flash2")
+    flags = fa2_flags(split_head(text, "").base, text) if is_fa2 else fa3_flags(text)
+    for layout in LAYOUTS:
+        at = text.find(layout.opening)
+        if at < 0 or (at and (text[at - 1].isalnum() or text[at - 1] == "_")):
+            continue
+        arguments = template_arguments(text, at + len(layout.opening) - 1)
+        if any(_SHORT_TOKEN.fullmatch(each) for each in arguments):
+            return  # a short name, which has no parameters by place
+        yield from _placed(arguments, layout.parameters, kernel, flags)
+        if not is_fa2:
+            return
+        if kernel.family == "flash_combine":
+            head = split_head(text, "")
+            yield from _placed(template_arguments(text, head.end)[1:], FA2_COMBINE, kernel, {})
+        else:
+            yield from _flags(kernel, flags)
+        return
+
+
+def _placed(
+    arguments: Iterable[str],
+    parameters: Mapping[str, str],
+    kernel: KernelName,
+    flags: Mapping[str, bool],
+) -> Iterator[Part]:
+    left = iter(arguments)
+    for parameter, meaning in parameters.items():
+        if parameter == FLAGS:
+            yield from _flags(kernel, flags)
+            for _ in flags:
+                next(left, None)
+            continue
+        argument = next(left, None)
+        if argument is None or argument == "...":
+            return
+        yield Part(_value(argument), parameter, meaning.format(_said(_value(argument))))
+
+
+def _flags(kernel: KernelName, flags: Mapping[str, bool]) -> Iterator[Part]:
+    table = {flag.name: flag for flag in FLAG_TABLES.get(kernel.backend, ())}
+    for name, is_set in flags.items():
+        flag = table[name]
+        yield Part("true" if is_set else "false", name, flag.on if is_set else flag.off)
+
+
+def _value(argument: str) -> str:
+    extents = _EXTENTS.findall(argument) if "tuple<" in argument else None
+    return "x".join(extents) if extents else short_type(argument)
+
+
+def _said(value: str) -> str:
+    return {"true": "yes", "false": "no"}.get(value, value)
+
+
+def _path(text: str, library: str, values: dict[str, object]) -> Iterator[Part]:
+    """The words of the function's name, by the table of its library. Fills values."""
+    rows = WORDS.get(library)
+    if rows is None:
+        return
+    base = _subject(text, split_head(text, ""), library)
+    is_camel = library in CAMEL
+    end = r"(?=[A-Z_:]|$)" if is_camel else r"(?=[_:]|$)"
+    other = _CAPITAL if is_camel else _MARKED
+    at = 0
+    while at < len(base):
+        part, at = _word(base, at, (*rows, *COMMON), end, values)
+        if part is None:
+            match = other.match(base, at)
+            part = Part(match[0], "", None) if match else None
+            at = match.end() if match else at + 1
+        if part is not None and part.meaning != "":
+            yield part
+
+
+def _word(
+    base: str, at: int, rows: Iterable[Word], end: str, values: dict[str, object]
+) -> tuple[Part | None, int]:
+    """The first row's reading of what stands at a place, and where it ends."""
+    for row in rows:
+        match = re.compile(f"(?:{row.pattern.pattern}){end}", re.ASCII).match(base, at)
+        if match and match.end() > at:
+            return _read(row, match, values), match.end()
+    return None, at
+
+
+def _read(row: Word, match: re.Match[str], values: dict[str, object]) -> Part:
+    for name, value in {**match.groupdict(), **row.values}.items():
+        if value is not None:
+            text = str(value)
+            values.setdefault(name, int(text) if text.isdigit() else value)
+    return Part(match[0], "", row.meaning.format(match[0], *match.groups()))
+
+
+def _subject(text: str, head: Head, library: str) -> str:
+    """The function's own name, out of the wrappers around it."""
+    if library == "fa3":
+        match = _FA3_BASE.search(text)
+        return match[0] if match else head.base
+    inner = _WRAPPED.match(text, head.end) if _WRAPPER.search(head.path) else None
+    if inner:
+        return inner[1]
+    return head.path if head.base == "kernel" else head.base
+
+
+def _bracket(short: str, values: dict[str, object]) -> Iterator[Part]:
+    """What stands between the brackets of a short name. Fills values."""
+    at = short.find("<")
+    rule = next((each for each in BRACKETS if each.base.match(short)), Brackets(re.compile("")))
+    integers = iter(rule.integers)
+    flags = [flag for table in {*FLAG_TABLES.values()} for flag in table] if rule.head_dim else []
+    words = {flag.shown: flag.on for flag in flags} | {flag.unset: flag.off for flag in flags}
+    for token in template_arguments(short, at) if at >= 0 else []:
+        if token == "...":
+            continue
+        if token.isdigit() and (meaning := next(integers, None)):
+            if rule.head_dim:
+                values.setdefault("head_dim", int(token))
+            yield Part(token, "", meaning.format(token))
+        elif token in words:
+            values |= {token: True} if token in ("causal", "dropout") else {}
+            yield Part(token, "", words[token])
+        else:
+            part, end = _word(token, 0, (*rule.words, *COMMON), "$", values)
+            known = part is not None and end == len(token)
+            is_rest = rule.rest and not token.isdigit() and "…" not in token
+            yield part if known and part else Part(token, "", rule.rest if is_rest else None)
+
+
+def _completed(kernel: KernelName, values: Mapping[str, object]) -> KernelName:
+    """The kernel with what its tokens tell where the rules for whole names read nothing."""
+    found = dict(values)
+    if "sm" in found:
+        found["arch"] = f"sm{found.pop('sm')}"
+    fields = {
+        name: value
+        for name, value in found.items()
+        if getattr(kernel, name, "") is None and len(str(value)) < 10
+    }
+    return replace(kernel, **fields)  # type: ignore[arg-type]
+
+
+def _facts(
+    kernel: KernelName, values: Mapping[str, object], names: Iterable[str]
+) -> Iterator[Part]:
+    """What the rules read out of the whole name and no token says."""
+    implied = {"tile_m": "tile", "sm": "arch", "tile_k": "head_dim"}
+    said = {*values, *(implied[name] for name in implied if name in values)}
+    for name in names:
+        value = getattr(kernel, name)
+        if value is None or name in said:
+            continue
+        meaning = FACTS[name]
+        text = meaning if isinstance(meaning, str) else meaning[value]  # type: ignore[index]
+        yield Part(str(value).lower() if isinstance(value, bool) else str(value), name, text)
+
+
+def _untold(kernel: KernelName, library: str) -> tuple[str, ...]:
+    if library == "aten_op":
+        return ()
+    names = _EXPECTED.get(kernel.family, ())
+    if kernel.family in ATTENTION_FAMILIES and not names:
+        names = ("dtype", "head_dim", "tile", "direction", "causal")
+    return tuple(name for name in names if getattr(kernel, name) is None)

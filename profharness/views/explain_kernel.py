@@ -1,0 +1,63 @@
+"""The view of `profharness explain-kernel`: names of kernels in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from profharness.kernel_names import canonical
+from profharness.kernel_names.parts import FACTS, Description
+from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
+
+SCHEMA = "profharness.kernel_name/1"
+FIELDS = (
+    *("name", "kernel", "short", "family", "library", "meaning"),
+    *FACTS,
+    *("parts", "unknown", "untold"),
+)
+COLUMNS = (
+    Column("token", "part", shrink=True),
+    Column("parameter", "is"),
+    Column("meaning", "means"),
+)
+
+
+def names_document(descriptions: Sequence[Description]) -> Document:
+    """Each name with what its parts mean and what it leaves open."""
+    blocks = [block for description in descriptions for block in _blocks(description)]
+    records = tuple(map(name_record, descriptions))
+    return Document(SCHEMA, "Kernel names in words", tuple(blocks), FIELDS, records)
+
+
+def name_record(description: Description) -> dict[str, Any]:
+    """The JSON record of one name."""
+    kernel = description.kernel
+    return {
+        "name": kernel.name,
+        "kernel": canonical(kernel.name),
+        **{name: getattr(kernel, name) for name in ("short", "family")},
+        "library": description.library,
+        "meaning": description.meaning,
+        **{name: getattr(kernel, name) for name in FACTS},
+        "parts": [record(part) for part in description.parts],
+        "unknown": list(description.unknown),
+        "untold": list(description.untold),
+    }
+
+
+def _blocks(description: Description) -> list[Block]:
+    kernel = description.kernel
+    blocks: list[Block] = [Heading(kernel.short, f"family {kernel.family}")]
+    if not description.is_known:
+        return [*blocks, Note(description.meaning, "unknown", "warning")]
+    blocks.append(Note(description.meaning))
+    rows = [
+        (part.token, part.parameter, "not known" if part.meaning is None else part.meaning)
+        for part in description.parts
+    ]
+    if rows:
+        blocks.append(Table(COLUMNS, tuple(rows)))
+    if description.untold:
+        text = f"{', '.join(description.untold)}: the name does not say"
+        blocks.append(Note(text, "open"))
+    return blocks
