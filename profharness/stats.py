@@ -308,6 +308,20 @@ def _process_test(baseline: Sequence[float], candidate: Sequence[float]) -> floa
     return float(_scipy_stats().ttest_ind(a, b).pvalue)
 
 
+def process_allowance(baseline: Sequence[float], candidate: Sequence[float]) -> float | None:
+    """How far, as a ratio above 1, one process of each side may lie apart in 95 % of the cases where
+    nothing changed: Student's distribution and the pooled spread of the processes' medians, which
+    are given. None where a side has fewer than two.
+    """
+    if min(len(baseline), len(candidate)) < 2:
+        return None
+    np = _numpy()
+    sides = [np.log(np.asarray(side, dtype=np.float64)) for side in (baseline, candidate)]
+    freedom = sum(map(len, sides)) - 2
+    variance = sum(float(((side - side.mean()) ** 2).sum()) for side in sides) / freedom
+    return float(np.exp(_student(freedom) * (2 * variance) ** 0.5))
+
+
 def _doubt(side: str, samples: Sequence[float], summary: Summary) -> str:
     if is_bimodal(samples):
         return f"; the {side}'s samples are bimodal, so its median may jump between two modes"

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import Diff, DiffRow, Side, environment_changes
-from profharness.rows import CellRow, KernelRow, Refusal
+from profharness.rows import KERNEL, CellRow, KernelRow, Refusal
+from profharness.stats import Series
 
 SQUARE = "b2h8s512d64-fp16"
 TRAIN = "b2h8s1024d64-fp16-causal-bwd"
@@ -112,6 +113,29 @@ def test_two_runs_pair_by_backend_and_see_one_slower_kernel() -> None:
         ("flash", "bwd_postprocess", "slower"),
     ]
     assert not any(row.changed for row in differing)
+
+
+@pytest.mark.parametrize(
+    ("later", "verdict"), [((1.001, 0.999), "slower"), ((1.05, 0.99), "unknown")]
+)
+def test_a_kernel_differs_by_more_than_like_processes_do(
+    later: tuple[float, ...], verdict: str
+) -> None:
+    """The trace is of one process; what the kernels took in the others says how far that one goes."""
+    (row,) = (r for r in kernel_rows() if (r.config, r.backend) == (SQUARE, "efficient"))
+    assert row.duration_ns is not None
+
+    def timed(factor: float) -> CellRow:
+        kernel = [round(row.duration_ns * factor * part) for part in later for _ in range(10)]
+        turns = [(process, 0, 10) for process in (1, 2)]
+        return replace(cell(SQUARE, "efficient"), samples={KERNEL: Series.of(kernel, turns)})
+
+    sides = (
+        side("efficient", cells=(timed(factor),), kernels=(slower(row, factor),))
+        for factor in (1.0, 1.06)
+    )
+    found = one(diff_cells(*sides), SQUARE, "attention")
+    assert (found.verdict, "processes" in found.reasons[0]) == (verdict, verdict == "unknown")
 
 
 def test_other_tile_at_the_same_speed_is_changed() -> None:

@@ -22,7 +22,7 @@ from profharness.answers.diff.model import (
 )
 from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.kernel_names import parse_kernel_name
-from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
+from profharness.rows import CALL_MEASUREMENTS, KERNEL, TRACE_PROFILERS, CellRow, KernelRow
 
 Groups = dict[str, tuple[KernelRow, ...]]
 
@@ -146,12 +146,15 @@ def _kernel_rows(
     if all(profilers) and profilers[0] != profilers[1]:
         doubts = (*doubts, f"times come from different profilers ({profilers[0]}, {profilers[1]})")
     calls = _least(kernels[0]), _least(kernels[1])
+    allowance = stats.process_allowance(
+        *(_process_times(*side) for side in zip((base, cand), kernels, calls, strict=True))
+    )
     left, right, composite = aligned(grouped(kernels[0]), grouped(kernels[1]))
     rows = []
     unseen = _unseen(base, kernels[0], "baseline") or _unseen(cand, kernels[1], "candidate")
     for role in sorted({*left, *right}, key=lambda name: (role_order(name), name)):
         sides = left.get(role, ()), right.get(role, ())
-        row = _kernel_row(pair | {"role": role}, sides, calls, doubts, threshold)
+        row = _kernel_row(pair | {"role": role}, sides, calls, doubts, threshold, allowance)
         if unseen is not None:
             row = replace(row, verdict="unknown", reasons=(unseen,))
         if role in composite:
@@ -159,6 +162,14 @@ def _kernel_rows(
             row = replace(row, composite=True, reasons=(text, *row.reasons))
         rows.append(row)
     return rows
+
+
+def _process_times(side: _Cell, kernels: Sequence[KernelRow], calls: int) -> list[float]:
+    """The time of a call's kernels in each process, in ns."""
+    traced = call_ns(kernels, calls)
+    later = side.cell.samples.get(KERNEL, ()) if side.cell else ()
+    # the trace is of the first process; the samples are those of the others
+    return [traced, *stats.process_medians(later)] if traced else []
 
 
 def _unseen(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | None:
@@ -176,6 +187,7 @@ def _kernel_row(
     calls: tuple[int, int],
     doubts: Sequence[str],
     threshold: float,
+    allowance: float | None,
 ) -> DiffRow:
     times = call_ns(sides[0], calls[0]), call_ns(sides[1], calls[1])
     differing = changes(*sides) if all(sides) else ()
@@ -187,7 +199,7 @@ def _kernel_row(
     elif doubts:
         verdict, reasons = "changed" if differing else "unknown", tuple(doubts)
     else:
-        verdict, reason = speed(*sides, calls, threshold)
+        verdict, reason = speed(*sides, calls, threshold, allowance)
         reasons = (reason,)
         if differing and verdict in ("same", "unknown"):
             verdict = "changed"
@@ -362,8 +374,12 @@ def speed(
     candidate: Sequence[KernelRow],
     calls: tuple[int, int],
     threshold: float,
+    allowance: float | None = None,
 ) -> tuple[Verdict, str]:
-    """same, faster, slower or unknown from the launches' medians and ranges, and the reason."""
+    """same, faster, slower or unknown from the launches' medians and ranges, and the reason.
+
+    allowance: the ratio above 1 by which like processes differ, None where nobody knows.
+    """
     times = call_ns(baseline, calls[0]), call_ns(candidate, calls[1])
     if not times[0] or not times[1]:
         return "unknown", "no duration on one side"
@@ -381,6 +397,9 @@ def speed(
     apart = not base_range[0] <= times[1] <= base_range[1]
     if not (apart and not cand_range[0] <= times[0] <= cand_range[1]):
         return "unknown", f"{basis}: {change}, but the ranges of single launches overlap"
+    if allowance is not None and max(ratio, 1 / ratio) <= allowance:
+        apart_by = f"like processes differ by up to {(allowance - 1) * 100:.1f} %"
+        return "unknown", f"{basis}: {change}, but {apart_by}"
     return ("slower" if ratio > 1 else "faster"), f"{basis}: {change}, beyond either side's range"
 
 
