@@ -1,8 +1,10 @@
 """Holds the intervals of `bench` and the gate of `diff` against runs that are alike, and against runs
 whose work is 5 % more.
 
-python scripts/check_intervals.py --record 16 --slower 4 --out DIR   # on a GPU: about 35 s a run
-python scripts/check_intervals.py --data DIR                         # the figures, without a GPU
+python scripts/check_intervals.py --record 16 --slower 4 --out DIR   # on a GPU: about 50 s a run
+python scripts/check_intervals.py --data DIR [DIR …]                 # the figures, without a GPU
+
+Of several folders, such as one for each GPU, the runs are paired within each.
 
 Each run is a bench of its own. The backends of `repeats.py`, which the script leaves in DIR, make the
 same call 20 times over, in the slower runs 21 times: 5 % more for the GPU and for the CPU alike.
@@ -35,7 +37,7 @@ REPEATED = "repeats.py:"
 OVERLAP, FALSE_ALARMS, FOUND = 0.95, 0.01, 0.95  # what to reach
 CONFIGS = {
     "cuda": (
-        *("2,8,512,64,fp16", "8,16,512,64,fp16", "1,32,1,128,bf16,kv_heads=8,seq_kv=4096"),
+        *("2,8,512,64,fp16", "1,32,1,128,bf16,kv_heads=8,seq_kv=4096"),
         *("2,8,1024,64,fp16,causal", "4,8,256,128,bf16", "1,8,2048,64,fp16", "2,8,512,64,fp32"),
     ),
     "cpu": ("1,4,128,32,fp32", "1,2,64,32,fp32,causal"),
@@ -129,14 +131,18 @@ def short(backend: str) -> str:
     return Path(backend).name
 
 
-def pairs(runs: Sequence[Recorded]) -> Iterator[tuple[Recorded, Recorded]]:
-    """Every two like runs, in the order in which they were made."""
-    yield from itertools.combinations((run for run in runs if run.kind == ALIKE), 2)
+def pairs(series: Sequence[Sequence[Recorded]]) -> list[tuple[Recorded, Recorded]]:
+    """Every two like runs of a series, in the order in which they were made."""
+    return [
+        pair
+        for runs in series
+        for pair in itertools.combinations((run for run in runs if run.kind == ALIKE), 2)
+    ]
 
 
-def overlaps(runs: Sequence[Recorded]) -> dict[str, tuple[int, int, float]]:
+def overlaps(series: Sequence[Sequence[Recorded]]) -> dict[str, tuple[int, int, float]]:
     """By measurement: cells whose intervals overlap, cells of all pairs, median half width."""
-    alike = [run for run in runs if run.kind == ALIKE]
+    alike = [run for runs in series for run in runs if run.kind == ALIKE]
     intervals = {
         (run.side.label, place, name): found
         for run in alike
@@ -149,7 +155,7 @@ def overlaps(runs: Sequence[Recorded]) -> dict[str, tuple[int, int, float]]:
         places = {place for _, place, each in intervals if each == name}
         both = [
             (intervals[a.side.label, place, name], intervals[b.side.label, place, name])
-            for a, b in pairs(runs)
+            for a, b in pairs(series)
             for place in sorted(places)
             if (a.side.label, place, name) in intervals and (b.side.label, place, name) in intervals
         ]
@@ -180,14 +186,14 @@ def verdict(share: float, wanted: float, *, at_least: bool) -> str:
     return f"{'reached' if good else 'MISSED'} ({sign} {wanted:.0%})"
 
 
-def report(runs: Sequence[Recorded]) -> None:
+def report(series: Sequence[Sequence[Recorded]]) -> None:
     """Print what the runs say."""
-    counts = Counter(run.kind for run in runs)
-    if counts[ALIKE] < 2:
+    counts = Counter(run.kind for runs in series for run in runs)
+    like = pairs(series)
+    if not like:
         raise SystemExit("two like runs are needed: --record 2 or more")
-    like = list(pairs(runs))
     print(f"{counts[ALIKE]} like runs, {len(like)} pairs of them; {counts[SLOWER]} slower runs")
-    for name, (hits, total, half) in overlaps(runs).items():
+    for name, (hits, total, half) in overlaps(series).items():
         told = verdict(hits / total, OVERLAP, at_least=True)
         print(f"{name:7} intervals overlap {hits / total:7.2%} of {total}, ±{half:.2%}: {told}")
     both_ways = [pair for a, b in like for pair in ((a, b), (b, a))]
@@ -195,7 +201,9 @@ def report(runs: Sequence[Recorded]) -> None:
     named, total = (sum(column) for column in zip(*alarms, strict=True))
     told = verdict(named / total, FALSE_ALARMS, at_least=False)
     print(f"false alarms of --fail-on slower {named / total:.2%} of {total} cells: {told}")
-    slow = [(a, b) for a in runs for b in runs if (a.kind, b.kind) == (ALIKE, SLOWER)]
+    slow = [
+        (a, b) for runs in series for a in runs for b in runs if (a.kind, b.kind) == (ALIKE, SLOWER)
+    ]
     if slow:
         finds = [slower_cells(a, b, repeated=True) for a, b in slow]
         named, total = (sum(column) for column in zip(*finds, strict=True))
@@ -210,7 +218,9 @@ def main() -> None:
     parser.add_argument("--record", type=int, metavar="N", help="like runs to record")
     parser.add_argument("--slower", type=int, default=0, metavar="M", help="slower runs to record")
     parser.add_argument("--out", type=Path, help="where the run folders go")
-    parser.add_argument("--data", type=Path, help="print the figures of what --record left there")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", help="print the figures of what --record left there"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--max-time", type=float, default=0.3, help="seconds of sampling a cell")
@@ -221,11 +231,11 @@ def main() -> None:
         counts = {ALIKE: options.record, SLOWER: options.slower}
         plan = BenchPlan(max_time_s=options.max_time)
         record(options.out.resolve(), counts, options.device, plan, options.processes)
-    data = options.data or options.out
-    if data is None:
+    folders = options.data or [options.out]
+    if None in folders:
         parser.error("say --record N --out DIR, or --data DIR")
     with tempfile.TemporaryDirectory() as scratch:
-        report(read(data, Path(scratch) / "store.db"))
+        report([read(path, Path(scratch) / f"{n}.db") for n, path in enumerate(folders)])
 
 
 if __name__ == "__main__":

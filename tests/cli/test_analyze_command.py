@@ -90,7 +90,8 @@ def test_steps_of_math_add_up_to_the_call(store: Path) -> None:
     ]
     steps = {row["step"]: row for row in found}
     assert list(steps) == [
-        *("QK^T", "scale and mask", "softmax", "PV", "casts, copies, fills", "launch gaps")
+        *("QK^T", "scale and mask", "softmax", "PV", "casts, copies, fills", "launch gaps"),
+        "cold refill, waiting for the host",
     ]
     assert sum(row["share"] for row in found) == pytest.approx(1)
     assert sum(row["call_ns"] for row in found) == pytest.approx(153888)  # the median event sample

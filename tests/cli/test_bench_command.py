@@ -112,7 +112,7 @@ def test_the_python_function_gives_the_same_rows(folder: Path) -> None:
     [
         (("--config", "1,1,8,8", "--precision", "fast"), "write 1% or 0.01"),
         (("--config", "1,1,8,8", "--max-time", "soon"), "write 30s"),
-        (("--config", "1,1,8,8", "--measurement", "wall"), "event, graph, kernel"),
+        (("--config", "1,1,8,8", "--measurement", "wall"), "cold, graph, kernel, eager"),
         (("--config", "1,1,8,8", "--dtype", "fp8"), "no dtype 'fp8'"),
         (("--config", "1,1,8,8", "--backend", "nobody"), "no backend 'nobody'"),
         (("--run", "latest", "--verify"), "--verify measures"),
