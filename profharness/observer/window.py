@@ -64,6 +64,8 @@ class Window:
         self.state = "closing"
         self._end_step()
         if self.profiler == "nsys":
+            active, self.active = self.active, None
+            active.__exit__(None, None, None)
             torch.cuda.profiler.stop()
             self.state = "done"
             self.journal.write("window", state="closed", steps=self.passed)
@@ -99,6 +101,9 @@ class Window:
         try:
             if self.profiler == "nsys":
                 torch.cuda.profiler.start()
+                # ops with the sizes of their tensors become NVTX ranges, else no call can be told
+                self.active = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+                self.active.__enter__()
             else:
                 self.active = torch.profiler.profile(record_shapes=True)
                 self.active.start()

@@ -14,7 +14,15 @@ from programs import observe, write
 EXPORT = Path(__file__).parents[2] / "traces" / "h200-torch-nsys-ncu" / "nsys-1.sqlite"
 # in place of the calls of a GPU's driver, which here is none
 CALLS = """
-import types
+import contextlib, types
+
+@contextlib.contextmanager
+def ops(record_shapes):
+    print("ops", record_shapes)
+    yield
+    print("no ops")
+
+torch.autograd.profiler.emit_nvtx = ops
 torch.cuda.profiler.start = lambda: print("start")
 torch.cuda.profiler.stop = lambda: print("stop")
 torch.cuda.nvtx._nvtx = types.SimpleNamespace(rangePushA=print, rangePop=lambda: print("pop"))
@@ -37,7 +45,7 @@ def test_the_steps_of_the_window_lie_between_its_calls(tmp_path: Path) -> None:
     seen = observe(tmp_path, program, options=OPTIONS, environment=environment)
     assert seen.code == 0, seen.stderr
     steps = [line for n in range(2) for line in (f"ProfilerStep#{n}", *CALLED, "pop")]
-    assert seen.stdout.splitlines() == ["start", *steps, "stop"]
+    assert seen.stdout.splitlines() == ["start", "ops True", *steps, "no ops", "stop"]
     assert [trace["profiler"] for trace in seen.record["traces"]] == ["nsys"]
     argv = next(argv for argv in invocations(log) if argv[1] == "profile")
     assert seen.folder is not None
