@@ -105,8 +105,8 @@ def config_list(configs: Configs) -> list[Config]:
     """Configs, each once, of grammar texts; empty for None. Raises UsageError for another text."""
     if configs is None:
         return []
-    one = isinstance(configs, str | Config) or not isinstance(configs, Iterable)
-    items: list[Any] = [configs] if one else [*configs]  # type: ignore[misc]
+    is_single = isinstance(configs, str | Config) or not isinstance(configs, Iterable)
+    items: list[Any] = [configs] if is_single else [*configs]  # type: ignore[misc]
     expanded: list[list[Config]] = []
     for item in items:
         if not isinstance(item, str | Config):
@@ -328,13 +328,13 @@ def explain(
     whole answers are in the frame's `attrs["answers"]`, the releases of a range that the rules do not
     know in `attrs["unknown_releases"]`.
     """
-    asked = config_list(configs)
-    if not asked:
+    chosen = config_list(configs)
+    if not chosen:
         raise UsageError("explain needs a config, as in '2,8,512,64,bf16'")
     require_device(device)
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
     answers = explain_all(
-        asked, places, device=device, timeout_s=timeout_s, store=store_path(store)
+        chosen, places, device=device, timeout_s=timeout_s, store=store_path(store)
     )
     unknown = [release_text(release) for release in skipped_releases(torch or "")]
     return _frame(map(flat_record, answers), answers=answers, unknown_releases=unknown)
@@ -491,8 +491,8 @@ def scrub_run(
     """A copy of a run or a trace that is fit to publish; where it lies. source: a run folder, a file,
     or a stored run. path None: `<name>-scrubbed` beside the source. Raises what `scrub` raises.
     """
-    found = jobs.find_source(str(source), store_path(store))
-    return scrub(found, None if path is None else Path(path), force=force).output
+    original = jobs.find_source(str(source), store_path(store))
+    return scrub(original, None if path is None else Path(path), force=force).output
 
 
 def list_backends() -> pd.DataFrame:

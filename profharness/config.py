@@ -376,10 +376,10 @@ def _unread(token: str) -> str:
     key, equals, _ = token.partition("=")
     if equals and key in FLAGS:
         return f"cannot read {token!r}; write {key} alone"
-    words = _elements(token.removeprefix("dtype="))
-    if not set(FLAGS).isdisjoint(words):
+    elements = _elements(token.removeprefix("dtype="))
+    if not set(FLAGS).isdisjoint(elements):
         return f"cannot read {token!r}; a set of flags is not supported, give one config for each"
-    meant = [DTYPE_NAMES.get(word.lower(), word.lower()) for word in words]
+    meant = [DTYPE_NAMES.get(word.lower(), word.lower()) for word in elements]
     if all(word in DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"
         return f"cannot read {token!r}; write {hint}"

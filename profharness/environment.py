@@ -35,10 +35,10 @@ EXTRAS = {
 
 def lacking(extra: str) -> list[str]:
     """The packages of an extra that are not installed. None of them is imported whole."""
-    return [package for name, package in EXTRAS[extra].modules.items() if not _found(name)]
+    return [package for name, package in EXTRAS[extra].modules.items() if not _is_installed(name)]
 
 
-def _found(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):  # its package is missing, or hidden

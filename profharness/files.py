@@ -17,13 +17,13 @@ STORE_VARIABLE = "PROFHARNESS_STORE"  # names the store where none is given
 RUNS_FOLDER = Path("traces/runs")
 
 
-def shell_command(*words: str, store: Path) -> str:
+def shell_command(*arguments: str, store: Path) -> str:
     """A command line that works as printed: --store stands in it unless that store is the one meant
     without it.
     """
     usual = Path(os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
     option = () if store == usual else ("--store", str(store))
-    return shlex.join(["profharness", *words, *option])
+    return shlex.join(["profharness", *arguments, *option])
 
 
 def check_output(output: Path, *, force: bool) -> None:

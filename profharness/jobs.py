@@ -212,10 +212,10 @@ def find_source(text: str, store: Path) -> Path:
         raise TraceFormatError(path, "no such file or folder", expected="a run folder or a trace")
     with open_store(store) as opened:
         run = opened.resolve(text)
-        found = next(Path(row.path) for row in opened.runs() if row.run == run)
-    if not found.exists():
-        raise NotFoundError(f"run {run} was taken in from {found}, which is gone")
-    return found
+        source = next(Path(row.path) for row in opened.runs() if row.run == run)
+    if not source.exists():
+        raise NotFoundError(f"run {run} was taken in from {source}, which is gone")
+    return source
 
 
 def resume_into_store(folder: Path, store: Path, progress: Progress | None = None) -> Captured:

@@ -103,7 +103,7 @@ def let_through() -> None:
     for hold in _holds() if threading.current_thread() is threading.main_thread() else ():
         while hold.passes and hold.caught:
             number = hold.caught[0]
-            hold.caught = [each for each in hold.caught if each != number]
+            hold.caught = [caught for caught in hold.caught if caught != number]
             hold.before[signal.Signals(number)](number, None)
 
 
@@ -165,8 +165,8 @@ def shorten(log: Path) -> int:
             file.seek(state.st_size - KEPT_BYTES)
             tail = file.read(KEPT_BYTES)
             left_out = state.st_size - 2 * KEPT_BYTES
-            told = left_out + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
-            mark = b"\n[%d bytes are left out here]\n" % told
+            omitted = left_out + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
+            mark = b"\n[%d bytes are left out here]\n" % omitted
             file.truncate(KEPT_BYTES)
             end.write(mark + tail)
     except OSError:  # it is gone, or the disk is full
@@ -239,9 +239,9 @@ def stopped_together(process: Group, mark: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def orphans_adopted(tell: Callable[[str], None] = lambda _: None) -> Iterator[dict[str, str]]:
+def orphans_adopted(report: Callable[[str], None] = lambda _: None) -> Iterator[dict[str, str]]:
     """What a child started in the block, with this variable in its environment, leaves in sessions of
-    its own comes to this process when its parent ends (Linux), and is ended after the block. tell gets
+    its own comes to this process when its parent ends (Linux), and is ended after the block. report gets
     a sentence on each that has lost the variable: it may be somebody else's.
     """
     mark = {STARTED_BY: secrets.token_hex(8)}
@@ -253,14 +253,14 @@ def orphans_adopted(tell: Callable[[str], None] = lambda _: None) -> Iterator[di
             _end_marked(mark)
             for pid, name in _adopted().items():
                 if pid not in before:
-                    tell(f"process {pid} ({name}) was left behind and runs on; end it by hand")
+                    report(f"process {pid} ({name}) was left behind and runs on; end it by hand")
             if adopts is not None:
                 _adopt(adopts)
 
 
 def _adopted() -> dict[int, str]:
     """The children of this process in sessions of their own, with their names."""
-    found = {}
+    names = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             # the name in parentheses may hold blanks
@@ -268,8 +268,8 @@ def _adopted() -> dict[int, str]:
             state, parent, _, session = rest.split()[:4]
             own = int(parent) == os.getpid() and int(session) != os.getsid(0)
             if own and state != "Z":
-                found[int(path.parent.name)] = name.partition("(")[2]
-    return found
+                names[int(path.parent.name)] = name.partition("(")[2]
+    return names
 
 
 def wake_with_parent() -> None:
@@ -513,9 +513,9 @@ def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
         )
         while child.poll() is None:
-            told = signal.sigtimedwait(wanted, STEP_S)
-            if told and told.si_signo != signal.SIGCHLD and told.si_code != FROM_KERNEL:
-                kill(child.pid, signal.Signals(told.si_signo))
+            received = signal.sigtimedwait(wanted, STEP_S)
+            if received and received.si_signo != signal.SIGCHLD and received.si_code != FROM_KERNEL:
+                kill(child.pid, signal.Signals(received.si_signo))
         return child.returncode
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

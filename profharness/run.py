@@ -163,8 +163,8 @@ def require_number(
     name: str, value: object, low: float, high: float = math.inf, *, whole: bool = False
 ) -> None:
     """Raise UsageError for what is no number, or outside of both limits, which belong to it."""
-    known = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not known or not low <= value <= high:  # type: ignore[operator]
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:  # type: ignore[operator]
         kind = "whole number" if whole else "number"
         limits = f"from {low:,}" + (f" to {high:,}" if high < math.inf else " on")
         raise UsageError(f"{name}={value!r} is not a {kind} {limits}")

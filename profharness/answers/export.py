@@ -211,8 +211,8 @@ def _section_events(
         )
         for row in section.ranges
     )
-    known = _Known(section.counters, {device.index: device for device in devices})
-    launches = _launch_events(section.launches, known, ties)
+    details = _Details(section.counters, {device.index: device for device in devices})
+    launches = _launch_events(section.launches, details, ties)
     base: int | None = None
     for start_ns, _, _, event in heapq.merge(in_order(ranges), in_order(launches)):
         base = start_ns if base is None else base
@@ -271,7 +271,7 @@ def _event(cat: str, name: str, pid: Any, tid: Any, dur: int, args: dict[str, An
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Details:
     """What is known of launches besides their rows."""
 
     counters: Callable[[int], Mapping[str, tuple[float, str]]] | None
@@ -284,9 +284,9 @@ class _Known:
         shared, registers = row.shared_bytes, row.registers_per_thread
         if device and None not in (row.block_x, shared, registers):
             threads = (row.block_x or 0) * (row.block_y or 0) * (row.block_z or 0)
-            if found := occupancy(threads, registers or 0, shared or 0, device):
-                args["theoretical occupancy %"] = round(100 * found.fraction, 1)
-                args["occupancy limiter"] = found.limiter
+            if result := occupancy(threads, registers or 0, shared or 0, device):
+                args["theoretical occupancy %"] = round(100 * result.fraction, 1)
+                args["occupancy limiter"] = result.limiter
         for name, (value, unit) in self.counters(row.launch_id).items() if self.counters else ():
             args[f"{name} [{unit}]" if unit else name] = value
         return args
@@ -351,7 +351,7 @@ class _Ops:
 
 
 def _launch_events(
-    launches: Iterable[LaunchRow], known: _Known, ties: Iterator[int]
+    launches: Iterable[LaunchRow], details: _Details, ties: Iterator[int]
 ) -> Iterator[_Timed]:
     """Each launch, before it the call that made it, once per call, and around these the ops."""
     recent: dict[tuple[int, int], int] = {}
@@ -368,7 +368,7 @@ def _launch_events(
                 if len(recent) > RECENT_CALLS:
                     del recent[next(iter(recent))]
                 yield row.launch_ns, 0, next(ties), _call_event(row, flow)
-        event = _launch_event(row, flow, known.args(row))
+        event = _launch_event(row, flow, details.args(row))
         yield row.start_ns, -(row.duration_ns or 0), next(ties), event
     yield from ops.rest()
 

@@ -67,10 +67,10 @@ def _expectation(text: str) -> Expectation:
     return Expectation(text, backends, glob or "*")
 
 
-def require_told(layers: LayerMap, gates: Gates) -> None:
+def require_recorded(layers: LayerMap, gates: Gates) -> None:
     """Raises UsageError for a gate on what the run does not tell."""
     for name in gates.fail_on:
-        if why := _why_untold(name, layers):
+        if why := _why_missing(name, layers):
             raise UsageError(f"--fail-on {name}: run {layers.run} does not tell it, {why}")
 
 
@@ -81,30 +81,30 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
     lines: list[str] = []
     blind = OF_WHAT_RAN if all(row.ran is None for row in layers.rows) else ()
     for name in gates.fail_on:
-        if why := _why_untold(name, layers):
-            found = [f"not told, {why}"]
+        if why := _why_missing(name, layers):
+            faults = [f"not told, {why}"]
         elif name in blind:
-            found = ["nothing to judge, what ran is told of no call"]
+            faults = ["nothing to judge, what ran is told of no call"]
         else:
-            found = [*GATES[name](layers.rows), *_untold(name, layers)]
-        lines += [f"{name}: {line}" for line in found]
+            faults = [*GATES[name](layers.rows), *_missing(name, layers)]
+        lines += [f"{name}: {line}" for line in faults]
     lines += [line for wanted in gates.expected for line in _unmet(wanted, layers.rows)]
     if lines:
         raise GateError(f"gates of run {layers.run} are not met:\n  " + "\n  ".join(lines))
 
 
-def _why_untold(gate: str, layers: LayerMap) -> str | None:
+def _why_missing(gate: str, layers: LayerMap) -> str | None:
     """Why a run tells nothing that a gate is about; None where it tells it of some call."""
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
         return "which a recorded step alone shows, and none was recorded"
-    told = _TOLD.get(gate)
+    has_answer = _HAS_ANSWER.get(gate)
     # of an observed program each call that does not tell it is named
-    if told is None or layers.processes or any(map(told, layers.rows)):
+    if has_answer is None or layers.processes or any(map(has_answer, layers.rows)):
         return None
     return "a trace alone cannot; run the program with `profharness observe`"
 
 
-def _untold(gate: str, layers: LayerMap) -> Iterator[str]:
+def _missing(gate: str, layers: LayerMap) -> Iterator[str]:
     """The calls of which an observed program does not tell what a gate is about."""
     for row in layers.rows:
         seen = row.calls is None or row.site is not None
@@ -187,13 +187,13 @@ def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:
                 alike[name, replace(config, bwd=False), row.phase, row.direction].append(
                     (name, row)
                 )
-    told: dict[str, None] = {}
+    changes: dict[str, None] = {}
     for group in alike.values():
         ran = sorted({str(row.ran) for _, row in group})
         if len(ran) > 1:
             name, row = group[0]
-            told[f"{name or row.config}: {' and '.join(ran)} ran for like calls"] = None
-    return iter(told)
+            changes[f"{name or row.config}: {' and '.join(ran)} ran for like calls"] = None
+    return iter(changes)
 
 
 def _unseen(rows: Sequence[LayerRow]) -> Iterator[str]:
@@ -210,7 +210,7 @@ GATES: dict[str, Callable[[Sequence[LayerRow]], Iterator[str]]] = {
 }
 OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
 # What a gate needs to know of some row, where a trace alone does not tell it.
-_TOLD: dict[str, Callable[[LayerRow], bool]] = {
+_HAS_ANSWER: dict[str, Callable[[LayerRow], bool]] = {
     "noop-mask": lambda row: row.mask is not None,
     "asked-not-ran": lambda row: row.asked is not None,
 }

@@ -206,8 +206,8 @@ def like_calls(calls: Iterable[CallRow], observed: Observed | None = None) -> li
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
         kind = observed.kind(call) if observed else None
-        told = (kind.asked, kind.choice, kind.ran, kind.mask, _site(kind)) if kind else ()
-        groups.setdefault((*_likeness(call), call.trace == UNTRACED, told), []).append(call)
+        recorded = (kind.asked, kind.choice, kind.ran, kind.mask, _site(kind)) if kind else ()
+        groups.setdefault((*_likeness(call), call.trace == UNTRACED, recorded), []).append(call)
     return list(groups.values())
 
 
@@ -339,7 +339,7 @@ def _row(
     if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
         mask = NO_MASK
     reasons, advice = _because(first, middle, place, ran_there, kind)
-    known = any(call.kernels for call in group)
+    has_kernels = any(call.kernels for call in group)
     busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
     kernels = dict.fromkeys(kernel.kernel_short for call in group[:1] for kernel in call.kernels)
     lengths = [config.seq_len_kv for config in configs]
@@ -361,10 +361,10 @@ def _row(
         ran=ran_there,
         sdpa_op=first.sdpa_op,
         kernels=tuple(kernels),
-        forward_ns=spent["forward"] / count if known else None,
-        backward_ns=spent["backward"] / count if known and spent["backward"] else None,
-        share=spent.total() / busy if known and busy else None,
-        step_share=spent.total() / long if known and long else None,
+        forward_ns=spent["forward"] / count if has_kernels else None,
+        backward_ns=spent["backward"] / count if has_kernels and spent["backward"] else None,
+        share=spent.total() / busy if has_kernels and busy else None,
+        step_share=spent.total() / long if has_kernels and long else None,
         reasons=reasons,
         advice=advice,
         replayable=middle is not None and all(call.reason is None for call in group),
@@ -431,9 +431,9 @@ def _because(
         return tuple(reasons), (EAGER,)
     if ran_there != "math" or config is None or place is None:
         return tuple(reasons), tuple(advice)
-    found = suggestions(config, place)
-    reasons += [f"{item.backend}: {item.reason}" for item in found]
-    return tuple(reasons), (*advice, *(item.text for item in found if item.advice))
+    changes = suggestions(config, place)
+    reasons += [f"{item.backend}: {item.reason}" for item in changes]
+    return tuple(reasons), (*advice, *(item.text for item in changes if item.advice))
 
 
 def _departures(kind: TemplateRow, ran_there: str | None) -> Iterator[str]:

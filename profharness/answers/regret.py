@@ -45,10 +45,10 @@ class _Times:
     def total(self, points: Sequence[tuple[str, float]], backend: str) -> float | None:
         """A step's nanoseconds of weighted configs; None where one was not timed."""
         medians = [self.median(label, backend) for label, _ in points]
-        known = [ns for ns in medians if ns is not None]
-        if len(known) < len(points):
+        timed = [ns for ns in medians if ns is not None]
+        if len(timed) < len(points):
             return None
-        return sum(ns * weight for ns, (_, weight) in zip(known, points, strict=True))
+        return sum(ns * weight for ns, (_, weight) in zip(timed, points, strict=True))
 
     def verdict(self, points: Sequence[tuple[str, float]], backend: str, than: str) -> stats.Speed:
         """Of a backend against another: `slower` where its samples show it on some point."""
@@ -70,22 +70,22 @@ def regret_configs(layers: LayerMap) -> list[Config]:
     """The configs to time: those of the calls that can be replayed, what the rules would change, and
     the forward of each that has a backward. Raises NotFoundError where there is none.
     """
-    found: dict[Config, None] = {}
+    configs: dict[Config, None] = {}
     for row in layers.rows:
         if not _timeable(row):
             continue
         labels = [label for label, _ in row.points]
         labels += [str(item.advice.config) for item in _changes(row, layers) if item.advice]
         for config in map(parse_config, labels):
-            found[config] = None
-            found[replace(config, bwd=False)] = None
-    if not found:
+            configs[config] = None
+            configs[replace(config, bwd=False)] = None
+    if not configs:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
         raise NotFoundError(
             f"no config replays a call of run {layers.run}, so nothing can be timed: "
             f"{'; '.join(reasons) or 'what ran is not told'}"
         )
-    return list(found)
+    return list(configs)
 
 
 def regret_backends(layers: LayerMap) -> list[str]:
@@ -101,8 +101,8 @@ def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
     """What makes the backends take what ran as math, where a config says it."""
     if row.ran != "math" or row.config is None or layers.place is None:
         return []
-    found = suggestions(parse_config(row.config), layers.place)
-    return [item for item in found if item.advice and item.advice.config]
+    changes = suggestions(parse_config(row.config), layers.place)
+    return [item for item in changes if item.advice and item.advice.config]
 
 
 def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
@@ -141,8 +141,8 @@ def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
         launch_bound=_launch_bound(layers),
         conclusions=(),
     )
-    told = (*_conclusions(layers, regret), *_doubts(rows, benched, times))
-    return replace(layers, rows=tuple(rows), regret=replace(regret, conclusions=told))
+    lines = (*_conclusions(layers, regret), *_doubts(rows, benched, times))
+    return replace(layers, rows=tuple(rows), regret=replace(regret, conclusions=lines))
 
 
 def _launch_bound(layers: LayerMap) -> bool:
@@ -167,7 +167,7 @@ def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: _Times) -> La
     before, after = (times.total(twins, backend) for backend in (actual, best))
     forward = None if before is None or after is None else before - after
     trained = any(parse_config(label).bwd for label, _ in row.points)
-    told = replace(
+    judged = replace(
         row,
         best=best,
         ran_ns=spent / calls,
@@ -176,8 +176,8 @@ def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: _Times) -> La
         saves_forward_ns=forward,
         saves_backward_ns=saves - forward if trained and forward is not None else None,
     )
-    advice = [_switch(told, layers, benched)] if best != actual else []
-    return replace(told, advice=(*advice, *_gains(told, layers, times)))
+    advice = [_switch(judged, layers, benched)] if best != actual else []
+    return replace(judged, advice=(*advice, *_gains(judged, layers, times)))
 
 
 def _switch(row: LayerRow, layers: LayerMap, benched: Benched) -> str:
@@ -234,7 +234,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     texts = []
     shares = [f"{regret.saves_ns / busy:.1%} of the time in which the GPU is busy"] if busy else []
     shares += [f"{regret.saves_ns / step:.1%} of the step as it was traced"] if step else []
-    told = f", {' and '.join(shares)}" if shares else ""
+    parts = f", {' and '.join(shares)}" if shares else ""
     if regret.saves_ns <= 0:
         texts.append("no correct backend that was timed is shown to be faster than what ran")
     elif regret.launch_bound:
@@ -243,10 +243,10 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
             waits = f"launch-bound: the GPU is busy {busy / step:.0%} of the traced step"
         texts.append(
             f"{waits}, and kernel time saves wall time only where it is busy; "
-            f"at most {saved} a step{told}"
+            f"at most {saved} a step{parts}"
         )
     else:
-        texts.append(f"the fastest correct backends save {saved} a step{told}")
+        texts.append(f"the fastest correct backends save {saved} a step{parts}")
     if step:
         texts.append(
             "the step's time is that under the profiler, which makes it longer; "

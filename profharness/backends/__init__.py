@@ -209,8 +209,8 @@ def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
 
 def commits(backends: Iterable[Backend]) -> dict[str, str]:
     """Name to git commit of each backend whose file lies in a git work tree."""
-    found = {backend.name: commit(backend.file) for backend in backends if backend.file}
-    return {name: text for name, text in found.items() if text is not None}
+    hashes = {backend.name: commit(backend.file) for backend in backends if backend.file}
+    return {name: text for name, text in hashes.items() if text is not None}
 
 
 def write_sources(folder: Path, backends: Iterable[Backend]) -> None:

@@ -97,12 +97,12 @@ def why_not_trusted(path: Path) -> str | None:
     """
     for place in (path.parent, path):
         try:
-            found = place.lstat()
+            state = place.lstat()
         except OSError:
             return None
-        if found.st_uid != os.geteuid():
+        if state.st_uid != os.geteuid():
             return f"{place} belongs to another user"
-        if stat.S_ISLNK(found.st_mode) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if stat.S_ISLNK(state.st_mode) or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return f"{place} is a link or can be written by others"
     return None
 

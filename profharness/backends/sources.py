@@ -160,9 +160,9 @@ def commit(file: Path) -> str | None:
     return f"{head}, changed" if state else head
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     """What git says; None where it is not there, fails or takes long."""
-    argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *words)
+    argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments)
     done = run_briefly(argv, GIT_S, os.environ | {"GIT_OPTIONAL_LOCKS": "0"})
     return done.stdout.strip() if done is not None and done.returncode == 0 else None
 

@@ -187,8 +187,8 @@ def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> P
 def check_suffix(output: Path) -> None:
     """Raise UsageError for a file whose name says no format."""
     if output.suffix.lower() not in SUFFIX_FORMATS:
-        known = " ".join(SUFFIX_FORMATS)
-        raise UsageError(f"-o {output}: no format has this suffix; use --format, or {known}")
+        suffixes = " ".join(SUFFIX_FORMATS)
+        raise UsageError(f"-o {output}: no format has this suffix; use --format, or {suffixes}")
 
 
 def output_options(function: F) -> F:
@@ -214,7 +214,7 @@ def file_options(function: F) -> F:
 def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Config]:
     """The configs of --config and --configs, each once. Raises UsageError naming the token that is
     wrong."""
-    configs = [one for text in config for one in expand_configs(text)]
+    configs = [expanded for text in config for expanded in expand_configs(text)]
     if configs_file is not None:
         try:
             lines = configs_file.read_text(encoding="utf-8-sig").splitlines()
@@ -279,10 +279,10 @@ def emit(
     decides, else `table`. images: what the charts beside a Markdown file are, `svg` or `png`.
     about: what a file is about, for the line that says that it was written."""
     format_ = chosen_format(format_, output)
-    told = f": {about}" if about else ""
+    detail = f": {about}" if about else ""
     if format_ == "md" and output is not None:
         charts = _write_markdown(document, output, images, force=force)
-        hint(f"wrote {output}" + (f" and {charts} charts beside it" if charts else "") + told)
+        hint(f"wrote {output}" + (f" and {charts} charts beside it" if charts else "") + detail)
         return
     if format_ == "table":
         from profharness.views.terminal import render_table  # loads rich, for this format alone
@@ -297,7 +297,7 @@ def emit(
     if output is not None:
         with atomic_file(output, force=force) as file:
             file.write(text.encode())
-        hint(f"wrote {output}{told}")
+        hint(f"wrote {output}{detail}")
         return
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8") if format_ == "table" else "utf-8"
     with quiet_stdout() as stream:

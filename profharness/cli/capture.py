@@ -144,8 +144,8 @@ def command(
         if any(counters) and not {*COUNTERS} & {*profilers}:
             names = ", ".join(COUNTERS)
             raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
-        asked = Protocol(**protocol, metrics=counters[0], sections=counters[1])
-        options = CaptureOptions(profilers, out, asked, note)
+        settings = Protocol(**protocol, metrics=counters[0], sections=counters[1])
+        options = CaptureOptions(profilers, out, settings, note)
         with capture_progress() as progress:
             captured = capture_into_store(configs, backends, store, options, progress)
     _report(captured, store)

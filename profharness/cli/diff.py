@@ -73,8 +73,8 @@ def command(
     verdicts = frozenset(split_names(fail_on))
     for name in split_names(fail_on):
         if name not in (*VERDICTS, BACKEND_CHANGED):
-            known = ", ".join((*VERDICTS, BACKEND_CHANGED))
-            raise UsageError(f"--fail-on {name!r}: not one of {known}")
+            names = ", ".join((*VERDICTS, BACKEND_CHANGED))
+            raise UsageError(f"--fail-on {name!r}: not one of {names}")
     configs = read_configs(config, configs_file)
     with open_store(store) as opened:
         sides = find_sides(opened, baseline, candidate, configs)

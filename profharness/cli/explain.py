@@ -153,7 +153,7 @@ def command(
         configs, split_names(backend), places, bisect, full, measure, device, timeout_s, store
     )
     document, answers = _answered(question)
-    if unknown := [release_text(each) for each in skipped_releases(torch or "")]:
+    if unknown := [release_text(release) for release in skipped_releases(torch or "")]:
         hint(skipped_text(unknown))
         document = replace(document, extra={**document.extra, "unknown_releases": unknown})
     emit(document, format_, output, force=force)

@@ -56,12 +56,12 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
     taken: list[str] = []
     for given in sources:
         try:
-            found = find_sources(given)
+            paths = find_sources(given)
         except ProfharnessError as error:
             failed += 1
             hint(f"error: {error}")
             continue
-        for source in found:
+        for source in paths:
             try:
                 with _progress(source) as progress:
                     results = ingest_path(store, source, progress=progress)

@@ -125,9 +125,9 @@ def command(
     warnings = _warnings(store, rows, cells)
     document = with_warnings(document, warnings)
     emit(document, format_, output, force=force)
-    _tell_layers(store, rows, cells)
+    _hint_layers(store, rows, cells)
     if chosen_format(format_, output) == "csv":
-        _tell(cells, warnings)
+        _hint_omitted(cells, warnings)
     if expected:
         _judge(expected, rows, cells, every_run=run == ALL_RUNS)
 
@@ -206,7 +206,7 @@ def _warnings(
         return opened.warnings({row.run for row in rows} | {cell.run for cell in cells})
 
 
-def _tell(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> None:
+def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> None:
     """What a CSV, which has rows of kernels only, does not hold."""
     for cell in cells:
         if cell.status != "ok":
@@ -216,15 +216,15 @@ def _tell(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> No
         hint(f"warning: {note.label}: {note.text}")
 
 
-def _tell_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
+def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
     """Name the command that shows a program's attention, where the rows are of one program."""
     runs = {row.run for row in rows}
     if cells or len(runs) != 1:
         return
     (run,) = runs
     with open_store(path) as store:
-        found = store.has(run, "attention calls")
-    if found:
+        has_calls = store.has(run, "attention calls")
+    if has_calls:
         hint(f"see its attention layer by layer with: {shell_command('layers', run, store=path)}")
 
 

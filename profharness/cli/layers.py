@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.layer_gates import check_gates, parse_gates, require_told
+from profharness.answers.layer_gates import check_gates, parse_gates, require_recorded
 from profharness.answers.layers import LayerMap, find_layers, replay_lines
 from profharness.answers.regret import regret_configs
 from profharness.cli._options import (
@@ -118,14 +118,14 @@ def command(
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
         layers = find_layers(opened, name, step=step, torch=torch)
-    require_told(layers, gates)
+    require_recorded(layers, gates)
     if only_configs:
         click.echo("\n".join(_config_lines(layers, timed=regret)))
     else:
         if options is not None:
             layers = time_layers(layers, options, store, Listener(hint, capture_progress))
-        told = layers.regret
-        with measured("layers", name, "--bench", told.run) if told else contextlib.nullcontext():
+        shown = layers.regret
+        with measured("layers", name, "--bench", shown.run) if shown else contextlib.nullcontext():
             emit(layers_document(layers, full=full), format_, output, force=force)
     check_gates(layers, gates)
 

@@ -205,9 +205,9 @@ def misaligned(params: AttentionParams, machine: Machine) -> bool:
 def cudnn_backward_dims(params: AttentionParams, machine: Machine) -> bool:
     """Backward of cuDNN's large heads exists for (192, 128) and (256, 256) only."""
     pair = (params.head_dim, params.value_dim)
-    known = max(pair) <= 128 or pair in ((192, 128), (256, 256))
+    has_backward = max(pair) <= 128 or pair in ((192, 128), (256, 256))
     supported = takes_d256(machine) and (machine.cudnn or 0) > 92200
-    return params.requires_grad and supported and not known
+    return params.requires_grad and supported and not has_backward
 
 
 def decode_disabled(params: AttentionParams, machine: Machine) -> bool:

@@ -188,8 +188,8 @@ def parse_range(first: str, last: str) -> ReleaseRange:
     text = f"release range '{first.strip()}..{last.strip()}'"
     if low > high:
         raise UsageError(f"{text} is empty: its first release is newer than its last")
-    known = tuple(release for release in sorted(RELEASES) if low <= release <= high)
-    if not known:
+    releases = tuple(release for release in sorted(RELEASES) if low <= release <= high)
+    if not releases:
         span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
         raise UsageError(f"{text} holds no release that the rules know; known are {span}")
     unknown = {release for release in UNREAD if low <= release <= high}
@@ -198,7 +198,7 @@ def parse_range(first: str, last: str) -> ReleaseRange:
     if high[0] == newest[0]:
         # minors after the newest known one: which patches they have is not known
         unknown |= {(high[0], minor, 0) for minor in range(newest[1] + 1, high[1])}
-    return ReleaseRange(known, tuple(sorted(unknown)))
+    return ReleaseRange(releases, tuple(sorted(unknown)))
 
 
 def _parts(text: str) -> Iterator[ReleaseRange]:

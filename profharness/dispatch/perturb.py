@@ -113,12 +113,12 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
 
     Each reason's text speaks of the asked config with the other blockers out of the way.
     """
-    asked = oracle(config, backend)
-    if asked.eligible is not False:
+    verdict = oracle(config, backend)
+    if verdict.eligible is not False:
         return ()
     easy = oracle(only(config, ()), backend)
     if easy.eligible is not True:
-        return (Blocker((), _first(easy if easy.eligible is False else asked)),)
+        return (Blocker((), _first(easy if easy.eligible is False else verdict)),)
 
     def refusal(changed: Config) -> Refusal | None:
         answer = oracle(changed, backend)
@@ -128,17 +128,23 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
     # way: what an fp16 config is refused for may be fine in fp32.
     sets = _alone(config, refusal)
     involved = {name for names in sets for name in names}
-    found = [
+    standing_blockers = [
         Blocker(names, reason)
         for names in sets
         if (reason := refusal(eased(config, involved - set(names)))) is not None
     ]
-    found += _left_over(config, {name for item in found for name in item.properties}, refusal)
-    first = _first(asked)
-    for index, blocker in enumerate(found):
+    standing_blockers += _left_over(
+        config, {name for item in standing_blockers for name in item.properties}, refusal
+    )
+    first = _first(verdict)
+    for index, blocker in enumerate(standing_blockers):
         if blocker.reason.code == first.code:
-            return (replace(blocker, reason=first), *found[:index], *found[index + 1 :])
-    return tuple(found)
+            return (
+                replace(blocker, reason=first),
+                *standing_blockers[:index],
+                *standing_blockers[index + 1 :],
+            )
+    return tuple(standing_blockers)
 
 
 def _first(answer: Verdict) -> Refusal:

@@ -259,20 +259,20 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
 
 
 def every_refusal(
-    config: Config, backend: str, heard: Sequence[Refusal], environment: Mapping[str, Any]
+    config: Config, backend: str, refusals: Sequence[Refusal], environment: Mapping[str, Any]
 ) -> tuple[Refusal, ...]:
     """What PyTorch said against a backend of a refused cell, and what the rules say besides: it
-    stops at the first reason. heard is returned as it is where the rules cannot tell.
+    stops at the first reason. refusals are returned as they are where the rules cannot tell.
     """
-    if backend not in SDPA_BACKENDS or not heard or not rules_know(environment):
-        return tuple(heard)
+    if backend not in SDPA_BACKENDS or not refusals or not rules_know(environment):
+        return tuple(refusals)
     alone = replace(
         with_flags(environment)(from_config(config, environment["device_type"])),
         enabled=frozenset({backend}),
     )
-    said = {reason.code for reason in heard}
+    said = {reason.code for reason in refusals}
     verdict = judge(backend, alone, machine_of(environment))
-    return (*heard, *(reason for reason in verdict.certain if reason.code not in said))
+    return (*refusals, *(reason for reason in verdict.certain if reason.code not in said))
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str]:
@@ -336,8 +336,8 @@ def _worlds(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
 
 def _ask(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
     """A rule's answer; without a cuDNN version, the one that all versions share, else None."""
-    asked = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
-    missing = tuple(name for name in asked if getattr(machine, name) is None)
+    versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
+    missing = tuple(name for name in versions if getattr(machine, name) is None)
     if not missing:
         return rule.refuses(params, machine)
     answers = {rule.refuses(params, world) for world in _worlds(machine, missing)}

@@ -106,7 +106,7 @@ class Tree:
         return [[self.spans[at] for at in chain if at >= 0] for chain in rows]
 
 
-class _Surroundings:
+class _Context:
     """What is around each op: compiled code, a backward, and the modules around those that may be a
     call or a part of one, by its place in the tree.
     """
@@ -185,12 +185,10 @@ def find_calls(
     """
     tree = Tree(details)
     inside = _inside(tree)
-    surroundings = _Surroundings(tree, modules)
+    context = _Context(tree, modules)
     templates: dict[tuple[Any, ...], _Template] = {}
-    drafts = [
-        _fused(tree, root, children, surroundings, templates) for root, children in inside.items()
-    ]
-    drafts += _eager(tree, inside, surroundings)
+    drafts = [_fused(tree, root, children, context, templates) for root, children in inside.items()]
+    drafts += _eager(tree, inside, context)
     drafts.sort(key=lambda draft: (draft.start, draft.thread))
     stretches = [
         (index, "recompute" if draft.recompute else "forward", draft.thread, draft.start, draft.end)
@@ -200,13 +198,13 @@ def find_calls(
     stretches += _backward(drafts, tree, evaluations, list(flows))
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
     last = max((op.end for op in tree.spans), default=0)
-    steps = _steps(ranges, _outermost(surroundings.modules, evaluations), base, last)
+    steps = _steps(ranges, _outermost(context.modules, evaluations), base, last)
     paths = _paths(drafts, ranges, threads, base)
-    known: dict[tuple[int, int, bool], _Replay] = {}
+    replays: dict[tuple[int, int, bool], _Replay] = {}
     calls = [
         _call(
             draft,
-            _replay(draft, index in with_backward, known),
+            _replay(draft, index in with_backward, replays),
             path=paths[index],
             step=step_at(steps, draft.start + base),
             pid=threads[draft.thread][0],
@@ -293,7 +291,7 @@ def _fused(
     tree: Tree,
     root: int,
     inside: Sequence[int],
-    surroundings: _Surroundings,
+    context: _Context,
     templates: dict[tuple[Any, ...], _Template],
 ) -> _Draft:
     ops = [tree.spans[at] for at in (root, *inside)]
@@ -304,7 +302,7 @@ def _fused(
     key = (layer, *said)
     if (template := templates.get(key)) is None:
         template = templates[key] = _template(ops, layer)
-    return surroundings.draft(
+    return context.draft(
         root,
         template,
         end=ops[0].end,
@@ -319,10 +317,10 @@ def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
     # Autocast calls the outer op again with cast tensors: those were computed with.
     outer = next((op for op in reversed(ops) if op.name == OUTER), None)
     inner = next((op for op in ops if INNER.fullmatch(op.name)), None)
-    told = outer or inner or ops[0]
-    names, places = POSITIONS.get(told.name, ("qkv", {}))
-    tensors = tuple(tensor_argument(told, names.find(name)) for name in "qkvm")
-    flags = {name: flag(told, place) for name, place in places.items()}
+    described = outer or inner or ops[0]
+    names, places = POSITIONS.get(described.name, ("qkv", {}))
+    tensors = tuple(tensor_argument(described, names.find(name)) for name in "qkvm")
+    flags = {name: flag(described, place) for name, place in places.items()}
     if inner is not None:
         place = POSITIONS.get(inner.name, ("", {}))[1].get("backward")
         flags["backward"] = place is not None and flag(inner, place)
@@ -331,10 +329,12 @@ def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
         tensors = tuple(tensor_argument(packed, place) if place < 3 else None for place in range(4))
         unsaid = "sequences of unequal length in one tensor (varlen), which no config says"
     if kind == "custom":
-        unsaid = f"{told.name} is an op of a package; a config replays scaled_dot_product_attention"
+        unsaid = (
+            f"{described.name} is an op of a package; a config replays scaled_dot_product_attention"
+        )
     elif kind == "flex":
         unsaid = "the mask and the score function of flex_attention are not told"
-    elif not told.dims:
+    elif not described.dims:
         unsaid = NO_SHAPES
     return _Template(
         kind="fast_path" if layer else kind,
@@ -346,9 +346,7 @@ def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
     )
 
 
-def _eager(
-    tree: Tree, fused: dict[int, list[int]], surroundings: _Surroundings
-) -> Iterator[_Draft]:
+def _eager(tree: Tree, fused: dict[int, list[int]], context: _Context) -> Iterator[_Draft]:
     """Attention in plain ops: a product, a softmax over its result and a product with that, next to
     each other in one module of one thread.
     """
@@ -361,14 +359,14 @@ def _eager(
         names = [tree.spans[above].name for above in tree.ancestors(at)]
         if any(name in (LINEAR, *PRODUCTS, *SOFTMAX) or BACKWARD.fullmatch(name) for name in names):
             continue
-        recent = waiting[op.thread, surroundings.of[at]]
+        recent = waiting[op.thread, context.of[at]]
         recent.append(at)
-        if kind == "p" and len(recent) >= 3 and (draft := _plain(tree, recent[-3:], surroundings)):
+        if kind == "p" and len(recent) >= 3 and (draft := _plain(tree, recent[-3:], context)):
             recent.clear()
             yield draft
 
 
-def _plain(tree: Tree, places: Sequence[int], surroundings: _Surroundings) -> _Draft | None:
+def _plain(tree: Tree, places: Sequence[int], context: _Context) -> _Draft | None:
     scores, softmax, output = (tree.spans[at] for at in places)
     if scores.name not in PRODUCTS or softmax.name not in SOFTMAX:
         return None
@@ -385,9 +383,7 @@ def _plain(tree: Tree, places: Sequence[int], surroundings: _Surroundings) -> _D
         tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
         unsaid = "eager attention; what it masks is not told"
     template = _Template("eager", scores.name, None, tensors, {}, unsaid)
-    return surroundings.draft(
-        places[0], template, end=output.end, sequences=frozenset(), compiled=False
-    )
+    return context.draft(places[0], template, end=output.end, sequences=frozenset(), compiled=False)
 
 
 def _backward(
@@ -475,12 +471,12 @@ class _Replay(NamedTuple):
 
 
 def _replay(
-    draft: _Draft, has_backward: bool, known: dict[tuple[int, int, bool], _Replay]
+    draft: _Draft, has_backward: bool, replays: dict[tuple[int, int, bool], _Replay]
 ) -> _Replay:
-    """known: by identity of tensors and flags, which drafts keep alive."""
+    """replays: by identity of tensors and flags, which drafts keep alive."""
     key = (id(draft.tensors), id(draft.flags), has_backward)
-    if (made := known.get(key)) is None:
-        made = known[key] = _replay_of(draft, has_backward)
+    if (made := replays.get(key)) is None:
+        made = replays[key] = _replay_of(draft, has_backward)
     return made
 
 

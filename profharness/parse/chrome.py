@@ -332,7 +332,7 @@ class Scanner:
                     return len(segment)
                 position = border + lead
                 continue
-            self._one(segment[position:behind])
+            self._event(segment[position:behind])
             position = skip_space(segment, behind)
             mark = segment[position : position + 1]
             if mark == b"]":
@@ -363,7 +363,7 @@ class Scanner:
         self._array_end = self.window.base + position + tail.index(b"]", border)
         return position
 
-    def _one(self, data: bytes) -> None:
+    def _event(self, data: bytes) -> None:
         collector = self.collector
         categories = len(collector.events.extra)
         event, bad = collector.events.decode_one(data)
@@ -510,7 +510,7 @@ def _assemble(
     tables = source.tables
     base, doubt = time_base(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
-    ranges, calls, steps = link.surroundings(tables, link.flows(tables.arrows), threads, base)
+    ranges, calls, steps = link.contexts(tables, link.flows(tables.arrows), threads, base)
     calls = replayed(source, calls, steps, threads, base)
     output = link.Output(ranges, base, Spool.temporary(stack), calls)
     stacks, doubts = link.Stacks(source, rows=rows[1]), link.Doubts()

@@ -141,7 +141,7 @@ def decode_lenient(data: bytes) -> Any:
 
 def whole_characters(data: bytes) -> bytes:
     """JSON whose escaped halves of a character, which no text can hold, are U+FFFD."""
-    return _ESCAPE.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
+    return _ESCAPE.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
 
 
 def probe(window: Window) -> Layout:

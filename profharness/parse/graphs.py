@@ -182,8 +182,8 @@ def _marked(source: Source, rule: re.Pattern[str]) -> LaunchRows:
         for block in source.tables.launches:
             rows = np.array(source.launches([block]))
             parts.append(rows[:, wanted[LaunchRows(*rows).api]])
-    found = np.concatenate(parts, axis=1)
-    return LaunchRows(*found[:, np.argsort(LaunchRows(*found).start, kind="stable")])
+    selected = np.concatenate(parts, axis=1)
+    return LaunchRows(*selected[:, np.argsort(LaunchRows(*selected).start, kind="stable")])
 
 
 def _rows_of(source: Source, correlations: Ints) -> tuple[Ints, GpuRows]:

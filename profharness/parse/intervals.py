@@ -105,9 +105,9 @@ def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
         at[active] = above[at[active]]
         active = active[at[active] >= 0]
     if len(active):
-        found = _last_above(stop, at[active], t[active])
-        strange = thread[found] != thread[at[active]]
-        at[active] = np.where(strange, -1, found)
+        ancestor = _last_above(stop, at[active], t[active])
+        strange = thread[ancestor] != thread[at[active]]
+        at[active] = np.where(strange, -1, ancestor)
     return at
 
 
@@ -120,20 +120,20 @@ def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
         below = tree[-1]
         pairs = np.append(below, np.iinfo(np.int64).min) if len(below) % 2 else below
         tree.append(np.maximum(pairs[::2], pairs[1::2]))
-    node, found_at = last.copy(), nothing(len(last))
+    node, level_of = last.copy(), nothing(len(last))
     searching = np.arange(len(last))
     for level, maxima in enumerate(tree):
         here = maxima[node[searching]] > limits[searching]
-        found_at[searching[here]] = level
+        level_of[searching[here]] = level
         searching = searching[~here]
         # what lies left of a node with an odd number includes its twin
         node[searching] = (node[searching] >> 1) - 1 + (node[searching] & 1)
         searching = searching[node[searching] >= 0]
     for level in range(len(tree) - 1, 0, -1):
-        down = np.flatnonzero(found_at >= level)
+        down = np.flatnonzero(level_of >= level)
         right = np.minimum(2 * node[down] + 1, len(tree[level - 1]) - 1)
         node[down] = np.where(tree[level - 1][right] > limits[down], right, 2 * node[down])
-    return np.where(found_at >= 0, node, -1)
+    return np.where(level_of >= 0, node, -1)
 
 
 def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:

@@ -107,7 +107,7 @@ def flows(arrows: Iterable[Arrow]) -> list[Flow]:
     return sorted(made, key=lambda flow: flow.start)
 
 
-def surroundings(
+def contexts(
     tables: Tables, arrows: list[Flow], threads: list[tuple[int, int]], base: int
 ) -> tuple[Ranges, Calls, tuple[Step, ...]]:
     """What launches may lie in: ranges, which follow autograd's arrows, attention calls, and steps.
@@ -154,12 +154,12 @@ class Doubts:
         seen = np.concatenate([np.empty(0, np.uint64), *self._launches])
         repeated = len(seen) - len(np.unique(seen))
         many_ops = self.repeated_ops if self.repeated_ops > launches * REPEATED_OPS else 0
-        found = {
+        doubts = {
             "have no call with their correlation: thread, range and op are unknown": self.unmatched,
             "have several calls with their correlation: the first counts": self.ambiguous,
             "stand in the file twice and count twice": repeated + many_ops,
         }
-        texts = [f"{count:,} launches {what}" for what, count in found.items() if count]
+        texts = [f"{count:,} launches {what}" for what, count in doubts.items() if count]
         if stacks.paths.deep:
             texts.append(f"stacks of more than {MAX_DEPTH} ops are told in part")
         return texts

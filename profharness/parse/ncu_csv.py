@@ -217,8 +217,8 @@ def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
     ranges = []
     for item in body[1:-1].split('"  "') if body.startswith('"') else [body]:
         item = re.sub(r"^\d+:", "", item) if numbered else item
-        if (found := _nvtx_range(item.split(":"))) is not None:
-            ranges.append(found)
+        if (parsed := _nvtx_range(item.split(":"))) is not None:
+            ranges.append(parsed)
     return tuple(ranges)
 
 
@@ -402,10 +402,10 @@ def _check_metrics(kernels: list[dict[str, str]], doubts: Doubts) -> None:
 
 def _check_ids(ids: list[int], text: str, doubts: Doubts) -> None:
     """Doubt tables with gaps or repetitions in their ids, or with fewer than ncu says it profiled."""
-    known = set(ids)
-    if gaps := max(known, default=-1) + 1 - len(known):
+    distinct = set(ids)
+    if gaps := max(distinct, default=-1) + 1 - len(distinct):
         doubts.counts["the ids of kernels have gaps: {n} are missing"] = gaps
-    if again := len(ids) - len(known):
+    if again := len(ids) - len(distinct):
         doubts.counts["{n} kernels have the id of an earlier one; these may be several tables"] = (
             again
         )

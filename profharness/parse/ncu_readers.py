@@ -87,9 +87,9 @@ def _value(launch: NcuLaunch, name: str) -> str:
     return str(int(value)) if float(value).is_integer() else repr(value)
 
 
-def _dims(launch: NcuLaunch, what: str, known: Triple | None) -> str:
+def _dims(launch: NcuLaunch, what: str, triple: Triple | None) -> str:
     values = [launch.values.get(f"launch__{what}_dim_{axis}") for axis in "xyz"]
-    numbers = known or [int(value) for value in values if value is not None]
+    numbers = triple or [int(value) for value in values if value is not None]
     return f"({', '.join(map(str, numbers))})" if len(numbers) == 3 else ""
 
 
@@ -157,10 +157,10 @@ def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
 
 def _counted(report: NcuReport, file: NcuFile) -> NcuReport:
     """The report, with a warning where the file's blocks count more results than were read."""
-    found = len(report.launches) + report.skipped
-    if found == file.results:
+    readable = len(report.launches) + report.skipped
+    if readable == file.results:
         return report
-    text = f"the file counts {file.results} results, {found} of them could be read"
+    text = f"the file counts {file.results} results, {readable} of them could be read"
     return replace(report, warnings=(*report.warnings, text))
 
 

@@ -119,7 +119,7 @@ def _parse(path: Path, shown: Path) -> Trace:
             warnings += [*doubt, *unknown_start, *kernels.warnings, *_notes(export, reader)]
         source = link.Source(reader.tables, [spool], [{}])
         threads, apis = list(source.tables.threads), list(source.tables.apis)
-        ranges, calls, steps = link.surroundings(source.tables, reader.flows, threads, base)
+        ranges, calls, steps = link.contexts(source.tables, reader.flows, threads, base)
         output = link.Output(ranges, base, Spool.temporary(stack), calls)
         op_paths, doubts = _join(source, reader.doubles(), kernels, output)
         return Trace(
@@ -198,8 +198,8 @@ class _Kernels:
         for table, values in variants:
             if table == KERNEL:
                 ids = values[: len(NAMES)]
-                known = filter(None, (string(number) for number in ids if number is not None))
-                texts[ids] = next(known, NO_NAME)
+                filled = filter(None, (string(number) for number in ids if number is not None))
+                texts[ids] = next(filled, NO_NAME)
         canonical, self.warnings = canonical_names(texts.values())
         kernel_of, config_of = [], []
         for table, values in variants:
@@ -369,10 +369,10 @@ class Reader:
             seen.add(key)
             number = self._thread(thread)
             if name not in names and not (prefix or wide):
-                told = ops.take(name, start, stop, number)
-                if told is None:
+                op_name = ops.take(name, start, stop, number)
+                if op_name is None:
                     continue
-                name = told
+                name = op_name
             name = name[:MAX_RANGE_NAME]
             name = names.setdefault(name, name)
             self.tables.ranges.add(name, start, stop - start, number, wide)
@@ -413,8 +413,8 @@ class Reader:
     def _keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
         """Correlation ids made unique across processes; -1 where there is none."""
         process = _mapped(thread_or_process >> 24, self._process)
-        known = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
-        return np.where(known, process * CORRELATIONS + correlation, -1)
+        valid = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
+        return np.where(valid, process * CORRELATIONS + correlation, -1)
 
     def _process(self, number: int) -> int:
         if number == -1:  # not told: clear all the same where there is but one

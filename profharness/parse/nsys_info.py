@@ -100,7 +100,7 @@ def check_schema(export: Export) -> list[str]:
         if lacks:
             text = f"{table} has no column {', '.join(lacks)}, so its {count} rows cannot be read"
             if table == KERNEL:
-                raise TraceFormatError(export.path, text, expected=_known(export))
+                raise TraceFormatError(export.path, text, expected=_expected(export))
             warnings.append(text)
         else:
             warnings.append(f"{table} has no column {', '.join(unknown)}; what it says is unknown")
@@ -109,22 +109,22 @@ def check_schema(export: Export) -> list[str]:
 
 def _unread(export: Export) -> list[str]:
     """Warnings on tables with rows that this reader passes over without knowing them."""
-    known = {*VARIANTS, RUNTIME, GRAPHS, *(f"{_ACTIVITIES}{name}" for name in UNUSED)}
+    expected_tables = {*VARIANTS, RUNTIME, GRAPHS, *(f"{_ACTIVITIES}{name}" for name in UNUSED)}
     warnings = [f"{name} has rows as well and is not read" for name in export.passed_over]
     for table in export.tables:
         columns = export.columns(table) or frozenset()
         is_kernel = columns >= KERNEL_LIKE
-        if table in known or not (is_kernel or table.startswith(_ACTIVITIES)):
+        if table in expected_tables or not (is_kernel or table.startswith(_ACTIVITIES)):
             continue
         if count := export.count(table):
             text = f"the table {table[:80]} with {count} rows is not known"
             if is_kernel:
-                raise TraceFormatError(export.path, text, expected=_known(export))
+                raise TraceFormatError(export.path, text, expected=_expected(export))
             warnings.append(f"{text} and not read")
     return warnings
 
 
-def _known(export: Export) -> str:
+def _expected(export: Export) -> str:
     version = environment(export).get("nsys_version", "unknown")
     return f"the tables of a known nsys (this file is of version {version}); {UPDATE}"
 

@@ -55,8 +55,8 @@ def read_text(text: str) -> OpText | None:
     own = name.startswith(OWN)
     if number is None and not own:
         return None
-    told = sequence is not None or bool(sizes and A_SIZE.search(sizes))
-    is_op = own or told or bool(NAMESPACED.match(name) or BARE.fullmatch(name))
+    has_details = sequence is not None or bool(sizes and A_SIZE.search(sizes))
+    is_op = own or has_details or bool(NAMESPACED.match(name) or BARE.fullmatch(name))
     return OpText(name, int(sequence or -1), sizes, is_op)
 
 
@@ -86,19 +86,19 @@ class OpRanges:
 
     def take(self, text: str, start: int, stop: int, thread: int) -> str | None:
         """Take in a range that is an op; of any other return the name. Times are ns."""
-        told = read_text(text)
-        if told is None:
+        op = read_text(text)
+        if op is None:
             return text
-        if is_detailed(told.name):
-            self._detail(told, start, stop, thread)
-        if not told.is_op:
+        if is_detailed(op.name):
+            self._detail(op, start, stop, thread)
+        if not op.is_op:
             if not self._any:
                 self._renamed[len(self._tables.ranges.names)] = text
-            return told.name
+            return op.name
         self._any = True
-        name = self._tables.names[told.name]
-        if told.sequence >= 0:
-            self._numbered.extend((thread, start, told.sequence, name))
+        name = self._tables.names[op.name]
+        if op.sequence >= 0:
+            self._numbered.extend((thread, start, op.sequence, name))
         self._pending.append((start, stop, thread, name))
         if len(self._pending) == BLOCK_ROWS:
             self._flush()
@@ -113,10 +113,10 @@ class OpRanges:
                 self._tables.ranges.names[number] = text
         self._renamed.clear()
 
-    def _detail(self, told: OpText, start: int, stop: int, thread: int) -> None:
-        shapes = dims(told.sizes) if told.sizes and has_arguments(told.name) else ()
+    def _detail(self, op: OpText, start: int, stop: int, thread: int) -> None:
+        shapes = dims(op.sizes) if op.sizes and has_arguments(op.name) else ()
         self.unread += shapes is None
-        detail = Detail(told.name, start, stop, thread, shapes or (), sequence=told.sequence)
+        detail = Detail(op.name, start, stop, thread, shapes or (), sequence=op.sequence)
         self._tables.details.append(detail)
 
     def _flush(self) -> None:
@@ -149,7 +149,7 @@ class OpRanges:
         last = forward[changes != 0]
         backward = np.flatnonzero(is_node)
         low, high = (np.searchsorted(key[last], key[backward], side) for side in ("left", "right"))
-        found, unclear = [], 0
+        matched, unclear = [], 0
         columns = (backward.tolist(), low.tolist(), high.tolist())
         for node, begin, end in zip(*columns, strict=True):
             ops = last[begin:end].tolist()
@@ -158,8 +158,8 @@ class OpRanges:
                 ops = [op for op in ops if _stem(names[rows[3, op]]) == wanted]
                 unclear += len(ops) != 1
             if len(ops) == 1 and rows[1, ops[0]] < rows[1, node]:
-                found.append(Flow(*rows[:2, ops[0]].tolist(), *rows[:2, node].tolist()))
-        return sorted(found, key=lambda flow: flow.start), unclear
+                matched.append(Flow(*rows[:2, ops[0]].tolist(), *rows[:2, node].tolist()))
+        return sorted(matched, key=lambda flow: flow.start), unclear
 
 
 def _keys(process: Ints, sequence: Ints) -> Ints:

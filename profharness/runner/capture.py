@@ -280,8 +280,8 @@ def _code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
     for name in dict.fromkeys(cell.backend for cell in run.cells):
         with contextlib.suppress(UsageError):
             backends.append(find_backend(name, sources))
-    told = {"backend_code": fingerprints(backends), "backend_commit": commits(backends)}
-    return {key: values for key, values in told.items() if values}
+    code = {"backend_code": fingerprints(backends), "backend_commit": commits(backends)}
+    return {key: values for key, values in code.items() if values}
 
 
 def _wrapped_pass(record: RunRecord, profiler: Profiler, tools: dict[str, Tool]) -> None:

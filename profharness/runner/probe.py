@@ -124,9 +124,9 @@ def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
             )
         path = folder / PEAKS_FILE
         if done.returncode != 0 or not path.exists():
-            last_words = " / ".join(done.stderr.strip().splitlines()[-2:])[:500]
+            stderr_tail = " / ".join(done.stderr.strip().splitlines()[-2:])[:500]
             raise CaptureError(
-                f"measuring the peaks of {device} failed (exit code {done.returncode}): {last_words}; "
+                f"measuring the peaks of {device} failed (exit code {done.returncode}): {stderr_tail}; "
                 "`profharness doctor` shows what is missing, --peaks data-sheet does without"
             )
         measured = msgspec.json.decode(path.read_bytes(), type=Measured)

@@ -137,7 +137,7 @@ class Start:
     ended: tuple[str, ...] = ()
     stopped: bool = False
     at_once: bool = False
-    told_s: float = 0.0  # of the time that the worker was stopped
+    reported_s: float = 0.0  # of the time that the worker was stopped
 
     def __post_init__(self) -> None:
         self.process: Group | None = None
@@ -196,10 +196,10 @@ class Start:
     def _with_pause(self, entry: JournalEntry) -> JournalEntry:
         """The end of a cell that was stopped meanwhile, with a word on it."""
         paused_s = self.process.paused_s if self.process else 0.0
-        if entry.result is None or paused_s == self.told_s:
+        if entry.result is None or paused_s == self.reported_s:
             return entry
-        text = f"stopped (Ctrl-Z) for {paused_s - self.told_s:.1f} s while it was measured"
-        self.told_s = paused_s
+        text = f"stopped (Ctrl-Z) for {paused_s - self.reported_s:.1f} s while it was measured"
+        self.reported_s = paused_s
         warnings = (*entry.result.warnings, f"{text}: a sample may hold that time")
         return replace(entry, result=replace(entry.result, warnings=warnings))
 
@@ -216,7 +216,7 @@ class Start:
             status = "timeout"
             message = f"no answer during {_phase(self.stage)}; the worker was ended (see --timeout)"
         else:
-            status, tail = "crashed", self._last_words()
+            status, tail = "crashed", self._stderr_tail()
             message = f"the worker died during {_phase(self.stage)}: {_how(self.returncode)}"
             message += f"; its last words: {tail}" if tail else ""
         result = replace(cell, status=status, message=message)
@@ -227,7 +227,7 @@ class Start:
     def failure(self) -> CaptureError:
         """The error of a worker that did not come up."""
         how = "it gave no sign of life" if self.returncode is None else _how(self.returncode)
-        tail = self._last_words()
+        tail = self._stderr_tail()
         return CaptureError(
             f"the worker process did not start ({how}){f': {tail}' if tail else ''}; "
             "`profharness doctor` shows what is missing"
@@ -271,7 +271,7 @@ class Start:
         cut = self.process.cut_bytes if self.process else 0
         return read_end(self.folder / LOG_FILE, max(0, self.log_offset - cut))
 
-    def _last_words(self) -> str:
+    def _stderr_tail(self) -> str:
         """The last non-empty line or two that this start wrote to stderr."""
         text = self._log()[-LOG_TAIL_BYTES:]
         lines = [line.strip() for line in text.splitlines() if line.strip()]

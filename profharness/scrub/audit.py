@@ -183,10 +183,10 @@ def _table(
             text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
             if not isinstance(text, str):
                 continue
-            for kind, words in _text(text, cleaner):
-                if (kind, words) not in seen:
-                    seen.add((kind, words))
-                    yield Finding(path, f"{table}.{column}", kind, words[:EXCERPT])
+            for kind, excerpt in _text(text, cleaner):
+                if (kind, excerpt) not in seen:
+                    seen.add((kind, excerpt))
+                    yield Finding(path, f"{table}.{column}", kind, excerpt[:EXCERPT])
 
 
 def _deleted(path: Path, real: Path) -> Iterator[Finding]:

@@ -90,7 +90,7 @@ def scrub_kineto(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
 
 
 def _head(header: dict[str, Any], cleaner: Cleaner) -> bytes:
-    kept = _known(header, cleaner)
+    kept = _allowed(header, cleaner)
     return bytes(_encode(kept)[:-1]) + (b"," if kept else b"") + b'"traceEvents":['
 
 
@@ -104,11 +104,11 @@ def _tail(window: Window, cleaner: Cleaner) -> bytes:
     except ValueError:
         message = "the file does not close behind its events"
         raise window.error(message, offset=window.base, expected="}") from None
-    kept = _known(trailer, cleaner) if isinstance(trailer, dict) else {}
+    kept = _allowed(trailer, cleaner) if isinstance(trailer, dict) else {}
     return b"," + bytes(_encode(kept)[1:-1]) if kept else b""
 
 
-def _known(header: dict[str, Any], cleaner: Cleaner) -> dict[str, Any]:
+def _allowed(header: dict[str, Any], cleaner: Cleaner) -> dict[str, Any]:
     kept = {key: value for key, value in header.items() if key in HEADER_KEYS}
     devices = kept.get("deviceProperties")
     if isinstance(devices, list):

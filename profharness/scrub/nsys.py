@@ -239,8 +239,8 @@ def _declare(
     sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
     empty: dict[str, dict[str, str]] = {}
     for (table,) in source.execute(f"{sql} ORDER BY rowid").fetchall():
-        known = table == STRINGS or columns_of(table) is not None
-        if str(table).startswith("sqlite_") or not (known or _harmless(table, cleaner)):
+        has_rule = table == STRINGS or columns_of(table) is not None
+        if str(table).startswith("sqlite_") or not (has_rule or _harmless(table, cleaner)):
             continue
         declared = []
         for _, name, kind, needed, _, key in source.execute(f'PRAGMA table_info("{table}")'):

@@ -36,7 +36,7 @@ def private_cells(path: Path, opened: IO[bytes], cleaner: Cleaner) -> list[tuple
     """Column, kind and text of what only the columns of an ncu table tell: hosts, processes, and what
     stands in NVTX names between colons. The table need not be whole.
     """
-    found: dict[tuple[str, str, str], None] = {}
+    findings: dict[tuple[str, str, str], None] = {}
     head: list[str] = []
     file = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="replace", newline="")
     try:
@@ -46,10 +46,10 @@ def private_cells(path: Path, opened: IO[bytes], cleaner: Cleaner) -> list[tuple
                 continue
             for name, value in zip(head, row, strict=False):
                 if name in EMPTIED and value:
-                    found[name, "private column", "names a host or a process"] = None
+                    findings[name, "private column", "names a host or a process"] = None
                 elif name in NVTX:
                     texts = _nvtx_texts(name, value)
-                    found |= {
+                    findings |= {
                         (name, *match): None for text in texts for match in cleaner.find(text)
                     }
     except csv.Error as error:
@@ -57,7 +57,7 @@ def private_cells(path: Path, opened: IO[bytes], cleaner: Cleaner) -> list[tuple
             raise TraceFormatError(path, f"cannot be read: {error}", expected=EXPECTED) from None
     finally:
         file.detach()
-    return sorted(found)
+    return sorted(findings)
 
 
 def _nvtx_texts(column: str, cell: str) -> list[str]:

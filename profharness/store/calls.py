@@ -161,11 +161,11 @@ def template_rows(connection: sqlite3.Connection, run: str) -> list[TemplateRow]
         TemplateRow(
             number, pid, rank, kind, op, name, bool(compiled), bool(recompute), bool(backward),
             tuple(json.loads(modules)), config, reason, tuple(json.loads(tensors)), calls,
-            tuple((tuple(key), count) for key, count in json.loads(lengths)), *told,
+            tuple((tuple(key), count) for key, count in json.loads(lengths)), *rest,
         )
         for (
             number, pid, rank, kind, op, name, compiled, recompute, backward, modules, config,
-            reason, tensors, calls, lengths, *told,
+            reason, tensors, calls, lengths, *rest,
         ) in rows
     ]  # fmt: skip
 

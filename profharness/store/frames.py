@@ -39,8 +39,8 @@ def to_frame(rows: Sequence[Any], kind: type | None = None) -> pd.DataFrame:
         parts = [_columns(name, getattr(row, name)) for name in names]
         records.append({key: value for part in parts for key, value in part.items()})
     integers = [column for name in names if hints[name] in _INTEGERS for column in _flat(name)]
-    known = None if records else list(chain.from_iterable(map(_flat, _plain(names, hints))))
-    return frame(records, known, integers=integers)
+    all_columns = None if records else list(chain.from_iterable(map(_flat, _plain(names, hints))))
+    return frame(records, all_columns, integers=integers)
 
 
 def frame(

@@ -86,7 +86,7 @@ def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Pa
     return source if same else None
 
 
-def told(texts: list[str]) -> str:
+def listed(texts: list[str]) -> str:
     """The first few texts, and how many there are besides."""
     more = len(texts) - SHOWN
     return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")

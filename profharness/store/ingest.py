@@ -318,8 +318,8 @@ def _unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult |
     if row is None:
         return None
     name, cells, launches, warnings = row
-    told = tuple(json.loads(warnings))
-    return IngestResult(name, "unchanged", source.path, launches, cells, told, kept)
+    texts = tuple(json.loads(warnings))
+    return IngestResult(name, "unchanged", source.path, launches, cells, texts, kept)
 
 
 def _write(
@@ -377,7 +377,7 @@ def _check_growth(
     raise TraceFormatError(
         source.path,
         f"holds less of run {name} than the store, which keeps what it has: missing are "
-        f"{growth.told(lost)}{reason}; `profharness runs --delete {name}` lets this one in",
+        f"{growth.listed(lost)}{reason}; `profharness runs --delete {name}` lets this one in",
     )
 
 
@@ -427,8 +427,8 @@ def _bench_plan(source: Source) -> BenchPlan | None:
 
 def _created(path: Path, parsed: _Parsed) -> str:
     """When a foreign trace was made: as it says, by its clock if that tells the date, else the file's."""
-    told = [] if parsed.trace.created_s is None else [parsed.trace.created_s * 10**9]
-    starts = told + [item.start_ns for item in parsed.trace.ranges[:1]]
+    stamps = [] if parsed.trace.created_s is None else [parsed.trace.created_s * 10**9]
+    starts = stamps + [item.start_ns for item in parsed.trace.ranges[:1]]
     seconds = min(max(path.stat().st_mtime, 0.0), LAST_SECOND)
     if starts and EPOCH_NS[0] < starts[0] < EPOCH_NS[1]:
         seconds = starts[0] / 1e9
@@ -542,8 +542,8 @@ def _insert_raw(
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
     except (ValueError, OverflowError) as error:
-        told = TraceFormatError(raw.path, f"holds what cannot be stored: {error}")
-        raise _RawError(raw, told) from None
+        unstorable = TraceFormatError(raw.path, f"holds what cannot be stored: {error}")
+        raise _RawError(raw, unstorable) from None
 
 
 def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:

@@ -62,9 +62,9 @@ def placed_samples(
     values: Sequence[int], turns: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int | None, int | None]]:
     """The samples, each with its process and turn; None for both where they are not known."""
-    known = Series.of(values, turns).turns
+    complete = Series.of(values, turns).turns
     places: list[tuple[int | None, int | None]]
-    places = [turn[:2] for turn in known for _ in range(turn.samples)]
+    places = [turn[:2] for turn in complete for _ in range(turn.samples)]
     for value, (process, turn) in zip(values, places or [(None, None)] * len(values), strict=True):
         yield value, process, turn
 
@@ -83,8 +83,8 @@ def row_id(
     """The id of the row with this key, NULLs included; inserted, with more, if there is none."""
     where = " AND ".join(f"{column} IS ?" for column in key)
     row = connection.execute(f"SELECT id FROM {table} WHERE {where}", tuple(key.values()))
-    row_found = row.fetchone()
-    return int(row_found[0]) if row_found else insert_row(connection, table, {**key, **more()})
+    existing = row.fetchone()
+    return int(existing[0]) if existing else insert_row(connection, table, {**key, **more()})
 
 
 def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
@@ -308,7 +308,9 @@ def _row_ids(
 
     return _Ids(
         kernel=lookup(_kernel_id(connection, name, kind) for name, kind in kernels),
-        launch_config=lookup(_launch_config_id(connection, one) for one in trace.launch_configs),
+        launch_config=lookup(
+            _launch_config_id(connection, launch_config) for launch_config in trace.launch_configs
+        ),
         op_path=lookup(_op_path_id(connection, path) for path in trace.op_paths),
         api=lookup(_name_ids(connection, "apis", trace.apis)),
         range=lookup(ranges),

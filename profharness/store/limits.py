@@ -45,7 +45,7 @@ def check_tables(path: Path, trace: Trace) -> None:
     """Raise TraceFormatError, before there is a store, for numbers and names that no table can hold."""
     numbers = chain(
         chain.from_iterable(asdict(device).values() for device in trace.devices),
-        (number for one in trace.launch_configs for number in _flat(one)),
+        (number for launch in trace.launch_configs for number in _flat(launch)),
         (number for r in trace.ranges for number in (r.start_ns, r.duration_ns, r.pid, r.tid)),
     )
     largest = max((abs(number) for number in numbers if isinstance(number, int)), default=0)

@@ -85,8 +85,8 @@ def _series(rows: Sequence[tuple[str, int | None, int | None, int]]) -> Series:
         (process, turn, len(list(part)))
         for (process, turn), part in groupby(rows, itemgetter(1, 2))
     ]
-    known = [(process, turn, n) for process, turn, n in turns if None not in (process, turn)]
-    return Series.of((row[3] for row in rows), known)
+    complete = [(process, turn, n) for process, turn, n in turns if None not in (process, turn)]
+    return Series.of((row[3] for row in rows), complete)
 
 
 def _records(connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[Record]:
@@ -252,8 +252,8 @@ class Store:
 
     def _selected(self, run: str | None, need: Need) -> list[str] | None:
         """The runs that a question is about: None for `all`, else one."""
-        found = self.find_run(Selection(run), need)
-        return None if found == ALL_RUNS else [found]
+        name = self.find_run(Selection(run), need)
+        return None if name == ALL_RUNS else [name]
 
     def backends(self) -> list[str]:
         """The names of all backends that any stored cell ran on, in alphabetical order."""

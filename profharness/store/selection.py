@@ -149,7 +149,7 @@ def answering_runs(
     ).fetchall()
     backends = selection.backends or (None,)
     places: Sequence[Sequence[int | None]] = ids or [[None]]
-    asked = [(any_of, name) for any_of in places for name in backends]
+    wanted = [(any_of, name) for any_of in places for name in backends]
     for run_id, run in runs:
         held: set[tuple[int | None, str | None]] = {(None, None)}
         for config_id, name in connection.execute(
@@ -158,7 +158,7 @@ def answering_runs(
             values | {"run": run_id},
         ):
             held |= {(config_id, name), (config_id, None), (None, name)}
-        if all(any((one, name) in held for one in any_of) for any_of, name in asked):
+        if all(any((wanted_id, name) in held for wanted_id in any_of) for any_of, name in wanted):
             yield str(run)
 
 
@@ -205,15 +205,15 @@ def _latest(
     back: int,
 ) -> str:
     """The newest run that answers, or the one `back` before it. Raises NotFoundError."""
-    found: list[str] = []
+    runs: list[str] = []
     for need in needs:
-        found = found or list(islice(answering_runs(connection, selection, need), back + 1))
-    if back < len(found):
-        return found[back]
+        runs = runs or list(islice(answering_runs(connection, selection, need), back + 1))
+    if back < len(runs):
+        return runs[back]
     what = _wanted(selection, needs[0])
-    if found:
+    if runs:
         raise NotFoundError(
-            f"{LATEST}~{back}: only {len(found)} stored run(s) have {what}: {_some(found)}"
+            f"{LATEST}~{back}: only {len(runs)} stored run(s) have {what}: {_some(runs)}"
         )
     raise NotFoundError(f"no stored run has {what}; {_instead(connection, path, selection)}")
 
@@ -232,9 +232,9 @@ def _wanted(selection: Selection, need: Need) -> str:
 
 def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -> str:
     """What to do where no run answers: see the newest that has the configs, else what is stored."""
-    asked = Selection(None, selection.configs)
+    same_configs = Selection(None, selection.configs)
     others = _names(connection) if not selection.configs else []
-    run = next(chain(answering_runs(connection, asked, "run"), others), None)
+    run = next(chain(answering_runs(connection, same_configs, "run"), others), None)
     lack = None if run is None else lack_of_kernels(connection, path, run)
     return lack or f"see what is stored with: {shell_command('runs', store=path)}"
 

@@ -34,8 +34,8 @@ def insert_journals(
     """
     if not journals.calls:
         return list(journals.warnings)
-    told = (item.call.config for item in journals.calls)
-    configs = config_ids(connection, (config for config in told if config))
+    labels = (item.call.config for item in journals.calls)
+    configs = config_ids(connection, (config for config in labels if config))
     ids = _insert_templates(connection, run_id, journals.calls, configs)
     places = match_calls(calls, journals.calls)
     _link_calls(connection, run_id, [None if at is None else ids[at] for at in places])

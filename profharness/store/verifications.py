@@ -62,7 +62,7 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
         "JOIN configs cf ON cf.id = c.config_id WHERE r.run = ?",
         (run,),
     )
-    told = {}
+    by_cell = {}
     for label, backend in cells:
         bwd = parse_config(label).bwd
         passed = {
@@ -70,12 +70,12 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
             for check, passed in latest.get((_problem(label), backend), {}).items()
             if bwd or check.what in FORWARD
         }
-        sides = {check.what in FORWARD for check in passed if check.own}
+        directions = {check.what in FORWARD for check in passed if check.own}
         if not all(passed.values()):
-            told[label, backend] = False
-        elif sides >= {True, not bwd}:
-            told[label, backend] = True
-    return told
+            by_cell[label, backend] = False
+        elif directions >= {True, not bwd}:
+            by_cell[label, backend] = True
+    return by_cell
 
 
 class _Check(NamedTuple):

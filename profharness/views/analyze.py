@@ -81,7 +81,9 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         ]
         blocks.append(Heading(config.label, f"run {run}" if several else ""))
         if any(analysis.figures for analysis in own):
-            blocks.append(_filled(COLUMNS, [_values(each) for each in own if each.figures]))
+            blocks.append(
+                _filled(COLUMNS, [_values(analysis) for analysis in own if analysis.figures])
+            )
         if rows := tuple(_phase_rows(own)):
             blocks.append(Table(PHASE_COLUMNS, rows))
         for analysis in own:

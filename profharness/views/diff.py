@@ -88,8 +88,8 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
 
 def layer_text(row: LayerDiff) -> str:
     """The verdict on a layer, what the times say behind it, and what ran."""
-    told = (row.verdict, row.speed) if row.changed else (row.verdict,)
-    return f"{', '.join(told)}: {_both(row, lambda side: side.ran) or 'what ran is not told'}"
+    verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
+    return f"{', '.join(verdicts)}: {_both(row, lambda side: side.ran) or 'what ran is not told'}"
 
 
 def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> list[Block]:
@@ -113,7 +113,7 @@ def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
     side = row.baseline or row.candidate
     module = side.module if side else None
     name = row.name if full else short_module(module) or row.name
-    told = (row.verdict, row.speed) if row.changed else (row.verdict,)
+    verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
     return {
         "layer": name if row.direction == "forward" else f"{name} ({row.direction})",
         "calls": _both(row, lambda side: f"{side.calls:g}"),
@@ -121,7 +121,7 @@ def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
         "forward_ns": _both(row, lambda side: _us(side.forward_ns)),
         "backward_ns": _both(row, lambda side: _us(side.backward_ns)),
         "ratio": row.ratio,
-        "verdict": ", ".join(told),
+        "verdict": ", ".join(verdicts),
     }
 
 
@@ -158,17 +158,17 @@ def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
 
 def _lines(row: DiffRow, full: bool) -> Iterator[tuple[Any, ...]]:
     """One line a kernel and side; ratio and verdict stand on the first line of their row only."""
-    sides: list[tuple[str, KernelRow | None, float | None]] = []
+    lines: list[tuple[str, KernelRow | None, float | None]] = []
     for mark, kernels, time_ns in (
         ("-", row.baseline, row.baseline_ns),
         ("+", row.candidate, row.candidate_ns),
     ):
-        sides += [(mark, kernel, kernel.duration_ns) for kernel in kernels]
+        lines += [(mark, kernel, kernel.duration_ns) for kernel in kernels]
         if not kernels and time_ns is not None:
-            sides.append((mark, None, time_ns))
-    if not sides:
+            lines.append((mark, None, time_ns))
+    if not lines:
         yield (row.role, "", "", "", "", "", "", "", row.ratio, row.verdict)
-    for place, (mark, kernel, time_ns) in enumerate(sides):
+    for place, (mark, kernel, time_ns) in enumerate(lines):
         what: tuple[Any, ...] = (row.basis or "", "", "", "", "")
         if kernel is not None:
             name = kernel.kernel if full else kernel.kernel_short

@@ -66,14 +66,14 @@ class Chart:
         plain = []
         for row in self.rows:
             low, high = row.get(self.low), row.get(self.high)
-            known = low is not None and high is not None
+            bounded = low is not None and high is not None
             plain.append(
                 {
                     "x": row[self.x],
                     "y": row[self.y],
                     "series": str(row[self.series]),
-                    "low": low if known else None,
-                    "high": high if known else None,
+                    "low": low if bounded else None,
+                    "high": high if bounded else None,
                     "label": str(row.get(self.label) or ""),
                 }
             )

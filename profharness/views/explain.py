@@ -316,7 +316,7 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
         blocks += [
             Heading(f"{bisection.config}, {bisection.name} varies", where),
             Table(columns, tuple(_folded([astuple(stretch) for stretch in bisection.stretches]))),
-            Note(_asked_text(bisection)),
+            Note(_probes_text(bisection)),
         ]
         records += [varied | asdict(stretch) for stretch in bisection.stretches]
         probed.append(varied | {"asked": bisection.asked, "possible": bisection.possible})
@@ -361,7 +361,7 @@ def _repeats(rows: Sequence[tuple[int, int, str]], place: int) -> int:
     return count
 
 
-def _asked_text(bisection: Bisection) -> str:
+def _probes_text(bisection: Bisection) -> str:
     """How sure the stretches are."""
     count, flips = len(bisection.asked), len(bisection.flips)
     exact = f"{flips} flip{'s' if flips != 1 else ''}, exact: the values on both sides were asked"

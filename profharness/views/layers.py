@@ -125,8 +125,8 @@ def _summary(layers: LayerMap) -> str:
         made = sum(row.program_calls or 0 for row in layers.rows)
         return f"{made:,} calls of {layers.processes} process(es), counted" if made else ""
     step, busy = layers.step_ns, layers.busy_ns
-    known = [row for row in layers.rows if row.forward_ns is not None]
-    attention = sum((row.forward_ns or 0) + (row.backward_ns or 0) for row in known)
+    measured = [row for row in layers.rows if row.forward_ns is not None]
+    attention = sum((row.forward_ns or 0) + (row.backward_ns or 0) for row in measured)
     count = len(layers.steps)
     name = layers.steps[0].name if count == 1 else f"{count} steps of"
     share = f" ({busy / step:.0%})" if step else ""
@@ -134,8 +134,8 @@ def _summary(layers: LayerMap) -> str:
     if busy:
         parts.append(f"GPU busy {busy / 1e6:,.2f} ms{share}")
     else:
-        parts.append("no kernels recorded" + (", times are of CPU ops" if known else ""))
-    return ", ".join([*parts, *([f"attention {attention / 1e6:,.2f} ms"] if known else [])])
+        parts.append("no kernels recorded" + (", times are of CPU ops" if measured else ""))
+    return ", ".join([*parts, *([f"attention {attention / 1e6:,.2f} ms"] if measured else [])])
 
 
 def _notes(row: LayerRow, full: bool) -> Iterator[Note]:
@@ -153,6 +153,6 @@ def _gaps(layers: LayerMap) -> Table:
     for gap in layers.gaps:
         late = None if gap.launch_ns is None else (gap.launch_ns - gap.start_ns) / 1e3
         op = gap.op_path.rpartition(";")[2] if gap.op_path else None
-        told = None if late is None else f"{late:,.1f}" if late > 0 else "before it"
-        rows.append(record_of(gap) | {"op": op, "late": told})
+        lateness = None if late is None else f"{late:,.1f}" if late > 0 else "before it"
+        rows.append(record_of(gap) | {"op": op, "late": lateness})
     return Table.of(GAPS, rows)

@@ -36,8 +36,10 @@ def runs_document(rows: Sequence[RunRow]) -> Document:
 def with_warnings(document: Document, warnings: Mapping[str, Sequence[str]]) -> Document:
     """A document with a line on each run whose traces gave warnings, and all of them beside its rows."""
     blocks = (*document.blocks, *warning_notes(warnings))
-    told = [{"run": run, "text": text} for run, texts in warnings.items() for text in texts]
-    return replace(document, blocks=blocks, extra={**document.extra, "warnings": told})
+    texts_of_runs = [
+        {"run": run, "text": text} for run, texts in warnings.items() for text in texts
+    ]
+    return replace(document, blocks=blocks, extra={**document.extra, "warnings": texts_of_runs})
 
 
 def warning_notes(warnings: Mapping[str, Sequence[str]]) -> list[Note]:

@@ -150,14 +150,14 @@ def _beyond_kernels(cell: CellRow, busy: float) -> Iterator[tuple[str, float]]:
     graph = _median(cell, GRAPH)
     replay = max(busy, graph or 0)
     eager, cold, event = (_median(cell, name) for name in (EAGER, COLD, EVENT))
-    told = [(GAPS, replay - busy)]
+    losses = [(GAPS, replay - busy)]
     if eager is not None:
-        told.append((WAITING if graph else JOINED[0], eager - replay))
+        losses.append((WAITING if graph else JOINED[0], eager - replay))
     if cold is not None:
-        told.append((REFILL, cold - replay))
+        losses.append((REFILL, cold - replay))
     elif eager is None and event is not None:
-        told.append((JOINED[1] if graph else JOINED[2], event - replay))
-    yield from ((name, time) for name, time in told if time > 0)
+        losses.append((JOINED[1] if graph else JOINED[2], event - replay))
+    yield from ((name, time) for name, time in losses if time > 0)
 
 
 def steps_document(
@@ -244,7 +244,7 @@ def _backends(
         dtype = _score_dtype(config, rows_of[cell.cell])
         # where copies are the larger part, the peak says nothing of score matrices
         matrix = matrix_bytes(config, dtype) if dtype else 0
-        told = dtype and copy_bytes(config, dtype) < matrix
+        conclusive = dtype and copy_bytes(config, dtype) < matrix
         rows[cell.cell] = {
             "backend": cell.backend,
             "kernels_ns": kernels_ns[cell.cell],
@@ -253,7 +253,7 @@ def _backends(
             "speedup": slowest / time if slowest and time else None,
             "peak_memory_bytes": peak,
             "peak_over_output": peak and peak / tensor_bytes(config).output,
-            "score_matrices": peak / matrix if peak and told else None,
+            "score_matrices": peak / matrix if peak and conclusive else None,
             "growth": _growth(config, dtype) if steps[cell.cell] else None,
         }
     return rows

@@ -47,14 +47,14 @@ VERDICTS = {True: "passed", False: "FAILED", None: "skipped"}
 def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> Document:
     """The answer of `profharness verify`. full: a table line for every check."""
     blocks: list[Block] = []
-    for asked, group in groupby(rows, key=lambda row: row.asked):
-        blocks += _config_blocks(asked, list(group), full)
+    for config, group in groupby(rows, key=lambda row: row.asked):
+        blocks += _config_blocks(config, list(group), full)
     return Document(SCHEMA, "Verification", tuple(blocks), FIELDS, tuple(map(record, rows)))
 
 
-def _config_blocks(asked: str, rows: list[VerificationRow], full: bool) -> Iterator[Block]:
+def _config_blocks(config: str, rows: list[VerificationRow], full: bool) -> Iterator[Block]:
     cases = len(dict.fromkeys(row.case for row in rows))
-    yield Heading(asked, f"{cases} case{'s' if cases != 1 else ''} against fp64")
+    yield Heading(config, f"{cases} case{'s' if cases != 1 else ''} against fp64")
     backends = dict.fromkeys(row.backend for row in rows)
     yield Table(
         SUMMARY,

@@ -125,7 +125,7 @@ class BenchLosses:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[str, tuple[object, list[dict[str, Any]]]] = {}
+        self._computed: dict[str, tuple[object, list[dict[str, Any]]]] = {}
 
     def __call__(self, run: str | None) -> str:
         with open_store(self.path) as store:
@@ -150,14 +150,14 @@ class BenchLosses:
         stats = [file.stat() for file in files if file.exists()]
         # readers make an empty log and delete it again
         state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
-        if run not in self._known or self._known[run][0] != state:
+        if run not in self._computed or self._computed[run][0] != state:
             losses = []
             if any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
                 answer = benched(store, run)
                 same = {"run": run, "measurement": answer.ranking}
                 losses = [same | asdict(loss) for loss in answer.losses]
-            self._known[run] = state, losses
-        return self._known[run][1]
+            self._computed[run] = state, losses
+        return self._computed[run][1]
 
 
 def serve(
@@ -258,8 +258,8 @@ def _add_store(datasette: Any, path: Path) -> None:
 
 def _allowed(action: int, name: str | None, function: str | None, *_: object) -> int:
     """SQLite's answer to a part of a query: what tells a path or an address in memory is denied."""
-    told = name if action == sqlite3.SQLITE_PRAGMA else function
-    return sqlite3.SQLITE_DENY if (told or "").lower() in TELLTALE else sqlite3.SQLITE_OK
+    subject = name if action == sqlite3.SQLITE_PRAGMA else function
+    return sqlite3.SQLITE_DENY if (subject or "").lower() in TELLTALE else sqlite3.SQLITE_OK
 
 
 def _front(path: Path) -> str:

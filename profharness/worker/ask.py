@@ -32,7 +32,7 @@ from profharness.dispatch.predict import CPU_ORDER, Verdict, clean, code, is_hea
 from profharness.rows import Refusal
 from profharness.run import Cell
 from profharness.worker.environment import backend_name, priority_order
-from profharness.worker.failures import heard_warnings, is_oom, is_refusal, reasons_by_backend
+from profharness.worker.failures import is_oom, is_refusal, reasons_by_backend, recorded_warnings
 from profharness.worker.inputs import fused_choice, make_inputs
 from profharness.worker.program import Program, Stage, run_each
 
@@ -104,7 +104,7 @@ class LiveDispatch:
 
     def choose(self, config: Config) -> str:
         """What `auto` takes, nothing launched; `none` where PyTorch refuses. Raises other errors."""
-        with _deterministic(config), heard_warnings([]):
+        with _deterministic(config), recorded_warnings([]):
             return self._fused_choice(config) or "none"
 
     def priority_order(self) -> tuple[str, ...]:
@@ -118,12 +118,12 @@ class LiveDispatch:
         if self.environment.get(f"sdp_{backend}") is False:
             text = f"{backend} attention has been runtime disabled."
             return Verdict(False, (Refusal("runtime_disabled", text),))
-        heard: list[str] = []
+        warnings: list[str] = []
         try:
             with (
                 _deterministic(config),
-                heard_warnings(heard),
-                self.stderr.into(heard),
+                recorded_warnings(warnings),
+                self.stderr.into(warnings),
                 sdpa_kernel([getattr(SDPBackend, SDP_BACKENDS[backend])]),
             ):
                 choice = self._fused_choice(config)
@@ -131,7 +131,7 @@ class LiveDispatch:
             return Verdict(None, (Refusal("error", _failure(error, config)),))
         if choice == backend:
             return Verdict(True)
-        reasons = reasons_by_backend(heard)
+        reasons = reasons_by_backend(warnings)
         texts = list(dict.fromkeys(text for subject, text in reasons if subject == backend))
         if not texts and self.device == "cuda":
             texts = self.can_use(config, backend)[1]
@@ -143,9 +143,9 @@ class LiveDispatch:
         ask = getattr(torch.backends.cuda, f"can_use_{backend}_attention", None)
         if ask is None:
             return None, []
-        heard: list[str] = []
+        warnings: list[str] = []
         try:
-            with _deterministic(config), heard_warnings(heard), self.stderr.into(heard):
+            with _deterministic(config), recorded_warnings(warnings), self.stderr.into(warnings):
                 inputs = make_inputs(config, self.device, seed=None)
                 tensors = (inputs.query, inputs.key, inputs.value, inputs.mask)
                 grouped = config.num_kv_heads != config.num_heads
@@ -153,7 +153,7 @@ class LiveDispatch:
                 can = bool(ask(torch.backends.cuda.SDPAParams(*tensors, *options), True))
         except RuntimeError:
             return None, []
-        return can, [] if can else [text for text in map(clean, heard) if not is_header(text)]
+        return can, [] if can else [text for text in map(clean, warnings) if not is_header(text)]
 
     def _fused_choice(self, config: Config) -> str | None:
         inputs = make_inputs(config, self.device, seed=None)

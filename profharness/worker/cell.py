@@ -33,9 +33,9 @@ from profharness.worker.failures import (
     RefusedBeforehandError,
     context_is_dead,
     failure,
-    heard_warnings,
     implementation_errors,
     reasons_beforehand,
+    recorded_warnings,
     unless_dead,
 )
 from profharness.worker.inputs import (
@@ -106,9 +106,9 @@ def call_sums(trace: dict[str, Any], name: str) -> list[int]:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     launches = [event for event in events if event.get("cat") in ON_DEVICE]
     sums = []
-    for each in events:
-        if each.get("cat") == "user_annotation" and each["name"] == name:
-            begin, end = each["ts"], each["ts"] + each["dur"]
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"] == name:
+            begin, end = event["ts"], event["ts"] + event["dur"]
             inside = [event["dur"] for event in launches if begin <= event["ts"] <= end]
             sums.append(round(sum(inside) * 1000))
     return [value for value in sums if value]
@@ -137,14 +137,14 @@ def _write_trace(session: profile, plain: Path) -> None:
 class Attempt:
     """A cell on its way through its first calls.
 
-    heard are the warnings so far; known are fields of the cell that hold even if it then fails.
+    heard are the warnings so far; settled are fields of the cell that hold even if it then fails.
     """
 
     cell: Cell
     workspace: Workspace
     stage: Stage
     heard: list[str] = field(default_factory=list)
-    known: dict[str, Any] = field(default_factory=dict)
+    settled: dict[str, Any] = field(default_factory=dict)
     backend: Backend = field(init=False)
     attention: Attention | None = field(init=False)
     loaded_ns: int = field(init=False)
@@ -168,25 +168,25 @@ class Attempt:
         """
         if self.attention is None:
             # PyTorch's answer beforehand; its warnings come again with the first call
-            with heard_warnings([]), contextlib.suppress(RuntimeError):
-                self.known["choice"] = backend_name(fused_choice(self.cell.config, inputs))
+            with recorded_warnings([]), contextlib.suppress(RuntimeError):
+                self.settled["choice"] = backend_name(fused_choice(self.cell.config, inputs))
         else:
             self.stage("compile")
             begin = time.perf_counter_ns()
-            with heard_warnings(self.heard):
+            with recorded_warnings(self.heard):
                 self._try_out(self.attention, inputs)
-            self.known["compile_ns"] = self.loaded_ns + time.perf_counter_ns() - begin
-            self.known["tuning"] = tuning_of(self.backend, self.attention)
+            self.settled["compile_ns"] = self.loaded_ns + time.perf_counter_ns() - begin
+            self.settled["tuning"] = tuning_of(self.backend, self.attention)
         self.stage("warm-up")
         is_cuda = self.workspace.device == "cuda"
         before = 0
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        with heard_warnings(self.heard):
+        with recorded_warnings(self.heard):
             call()
             self.workspace.sync()
-        cell = replace(self.cell, **self.known)
+        cell = replace(self.cell, **self.settled)
         if not is_cuda:
             return cell
         return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
@@ -236,7 +236,7 @@ def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
     try:
         result = _measured(attempt)
     except Exception as error:
-        result = failure(replace(cell, **attempt.known), workspace, attempt.heard, error)
+        result = failure(replace(cell, **attempt.settled), workspace, attempt.heard, error)
         return unless_dead(replace(result, duration_ns=time.perf_counter_ns() - begin), error)
     return replace(result, duration_ns=time.perf_counter_ns() - begin)
 

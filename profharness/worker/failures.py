@@ -35,7 +35,7 @@ class RefusedBeforehandError(RefusedError):
 
 
 @contextlib.contextmanager
-def heard_warnings(texts: list[str]) -> Iterator[None]:
+def recorded_warnings(texts: list[str]) -> Iterator[None]:
     """Adds to `texts` all warnings raised inside, also before an exception; TORCH_WARN_ONCE ones too."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
@@ -115,12 +115,12 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
     return (Refusal("no_text", f"PyTorch gave no reason: {first_line}", "inferred"),)
 
 
-def failure(cell: Cell, workspace: Workspace, heard: list[str], error: Exception) -> Cell:
-    """The cell as refused, oom, crashed or error; heard are the warnings before the exception."""
+def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception) -> Cell:
+    """The cell as refused, oom, crashed or error; texts are the warnings before the exception."""
     if isinstance(error, RefusedError):
         return replace(cell, status="refused", message=str(error), refusals=error.refusals)
     if is_refusal(error):
-        reasons = refusals(cell.backend, heard, error)
+        reasons = refusals(cell.backend, texts, error)
         return replace(cell, status="refused", message=reasons[0].message, refusals=reasons)
     message = _message(cell, workspace, error)
     if is_oom(error):

@@ -74,8 +74,8 @@ class GpuWatch:
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
         self._before = {uuid: self._pids(handle) for uuid, handle in _devices(nvml)}
-        self._asked = 0.0
-        self._told: set[str] = set()
+        self._last_look = 0.0
+        self._reported: set[str] = set()
 
     def begin(self, uuid: str, folder: Path = LOCKS) -> bool:
         """Look at the GPU with that UUID (or the first one) from now on, the context being made; False
@@ -83,23 +83,23 @@ class GpuWatch:
         """
         try:
             devices = dict(_devices(self._nvml))
-            known = uuid if uuid in devices else next(iter(devices))
+            watched_uuid = uuid if uuid in devices else next(iter(devices))
         except Exception:
             return False
-        self._handle = devices[known]
-        self._lock = GpuLock(known, folder)
+        self._handle = devices[watched_uuid]
+        self._lock = GpuLock(watched_uuid, folder)
         now = self._pids(self._handle)
         # those of a worker that has just died are gone by now
-        self._others = (self._before.get(known, set()) & now) - {os.getpid()}
+        self._others = (self._before.get(watched_uuid, set()) & now) - {os.getpid()}
         self._mine = now - self._others
         self._caps = self._read_caps()
         return True
 
     def problems(self, *, at_once: bool = False) -> Iterator[Problem]:
         """What is new since the last look; looks no more often than every PERIOD_S."""
-        if not at_once and time.monotonic() - self._asked < PERIOD_S:
+        if not at_once and time.monotonic() - self._last_look < PERIOD_S:
             return
-        self._asked = time.monotonic()
+        self._last_look = time.monotonic()
         if self._lock.is_shared():
             yield from self._once("gpu_shared", "another profharness measures on this GPU")
         others = self._others | (self._pids(self._handle) - self._mine)
@@ -115,8 +115,8 @@ class GpuWatch:
                 yield from self._once("gpu_capped", text)
 
     def _once(self, code: str, text: str) -> Iterator[Problem]:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             remedy = SHARED_REMEDY if code == "gpu_shared" else CAPPED_REMEDY
             yield Problem(GPU, code, f"{text}: its times may be off", remedy)
 
@@ -124,7 +124,8 @@ class GpuWatch:
         """Processes with a compute context; empty where the driver does not say."""
         try:
             return {
-                int(each.pid) for each in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                int(process.pid)
+                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             }
         except Exception:
             return set()

@@ -81,15 +81,15 @@ class Program:
     write: Write
 
 
-def telling(watch: GpuWatch, write: Write) -> Write:
+def watched_write(watch: GpuWatch, write: Write) -> Write:
     """A write that also tells what the watch sees now, and whenever a cell begins, gets on or ends."""
 
-    def told(entry: JournalEntry) -> None:
+    def write_and_report(entry: JournalEntry) -> None:
         write(entry)
         for problem in watch.problems(at_once=entry.event == "end"):
             write(JournalEntry("problem", problem=problem))
 
-    return told
+    return write_and_report
 
 
 def run_program(folder: Path, module: str) -> NoReturn:
@@ -125,8 +125,8 @@ def run_program(folder: Path, module: str) -> NoReturn:
     try:
         write(JournalEntry("environment", environment=keys))
         watched = watch is not None and watch.begin(environment.gpu_uuid())
-        told = telling(watch, write) if watch is not None and watched else write
-        importlib.import_module(module).body(Program(folder, plan, device, keys, told))
+        journalled = watched_write(watch, write) if watch is not None and watched else write
+        importlib.import_module(module).body(Program(folder, plan, device, keys, journalled))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         code = EXIT_DEAD_CONTEXT

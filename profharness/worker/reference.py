@@ -52,10 +52,10 @@ class Attended:
 @functools.cache
 def masked_row_value() -> float:
     """What torch's own math gives a query that may attend to nothing: 0 since 2.5, NaN before."""
-    one = torch.ones(1, 1, 1, 1)
+    tensor = torch.ones(1, 1, 1, 1)
     with sdpa_kernel([SDPBackend.MATH]):
         out = torch.nn.functional.scaled_dot_product_attention(
-            one, one, one, attn_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+            tensor, tensor, tensor, attn_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool)
         )
     return float(out)
 

@@ -28,11 +28,11 @@ from profharness.worker.failures import (
     context_is_dead,
     error_text,
     failure,
-    heard_warnings,
     implementation_errors,
     is_oom,
     is_refusal,
     reasons_beforehand,
+    recorded_warnings,
     unless_dead,
 )
 from profharness.worker.inputs import Inputs, check_output, make_forward, make_inputs
@@ -59,12 +59,12 @@ class Verifier:
     def verify(self, cell: Cell, stage: Stage) -> Cell:
         """The cell with its checks. Raises DeadContextError where no other cell can follow."""
         cell = replace(cell, config=cell.config.resolve(self.workspace.device))
-        heard: list[str] = []
+        texts: list[str] = []
         torch.use_deterministic_algorithms(cell.config.deterministic)
         try:
-            checks, tuning = self._checks(cell, stage, heard)
+            checks, tuning = self._checks(cell, stage, texts)
         except Exception as error:
-            result = failure(cell, self.workspace, heard, error)
+            result = failure(cell, self.workspace, texts, error)
             # a backend that refuses, or that had too little memory, is not to blame
             blameless = result.status in ("refused", "oom")
             check = Check("out", None if blameless else False, result.message)
@@ -76,7 +76,7 @@ class Verifier:
         return replace(cell, status="error", message=f"wrong {wrong[0].what}: {wrong[0].message}")
 
     def _checks(
-        self, cell: Cell, stage: Stage, heard: list[str]
+        self, cell: Cell, stage: Stage, texts: list[str]
     ) -> tuple[tuple[Check, ...], dict[str, Any] | None]:
         """The checks, and what the implementation chose for its last call."""
         backend = find_backend(cell.backend, self.workspace.sources)
@@ -89,7 +89,7 @@ class Verifier:
         inputs, expected = self._reference(config, values)
         stage("calls")
         caller = _Caller(config, self.workspace, backend, attention, values)
-        with heard_warnings(heard), backend.context():
+        with recorded_warnings(texts), backend.context():
             got, changed = caller.run(inputs, self.workspace.plan.protocol.seed)
         stage("comparison")
         checks = [Check("inputs", changed is None, changed)]

@@ -25,7 +25,7 @@ from waiting import PATIENCE_S
 from profharness import jobs
 from profharness.answers.bench.answer import benched
 from profharness.answers.explain.rules import named_places
-from profharness.answers.layer_gates import check_gates, parse_gates, require_told
+from profharness.answers.layer_gates import check_gates, parse_gates, require_recorded
 from profharness.answers.layers import LayerMap, find_layers, suggestions
 from profharness.answers.regret import regret_configs, regret_map
 from profharness.cli.main import cli
@@ -311,7 +311,7 @@ def test_gates_of_what_only_an_observed_program_tells(folder: Path) -> None:
     half = the_map(folder / "half.db")
     for name in ("noop-mask", "asked-not-ran"):
         with pytest.raises(UsageError, match=f"--fail-on {name}: .* does not tell it"):
-            require_told(half, parse_gates([name], []))
+            require_recorded(half, parse_gates([name], []))
         with pytest.raises(GateError, match=f"{name}: not told"):
             check_gates(half, parse_gates([name], []))
     rows = tuple(replace(row, mask="nothing", asked="flash") for row in half.rows)

@@ -326,9 +326,9 @@ def test_regret_is_what_bench_says_of_the_same_store(tmp_path: Path) -> None:
 def test_a_run_is_computed_once_for_each_state_of_the_store(store: Path) -> None:
     losses = BenchLosses(store)
     first = losses("all")
-    known = {run: rows for run, (_, rows) in losses._known.items()}
+    known = {run: rows for run, (_, rows) in losses._computed.items()}
     assert json.loads(first) and losses("all") == first
-    assert all(losses._known[run][1] is rows for run, rows in known.items())
+    assert all(losses._computed[run][1] is rows for run, rows in known.items())
 
 
 def test_it_leaves_nothing_beside_the_store(store: Path) -> None:

@@ -87,9 +87,9 @@ def analyze_program(
         analyses.append(_analysis(f"calls-{number}", config, module, own, machine))
     if not analyses:
         named = [*(config.label for config in configs), *backends]
-        asked = f" of {', '.join(named)}" if named else ""
+        criteria = f" of {', '.join(named)}" if named else ""
         why = "; ".join(left_out) or "`profharness layers` lists those there are"
-        raise NotFoundError(f"run {run} has no attention call{asked} to analyze: {why}")
+        raise NotFoundError(f"run {run} has no attention call{criteria} to analyze: {why}")
     for text in left_out:
         say(text)
     return analyses
@@ -130,8 +130,8 @@ def _analysis(
         warnings=(),
         samples={"kernel": (round(median(times)),)},
     )
-    found = analyze(row, rows, machine, written_out=first.kind == "eager")
-    return replace(found, module=module)
+    analysis = analyze(row, rows, machine, written_out=first.kind == "eager")
+    return replace(analysis, module=module)
 
 
 def _counts(kernel: CallKernel, config: Config) -> bool:

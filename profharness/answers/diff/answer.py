@@ -82,8 +82,8 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     changed = environment_changes(baseline.environment, candidate.environment)
     before, after = baseline.program, candidate.program
     layers = diff_layers(before, after, threshold) if before and after else ()
-    told = all(side.environment.get("torch") for side in (baseline, candidate))
-    return Diff(baseline.label, candidate.label, tuple(changed), tuple(rows), layers, told)
+    described = all(side.environment.get("torch") for side in (baseline, candidate))
+    return Diff(baseline.label, candidate.label, tuple(changed), tuple(rows), layers, described)
 
 
 def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:
@@ -97,8 +97,8 @@ def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:
         if side.backend in (None, row.backend):
             config = row.config or row.range or NO_CONFIG
             key = config, None if by_config else row.backend
-            known = cells.get(key, _Cell(config, row.backend))
-            cells[key] = replace(known, kernels=(*known.kernels, row))
+            entry = cells.get(key, _Cell(config, row.backend))
+            cells[key] = replace(entry, kernels=(*entry.kernels, row))
     return cells
 
 
@@ -422,10 +422,12 @@ def _range(rows: Sequence[KernelRow], calls: int) -> tuple[float, float]:
 
 def _summed(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> float | None:
     """A time of each row, times its launches per call, summed; None if one is not known."""
-    known = [time for time in times if time is not None]
-    if len(known) < len(rows):
+    present = [time for time in times if time is not None]
+    if len(present) < len(rows):
         return None
-    return sum(time * launches_per_call(row, calls) for time, row in zip(known, rows, strict=True))
+    return sum(
+        time * launches_per_call(row, calls) for time, row in zip(present, rows, strict=True)
+    )
 
 
 def _properties(row: KernelRow) -> tuple[Any, ...]:

@@ -88,7 +88,7 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
 
 def _sites(program: Program) -> list[_Site]:
     """The layers of a program, in the order of their first calls."""
-    found: dict[_Site, list[CallRow]] = {}
+    calls_by_site: dict[_Site, list[CallRow]] = {}
     seen: Counter[Hashable] = Counter()
     for call in program.calls:
         config = parse_config(call.config) if call.config else None
@@ -102,8 +102,8 @@ def _sites(program: Program) -> list[_Site]:
             place = seen[where]
             seen[where] += 1
         site = _Site(name, place, shape, core, direction, call.path is not None)
-        found.setdefault(site, []).append(call)
-    return [replace(site, calls=tuple(calls)) for site, calls in found.items()]
+        calls_by_site.setdefault(site, []).append(call)
+    return [replace(site, calls=tuple(calls)) for site, calls in calls_by_site.items()]
 
 
 def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
@@ -145,7 +145,7 @@ def _paired(
             else:
                 continue
             taken |= {id(site) for site in chain(sites, others)}
-        base, cand = ([site for site in each if id(site) not in taken] for each in (base, cand))
+        base, cand = ([site for site in sites if id(site) not in taken] for sites in (base, cand))
     pairs.sort(key=lambda pair: (pair[0].calls[0].trace, pair[0].calls[0].call))
     return pairs, base, cand
 
@@ -196,7 +196,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     middle = sorted(calls, key=_length)[(len(calls) - 1) // 2]
     names = module_names(calls)
     spent = [times for call in calls if (times := _spent(call))]
-    backward = [each[1] for each in spent if each[1] is not None]
+    backward = [times[1] for times in spent if times[1] is not None]
     return LayerSide(
         module=numbered(names),
         config=middle.config,
@@ -205,7 +205,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         mode=middle.mode,
         ran=_ran(calls),
         sdpa_op=middle.sdpa_op,
-        forward_ns=median(each[0] for each in spent) if spent else None,
+        forward_ns=median(times[0] for times in spent) if spent else None,
         backward_ns=median(backward) if backward else None,
     )
 
@@ -233,7 +233,7 @@ def _row(
     base, cand = sides
     other_backend = None not in (base.ran, cand.ran) and base.ran != cand.ran
     with_backward = [side.backward_ns is not None for side in sides]
-    left, right = (_samples(each, both_ways=all(with_backward)) for each in times)
+    left, right = (_samples(samples, both_ways=all(with_backward)) for samples in times)
     ratio, speed, why = _speed(left, right, threshold)
     if doubts and ratio is not None:
         speed, why = "unknown", "; ".join(doubts)
@@ -284,10 +284,10 @@ def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> 
 
 def _samples(times: Iterable[_Times], *, both_ways: bool) -> list[int]:
     """The times of single calls, with those of their backward or without."""
-    known = [each for each in times if each is not None]
+    measured = [pair for pair in times if pair is not None]
     if not both_ways:
-        return [forward for forward, _ in known]
-    return [forward + backward for forward, backward in known if backward is not None]
+        return [forward for forward, _ in measured]
+    return [forward + backward for forward, backward in measured if backward is not None]
 
 
 def _speed(

@@ -72,8 +72,8 @@ def _named_side(store: Store, text: str, configs: Sequence[Config], need: Need) 
     try:
         run = store.find_run(Selection(text, configs), need)
     except NotFoundError as error:
-        known = ", ".join(store.backends()) or "none"
-        raise NotFoundError(f"{error}; nor is it one of the stored backends ({known})") from None
+        stored = ", ".join(store.backends()) or "none"
+        raise NotFoundError(f"{error}; nor is it one of the stored backends ({stored})") from None
     return _side(store, run, None, configs)
 
 
@@ -98,8 +98,8 @@ def _program(store: Store, run: str, configs: Sequence[Config]) -> Program | Non
     calls = [] if store.cells(run) else store.calls(run)
     if configs:
         kept = {call.config for call in calls if call.config}
-        asked = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
-        calls = [call for call in calls if call.config in asked]
+        selected = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
+        calls = [call for call in calls if call.config in selected]
     if not calls:
         return None
     devices = store.devices(run)
@@ -133,17 +133,17 @@ def _judged(rows: Sequence[DiffRow]) -> set[str]:
         return every
     times = any(row.ratio is not None for row in rows)
     kernels = any(row.baseline for row in rows) and any(row.candidate for row in rows)
-    found = {*(OF_TIMES if times else ()), *(OF_KERNELS if kernels else ())}
-    return {*found, "unknown"} if found else found
+    verdicts = {*(OF_TIMES if times else ()), *(OF_KERNELS if kernels else ())}
+    return {*verdicts, "unknown"} if verdicts else verdicts
 
 
 def _judged_layer(row: LayerDiff) -> set[str]:
     """The verdicts that were possible for one layer; backends are judged where both are told."""
     if row.baseline is None or row.candidate is None:
         return {"added", "removed"}
-    told = None not in (row.baseline.ran, row.candidate.ran)
-    found = {*OF_KERNELS, "unknown"} | (set(OF_TIMES) if row.ratio is not None else set())
-    return found | ({BACKEND_CHANGED} if told else set())
+    both_ran = None not in (row.baseline.ran, row.candidate.ran)
+    verdicts = {*OF_KERNELS, "unknown"} | (set(OF_TIMES) if row.ratio is not None else set())
+    return verdicts | ({BACKEND_CHANGED} if both_ran else set())
 
 
 def _has(side: Side) -> str:

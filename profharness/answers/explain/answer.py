@@ -133,15 +133,15 @@ def _seen(cell: CellRow, memory: _Memory) -> str | None:
     return ran.pop() if len(ran) == 1 else None
 
 
-def _alike(run: dict[str, Any], asked: dict[str, Any]) -> bool:
+def _alike(run: dict[str, Any], target: dict[str, Any]) -> bool:
     """Whether release and device are the same, as far as both environments have them."""
-    releases = {str(environment.get("torch", "")).split("+")[0] for environment in (run, asked)}
-    if len(releases) > 1 or run.get("device_type") != asked.get("device_type"):
+    releases = {str(environment.get("torch", "")).split("+")[0] for environment in (run, target)}
+    if len(releases) > 1 or run.get("device_type") != target.get("device_type"):
         return False
     return all(
-        run[key] == asked[key]
+        run[key] == target[key]
         for key in ("capability", "cudnn")
-        if run.get(key) is not None and asked.get(key) is not None
+        if run.get(key) is not None and target.get(key) is not None
     )
 
 

@@ -54,24 +54,28 @@ def numeric_name(text: str) -> str:
     name = ALIASES.get(text, text)
     if name not in NUMERIC:
         fault = "is a word, not a number" if name in FIELDS else "is no property"
-        known = " ".join(NUMERIC)
-        raise UsageError(f"--bisect {text!r} {fault}; numeric properties are seq_len {known}")
+        names = " ".join(NUMERIC)
+        raise UsageError(f"--bisect {text!r} {fault}; numeric properties are seq_len {names}")
     return name
 
 
 def varying(configs: Sequence[Config]) -> list[str]:
     """The properties that differ among configs, numbers first."""
-    return [name for name in telling(configs) if len({get(config, name) for config in configs}) > 1]
+    return [
+        name
+        for name in distinguishing(configs)
+        if len({get(config, name) for config in configs}) > 1
+    ]
 
 
 def common(configs: Sequence[Config]) -> tuple[tuple[str, Value], ...]:
     """The properties that all configs share, without what has its default."""
-    values = {name: {get(config, name) for config in configs} for name in telling(configs)}
+    values = {name: {get(config, name) for config in configs} for name in distinguishing(configs)}
     shared = {name: next(iter(held)) for name, held in values.items() if len(held) == 1}
     return tuple((n, v) for n, v in shared.items() if v != _DEFAULTS[FIELDS[n]])
 
 
-def telling(configs: Sequence[Config]) -> list[str]:
+def distinguishing(configs: Sequence[Config]) -> list[str]:
     """The properties that tell configs apart, numbers first. seq stands for both lengths where they
     are always equal; kv_heads and head_dim_v count only where they do not just follow.
     """
@@ -120,8 +124,8 @@ class Map:
     @property
     def title(self) -> str:
         """`causal=yes, dtype=bf16`: what tells it from its neighbours, and what all share."""
-        known = (*self.fixed, *self.shared)
-        return ", ".join(f"{name}={value_text(value)}" for name, value in known)
+        properties = (*self.fixed, *self.shared)
+        return ", ".join(f"{name}={value_text(value)}" for name, value in properties)
 
     @property
     def choices(self) -> list[list[str | None]]:

@@ -188,17 +188,17 @@ def named_places(
         return [Place(Machine(torch=release), "cpu", None) for release in releases]
     name = gpu or gpu_name()
     if name is None:
-        names = ", ".join(known.name for known in GPUS)
+        names = ", ".join(entry.name for entry in GPUS)
         raise UsageError(
             f"this machine has no NVIDIA GPU: add --gpu NAME; known are {names}; "
             "a capability such as sm90 works too, and `cpu`"
         )
-    known_name = find_gpu(name).name
+    full_name = find_gpu(name).name
     return [
         Place(
             machine_for(name, release, cudnn, cuda, cudnn_compiled),
             "cuda",
-            known_name,
+            full_name,
             pinned=cudnn is None and build_of(release, cuda) is not None,
         )
         for release in releases
@@ -372,7 +372,7 @@ def skipped_text(releases: Sequence[str]) -> str:
 
 
 def _unread(missing: Sequence[Release]) -> str:
-    same = [number for number in RELEASES if {number[:2]} == {one[:2] for one in missing}]
+    same = [number for number in RELEASES if {number[:2]} == {release[:2] for release in missing}]
     near = same or RELEASES
     names = ", ".join(map(release_text, near))
     verb = "is" if len(near) == 1 else "are"
