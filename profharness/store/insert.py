@@ -90,7 +90,8 @@ def row_id(
 def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
     """Ids of attention configs."""
     ids = {}
-    for config in set(configs):
+    # a set's order, and with it the ids, would differ from run to run of the program
+    for config in dict.fromkeys(configs):
         row = {
             name: to_json(value) if isinstance(value, tuple) else value
             for name, value in asdict(config).items()
