@@ -163,6 +163,7 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
     """The backend of that name: a known source, the registry, `kernels/NAME.py`, an entry point; or
     of `file.py:function` or `package.module:function`. Raises UsageError listing the known ones.
     """
+    # first: a worker takes the file that its run was planned with
     if sources and text in sources:
         return from_source(text, sources[text])
     if text in BACKENDS:
@@ -226,5 +227,6 @@ def read_sources(folder: Path) -> dict[str, str]:
     """What `write_sources` left, or nothing."""
     try:
         return msgspec.json.decode((folder / SOURCES_FILE).read_bytes(), type=dict[str, str])
+    # none was written where all backends are built in
     except FileNotFoundError:
         return {}

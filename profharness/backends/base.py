@@ -124,6 +124,7 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
     """An `absent` function: the module must be there. install is what to do about it."""
 
     def absent() -> str | None:
+        # find_spec imports the packages above, and a broken one raises
         with contextlib.suppress(ImportError, ValueError, AttributeError):
             if importlib.util.find_spec(module) is not None:
                 return None

@@ -76,6 +76,7 @@ def local_files(source: Path, text: bytes) -> dict[Path, bytes]:
         files[path] = text if path == source else path.read_bytes()
         for name in _INCLUDE.findall(files[path]):
             places = (folder / os.fsdecode(name) for folder in (path.parent, source.parent))
+            # one key a file, however its includes spell the way to it
             todo += [Path(os.path.normpath(place)) for place in places if place.is_file()][:1]
     return files
 
@@ -84,9 +85,11 @@ def cache_key(files: Mapping[Path, bytes], parts: Iterable[str]) -> str:
     """32 hex digits of the files, their paths (line information names them) and the parts in order."""
     digest = hashlib.sha256(MAGIC)
     texts = [part.encode() for part in parts]
+    # the order of the includes must not change the key
     for path in sorted(files):
         texts += [os.fsencode(path), files[path]]
     for text in texts:
+        # the lengths keep `ab`, `c` apart from `a`, `bc`
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()[:32]
 
@@ -97,6 +100,7 @@ def why_not_trusted(path: Path) -> str | None:
     """
     for place in (path.parent, path):
         try:
+            # of a link its own owner counts, who may point it elsewhere
             state = place.lstat()
         except OSError:
             return None
@@ -143,6 +147,7 @@ def write_cached(path: Path, compiled: CompiledSource) -> bool:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.parent.stat().st_uid != os.geteuid():
             return False
+        # the folder may be older than this, with another mode
         path.parent.chmod(0o700)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
@@ -169,6 +174,7 @@ class Arguments:
         formats = "".join(_format(index, arg) for index, arg in enumerate(args))
         self._struct = struct.Struct(f"@{formats}")
         self.sizes = [struct.calcsize(f"@{letter}") for letter in formats]
+        # calcsize pads before each member: its end less its size is where it starts
         ends = [struct.calcsize(f"@{formats[: n + 1]}") for n in range(len(formats))]
         self.offsets = [end - size for end, size in zip(ends, self.sizes, strict=True)]
         self._tensors = [hasattr(arg, "data_ptr") for arg in args]
@@ -210,6 +216,7 @@ class Arguments:
         places = [start + skip + offset for offset in self.offsets]
         pointers = (ctypes.c_void_p * max(len(places), 1))(*places)
         view = memoryview(storage)[skip:]
+        # the array goes along, as the driver gets its bare address
         return view, ctypes.addressof(pointers), pointers
 
 
@@ -344,6 +351,7 @@ class CudaKernel:
         if attributes:
             config.attrs = attributes
             config.numAttrs = len(attributes)
+        # a program may go through any number of grids and streams
         if len(self._configs) >= _MAX_CONFIGS:
             self._configs.clear()
         self._configs[grid, block, cluster, stream, cooperative, overlap] = config
@@ -421,6 +429,7 @@ def _format(index: int, arg: Any) -> str:
         return "P"
     if isinstance(arg, bool | int):
         return "i"
+    # numpy.float64 is a float too, and is passed as the double that it is
     if isinstance(arg, float) and type(arg) is float:
         return "f"
     kind = getattr(getattr(arg, "dtype", None), "str", "")[1:]

@@ -66,6 +66,7 @@ class CudaSource:
             files = local_files(self.path, self._text())
         except OSError as error:
             raise CompileError(f"{self.path.name} cannot be read: {error.strerror}") from None
+        # the order in which options are written must not change the cache's key
         parts = [arch, version, *names, *(f"{k}={v!r}" for k, v in sorted(self._options.items()))]
         stem = f"{self.path.stem}-{arch}-{cache_key(files, parts)}.cubin"
         place = cache_folder() / stem

@@ -111,6 +111,7 @@ def find_implementation(text: str) -> Backend | None:
 
 def implementation_names() -> Iterable[str]:
     """The names that `kernels/` folders and entry points offer, each once."""
+    # a folder lists its files in any order
     files = (path.stem for folder in _folders() for path in sorted(folder.glob("*.py")))
     points = (point.name for point in metadata.entry_points(group=GROUP))
     return dict.fromkeys([*filter(_NAME.fullmatch, files), *points])
@@ -126,6 +127,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
         load=lambda: _implementation(source).attention,
         supports=lambda config: _supports(source, config),
         tuning=lambda: _implementation(source).tuning(),
+        # whatever else a user's own code raises is a fault in it
         refuses=(NotImplementedError,),
         source=source,
         file=Path(path) if path.endswith(".py") else _file_of(path),
@@ -162,6 +164,7 @@ def commit(file: Path) -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """What git says; None where it is not there, fails or takes long."""
+    # fsmonitor is a program of the work tree's choice; status would else lock the index
     argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments)
     done = run_briefly(argv, GIT_S, os.environ | {"GIT_OPTIONAL_LOCKS": "0"})
     return done.stdout.strip() if done is not None and done.returncode == 0 else None
@@ -172,10 +175,12 @@ def _digest(file: Path) -> str:
     parts = parts_of(file)
     if len(parts) == 1:
         return hashlib.sha256(parts[file]).hexdigest()[:16]
+    # relative: the same files in another folder are the same code
     named = {os.path.relpath(path, file.parent): content for path, content in parts.items()}
     digest = hashlib.sha256()
     for name in sorted(named):
         for text in (os.fsencode(name), named[name]):
+            # the lengths keep `ab`, `c` apart from `a`, `bc`
             digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()[:16]
 
@@ -278,6 +283,7 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
     shown = file.name if file else place
     try:
         module = _module_of_file(file) if file else importlib.import_module(place)
+    # a script without a main guard may leave by sys.exit
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return RefusedError("absent", f"{shown} needs Triton (pip install triton)")
@@ -310,6 +316,7 @@ def _module_of_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path.name} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    # before it runs: dataclasses look their module up while they are made
     sys.modules[name] = module
     folder = str(path.parent)
     sys.path.append(folder)

@@ -53,6 +53,7 @@ store_option = click.option(
 
 def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
     """The names that go on from what was typed, the last one after a comma."""
+    # every command imports this file, and a completion alone needs these names
     from profharness.backends import ALL, BACKENDS, KERNELS
     from profharness.backends.sources import implementation_names
 
@@ -67,6 +68,7 @@ def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> li
 
     path = ctx.params.get("store") or os.environ.get(STORE_VARIABLE, DEFAULT_STORE)
     names = ["latest"]
+    # what is printed here would land in the line that the user is typing
     with contextlib.suppress(Exception), open_store(Path(path)) as opened:
         names += [row.run for row in opened.runs()]
     return [name for name in names if name.startswith(incomplete)]
@@ -176,6 +178,7 @@ def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> P
     if output == STDOUT:
         return None
     if output is not None:
+        # `export` has no --format, so its file may have any suffix
         if "format_" in ctx.params and not ctx.params["format_"]:
             check_suffix(output)
         check_output(output, force=ctx.params["force"])
@@ -199,7 +202,11 @@ def output_options(function: F) -> F:
 def file_options(function: F) -> F:
     """-o FILE and --force as `output: Path | None` and `force: bool`."""
     function = click.option(
-        "--force", is_flag=True, is_eager=True, help="Overwrite the file of -o."
+        # eager: the callback of -o reads it
+        "--force",
+        is_flag=True,
+        is_eager=True,
+        help="Overwrite the file of -o.",
     )(function)
     return click.option(
         "-o",
@@ -217,6 +224,7 @@ def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Confi
     configs = [expanded for text in config for expanded in expand_configs(text)]
     if configs_file is not None:
         try:
+            # Windows editors put a byte order mark before the first config
             lines = configs_file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--configs {configs_file}: cannot be read: {error}") from None
@@ -224,6 +232,7 @@ def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Confi
         if not read:
             raise UsageError(f"--configs {configs_file}: not a single config in it")
         configs += read
+    # a config that is given twice is one cell, and cells keep the order of the command line
     return list(dict.fromkeys(configs))
 
 
@@ -261,6 +270,7 @@ def measured(*show: str) -> Iterator[None]:
 def store_arguments() -> list[str]:
     """`--store FILE`, where the command was told so."""
     context = click.get_current_context()
+    # a default and the environment variable hold for the printed command as well
     if context.get_parameter_source("store") is not ParameterSource.COMMANDLINE:
         return []
     return ["--store", str(context.params["store"])]
@@ -288,8 +298,10 @@ def emit(
         from profharness.views.terminal import render_table  # loads rich, for this format alone
 
         on_terminal = output is None and sys.stdout.isatty()
+        # no-color.org: any value but an empty one counts
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
+        # a file or a pipe gets no escape codes, whatever the terminal can show
         color = on_terminal and not plain
         text = render_table(document, width=width, cut=on_terminal, color=color)
     else:
@@ -299,8 +311,10 @@ def emit(
             file.write(text.encode())
         hint(f"wrote {output}{detail}")
         return
+    # people read a table in the terminal's charset; programs read the other formats, as UTF-8
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8") if format_ == "table" else "utf-8"
     with quiet_stdout() as stream:
+        # a sign that the charset lacks must not cost the whole answer
         stream.write(text.encode(encoding, "replace"))
 
 
@@ -310,12 +324,14 @@ def _write_markdown(document: Document, output: Path, images: str, *, force: boo
     paths = [
         output.with_name(f"{output.stem}-{number}.{images}") for number in range(1, len(charts) + 1)
     ]
+    # all of them first: an old picture found half-way would leave a page in part
     for path in paths:
         check_output(path, force=force)
     for number, (path, chart) in enumerate(zip(paths, charts, strict=True), start=1):
         content = _picture(chart, number, images)
         with atomic_file(path, force=force) as file:
             file.write(content)
+    # the page comes last, so that it never names a picture that is not there
     with atomic_file(output, force=force) as file:
         file.write(render_markdown(document, images=[path.name for path in paths]).encode())
     return len(paths)
@@ -349,6 +365,7 @@ def capture_progress() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield _line
         return
+    # rich is loaded for a terminal alone
     from rich import console, progress
 
     columns = (
@@ -379,6 +396,7 @@ def _line(step: Step) -> None:
     cell = step.cell
     if step.notice is not None:
         hint(step.notice)
+    # a log gets one line a cell, when it ends
     elif cell.status != "pending" and step.stage == cell.status:
         hint(f"[{step.done}/{step.total}] {_place(cell)}: {step.stage}")
 

@@ -23,6 +23,7 @@ def command(format_: str | None, output: Path | None, force: bool) -> None:
     Example:
       profharness backends --format json
     """
+    # loads what starts workers, which --help does not need
     from profharness.runner.probe import probe_backends
 
     emit(backends_document(probe_backends()), format_, output, force=force)

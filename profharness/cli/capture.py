@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from profharness.jobs import Captured
 
 
+# a refusal is a result
 FAILED = ("crashed", "timeout", "oom", "error", "pending")
 
 
@@ -126,6 +127,7 @@ def command(
       profharness capture --config 2,8,512,64 --backend auto,flash,math
       profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
     """
+    # loads what runs workers, which --help does not need
     from profharness.jobs import capture_into_store, find_run_folder, resume_into_store
 
     configs = read_configs(config, configs_file)

@@ -82,7 +82,9 @@ def command(
     empty = nothing_compared(diff, sides, verdicts)
     if not diff.rows and not diff.layers and not verdicts:
         raise NotFoundError(empty or "nothing to compare")
+    # before the gates, so that one that fails still has its rows to look at
     emit(diff_document(diff, full=full), format_, output, force=force)
+    # a set's order would differ from run to run
     gate = f"--fail-on {','.join(sorted(verdicts))}"
     lines = [
         f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"

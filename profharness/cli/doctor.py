@@ -27,6 +27,7 @@ def command(
     Example:
       profharness doctor
     """
+    # loads what starts workers, which --help does not need
     from profharness.runner.probe import probe_environment
 
     checks = run_checks(store, probe_environment)

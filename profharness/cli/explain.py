@@ -156,6 +156,7 @@ def command(
     if unknown := [release_text(release) for release in skipped_releases(torch or "")]:
         hint(skipped_text(unknown))
         document = replace(document, extra={**document.extra, "unknown_releases": unknown})
+    # where PyTorch answers nothing, what the rules say is shown before the error
     emit(document, format_, output, force=force)
     if not places:
         require_answer(answers)
@@ -220,6 +221,7 @@ def _bisected(question: _Question, name: str) -> Document:
         answers = explain_all(
             configs, advice=False, device=question.device, timeout_s=question.timeout_s
         )
+        # which environment it is shows with the first answers only
         if where == "live":
             require_answer(answers)
             where = environment_text(answers[0])

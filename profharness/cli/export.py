@@ -39,6 +39,7 @@ def command(run: str, profiler: str | None, output: Path | None, force: bool, st
     with open_store(store) as opened:
         name = find_exported(opened, run, profiler)
         chosen = choose_profilers(opened, name, profiler)
+        # each profiler saw the run by its own clock, so one is shown unless all are named
         others = set(choose_profilers(opened, name, "all")) - set(chosen)
         if others and profiler is None:
             hint(

@@ -80,6 +80,7 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
         with open_store(store) as opened:
             which = "it" if len(set(taken)) == 1 else f"the last of {len(set(taken))} runs"
             hint(f"see {which} with: {opened.shown_by(taken[-1])}")
+    # only now: one bad source keeps no other out of the store
     if failed:
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
     if strict and warned:
@@ -113,6 +114,7 @@ def _progress(source: Path) -> Iterator[Progress | None]:
         return
 
     def show(name: str, done: int, total: int) -> None:
+        # cleared to its end: the line before may have been longer
         click.echo(f"\r\x1b[K{shown(name)}: {done:,} of {total:,} launches", err=True, nl=False)
 
     yield show

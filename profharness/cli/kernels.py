@@ -118,6 +118,7 @@ def command(
         raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
     selection = read_selection(run, config, configs_file, backend, profilers)
     rows, cells = find_rows(store, selection, by_op=steps)
+    # each profiler of a run saw the same launches: all their rows would count them again
     if not profiler:
         rows = _first_profiler(rows)
     make = _steps_document if steps else witness_document if side_by_side else kernels_document
@@ -161,6 +162,7 @@ def read_selection(
     """What --run, --config, --configs and --backend select. Raises UsageError."""
     configs, backends = read_configs(config, configs_file), split_names(backend)
     if backends:
+        # finds implementations, which only a filter by backend needs
         from profharness.backends import stored_names
 
         backends = stored_names(backends)
@@ -181,6 +183,7 @@ def find_rows(
     """
     capturing = selection.configs and selection.run is None
     try:
+        # an older run that merely has the cells would keep the configs from being captured
         chosen = needs[:1] if capturing else needs
         rows, cells = predicted_rows(store, selection, by_op=by_op, needs=chosen)
     except NotFoundError:
@@ -231,6 +234,7 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
     """Of each run the rows of one profiler; a hint names the others that saw it."""
     kept = of_first_profiler(rows)
+    # a set's order would differ from run to run
     others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})
     if others:
         hint(f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side")

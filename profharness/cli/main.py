@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# what a shell makes of braces without quotes: several arguments that look like configs
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LATE_S = 0.01  # until a lost interrupt is raised again: outside of the callback
@@ -104,9 +105,12 @@ def main() -> None:
 def _run() -> int:
     """The exit code of the command line; errors are told. Raises OSError where the machine fails."""
     try:
+        # click on its own would print every error its way, and exit with 1 at an interrupt
         code = cli.main(standalone_mode=False)
+        # a disk that is full shows here, while the exit code can still say so
         sys.stdout.flush()
     except click.ClickException as error:
+        # a stderr that takes nothing changes no exit code
         with contextlib.suppress(OSError):
             error.show()
         if _TORN_CONFIG.search(error.message):
@@ -147,9 +151,11 @@ def _open_streams() -> None:
     kinds = io.BufferedWriter | io.FileIO  # the second under PYTHONUNBUFFERED
     if old is not None and not isinstance(getattr(old, "buffer", None), kinds):
         return  # a caller's own
+    # opened for reading, so that writing to a closed stdout raises
     number = os.open(os.devnull, os.O_RDONLY) if old is None else old.fileno()
     at_once = bool(old and (old.line_buffering or getattr(old, "write_through", False)))
     sys.stdout = io.TextIOWrapper(
+        # the old stream, which sys.__stdout__ holds, closes the descriptor
         io.BufferedWriter(_Stdout(number, "w", closefd=False)),
         encoding=old.encoding if old else "utf-8",
         errors=old.errors if old else "replace",
@@ -216,12 +222,15 @@ def _going_on(folder: Path) -> str:
     store that was named and shows it as the command that was interrupted would have.
     """
     from profharness.files import shell_command
+
+    # loaded when an interrupt comes, which is seldom
     from profharness.run import read_run
 
     arguments = sys.argv[1:]
     name = next(word for word in arguments if word in COMMANDS)
     rest = arguments[arguments.index(name) + 1 :]
     command: click.Command = import_module(COMMANDS[name][0]).command
+    # resilient: no callback looks at -o again
     store = Path(command.make_context(name, rest, resilient_parsing=True).params["store"])
     run = read_run(folder)
     if any(cell.case is not None for cell in run.cells):

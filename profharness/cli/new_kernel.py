@@ -50,6 +50,7 @@ def command(name: str, triton: bool, cuda: bool, out: Path) -> None:
         raise UsageError(f"{name!r} is a backend already; take another name")
     kernel = out / f"{name}.py"
     test = out.parent / "tests" / f"test_{name}.py"
+    # both before either is written
     for path in (kernel, test):
         if path.exists():
             raise UsageError(f"{path} is there already; take another name or another --out")
@@ -58,6 +59,7 @@ def command(name: str, triton: bool, cuda: bool, out: Path) -> None:
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # x: a file that came up meanwhile is not overwritten
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:

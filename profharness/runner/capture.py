@@ -72,6 +72,7 @@ def capture(
     """
     options = options or CaptureOptions()
     profilers = find_profilers(options.profilers)
+    # all names are looked up before there is a folder, so that a wrong one leaves nothing behind
     tools = require_tools(profilers)
     names = tuple(profiler.name for profiler in profilers)
     cells = plan_cells(configs, backends)
@@ -108,6 +109,7 @@ def resume(folder: Path, progress: Progress | None = None) -> Path:
     Raises UsageError for a verification or a finished run, CaptureError for one that still runs.
     """
     with locked(folder):
+        # under the lock: whoever held it may just have finished the run
         run = read_run(folder)
         reason = why_not_resumed(folder, run)
         if reason is not None:
@@ -142,6 +144,7 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
+                # a folder that was deleted meanwhile has no lock left
                 (folder / LOCK_FILE).unlink()
 
 
@@ -149,6 +152,7 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
     """One pending cell per config and backend. Raises UsageError for unknown names or no config."""
     _require(configs)
     unique = find_backends(backends)
+    # a config that is given twice is one cell
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
     return tuple(
         Cell(f"c{index:04d}", config, backend)
@@ -191,6 +195,7 @@ def make_run(
     """A run and its folder in out, with the sources of its backends."""
     now = datetime.now(UTC)
     run = Run(
+        # two runs may begin in the same second
         run=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
         created=now.isoformat(timespec="seconds"),
         profilers=profilers,
@@ -215,6 +220,7 @@ def make_run(
             write_plan(folder, bench)
         write_run(folder, run)
     except (OSError, CaptureError) as error:
+        # a folder without a whole record could neither be resumed nor taken in
         shutil.rmtree(folder, ignore_errors=True)
         why = getattr(error if isinstance(error, OSError) else error.__context__, "strerror", error)
         raise CaptureError(
@@ -225,6 +231,7 @@ def make_run(
 
 def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progress | None) -> Path:
     record = RunRecord(folder, run, progress, _code(folder, run))
+    # from the start, so that also a run that is killed can be resumed
     record.save()
     profilers = find_profilers(run.profilers)
     inside = tuple(profiler.name for profiler in profilers if profiler.session is None)
@@ -237,9 +244,11 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
                     run_cells(
                         folder, cells, run.protocol, inside, record.add_entry, command=command
                     )
+            # after the plain pass, which tells which cells run at all
             for profiler in profilers:
                 if profiler.session is not None:
                     _wrapped_pass(record, profiler, tools)
+            # an interrupt that was put off is raised here, where it still names the folder
             let_through()
     finally:
         record.save()
@@ -278,6 +287,7 @@ def _code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
     sources = read_sources(folder)
     backends = []
     for name in dict.fromkeys(cell.backend for cell in run.cells):
+        # a resumed run may name a file that is gone
         with contextlib.suppress(UsageError):
             backends.append(find_backend(name, sources))
     code = {"backend_code": fingerprints(backends), "backend_commit": commits(backends)}
@@ -303,6 +313,7 @@ def _wrapped_pass(record: RunRecord, profiler: Profiler, tools: dict[str, Tool])
             record.add_outcome,
         )
     except CaptureError as error:
+        # what a session has found says more than that no worker started
         if len(record.problems) == before:
             problem = Problem(profiler.name, "worker_not_started", str(error), START_REMEDY)
             record.add_outcome(Outcome(problem=problem))

@@ -72,8 +72,10 @@ def probe_backends() -> list[BackendState]:
     ambiguous = {}
     for name in implementation_names():
         try:
+            # a built-in backend keeps its name
             backends.setdefault(name, find_backend(name))
         except UsageError as error:
+            # a name that two packages offer must not end the probe of the others
             ambiguous[name] = str(error)
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         options = CaptureOptions(("events",), Path(folder), PROBE_PROTOCOL)

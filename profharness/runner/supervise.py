@@ -53,6 +53,7 @@ from profharness.run import (
 )
 
 POLL_S = 0.01
+# run.json is written whole each time, so not at every entry
 SAVE_EVERY_S = 1.0
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
 ROOM_BYTES = 1 << 16  # with less of it a dead worker proves nothing against its cell
@@ -99,11 +100,13 @@ class Journal:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
+        # the worker makes the file when it is up
         except FileNotFoundError:
             return
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
+            # a crash may have cut a line short
             with contextlib.suppress(msgspec.MsgspecError):
                 yield msgspec.json.decode(line, type=JournalEntry)
 
@@ -157,6 +160,7 @@ class Start:
         """
         with orphans_adopted(self.session.notify) as mark:
             try:
+                # an interrupt between the start and its note would leave a process that nobody ends
                 with held():
                     self.process = start_group(
                         self.session.argv(command),
@@ -317,6 +321,7 @@ def run_cells(
             try:
                 start.run(command(folder))
             finally:
+                # the worker's last entries may be younger than the last look
                 start.take()
                 if not start.at_once:
                     on_outcome(start.close())
@@ -327,6 +332,7 @@ def run_cells(
             raise unwritable(folder, why_unwritable(folder))
         if start.cell is not None:
             start.end_cell()
+        # one that came up and died between two cells is merely replaced
         elif pending and not start.has_environment:
             raise start.failure()
 
@@ -337,6 +343,7 @@ def free_bytes(folder: Path) -> int:
         state = os.statvfs(folder)
     except OSError:
         return 0
+    # not f_bfree, which counts what is reserved for root
     return state.f_bavail * state.f_frsize
 
 
@@ -481,6 +488,7 @@ class RunRecord:
             reasons = [
                 f"{item.profiler}: {item.message} [{item.code}]"
                 for item in self.problems
+                # what disturbs the times keeps no cell from running
                 if item.profiler != GPU and (not item.cells or cell.cell in item.cells)
             ]
             if reasons:
@@ -491,6 +499,7 @@ class RunRecord:
     def add_outcome(self, outcome: Outcome) -> None:
         """Take in what a wrapped start of the worker left."""
         if outcome.trace is not None:
+            # a cell that failed may stand in the trace in part
             done = tuple(cell for cell in outcome.trace.cells if self._cells[cell].status == "ok")
             self._wrapped.append(replace(outcome.trace, cells=done))
         if outcome.problem is not None:
@@ -504,6 +513,7 @@ class RunRecord:
             name: replace(cell, config=cell.config.resolve(device))
             for name, cell in self._cells.items()
         }
+        # a resumed run keeps that of its first cells
         if not self.run.environment:
             self.run = replace(self.run, environment=environment | (self._code or {}))
 

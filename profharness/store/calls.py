@@ -41,6 +41,7 @@ class CallLaunches:
     """The launches of a trace's calls, added up as its batches go by."""
 
     def __init__(self, trace: Trace) -> None:
+        # loads numpy, which reading does without
         from profharness.store.groups import Grouping
 
         self._trace = trace
@@ -185,6 +186,7 @@ def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
             "ORDER BY ordinal",
             (trace,),
         ).fetchall() or [(0, WHOLE_TRACE, first, last - first)]
+        # the end is exclusive, and the last launch may take no time
         ends = [*(step[2] for step in steps[1:]), last + 1]
         for (step, name, start, duration), end in zip(steps, ends, strict=True):
             busy = _busy(connection, trace, start, end)

@@ -49,16 +49,19 @@ def frame(
     """A DataFrame of rows or records. A column of ints with gaps is of dtype Int64, and so is each of
     `integers` that has a gap.
     """
+    # frames alone need pandas
     import pandas as pd
 
     made = pd.DataFrame(rows, columns=columns)
     for place, name in enumerate(made.columns):
         column = made.iloc[:, place]
+        # pandas makes floats of whole numbers with gaps, inexact beyond 2**53
         if column.dtype.kind not in "fO" or not (column.isna().any() or name in integers):
             continue
         values = [row.get(name) if isinstance(row, dict) else row[place] for row in rows]
         kinds = {type(value) for value in values} - {type(None)}
         if kinds == {int} or (name in integers and not kinds):
+            # by place: two columns of a query may have one name
             made.isetitem(place, pd.array(values, dtype="Int64"))
     return made
 
@@ -76,10 +79,12 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
             raise  # of the file, which the store tells
         raise UsageError(f"the query failed: {error}; {_READS}") from None
     except sqlite3.DatabaseError as error:
+        # sqlite3 has no exception of its own for this
         if "not authorized" not in str(error):
             raise
         raise UsageError(f"the query is refused; {_READS}") from None
     finally:
+        # the store goes on with this connection
         connection.set_authorizer(None)
 
 

@@ -92,6 +92,7 @@ def group(key: Column, duration: Column, start: Column, count: Column) -> Groups
         index=order[begins],
         count=total_count,
         total=np.add.reduceat(ordered * counts, begins),
+        # the sum of both could leave int64
         median=low + (high - low) // 2,
         minimum=ordered[begins],
         maximum=ordered[ends - 1],

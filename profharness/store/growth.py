@@ -75,12 +75,14 @@ def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Pa
     if row is None:
         return None
     source = Path(row[0])
+    # where the source is gone, the copy takes its place
     if not (source / RUN_FILE).is_file() or source.resolve() == folder.resolve():
         return None
     here, there = recorded(run), stored(connection, run.run)
     same = (
         there is not None
         and here.cells == there.cells
+        # by path alone: how many launches a trace holds shows when it is parsed
         and here.traces.keys() == there.traces.keys()
     )
     return source if same else None

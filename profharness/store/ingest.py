@@ -138,7 +138,9 @@ def find_sources(path: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
+    # a folder lists its files in any order
     for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
+        # a link may lead back up
         if entry.is_dir() and not entry.is_symlink():
             try:
                 yield from [entry] if (entry / RUN_FILE).is_file() else list(_walk(entry))
@@ -159,6 +161,7 @@ def _is_wanted(file: Path) -> bool:
 def _read_source(path: Path) -> Source:
     """A run folder or trace file with its content hash, nothing parsed. Raises TraceFormatError."""
     if path.is_file():
+        # a trace that is packed once more is the same trace
         content_hash = _hash_file(path, packed=False)
         return Source(path, None, (Raw(None, shown(path.name), path, content_hash),), content_hash)
     run = read_run(path)
@@ -265,6 +268,7 @@ def _ingest(
     """A trace of a run that turns out unreadable is left out, at the price of a new start."""
     if source.run is not None:
         check_record(source.path / RUN_FILE, source.run)
+    # before anything is parsed, and below again: another process may be quicker
     unchanged = waiting(lambda: _unchanged(writer(), source)) if store.exists() else None
     if unchanged:
         return unchanged
@@ -330,8 +334,10 @@ def _write(
     progress: Progress | None,
 ) -> IngestResult:
     run = source.run
+    # by content: a copy under another name is the same run
     name = run.run if run else f"trace-{source.content_hash[:10]}"
     before = growth.stored(connection, name)
+    # _check_growth at the end undoes this where less comes in
     forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
     _insert_devices(connection, run_id, [item.trace for item in parsed])

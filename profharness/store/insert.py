@@ -193,6 +193,7 @@ def insert_trace(
     """
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
+    # ids are given out here, so that a trace's launches are one range of ids
     first_id = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM launches").fetchone()[0]
     result = Inserted()
     kept: list[Column] = []
@@ -274,6 +275,7 @@ def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Ca
 
 
 def _calls(ranges: Sequence[Range], indices: list[int]) -> _Calls:
+    # of ranges that begin together the outer one comes first
     ordered = sorted(
         indices, key=lambda index: (ranges[index].start_ns, -ranges[index].duration_ns)
     )
@@ -450,6 +452,7 @@ def _insert_cell_traces(
 
 def _main_op(seen: Counter[str]) -> str | None:
     """The forward op with the most launches; a backward op only where no forward one was seen."""
+    # the name settles a tie, so that two ingests agree
     return min(seen, key=lambda op: (op.endswith("_backward"), -seen[op], op), default=None)
 
 
@@ -460,6 +463,7 @@ def _insert_metrics(
 
     kept: blocks of their places in the trace, in the order of ids. A value that is NaN has no row.
     """
+    # rising by the primary key, which WITHOUT ROWID keeps the table in
     order = sorted(range(len(metrics.names)), key=metrics.names.__getitem__)
     values = metrics.values[:, order]
     heads = [(metrics.names[index], metrics.units[index]) for index in order]

@@ -58,6 +58,7 @@ def check_tables(path: Path, trace: Trace) -> None:
         (device.name for device in trace.devices),
     )
     try:
+        # a lone surrogate is a str that SQLite cannot keep
         "".join(names).encode()
     except (UnicodeEncodeError, TypeError) as error:
         raise TraceFormatError(path, f"holds a name that is no text: {error}") from None

@@ -112,11 +112,13 @@ def find_run(
     names = _names(connection)
     if not names:
         raise NotFoundError(f"{path} holds no run; `profharness capture` makes one")
+    # a whole id may begin another one too
     if ref in names:
         return ref
     head, tilde, number = ref.partition("~")
     if head == LATEST and (number.isdecimal() or not tilde):
         return _latest(connection, path, selection, needs, int(number) if tilde else 0)
+    # every id begins with an empty text
     matching = [name for name in names if ref and name.startswith(ref)]
     if len(matching) == 1:
         return matching[0]
@@ -207,6 +209,7 @@ def _latest(
     """The newest run that answers, or the one `back` before it. Raises NotFoundError."""
     runs: list[str] = []
     for need in needs:
+        # each run further back costs a query
         runs = runs or list(islice(answering_runs(connection, selection, need), back + 1))
     if back < len(runs):
         return runs[back]
@@ -241,6 +244,7 @@ def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -
 
 def _names(connection: sqlite3.Connection) -> list[str]:
     """The ids of all runs, newest first."""
+    # created counts seconds: of two runs in one the later id is the newer run
     rows = connection.execute("SELECT run FROM runs ORDER BY created DESC, id DESC")
     return [str(row[0]) for row in rows]
 

@@ -50,6 +50,7 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
         if all(environment.get(key) == here.get(key) for key in _SAME_ENVIRONMENT)
     }
     latest: dict[tuple[Config, str], dict[_Check, bool]] = {}
+    # oldest first, so that a later check takes the place of an earlier one
     for row in _rows(connection, "WHERE v.passed IS NOT NULL ORDER BY r.created, r.id"):
         environment = environments.get(row.run)
         if environment is not None and _code(environment, row.backend) == _code(here, row.backend):
