@@ -118,8 +118,7 @@ def command(
     with open_store(store) as opened:
         name = opened.find_run(Selection(run), "attention calls")
         layers = find_layers(opened, name, step=step, torch=torch)
-    # before --regret measures: a gate that cannot be judged would waste its minutes
-    require_recorded(layers, gates)
+    require_recorded(layers, gates)  # before anything is measured for them
     if only_configs:
         click.echo("\n".join(_config_lines(layers, timed=regret)))
     else:
