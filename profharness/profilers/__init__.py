@@ -109,6 +109,7 @@ def open_session(
     """
     assert profiler.session is not None
     number = 1
+    # a resumed run keeps the reports of its earlier starts
     while any(folder.glob(f"{profiler.name}-{number}.*")):
         number += 1
     report = folder / f"{profiler.name}-{number}.{profiler.suffix}"
@@ -171,6 +172,7 @@ def tool_version(path: Path) -> str | None:
         stat = path.stat()
     except OSError:
         return None
+    # a tool that was replaced is asked again
     return _ask_version(str(path), stat.st_mtime_ns, stat.st_size)
 
 

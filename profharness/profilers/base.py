@@ -163,6 +163,7 @@ def _first(rules: Iterable[Rule], text: str, report: Path, head: str = "") -> Fa
 
 def quoted(text: str) -> str:
     """The last lines of a text as a clause."""
+    # a progress bar ends its lines with a carriage return alone
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     tail = " / ".join(lines[-LAST_LINES:])
     if len(tail) > LAST_CHARACTERS:
@@ -288,6 +289,7 @@ class ToolSession(Session):
             failure, trace = self.judge(ended)
         except ToolError as error:
             failure, trace = error.failure, None
+        # the rules see that a tool was ended, not by whom
         if ended.interrupted and failure is not None and failure.code == "timeout":
             failure = Failure(
                 "interrupted",
@@ -322,6 +324,7 @@ class ToolSession(Session):
             )
         steps: Sequence[tuple[Callable[[], None], float]] = (
             (lambda: self.interrupt(process), grace.interrupt_s),
+            # a tool writes its report when its target is gone
             (lambda: self.signal_workers(signal.SIGKILL), grace.worker_s),
             (lambda: kill(process.pid, signal.SIGTERM), grace.terminate_s),
         )

@@ -238,6 +238,7 @@ def profile_argv(
     knows_sass = version is None or version_key(version) >= IMPORT_SASS_SINCE
     return [
         str(tool),
+        # a config file in the working folder would change what is measured
         *("--config-file", "off"),
         *("--target-processes", "all"),
         *("--replay-mode", "kernel"),
@@ -247,6 +248,7 @@ def profile_argv(
         *("--nvtx-include", CELL_FILTER),
         *("--metrics", ",".join(dict.fromkeys([*DEFAULT_METRICS, *metrics]))),
         *(word for section in sections for word in ("--section", section)),
+        # of each metric what was asked for alone, without its avg, min and max
         "--disable-extra-suffixes",
         *("--log-file", str(log)),
         "-f",
@@ -323,6 +325,7 @@ SIZE = struct.Struct("<I")
 VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # wire types of protobuf
 RESULTS, SESSION, PAYLOAD = 2, 3, 5
 CREATED = 2  # of a session
+# a damaged count must not fill the memory
 MAX_HEADER = 1 << 28
 _VERSION = re.compile(rb"(\d{4}\.\d+\.\d+(?:\.\d+)?) \(build \d+\)")
 
@@ -391,6 +394,7 @@ def _inside(path: Path, file: BinaryIO, count: int, size: int) -> None:
 
 def _created(session: bytes) -> int | None:
     try:
+        # the time is an extra: without it the report counts all the same
         return _fields(session)[0].get(CREATED)
     except (IndexError, ValueError):
         return None
@@ -423,6 +427,7 @@ def _fields(message: bytes) -> tuple[dict[int, int], bytes]:
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
     value = 0
+    # protobuf writes a number in ten bytes at most
     for shift in range(0, 70, 7):
         byte = message[place]
         place += 1

@@ -200,6 +200,7 @@ KILLED = Rule(
 
 RULES = Rules(
     "nsys",
+    # the first match counts, and a kill explains whatever else the log says
     (KILLED, *(replace(rule, written=False) for rule in UNWRITTEN_RULES), *WRITTEN_RULES),
     timeout=(
         Rule(
@@ -343,6 +344,7 @@ def export_report(
     """
     timeout_s = export_limit_s(report) if timeout_s is None else timeout_s
     try:
+        # beside the output, so that a rename puts the file in its place
         folder = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
     except OSError as error:
         message = f"{output} cannot be written: {error.strerror}"
@@ -403,6 +405,7 @@ class NsysSession(ToolSession):
         except TraceFormatError as error:
             return report_damaged("nsys", exported, str(error)), None
         if kernels == 0:
+            # a rule that matched says more than a table without rows
             failure = failure or NO_CUDA_EVENTS.failure(self.report)
         return failure, exported
 

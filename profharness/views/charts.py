@@ -84,6 +84,7 @@ def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
     """The chart as one `<svg>` element with a `<title>` a mark. number keeps the ids of several
     charts apart. alone: a file whose colours follow the reader's theme.
     """
+    # no address is allowed: a chart needs nothing from the network
     svg = str(vl_convert.vegalite_to_svg(altair_chart(chart).to_dict(), allowed_base_urls=[]))
     svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
     svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)

@@ -179,6 +179,7 @@ def _figures(value: float) -> str:
     """Four significant figures without an exponent: `0.001514`, `12.35`, `1,235`."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
+    # a float has 15 digits that can be relied on
     digits = min(max(3 - math.floor(math.log10(abs(value))), 0), 15)
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

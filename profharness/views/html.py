@@ -40,6 +40,7 @@ def render_html(document: Document) -> str:
     body = "\n".join(page.block(block) for block in document.blocks)
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
+        # the page's own script, by its hash: nothing that came with the data runs
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
@@ -82,6 +83,7 @@ class _Page:
             case Note():
                 return _note(block)
             case Code(text):
+                # not _text: the lines of code stay lines
                 return f'<pre tabindex="0"><code>{escape(text)}</code></pre>'
             case Chart():
                 return self._chart(block)
@@ -176,11 +178,13 @@ def _cells(columns: Sequence[Column], row: Sequence[Any]) -> Iterator[str]:
 
 
 def _sort_number(value: Any) -> float | int | None:
+    # a bool is an int too
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
         return value if value == value else None  # NaN sorts as what is not known
     if isinstance(value, tuple) and len(value) == 3 and all(isinstance(n, int) for n in value):
+        # a grid sorts by its size
         return math.prod(value)
     return None
 

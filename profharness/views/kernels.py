@@ -189,6 +189,7 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
 
 def _reason(cell: CellRow) -> str:
     texts = [refusal.message for refusal in cell.refusals]
+    # of a refused cell the message is its first reason once more
     if cell.message and (cell.status != "refused" or not texts):
         texts.insert(0, cell.message)
     return "; ".join(dict.fromkeys(texts)) or "no reason recorded"
@@ -202,6 +203,7 @@ def witness_document(
     """
     joined = join(rows)
     blocks: list[Block] = []
+    # cells first: a config that launched nothing keeps its place
     configs = dict.fromkeys(
         [*(cell.config for cell in cells), *(kernel.config for kernel in joined)]
     )

@@ -67,6 +67,7 @@ def render_csv(document: Document) -> str:
     are harmless to spreadsheets and terminals (`harmless`).
     """
     out = io.StringIO()
+    # csv's own line end is \r\n
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([name for key in document.fields for name in _csv_names(key)])
     for record in document.records:
@@ -144,6 +145,7 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
         case Code(text):
             return f"```python\n{text}\n```"
         case Chart():
+            # in angle brackets an address may hold blanks and parentheses
             image = next(images, None)
             return f"![{escape_markdown(block.title)}](<{image}>)" if image else ""
         case Table(columns):

@@ -117,6 +117,7 @@ def _run_blocks(
     if kernels:
         view = witness_document if len(profilers) > 1 else kernels_document
         blocks += [Heading("Kernels"), *_deeper(view(kernels, cells).blocks)]
+    # of one profiler: several saw the same launches
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
     blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     blocks += disagreement_blocks(cells, kernels)

@@ -43,10 +43,12 @@ def render_table(
     needed = [sum(columns) + GAP * (len(columns) - 1) for columns in widths.values()]
     console = Console(
         file=io.StringIO(),
+        # rich would cut the numbers of a wider table
         width=max([width, *needed]),
         force_terminal=color,
         color_system="standard" if color else None,
         legacy_windows=False,
+        # rich would look for COLUMNS and NO_COLOR, which the caller has weighed already
         _environ={},
     )
     label_width = max((len(b.label) for b in document.blocks if isinstance(b, Note)), default=0)
@@ -61,6 +63,7 @@ def render_table(
         elif isinstance(block, Code):
             for line in block.text.splitlines():
                 text = f"    {line}" if line else ""
+                # brackets in code are no styles
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif isinstance(block, Table):
             if isinstance(previous, Note):
@@ -70,6 +73,7 @@ def render_table(
             _print_note(console, block, label_width, width)
         previous = block
     text = console.file.getvalue()  # type: ignore[attr-defined]
+    # rich fills cells up with blanks
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n" if text else ""
 
 
@@ -176,6 +180,7 @@ def _print_note(console: Console, note: Note, label_width: int, width: int) -> N
         width=max(width, indent + 20),
         initial_indent=lead,
         subsequent_indent=" " * indent,
+        # a path that is broken up cannot be copied
         break_long_words=False,
         break_on_hyphens=False,
     )

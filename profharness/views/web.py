@@ -178,6 +178,7 @@ def serve(
 
 async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    # uvicorn has a flag for its start, no event
     while not server.started and not task.done():
         await asyncio.sleep(0.02)
     if server.started:
@@ -190,6 +191,7 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
     """A listening socket, bound before anything is told, so that a taken port is an error here."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
+        # else the port of a server that just ended stays taken for a while
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
@@ -218,6 +220,7 @@ def application(path: Path, host: str) -> App:
             "description_html": _front(path),
             "databases": {DATABASE: {"queries": ready}},
         },
+        # facets would be suggested by a query over each column
         settings={"allow_download": False, "sql_time_limit_ms": 10_000, "suggest_facets": False},
     )
     _add_store(datasette, path)
@@ -233,14 +236,17 @@ def _add_store(datasette: Any, path: Path) -> None:
         def connect(self, write: bool = False) -> sqlite3.Connection:
             if write:
                 raise UsageError("the store is served read-only")
+            # Datasette's queries run in a pool of threads
             connection = connect(path, write=False, any_thread=True)
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
             connection.set_authorizer(_allowed)
             connection.create_function("bench_losses", 1, losses)
+            # Datasette closes what stands in this list
             self._all_file_connections.append(connection)
             return connection
 
         async def attached_databases(self) -> list[Any]:
+            # Datasette would ask PRAGMA database_list, which tells the path
             return []
 
         # What asks for the path shows it; these are what the file itself is needed for.
@@ -252,6 +258,7 @@ def _add_store(datasette: Any, path: Path) -> None:
         def mtime_ns(self) -> int:
             return path.stat().st_mtime_ns
 
+    # mutable: runs come in while it is served
     database = StoreFile(datasette, path=path.name, is_mutable=True)
     datasette.add_database(database, name=DATABASE)
 
@@ -284,6 +291,7 @@ def _add_routes(path: Path) -> None:
     async def report(request: Any) -> Any:
         run = request.url_vars["run"]
         try:
+            # in a thread: the loop has others to answer meanwhile
             return Response.html(await asyncio.to_thread(_report, path, run))
         except NotFoundError as error:
             return Response.text(str(error), status=404)
@@ -293,6 +301,7 @@ def _add_routes(path: Path) -> None:
 
     plugin = ModuleType("profharness_reports")  # Datasette asks a plugin for its __name__
     plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
+    # plugins are the process's, whatever application they came with
     if pm.has_plugin(plugin.__name__):
         pm.unregister(name=plugin.__name__)
     pm.register(plugin, name=plugin.__name__)
@@ -337,6 +346,7 @@ def _guarded(app: App, names: tuple[str, ...] | None) -> App:
 
 def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, bytes]:
     """The status and text for a request that is not answered; 0 for one that is."""
+    # latin-1 takes any byte, so that a strange name is refused and no error
     host = HOST.fullmatch(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))
     if host is None or (names and host[1].strip("[]").lower() not in names):
         return 421, b"not a name of this machine\n"
