@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "observe": ("profharness.cli.observe", "Run a program and record the attention in it."),
     "ingest": ("profharness.cli.ingest", "Take traces and run folders into the store."),
     "export": ("profharness.cli.export", "Write a run as a Chrome trace."),
+    "repro": ("profharness.cli.repro", "Write one cell as a script that needs torch alone."),
     "scrub": ("profharness.cli.scrub", "Make a copy of a run that is fit to publish."),
     "runs": ("profharness.cli.runs", "List what is stored."),
     "backends": ("profharness.cli.backends", "List what can run here, and why not the others."),

@@ -1,0 +1,289 @@
+"""A cell as a Python script that needs nothing of profharness: the same inputs, the same call.
+
+What worker/inputs.py makes is written here as text; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from profharness import __version__
+from profharness.answers.repro_texts import (
+    ACTIVATED,
+    COMPILED,
+    DISABLED,
+    FILE,
+    FLEX,
+    PLAIN,
+    SCRIPT,
+    SDPA,
+)
+from profharness.backends import find_backend
+from profharness.backends.base import Backend, outside_contract
+from profharness.backends.sources import find_implementation, fingerprint, parts_of
+from profharness.config import Config, parse_config
+from profharness.errors import NotFoundError, UsageError
+from profharness.rows import NAIVE_COMPILED, CellRow
+from profharness.run import Protocol
+from profharness.store import Selection, Store
+
+MEMBERS = {
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "math": "MATH",
+}
+SHOWN = 6  # candidates in an error
+_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}
+_OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
+_DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
+
+
+@dataclass(frozen=True)
+class ReproCell:
+    """What a script repeats. device is `cuda`, `cpu` or `auto`; record are lines on what was stored
+    of the cell.
+    """
+
+    config: Config
+    backend: str
+    device: str = "auto"
+    seed: int = 0
+    record: tuple[str, ...] = ()
+
+
+def stored_cell(store: Store, selection: Selection) -> ReproCell:
+    """The one stored cell that is meant. Raises NotFoundError where none is, UsageError for several."""
+    run = store.find_run(selection, "run")
+    cells = store.cells(run, configs=selection.configs or None, backends=selection.backends or None)
+    if not cells:
+        raise NotFoundError(
+            f"run {run} has no such cell; `profharness kernels --run {run}` shows all"
+        )
+    if len(cells) > 1:
+        named = [f"{cell.config} {cell.backend}" for cell in cells]
+        more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+        raise UsageError(
+            f"{len(named)} cells of run {run} are meant; name one with --config and --backend: "
+            f"{', '.join(named[:SHOWN])}{more}"
+        )
+    (cell,) = cells
+    environment = store.environment(cell.run)
+    seed = store.protocol(cell.run).get("seed", Protocol().seed)
+    record = tuple(_record(cell, environment))
+    device = environment.get("device_type", "auto")
+    return ReproCell(parse_config(cell.config), cell.backend, device, seed, record)
+
+
+def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterable[str]:
+    """What was stored of a cell, and where it ran."""
+    keys = ("torch", "torch_git", "torch_cuda", "gpu", "cudnn", "driver", "cpu", "triton")
+    place = ", ".join(f"{key} {environment[key]}" for key in keys if environment.get(key))
+    yield f"Run {cell.run}: {cell.status}" + (f": {cell.message}" if cell.message else "")
+    yield from (f"Refusal {refusal.code}: {refusal.message}" for refusal in cell.refusals)
+    if cell.choice:
+        yield f"Choice: {cell.choice}"
+    for name, samples in cell.samples.items():
+        if samples:
+            yield f"Time, {name}: median {statistics.median(samples) / 1e3:.2f} us of {len(samples)}"
+    yield f"Environment: {place}"
+    if environment.get("env"):
+        texts = (f"{name}={value}" for name, value in environment["env"].items())
+        yield f"Variables: {' '.join(texts)}"
+    code = (environment.get("backend_code") or {}).get(cell.backend)
+    if code and fingerprint(find_backend(cell.backend)) != code:
+        yield f"The code of {cell.backend} has changed since: it was {code}"
+
+
+def repro_script(cell: ReproCell) -> str:
+    """The script. Raises UsageError for a backend that it cannot write down."""
+    backend = find_backend(cell.backend)
+    config = cell.config.resolve(cell.device) if cell.device != "auto" else cell.config
+    needs, setup = _setup(backend, config, cell.device)
+    device = (
+        '"cuda" if torch.cuda.is_available() else "cpu"'
+        if cell.device == "auto"
+        else f'"{cell.device}"'
+    )
+    dtype = _DTYPES.get(config.dtype or "")
+    default = 'torch.float16 if DEVICE == "cuda" else torch.float32'
+    notes = (f"Written by profharness {__version__}; needs {needs}.", *cell.record)
+    return SCRIPT.format(
+        title=f"{config.label} on {backend.name}",
+        notes="\n".join(f"# {' '.join(note.split())}" for note in notes),
+        device=device,
+        dtype=dtype or default,
+        seed=cell.seed,
+        deterministic=config.deterministic,
+        setup=setup,
+        inputs="\n".join(_inputs(config)),
+        arguments=_arguments(config, with_mask=backend.load is None),
+        choice="" if backend.load is not None else _choice(config),
+        call=_call(config),
+        names=", ".join(f'"{name}"' for name in _result_names(config)),
+    )
+
+
+def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
+    """What the script needs, and the text that defines `attention` and `context`."""
+    name = backend.name
+    if name == "auto":
+        return "torch alone", PLAIN
+    if name == "all-disabled":
+        return "torch alone", DISABLED
+    if name in MEMBERS:
+        return "torch alone", SDPA.format(member=MEMBERS[name])
+    if backend.source is not None:
+        return _source(backend.source, config)
+    reason = backend.supports(config.resolve("cuda"))
+    if device not in (*backend.devices, "auto"):
+        reason = f"profharness does not run {name} on {device}"
+    refused = f"print({f'refused: {reason}'!r})\nsys.exit(1)\n" if reason else ""
+    if name in ("fa3", "fa4"):
+        needs = "torch and FlashAttention's package"
+        return needs, refused + ACTIVATED.format(impl=name.upper())
+    if name in ("flex", "flex-flash"):
+        options = {"BACKEND": "FLASH"} if name == "flex-flash" else None
+        return "torch and triton", refused + FLEX.format(options=options, causal=config.causal)
+    if name == NAIVE_COMPILED and (plain := find_implementation("naive")) and plain.source:
+        _, text = _source(plain.source, config)
+        return "torch and triton", refused + text + COMPILED
+    raise UsageError(
+        f"--backend {name}: repro writes PyTorch's own backends, flex and implementations in files; "
+        "a call of this package has no script yet"
+    )
+
+
+def _source(source: str, config: Config) -> tuple[str, str]:
+    """The files of an implementation, or the import of one that a package has."""
+    place, _, function = source.rpartition(":")
+    properties = {field.name: getattr(config, field.name) for field in fields(config)}
+    properties |= {name: getattr(config, name) for name in _DERIVED}
+    asked = FILE.format(
+        properties=",\n    ".join(f"{name}={value!r}" for name, value in properties.items()),
+        function=function,
+        reason=outside_contract(config),
+        load="{load}",
+    )
+    if not place.endswith(".py"):
+        return f"torch and {place.partition('.')[0]}", asked.replace(
+            "{load}", f"module = importlib.import_module({place!r})"
+        )
+    file = Path(place)
+    parts = {path.resolve(): content for path, content in parts_of(file).items()}
+    root = os.path.commonpath([path.parent for path in parts])
+    texts = {os.path.relpath(path, root): _decoded(path, parts[path]) for path in sorted(parts)}
+    needs = "profharness[kernels]" if any(map(_OWN_IMPORT.search, texts.values())) else "torch"
+    written = "".join(f"    {name!r}: {_literal(text)},\n" for name, text in texts.items())
+    main = os.path.relpath(file.resolve(), root)
+    load = f"FILES = {{\n{written}}}\nmodule = module_of(FILES, {main!r})"
+    return f"{needs}, and what the file imports", asked.replace("{load}", load)
+
+
+def _decoded(path: Path, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.name} is not UTF-8 text; repro cannot write it down") from None
+
+
+def _literal(text: str) -> str:
+    """A Python literal of a file: raw and readable where that says the same."""
+    is_plain = text.isascii() or all(char.isprintable() or char in "\n\t" for char in text)
+    if is_plain and "'''" not in text and "\r" not in text and not text.endswith(("'", "\\")):
+        return f"r'''{text}'''"
+    return repr(text)
+
+
+def _inputs(config: Config) -> Iterable[str]:
+    """Statements in the order in which the worker draws its random numbers."""
+    keys = (config.key_batch, config.num_kv_heads, config.seq_len_kv)
+    shapes = {
+        "query": (config.batch, config.num_heads, config.seq_len_q, config.head_dim),
+        "key": (*keys, config.head_dim),
+        "value": (*keys, config.value_dim),
+    }
+    strides = (config.q_strides, config.k_strides, config.v_strides)
+    gradient = ".requires_grad_()" if config.bwd else ""
+    for (name, shape), own in zip(shapes.items(), strides, strict=True):
+        yield f"{name} = {_laid_out(config.layout, shape, own, 'normal')}{gradient}"
+    if config.bwd:
+        output = (config.output_batch, config.num_heads, config.seq_len_q, config.value_dim)
+        yield f"grad = normal{output}"
+    yield from _mask(config)
+
+
+def _laid_out(
+    layout: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, function: str
+) -> str:
+    if strides:
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        return f"{function}({elements}).as_strided({shape}, {strides})"
+    if layout == "contiguous":
+        return f"{function}{shape}"
+    batch, heads, rows, head_dim = shape
+    texts: dict[str, Callable[[], str]] = {
+        "bshd": lambda: f"{function}{(batch, rows, heads, head_dim)}.transpose(1, 2)",
+        "strided_last": lambda: f"{function}{(batch, heads, rows, 2 * head_dim)}[..., ::2]",
+        "offset1": lambda: f"{function}({batch * heads * rows * head_dim + 1})[1:].view({shape})",
+        "broadcast_batch": lambda: f"{function}{(1, heads, rows, head_dim)}.expand({shape})",
+    }
+    return texts[layout]()
+
+
+def _mask(config: Config) -> Iterable[str]:
+    if config.mask == "none":
+        yield "mask = None"
+        return
+    shape, strides = config.mask_dims, config.mask_strides
+    if config.mask.startswith("float"):
+        gradient = ".requires_grad_()" if config.mask == "float_grad" else ""
+        yield f"mask = {_laid_out('contiguous', shape, strides, 'normal')}{gradient}"
+        return
+    yield f"mask = {_laid_out('contiguous', shape, strides, 'kept')}"
+    if strides:  # a dimension of stride 0 cannot be written as a whole
+        stored = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
+        yield f"mask = mask.as_strided({stored}, {strides})"
+    yield "mask[..., 0] = True  # every row has something to attend to"
+    if strides:
+        yield f"mask = mask.as_strided({shape}, {strides})"
+
+
+def _arguments(config: Config, *, with_mask: bool) -> str:
+    grouped = config.num_kv_heads != config.num_heads
+    parts = [f"is_causal={config.causal}", f"scale={config.scale!r}"]
+    if with_mask:
+        parts += ["attn_mask=mask", f"dropout_p={config.dropout!r}"]
+    if grouped or not with_mask:
+        parts.append(f"enable_gqa={grouped}")
+    return ", ".join(parts)
+
+
+def _choice(config: Config) -> str:
+    grouped = config.num_kv_heads != config.num_heads
+    arguments = (
+        f"attn_mask=mask, dropout_p={config.dropout!r}, is_causal={config.causal}, "
+        f"scale={config.scale!r}, enable_gqa={grouped}"
+    )
+    return f"    print_choice({arguments})\n"
+
+
+def _call(config: Config) -> str:
+    if not config.bwd:
+        return "(forward(),)"
+    leaves = ", ".join(_leaves(config))
+    return f"torch.autograd.grad(forward(), ({leaves}), grad)"
+
+
+def _leaves(config: Config) -> list[str]:
+    return ["query", "key", "value", *(["mask"] if config.mask == "float_grad" else [])]
+
+
+def _result_names(config: Config) -> list[str]:
+    return [f"grad_{name}" for name in _leaves(config)] if config.bwd else ["output"]
