@@ -335,7 +335,7 @@ def _row(
         spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
     names = module_names(group)
     ran_there = ran(first) or (kind.ran if kind else None)
-    mask = kind.mask if kind else None
+    mask = observed.told_of(first, "mask")
     if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
         mask = NO_MASK
     reasons, advice = _because(first, middle, place, ran_there, kind)
@@ -357,7 +357,7 @@ def _row(
         phase=phase_of(first),
         direction="recompute" if first.recompute else "forward",
         mode=first.mode,
-        asked=kind.asked if kind else None,
+        asked=observed.told_of(first, "asked"),
         ran=ran_there,
         sdpa_op=first.sdpa_op,
         kernels=tuple(kernels),

@@ -46,6 +46,16 @@ class Observed:
         """The kind of a call; None for one of which nothing was observed."""
         return None if call.template is None else self._kinds[call.template]
 
+    def told_of(self, call: CallRow, name: str) -> str | None:
+        """A field of a call's kind. A fused call in compiled code may be of any kind there: it is told
+        where all those tell the same.
+        """
+        kinds: Iterable[TemplateRow | None] = [self.kind(call)]
+        if call.compiled and call.template is None and call.kind == "inner":
+            kinds = [kind for kind in self.hidden() if kind.kind == "sdpa"]
+        values = {getattr(kind, name) if kind else None for kind in kinds}
+        return values.pop() if len(values) == 1 else None
+
     def hidden(self) -> list[TemplateRow]:
         """Calls in compiled code, where a trace shows such calls: which is which is not told."""
         return [kind for kind in self._distinct() if kind.compiled and self._compiled]

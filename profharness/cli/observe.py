@@ -104,14 +104,23 @@ def command(
     asked = ObserveOptions(out=out, **options)
     watched = observe_into_store(program, store, asked)
     if asked.profiler == "torch" and watched.calls and not watched.observed.run.traces:
-        hint(
-            "no step was recorded: the program ended, or ran a profiler of its own, before "
-            f"{asked.warmup} steps brought nothing new; --warmup 0 records from the first call on"
-        )
+        hint(f"no step was recorded: {_why_no_step(watched.calls, asked)}")
     code = _report(watched, store)
     if gates:
         _check(watched, gates, store)
     return code
+
+
+def _why_no_step(calls: tuple[ObservedCall, ...], asked: ObserveOptions) -> str:
+    if all(item.call.compiled for item in calls):
+        return (
+            "compiled code alone calls attention, where only an optimizer's steps are seen; record it "
+            "with torch.profiler (record_shapes=True) and profharness ingest"
+        )
+    return (
+        "the program ended, or ran a profiler of its own, before "
+        f"{asked.warmup} steps brought nothing new; --warmup 0 records from the first call on"
+    )
 
 
 def _check(watched: Watched, gates: Gates, store: Path) -> None:
@@ -156,11 +165,14 @@ def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
             ran[item.ran or "unknown"] += item.count
     shares = ", ".join(f"{name} {count:,}" for name, count in ran.most_common())
     compiled = sum(item.call.compiled for item in calls)
-    lines = [
-        f"{total:,} attention calls of {len(calls)} kinds in {processes} process(es): {shares}"
-    ]
+    kinds = len(calls) - compiled
+    lines = []
+    if kinds:
+        lines.append(
+            f"{total:,} attention calls of {kinds} kinds in {processes} process(es): {shares}"
+        )
     if compiled:
-        lines.append(f"{compiled} more are in compiled code, which a trace counts")
+        lines.append(f"{compiled} calls are in compiled code, which a trace counts")
     idle = [item for item in calls if item.mask == NO_MASK_EFFECT]
     if idle:
         where = ", ".join(dict.fromkeys(item.call.path or str(item.function) for item in idle[:3]))

@@ -203,7 +203,7 @@ class Recorder:
     def optimizer_stepped(self) -> None:
         """An optimizer's step has ended."""
         self.optimized = True
-        if self.total:
+        if self.total or self.compiled:
             self.window.step()
 
     def flush(self) -> None:

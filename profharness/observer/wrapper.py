@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from profharness.observer.facts import flags
 from profharness.observer.hook import after_import
 from profharness.observer.journal import Journal, read_options
 from profharness.observer.recorder import Entry, Recorder
@@ -41,7 +42,10 @@ class Sdpa:
     def __call__(self, *a: Any, **k: Any) -> Any:
         if in_dynamo():
             if comptime is not None:
-                comptime(at_compile)
+                if (a[3] if len(a) > 3 else k.get("attn_mask")) is None:
+                    comptime(at_compile_unmasked)
+                else:
+                    comptime(at_compile)
             return sd(*a, **k)
         left = None  # what is still to be done of it
         for recorder in recorders:
@@ -99,17 +103,30 @@ def _watched(left: list[tuple[Recorder, Entry, bool]], a: Any, k: Any) -> Any:
 
 
 def at_compile(context: Any) -> None:
-    """Dynamo calls this while it traces a call."""
+    """Dynamo calls this while it traces a call with a mask, whose contents it does not have."""
+    _note_compiled(context, masked=True)
+
+
+def at_compile_unmasked(context: Any) -> None:
+    """Dynamo calls this while it traces a call without a mask."""
+    _note_compiled(context, masked=False)
+
+
+def _note_compiled(context: Any, **what: Any) -> None:
     for recorder in recorders:
         try:
-            recorder.note_compiled(_traced(context))
+            recorder.note_compiled(_traced(context) | what)
         except Exception as error:
             recorder.fail(error)
 
 
 def _traced(context: Any) -> dict[str, Any]:
-    """What Dynamo knows of the call. Its module stack is private: without it there is no path."""
+    """What Dynamo knows of the call. Its module stack is private: without it there is no path.
+
+    The flags in force now choose the backend of the compiled code, whatever they are when it runs.
+    """
     told: dict[str, Any] = {"path": None, "module_class": None, "modules": [], "tensors": []}
+    told |= flags()
     try:
         transaction = context._ComptimeContext__tx
         stack = list(transaction.nn_module_stack.values())

@@ -93,6 +93,7 @@ class _Template:
 
     template: _Number
     compiled: bool
+    masked: bool | None = None
     kind: str = "sdpa"
     path: str | None = None
     modules: tuple[str, ...] = ()
@@ -198,7 +199,8 @@ def _call(
     enabled = tuple(name for name in row.priority or tuple(allowed) if allowed.get(name))
     asked = (ANY_BACKEND if all(allowed.values()) else ",".join(enabled)) if allowed else None
     mask = row.mask.contents if row.mask else None
-    if not row.compiled and row.kind == "sdpa" and tensors[3] is None:
+    unmasked = row.masked is False if row.compiled else tensors[3] is None
+    if row.kind == "sdpa" and unmasked:
         mask = "none"
     call = AttentionCall(
         kind=row.kind,

@@ -174,6 +174,31 @@ def test_damaged_journals_are_told_and_replace_nothing(seen: Seen, tmp_path: Pat
     assert failed.exit_code == 1 and "observed calls" in failed.stderr
 
 
+COMPILED = """
+from torch.nn.attention import SDPBackend, sdpa_kernel
+model = Model()
+compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    for _ in range(4):
+        compiled(torch.randn(2, 16, 32){}).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_compiled_code_is_held_to_what_was_asked_when_it_was_traced(tmp_path: Path) -> None:
+    options = ("--steps", "1", "--warmup", "1", "--fail-on", "asked-not-ran,noop-mask")
+    done = observe(tmp_path, write(tmp_path, COMPILED.format("")), options=options)
+    assert done.code == 0, done.stderr
+    (row,) = the_map(tmp_path / "profharness.db").rows
+    assert (row.mode, row.asked, row.ran, row.mask) == ("compile", "flash", "flash", "none")
+    program = write(tmp_path, COMPILED.format(", torch.ones(16, 16, dtype=torch.bool)"))
+    options = ("--profiler", "none", "--fail-on", "noop-mask")
+    done = observe(tmp_path, program, options=options)
+    assert done.code == 3
+    assert "what its mask does is not told (torch.compile traced this call" in done.stderr
+
+
 def test_a_gate_that_was_not_recorded_fails_a_program_that_does_not(tmp_path: Path) -> None:
     program = write(tmp_path, "infer(1)")
     options = ("--profiler", "none", "--fail-on", "math-fallback,eager-attention")
