@@ -31,9 +31,9 @@ def command(source: str, output: Path | None, force: bool, check: bool, store: P
     is a file.
 
     Host and user names, passwords and tokens, paths, command lines, environment variables,
-    addresses and ids of the GPU are gone; kernels, launches, ranges and times are kept. A raw
-    report of nsys or ncu is replaced by its export: the one beside it if it is newer, else a new
-    one. Files that run.json does not name are left out. The source is never changed, and
+    addresses and ids of the GPU are gone; kernels, launches, ranges and times are kept, and the
+    calls of an observed program. A raw report of nsys or ncu is replaced by its export: the one
+    beside it if it is newer, else a new one. Other files are left out. The source is never changed, and
     a copy in which the audit still finds something is thrown away.
 
     \b

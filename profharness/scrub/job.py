@@ -16,13 +16,23 @@ import msgspec
 from profharness.errors import TraceFormatError, UsageError
 from profharness.parse.nsys_export import MAGIC
 from profharness.parse.packed import unpacked
-from profharness.run import RUN_FILE, Run, TraceFile, read_run, write_run
+from profharness.run import (
+    OBSERVE,
+    RUN_FILE,
+    Run,
+    TraceFile,
+    observed_journals,
+    observed_rows,
+    read_run,
+    write_run,
+)
 from profharness.scrub import kineto, nsys, reports
 from profharness.scrub.audit import PrivateDataError, audit
 from profharness.scrub.reports import EXPORTS, check_name, exported, split_name
 from profharness.scrub.text import Cleaner, machine_names, names_in
 
 SHOWN = 5
+_Journals = dict[str, list[dict[str, Any]]]
 _Kind = tuple[Callable[[Path], frozenset[str]], Callable[[Path, IO[bytes], Cleaner], None]]
 
 
@@ -85,21 +95,31 @@ def _folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     jobs = {trace.path: _job(source, trace.path, work) for trace in run.traces}
     own = {job.name: job for job in jobs.values() if job.name == job.original}
     single = {job.name: own.get(job.name, job) for job in jobs.values()}
-    cleaner = _cleaner(single.values(), run)
+    journals = _journals(source, run)
+    cleaner = _cleaner(single.values(), run, journals)
     copy.mkdir()
     for job in single.values():
         _scrub_one(job, copy / job.name, cleaner)
+    for name, rows in journals.items():
+        lines = (msgspec.json.encode(cleaner.clean_json(row)) + b"\n" for row in rows)
+        (copy / name).write_bytes(b"".join(lines))
     traces = _once(run.traces, jobs)
     write_run(copy, scrub_run(replace(run, traces=traces), cleaner))
     _check(copy, source, cleaner)
-    used = {RUN_FILE, *jobs}
+    used = {RUN_FILE, *jobs, *journals}
     there = [str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()]
     return Scrubbed(
         copy,
-        (RUN_FILE, *dict.fromkeys(job.name for job in jobs.values())),
+        (RUN_FILE, *dict.fromkeys(job.name for job in jobs.values()), *journals),
         tuple(sorted(set(there) - used - {job.name for job in jobs.values()})),
         tuple((job.original, job.name) for job in jobs.values() if job.original != job.name),
     )
+
+
+def _journals(source: Path, run: Run) -> _Journals:
+    """The events of an observed program by file; lines that are none have no copy."""
+    paths = observed_journals(source) if run.kind == OBSERVE else []
+    return {path.name: [row for row in observed_rows(path) if row is not None] for path in paths}
 
 
 def _file(source: Path, copy: Path, work: Path) -> Scrubbed:
@@ -159,13 +179,17 @@ def _once(traces: tuple[TraceFile, ...], jobs: dict[str, _Job]) -> tuple[TraceFi
     return tuple(merged.values())
 
 
-def _cleaner(jobs: Iterable[_Job], run: Run | None = None) -> Cleaner:
-    """The rules with the names of this machine and those in the traces and the record."""
+def _cleaner(
+    jobs: Iterable[_Job], run: Run | None = None, journals: _Journals | None = None
+) -> Cleaner:
+    """The rules with the names of this machine and those in the traces, the record and journals."""
     names = machine_names()
     backends: tuple[str, ...] = ()
     if run is not None:
         names |= names_in([msgspec.json.encode(run).decode()])
         backends = tuple(dict.fromkeys(cell.backend for cell in run.cells))
+    for rows in (journals or {}).values():
+        names |= names_in(msgspec.json.encode(row).decode() for row in rows)
     for job in jobs:
         with _plain(job.source) as path:
             names_of, _ = _kind(path)

@@ -17,6 +17,8 @@ from profharness.answers.layer_gates import check_gates, parse_gates
 from profharness.answers.layers import LayerMap, find_layers
 from profharness.cli.main import cli
 from profharness.errors import GateError, UsageError
+from profharness.parse.observed import read_observed
+from profharness.scrub import audit, scrub
 from profharness.store import Selection, ingest_path, open_store
 
 # Trains with other lengths after the window; then masks, another backend, a refusal.
@@ -152,6 +154,26 @@ def test_the_views_have_what_was_observed(store: Path) -> None:
         (f"layers.{at}.attn", "auto", "flash", "none", "model.py", 18) for at in (0, 1)
     ]
     assert kinds == [(f"layers.{at}.attn", 1, "math", "math", 1) for at in (0, 1)]
+
+
+def test_a_scrubbed_copy_tells_the_same_calls_and_no_names(seen: Seen, tmp_path: Path) -> None:
+    assert seen.folder is not None
+    copy = scrub(seen.folder, tmp_path / "plain").output
+    assert read_observed(copy) == seen.calls
+    folder = shutil.copytree(seen.folder, tmp_path / "run")
+    (journal,) = folder.glob("[0-9]*.jsonl")
+    text = journal.read_text().replace('"file":"model.py"', '"file":"/home/user7/quiet/model.py"')
+    failed = {"event": "failed", "why": "OSError('/home/user7/x on blade17.corp.example.com')"}
+    journal.write_text(f"{text}{json.dumps(failed)}\nuser7")
+    assert audit(folder)
+    done = scrub(folder, tmp_path / "copy")
+    assert audit(done.output) == []
+    assert journal.name in done.files and "processes.jsonl" in done.left_out
+    calls = read_observed(done.output)
+    assert [call.count for call in calls] == [call.count for call in seen.calls]
+    assert "user7" not in (done.output / journal.name).read_text()
+    (result,) = ingest_path(tmp_path / "s.db", done.output)
+    assert result.warnings == ()
 
 
 def test_damaged_journals_are_told_and_replace_nothing(seen: Seen, tmp_path: Path) -> None:
