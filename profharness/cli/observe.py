@@ -73,11 +73,11 @@ def command(
 ) -> int:
     """Run a program unchanged, and record the attention in it.
 
-    Each call of scaled_dot_product_attention is counted by kind: the module's dotted path, file and
-    line, tensors, what the mask masks, the backends allowed, and the one that computed it. All Python
-    processes that the program starts are watched. A profiler records a few steps, once three steps
-    brought nothing new: a step ends with an optimizer's step, or begins where the first attention of
-    the model comes again. Streams, signals and the exit code are the program's.
+    Each call of scaled_dot_product_attention and flex_attention is counted by kind: the module's
+    dotted path, file and line, tensors, what the mask masks, the backends allowed, and the one that
+    computed it. All Python processes that the program starts are watched. A profiler records a few
+    steps, once three steps brought nothing new: a step ends with an optimizer's step, or begins where
+    the first attention of the model comes again. Streams, signals and the exit code are the program's.
 
     --fail-on and --expect hold for all calls that were seen, once the program has ended; what was
     not recorded fails a gate that is about it. A program that fails keeps its own exit code.

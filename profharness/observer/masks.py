@@ -34,6 +34,17 @@ def contents(mask: Any) -> dict[str, Any] | None:
         return _classify(distinct.to("cpu"))
 
 
+def of_blocks(mask: Any) -> dict[str, Any]:
+    """What is told of the block mask of flex_attention: its function says what it masks."""
+    if mask is None:
+        return {"contents": "none"}
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if type(mask.kv_num_blocks) is not torch.Tensor or _busy() or capturing:
+        return {"contents": "block_mask"}
+    with torch.no_grad():
+        return {"contents": "block_mask", "masked": float(mask.sparsity()) / 100}
+
+
 def _busy() -> bool:
     """Whether ops of ours would be seen: by a dispatch mode, a function transform or a profiler."""
     functorch = getattr(torch._C, "_functorch", None)

@@ -34,7 +34,10 @@ GRADED_PASSES = 16  # more than most accumulate gradients over
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
 FLUSH_S = 5.0
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-PLACE, STATES = 2, 8  # how many parts of an exact key, its first and last, tell place and state
+FUNCTIONS = "functions of flex_attention"  # no argument of any function
+BLOCK_MASK = 4  # the place of an argument of flex_attention
+FLEX = 2  # the place of what tells flex_attention in an exact key
+PLACE, STATES = 3, 8  # how many parts of an exact key, its first and last, tell place and state
 WATCHED = ("waiting", "open")  # states of a window that counts steps
 # parts of a path that wrappers put in, and wrappers whose own name is not the model's
 INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -115,7 +118,8 @@ class Recorder:
         """Count a call. Its entry, and whether its template is new, where something is left to do; None
         for a known call, and for one that is no one's to record: no tensors, or a graph is traced.
 
-        silent: reading a tensor's attributes calls no handler of the program's.
+        k has the names of its functions under FUNCTIONS where flex_attention was called. silent: reading
+        a tensor's attributes calls no handler of the program's.
         """
         n = len(a)
         option = k.get
@@ -146,8 +150,8 @@ class Recorder:
             site = self.sites.get(id(module)) or self._new_site(module)
         # The order of priority and the dims of value are told once: nobody changes them alone.
         exact = (
-            id(frame.f_code), frame.f_lasti, q.shape, q.stride(), q.dtype, q.requires_grad,
-            key.shape, key.stride(), v.stride(),
+            id(frame.f_code), frame.f_lasti, option(FUNCTIONS),
+            q.shape, q.stride(), q.dtype, q.requires_grad, key.shape, key.stride(), v.stride(),
             None if mask is None else (mask.shape, mask.stride(), mask.dtype),
             a[4:] if n > 4 else None,
             option("dropout_p"), option("is_causal"), option("scale"), option("enable_gqa"),
@@ -171,6 +175,10 @@ class Recorder:
     def learn(self, entry: Entry, a: tuple[Any, ...], k: dict[str, Any], output: Any) -> None:
         """What only the call itself could tell of a new template; the template is written down."""
         template = self.templates[entry.template]
+        if template["kind"] == "flex":
+            template |= {"ran": "flex", "mask": masks.of_blocks(a[BLOCK_MASK])}
+            self._write(template)
+            return
         given = dict(zip(NAMES, a, strict=False)) | k
         template["node"] = facts.node(output)
         options = {name: template[name] for name in ("dropout", "causal", "scale", "gqa")}
@@ -306,7 +314,8 @@ class Recorder:
                 number = self.numbers[place, common] = len(self.templates)
                 self.codes[id(frame.f_code)] = frame.f_code
                 self.templates.append(
-                    {"template": number, "kind": "sdpa", "compiled": False}
+                    {"template": number, "kind": "flex" if exact[FLEX] else "sdpa"}
+                    | {"compiled": False, "functions": exact[FLEX]}
                     | self._place(above, frame)
                     | {"tensors": told, **options}
                     | _state(tensors[0].device.type)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import functools
 import multiprocessing.util
 import os
 import sys
@@ -19,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from profharness.observer.facts import flags
 from profharness.observer.hook import after_import
 from profharness.observer.journal import Journal, read_options
-from profharness.observer.recorder import Entry, Recorder
+from profharness.observer.recorder import BLOCK_MASK, FUNCTIONS, Entry, Recorder
 from profharness.observer.window import Window
 
+FLEX_MODULE = "torch.nn.attention.flex_attention"
 NAME = "scaled_dot_product_attention"
 sd: Any = getattr(torch._C._nn, NAME)
 in_dynamo = torch.compiler.is_dynamo_compiling
@@ -56,7 +58,7 @@ class Sdpa:
             else:
                 if noted is not None:
                     left = [*(left or ()), (recorder, *noted)]
-        return sd(*a, **k) if left is None else _watched(left, a, k)
+        return sd(*a, **k) if left is None else _watched(left, sd, a, k)
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is sd
@@ -81,13 +83,65 @@ Sdpa.__module__ = sd.__module__
 wrapper = Sdpa()
 
 
-def _watched(left: list[tuple[Recorder, Entry, bool]], a: Any, k: Any) -> Any:
+def flex_wrapper(flex: Any) -> Any:
+    """A function in place of flex_attention. Its parameters are spelled out: with `*a, **k` Dynamo
+    would compile again where a call is spelled otherwise.
+    """
+
+    @functools.wraps(flex)
+    def flex_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        scale: Any = None,
+        enable_gqa: Any = False,
+        return_lse: Any = False,
+        kernel_options: Any = None,
+        **newer: Any,
+    ) -> Any:
+        functions = (score_mod, block_mask)
+        a = (query, key, value, *functions, scale, enable_gqa, return_lse, kernel_options)
+        if in_dynamo():
+            if comptime is not None:
+                comptime(at_compile_flex)
+            return flex(*a, **newer)
+        left = _note_flex(_getframe(1), a)
+        return _watched(left, flex, a, newer) if left else flex(*a, **newer)
+
+    return flex_attention
+
+
+def _note_flex(frame: Any, a: tuple[Any, ...]) -> list[tuple[Recorder, Entry, bool]]:
+    """What is still to be done of a call of flex_attention."""
+    left = []
+    for recorder in recorders:
+        try:
+            options = {FUNCTIONS: _functions(a), "scale": a[5], "enable_gqa": a[6]}
+            noted = recorder.note(frame, a[:3], options)
+        except Exception as error:
+            recorder.fail(error)
+        else:
+            left += [(recorder, *noted)] if noted is not None else []
+    return left
+
+
+def _functions(a: tuple[Any, ...]) -> tuple[str | None, ...]:
+    """The names of the score function and of the mask function of a call of flex_attention."""
+    return tuple(
+        None if function is None else getattr(function, "__qualname__", type(function).__name__)
+        for function in (a[3], getattr(a[BLOCK_MASK], "mask_mod", None))
+    )
+
+
+def _watched(left: list[tuple[Recorder, Entry, bool]], call: Any, a: Any, k: Any) -> Any:
     """Make a call that is marked for a profiler, or whose template is new."""
     markers = [one.window.ranged(entry.marker) for one, entry, _ in left if one.window.open]
     fresh = [(recorder, entry) for recorder, entry, new in left if new]
     try:
         with markers[-1] if markers else contextlib.nullcontext():
-            output = sd(*a, **k)
+            output = call(*a, **k)
     except BaseException:
         for recorder, entry in fresh:
             with contextlib.suppress(Exception):
@@ -110,6 +164,11 @@ def at_compile(context: Any) -> None:
 def at_compile_unmasked(context: Any) -> None:
     """Dynamo calls this while it traces a call without a mask."""
     _note_compiled(context, masked=False)
+
+
+def at_compile_flex(context: Any) -> None:
+    """Dynamo calls this while it traces a call of flex_attention."""
+    _note_compiled(context, kind="flex", ran="flex")
 
 
 def _note_compiled(context: Any, **what: Any) -> None:
@@ -156,12 +215,18 @@ def install() -> None:
     torch.jit._builtins._register_builtin(wrapper, f"aten::{NAME}")
     F.scaled_dot_product_attention = wrapper
     after_import("torch._dynamo", _bind_comptime)
+    after_import(FLEX_MODULE, _wrap_flex)
 
 
 def _bind_comptime() -> None:
     global comptime
     found = sys.modules.get("torch._dynamo.comptime")
     comptime = getattr(found, "comptime", None)
+
+
+def _wrap_flex() -> None:
+    module = sys.modules[FLEX_MODULE]
+    module.flex_attention = flex_wrapper(module.flex_attention)  # type: ignore[attr-defined]
 
 
 def install_for(folder: str) -> None:

@@ -195,7 +195,7 @@ def _call(
             )
         except UsageError as error:
             reason = str(error)
-    allowed = row.enabled or {}
+    allowed = (row.enabled or {}) if row.kind == "sdpa" else {}
     enabled = tuple(name for name in row.priority or tuple(allowed) if allowed.get(name))
     asked = (ANY_BACKEND if all(allowed.values()) else ",".join(enabled)) if allowed else None
     mask = row.mask.contents if row.mask else None

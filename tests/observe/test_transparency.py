@@ -13,7 +13,7 @@ import pytest
 from programs import observe, write
 
 CHECKS = r"""
-import copy, hashlib, json, pickle
+import copy, hashlib, inspect, json, pickle, warnings
 from torch._dynamo.utils import counters
 
 told = {}
@@ -85,6 +85,35 @@ try:
     F.scaled_dot_product_attention(q)
 except TypeError as error:
     told["error"] = str(error)
+
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+def lower(b, h, i, j):
+    return i >= j
+
+class Flex(nn.Module):
+    def forward(self, q, k, mask):
+        return flex_attention(q, k, k, block_mask=mask, scale=0.5, enable_gqa=True)
+
+flex, q, k = Flex(), torch.randn(1, 4, 256, 16), torch.randn(1, 2, 256, 16)
+mask = create_block_mask(lower, None, None, 256, 256, device="cpu")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # eager flex_attention is slow
+    told["flex"] = [digest(flex(q, k, mask)) for _ in range(2)]
+torch._dynamo.reset()
+counters.clear()
+seen.clear()
+def keep(graph, _):
+    seen.append([str(n.target) for n in graph.graph.nodes if "0x" not in str(n.target)])
+    return graph.forward
+compiled = torch.compile(flex, backend=keep, fullgraph=True)
+told["flex"] += [digest(compiled(q, k, mask)) for _ in range(2)]
+compiled = torch.compile(flex_attention, backend=keep, fullgraph=True)
+compiled(q, q, q), compiled(q, q, value=q), compiled(q, q, q, scale=None)  # one call, three ways
+told["flex"] += [seen, counters["stats"]["unique_graphs"], dict(counters["graph_break"])]
+told["flex"] += [torch._dynamo.explain(flex)(q, k, mask).graph_break_count]
+told["flex"] += [pickle.loads(pickle.dumps(flex_attention)) is flex_attention]
+told["flex"] += [str(inspect.signature(flex_attention)), flex_attention.__code__.co_name]
 told["random"] = torch.rand(1).item()
 print(json.dumps(told))
 """
@@ -123,6 +152,12 @@ def test_everything_is_as_without_it(tmp_path: Path) -> None:
     assert json.loads(seen.stdout.splitlines()[-1]) == before
     assert before["graphs"] == 1
     assert before["handled"] is before["pickle"] is True
+    graphs, breaks, broken, pickled, _, name = before["flex"][-6:]
+    assert (graphs, breaks, broken, pickled, name) == (2, {}, 0, True, "flex_attention")
+    (called,) = [call for call in seen.calls if call.call.kind == "flex" and call.count]
+    assert (called.count, called.ran, called.mask, called.asked) == (2, "flex", "block_mask", None)
+    assert called.call.modules == ("Flex",) and called.lengths == (((1, 256, 256), 2),)
+    assert any(call.call.kind == "flex" and call.call.compiled for call in seen.calls)
     compiled = [call.call.path for call in seen.calls if call.call.compiled]
     assert {"layers.0.attn", "layers.1.attn"} <= set(compiled)
 
