@@ -304,6 +304,7 @@ def _product(fields: dict[str, list[Any]], text: str) -> list[Config]:
             message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
             raise UsageError(f"config {text!r}: {message}; grouped queries need a divisor")
         configs.append(_canonical(config, text))
+    # a set may say one value twice
     return list(dict.fromkeys(configs))
 
 

@@ -50,6 +50,7 @@ def exclusive(path: Path) -> Iterator[str | None]:
             if not _is_file(descriptor, path):
                 os.close(descriptor)  # the holder that has just gone deleted the file
                 descriptor = None
+        # the holder before may have left a longer text
         os.truncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()}".encode())
     except BlockingIOError:
@@ -81,6 +82,7 @@ def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
     given, or cannot be written.
     """
     check_output(output, force=force)
+    # by process: two may write one output at a time
     temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         file = temporary.open("xb")

@@ -177,6 +177,7 @@ def find_run_folder(text: str, out: Path) -> Path:
             return exact
     if text == LATEST:
         return _latest_unfinished(out)
+    # what a user typed may hold the signs of a pattern
     folders = sorted(path.parent for path in out.glob(f"{glob.escape(text)}*/{RUN_FILE}"))
     if len(folders) != 1:
         many = f"{len(folders)} of them fit" if folders else "there is none"
@@ -208,6 +209,7 @@ def find_source(text: str, store: Path) -> Path:
     path = Path(text)
     if path.exists():
         return path
+    # no id has a slash in it
     if not store.is_file() or len(path.parts) > 1:
         raise TraceFormatError(path, "no such file or folder", expected="a run folder or a trace")
     with open_store(store) as opened:

@@ -82,6 +82,7 @@ def held(*, passes: bool = False) -> Iterator[None]:
         hold.holds, hold.done = False, True
         for number, handler in hold.before.items():
             signal.signal(number, handler)
+        # the kernel too keeps but one of a signal that comes several times
         for late in dict.fromkeys(hold.caught):
             signal.raise_signal(late)
 
@@ -138,10 +139,12 @@ def hollow(log: Path) -> bool:
     try:
         state = log.stat()
         length = state.st_size - 2 * KEPT_BYTES
+        # st_blocks counts 512 bytes, whatever the blocks of the disk
         if min(state.st_size, state.st_blocks * 512) <= LOG_BYTES or length <= 0:
             return True
         begin = KEPT_BYTES + MARK_BYTES  # behind the mark of an earlier cut
         with log.open("r+b") as file:
+            # os.posix_fallocate punches no holes
             fallocate = ctypes.CDLL(None).fallocate64
             fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
             return int(fallocate(file.fileno(), PUNCH_HOLE, begin, length)) == 0
@@ -241,10 +244,12 @@ def stopped_together(process: Group, mark: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def orphans_adopted(report: Callable[[str], None] = lambda _: None) -> Iterator[dict[str, str]]:
     """What a child started in the block, with this variable in its environment, leaves in sessions of
-    its own comes to this process when its parent ends (Linux), and is ended after the block. report gets
-    a sentence on each that has lost the variable: it may be somebody else's.
+    its own comes to this process when its parent ends (Linux), and is ended after the block. report
+    gets a sentence on each that has lost the variable: it may be somebody else's.
     """
+    # another profharness may be at work at the same time
     mark = {STARTED_BY: secrets.token_hex(8)}
+    # what was there before the block is somebody else's
     adopts, before = _adopt(1), set(_adopted())
     try:
         yield mark
@@ -309,6 +314,7 @@ def _end_marked(mark: Mapping[str, str]) -> None:
             time.sleep(POLL_S)
     for pid in ended:
         with contextlib.suppress(ChildProcessError):
+            # adopted processes are children now, and would stay as zombies
             os.waitpid(pid, os.WNOHANG)
 
 
@@ -316,6 +322,7 @@ def _marked(mark: Mapping[str, str]) -> list[int]:
     ((name, value),) = mark.items()
     text, pids = os.fsencode(f"{name}={value}"), []
     for path in Path("/proc").glob("[0-9]*/environ"):
+        # another user's process, or one that has just ended
         with contextlib.suppress(OSError):
             if text in path.read_bytes().split(b"\0"):
                 pids.append(int(path.parent.name))
@@ -327,6 +334,7 @@ def find_workers(folder: Path) -> list[int]:
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
+            # cmdline ends with a NUL
             arguments = (path / "cmdline").read_bytes().split(b"\0")[:-1]
         except OSError:
             continue
@@ -457,6 +465,7 @@ def _both_streams(process: Group, deadline: float) -> list[bytearray] | None:
     assert process.stdout is not None and process.stderr is not None
     streams = (process.stdout, process.stderr)
     for stream in streams:
+        # waiting for one stream would let the child stand still over the other
         os.set_blocking(stream.fileno(), False)
     texts = [bytearray(), bytearray()]
     while True:
@@ -504,12 +513,14 @@ def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """The return code of a child with this process's own streams and group. Signals go on to the
     child, except those that a terminal has sent to both. Raises OSError when it does not start.
     """
+    # SIGCHLD ends the wait when the child ends
     wanted = {signal.SIGCHLD, *FORWARDED}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
     try:
         child = subprocess.Popen(
             argv,
             env=environment,
+            # the mask is inherited, and the child would get none of these signals
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
         )
         while child.poll() is None:

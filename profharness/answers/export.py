@@ -146,6 +146,7 @@ def write_chrome_trace(
         **(properties or {}),
         "displayTimeUnit": "ns",
     }
+    # the object stays open, so that events are written as they come
     out.write(encode(header)[:-1] + b',"traceEvents":[')
     separator = b"\n"
     launches = 0
@@ -248,6 +249,7 @@ def _arrow(event: Event) -> Iterator[Event]:
     flow = event["args"].get("flow")
     if flow is None:
         return
+    # bp e: the arrow ends at the launch itself, not at the event after it
     end = {"ph": "s"} if event["cat"].startswith("cuda_") else {"ph": "f", "bp": "e"}
     place = {key: event[key] for key in ("pid", "tid", "ts")}
     yield {**end, "id": flow, "cat": "ac2g", "name": "ac2g", **place}
@@ -366,6 +368,7 @@ def _launch_events(
                 flow = row.launch_id
                 recent[call] = flow
                 if len(recent) > RECENT_CALLS:
+                    # a dict keeps its order: the first is the oldest
                     del recent[next(iter(recent))]
                 yield row.launch_ns, 0, next(ties), _call_event(row, flow)
         event = _launch_event(row, flow, details.args(row))

@@ -189,6 +189,7 @@ def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:
                 )
     changes: dict[str, None] = {}
     for group in alike.values():
+        # a set's order would differ from run to run
         ran = sorted({str(row.ran) for _, row in group})
         if len(ran) > 1:
             name, row = group[0]

@@ -171,6 +171,7 @@ def find_layers(
             there = f"{len(steps)} steps, 0 to {len(steps) - 1}" if steps else "no recorded step"
             raise NotFoundError(f"run {run} has {there}")
         (only,) = steps = [steps[step]]
+        # a trace without steps is one step, and its calls name none
         inside = (only.step, None) if only.name == WHOLE_TRACE else (only.step,)
         calls = [call for call in calls if call.trace == only.trace and call.step in inside]
     place = _place(store, run, torch)
@@ -181,6 +182,7 @@ def find_layers(
         _row(run, name, group, steps, place, observed, made)
         for group, made in zip(groups, counts, strict=True)
     ]
+    # dearest first; calls that have no times go by how often they were made
     rows.sort(key=lambda row: (-_spent(row), row.calls is None, -(row.program_calls or 0)))
     return LayerMap(
         run=run,
@@ -233,6 +235,7 @@ def _place(store: Store, run: str, torch: str | None) -> Place | None:
     if not rules_know(environment):
         return None
     device = str(environment["device_type"])
+    # not pinned: the environment tells which cuDNN was there
     return Place(machine_of(environment), device, environment.get("gpu"), pinned=False)
 
 
@@ -280,6 +283,7 @@ def ran(call: CallRow) -> str | None:
     if by_op and by_op != "fused":
         return by_op
     families = {FAMILY_BACKENDS.get(kernel.family) for kernel in call.kernels} - {None}
+    # a set's order would differ from run to run
     return " and ".join(sorted(map(str, families))) or None
 
 
@@ -326,6 +330,7 @@ def _row(
     observed: Observed,
     made: int | None,
 ) -> LayerRow:
+    # of an observed program no step may be recorded
     first, count = group[0], max(len(steps), 1)
     kind, traced = observed.kind(first), first.trace != UNTRACED
     configs = [parse_config(call.config) for call in group if call.config]

@@ -62,6 +62,7 @@ class _Times:
     def fastest(self, points: Sequence[tuple[str, float]]) -> str:
         """The backend of least time in a step, of those that were timed on all points."""
         everywhere = set.intersection(*(self.backends(label) for label, _ in points))
+        # of equal times the same backend wins each time
         named = sorted(everywhere - set(OWN_CHOICE))
         return min(named, key=lambda backend: self.total(points, backend) or 0.0)
 
@@ -78,6 +79,7 @@ def regret_configs(layers: LayerMap) -> list[Config]:
         labels += [str(item.advice.config) for item in _changes(row, layers) if item.advice]
         for config in map(parse_config, labels):
             configs[config] = None
+            # what a backward saves is the whole less the forward
             configs[replace(config, bwd=False)] = None
     if not configs:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
@@ -159,6 +161,7 @@ def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: _Times) -> La
     if spent is None or not calls:
         return row
     best = times.fastest(row.points)
+    # a lower median alone may be noise
     if times.verdict(row.points, actual, than=best) != "slower":
         best = actual
     least = times.total(row.points, best) or 0.0
@@ -282,6 +285,7 @@ def _doubts(rows: Sequence[LayerRow], benched: Benched, times: _Times) -> list[s
                 f"{name}: {row.ran} takes {_time(seen / row.calls)} a call in the trace and "
                 f"{_time(alone / row.calls)} in run {benched.run} ({benched.ranking})"
             )
+    # `wall` is a CPU's time, which has no launches
     if benched.ranking not in ("kernel", "wall"):
         texts.append(
             f"run {benched.run} has no kernel times: {benched.ranking} counts launches too"

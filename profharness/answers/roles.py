@@ -124,6 +124,7 @@ def role(row: KernelRow) -> str:
 
 def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
     """Every row of one cell or foreign range (and one profiler) with its role, by first_ns."""
+    # rows that begin together need an order too, else roles would differ from time to time
     ordered = sorted(rows, key=lambda row: (row.first_ns, row.kernel, row.op_path or ""))
     roles = [
         neutral_role(row) if row.cell is None and not shows_attention(row) else role(row)

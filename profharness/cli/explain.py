@@ -233,6 +233,7 @@ def _bisected(question: _Question, name: str) -> Document:
 
 def _measure(answers: Sequence[Explanation], question: _Question) -> None:
     """Capture the asked configs on `auto` and the advised ones on their backends."""
+    # loads what runs workers, which only --measure needs
     from profharness.jobs import capture_into_store
     from profharness.run import CaptureOptions, Protocol
 

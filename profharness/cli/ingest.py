@@ -50,6 +50,7 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
       profharness ingest trace.json.gz traces/runs
       profharness ingest profile.nsys-rep counters.ncu-rep
     """
+    # loads the parsers, which --help does not need
     from profharness.store.ingest import find_sources, ingest_path
 
     done = failed = warned = 0

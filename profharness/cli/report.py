@@ -49,6 +49,7 @@ def command(
     Example:
       profharness report latest -o report.html
     """
+    # loads the views of all commands, which --help does not need
     from profharness.views.report import report_document
 
     with open_store(store) as opened:

@@ -42,6 +42,7 @@ def command(source: str, output: Path | None, force: bool, check: bool, store: P
       profharness scrub traces/runs/20261121-152530-4142
       profharness scrub --check traces/runs
     """
+    # loads what runs workers, which --help does not need
     from profharness.jobs import find_source
     from profharness.scrub import audit, scrub
 

@@ -34,6 +34,7 @@ def command(port: int, host: str, store: Path) -> None:
     Example:
       profharness serve --port 8001
     """
+    # loads Datasette, which only the extra `web` brings
     from profharness.views.web import LOOPBACK, serve
 
     if host not in LOOPBACK:

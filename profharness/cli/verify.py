@@ -76,6 +76,7 @@ def command(
       profharness verify --config 1,4,256,64,causal --backend all,my.py:attention --grad
       profharness verify --config 2,8,512,64 --cases seq_1,large --format json
     """
+    # loads what runs workers, which --help does not need
     from profharness.jobs import verify_into_store
 
     configs = read_configs(config, configs_file)

@@ -80,6 +80,7 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
     if source.is_file():
         check_name(source, output)
     try:
+        # beside the output, so that a rename puts the whole copy in its place
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as made:
             work = Path(made)
             copy = work / output.name
@@ -94,6 +95,7 @@ def _folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     run = read_run(source)
     jobs = {trace.path: _job(source, trace.path, work) for trace in run.traces}
     own = {job.name: job for job in jobs.values() if job.name == job.original}
+    # a report and its export have one name in the copy: the run's own export counts
     single = {job.name: own.get(job.name, job) for job in jobs.values()}
     journals = _journals(source, run)
     cleaner = _cleaner(single.values(), run, journals)
@@ -186,6 +188,7 @@ def _cleaner(
     names = machine_names()
     backends: tuple[str, ...] = ()
     if run is not None:
+        # a name that the record tells is private in the traces too
         names |= names_in([msgspec.json.encode(run).decode()])
         backends = tuple(dict.fromkeys(cell.backend for cell in run.cells))
     for rows in (journals or {}).values():
@@ -253,6 +256,7 @@ def _writer(target: Path) -> Iterator[IO[bytes]]:
 
 
 def _check(copy: Path, source: Path, cleaner: Cleaner) -> None:
+    # with the source's own names, which a copy alone does not tell
     findings = audit(copy, names=cleaner.names)
     if findings:
         shown = "\n".join(f"  {item.where}: {item.kind}: {item.text}" for item in findings[:SHOWN])

@@ -140,6 +140,7 @@ def _texts(source: sqlite3.Connection) -> Iterator[str]:
     """Texts of any table that can give a name away."""
     sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
     for (table,) in source.execute(sql).fetchall():
+        # the names are the file's own, and may hold a quote
         quoted = table.replace('"', '""')
         for column, kind in source.execute(f'SELECT name, type FROM pragma_table_info("{quoted}")'):
             if kind.upper().startswith(("INT", "REAL")):
@@ -162,6 +163,7 @@ def scrub_nsys(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
         if not kept:
             raise TraceFormatError(path, "not by nsys", expected=EXPECTED)
         with closing(sqlite3.connect(file.name)) as target:
+            # a copy that fails is thrown away: it needs neither journal nor fsync
             target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
             _copy(source, target, kept, cleaner)
             target.commit()
@@ -198,6 +200,7 @@ def _copy(
 ) -> None:
     numbers = _numbers(source, kept)
     converts: dict[str, Callable[[Any], Any]] = {
+        # SQLite keeps a text in a column of numbers too
         "": lambda value: value if isinstance(value, int | float) else None,
         "@": lambda value: value if isinstance(value, int) else None,
         "#": lambda value: _global(value, numbers),

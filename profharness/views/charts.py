@@ -104,6 +104,7 @@ def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
 
 def series_colors(names: Sequence[str]) -> list[str]:
     """A colour for each name, the same for a backend in every chart."""
+    # the colour of a backend that is shown goes to no other series
     free = [color for color in PALETTE if color not in map(BACKEND_COLORS.get, names)]
     rest = [name for name in names if name not in BACKEND_COLORS]
     given = {name: (free or PALETTE)[n % len(free or PALETTE)] for n, name in enumerate(rest)}

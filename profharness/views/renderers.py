@@ -53,6 +53,7 @@ def render_jsonl(document: Document) -> str:
 
 
 def _dumps(value: Any) -> str:
+    # names stay readable; _UNSHOWN takes what must not reach a terminal
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
     return _UNSHOWN.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 

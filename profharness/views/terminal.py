@@ -54,6 +54,7 @@ def render_table(
     label_width = max((len(b.label) for b in document.blocks if isinstance(b, Note)), default=0)
     previous: Block | None = None
     for block in document.blocks:
+        # a chart's figures stand in a table of the same document
         if isinstance(block, Chart):
             continue
         if isinstance(block, Heading):

@@ -66,6 +66,7 @@ def analyze(
     rules = OF_EAGER if written_out else RULES
     findings = [finding for rule in rules for finding in rule(facts)]
     findings += _faster(cell, others)
+    # reversed: of several with one code the first counts
     by_code = {finding.code: finding for finding in reversed(findings)}
     word = bottleneck(facts, by_code)
     if word is not None:
@@ -144,6 +145,7 @@ def _but(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
     same_length = config.seq_len_q == config.seq_len_kv
     same_heads = config.num_heads == config.num_kv_heads
     left_out = {name}
+    # one number is swept where both lengths are the same
     if name == "seq_len_kv" and same_length:
         left_out.add("seq_len_q")
     if name == "num_heads" and same_heads:
@@ -158,6 +160,7 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
     """
     rivals = [rival for rival in others if rival.backend != cell.backend]
     everyone = (cell, *rivals)
+    # one measurement for all: an eager time says nothing against a graph's
     common = (
         name
         for name in CALL_MEASUREMENTS
@@ -264,6 +267,7 @@ def prepare_peaks(
         try:
             measure_here(path, runs)
         except CaptureError as error:
+            # where nobody asked for a measurement, the data sheet does
             if peaks == MEASURE:
                 raise
             say(f"{error}; going on with the data sheet")
@@ -282,6 +286,7 @@ def _lacks_peaks(path: Path, runs: Sequence[str]) -> bool:
 
 def measure_here(path: Path, runs: Sequence[str]) -> None:
     """Store this device's measured peaks. Raises UsageError for runs of another device."""
+    # loads what starts workers, which stored peaks make needless
     from profharness.runner.probe import measure_peaks
 
     with open_store(path) as store:
@@ -293,5 +298,6 @@ def measure_here(path: Path, runs: Sequence[str]) -> None:
             f"peaks {MEASURE}: this machine has {measured.peaks.device}, the cells ran on {there}; "
             f"measure there, or take the {TABLE}"
         )
+    # opened anew: the measurement between took seconds
     with open_store(path, write=True) as store:
         store.add_peaks(measured.peaks, measured.created, measured.environment)

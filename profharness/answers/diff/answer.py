@@ -77,6 +77,7 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     by_config = baseline.backend is not None
     base, cand = _cells(baseline, by_config), _cells(candidate, by_config)
     rows: list[DiffRow] = []
+    # no union of sets: rows keep the order of the sides
     for key in [*base, *(key for key in cand if key not in base)]:
         rows += _diff_pair(baseline, candidate, base.get(key), cand.get(key), threshold)
     changed = environment_changes(baseline.environment, candidate.environment)
@@ -152,6 +153,7 @@ def _kernel_rows(
     left, right, composite = aligned(grouped(kernels[0]), grouped(kernels[1]))
     rows = []
     unseen = _unseen(base, kernels[0], "baseline") or _unseen(cand, kernels[1], "candidate")
+    # a set has no order, and roles that no table ranks go by their names
     for role in sorted({*left, *right}, key=lambda name: (role_order(name), name)):
         sides = left.get(role, ()), right.get(role, ())
         row = _kernel_row(pair | {"role": role}, sides, calls, doubts, threshold, allowance)
@@ -233,6 +235,7 @@ def incomparable(
         if base.get(key) is not None and cand.get(key) is not None and base[key] != cand[key]:
             reasons.append(f"{text} ({base[key]} and {cand[key]})")
     on_cpu = base.get("device_type") == cand.get("device_type") == "cpu"
+    # a CPU does not stand under `gpu`
     if on_cpu and base.get("cpu") != cand.get("cpu"):
         reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")
     clocks = [cell.clocks.get("sm_mhz", 0) if cell else 0 for cell in (base_cell, cand_cell)]
@@ -304,6 +307,7 @@ def _clocks(baseline: CellRow, candidate: CellRow) -> tuple[str, ...]:
 
 
 def _codes(cell: CellRow) -> tuple[str, ...]:
+    # other reasons are a difference, another order of them is none
     return tuple(sorted({refusal.code for refusal in cell.refusals}))
 
 
@@ -411,6 +415,7 @@ def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
 
 def _preferred(profilers: set[str]) -> str | None:
     ranked = (name for name in TRACE_PROFILERS if name in profilers)
+    # the least name, for a set has no first
     return next(ranked, min(profilers, default=None))
 
 

@@ -144,8 +144,10 @@ def _paired(
                 pairs += zip(sites, others, strict=True)
             else:
                 continue
+            # by identity: a site of one side may equal one of the other
             taken |= {id(site) for site in chain(sites, others)}
         base, cand = ([site for site in sites if id(site) not in taken] for sites in (base, cand))
+    # the keys above are sets, which have no order of their own
     pairs.sort(key=lambda pair: (pair[0].calls[0].trace, pair[0].calls[0].call))
     return pairs, base, cand
 

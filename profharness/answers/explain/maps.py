@@ -28,6 +28,7 @@ def put(config: Config, name: str, value: int) -> Config | None:
     they were the same, and strides are left out. None where no such config exists (kv_heads that
     does not divide heads, two unlike batches of which none is 1).
     """
+    # strides fit the sizes that they were given with
     config = replace(config, q_strides=None, k_strides=None, v_strides=None, mask_strides=None)
     if name == "seq":
         return replace(config, seq_len_q=value, seq_len_kv=value)
@@ -271,6 +272,7 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
     choices: dict[int, str] = {}  # by index into the domain
 
     def ask(indices: Sequence[int]) -> None:
+        # a live answer costs time, so no value is asked twice
         new = sorted(set(indices) - choices.keys())
         configs = [_set(base, name, domain[index]) for index in new]
         choices.update(zip(new, choose(configs) if configs else (), strict=True))
@@ -345,6 +347,7 @@ def _set(base: Config, name: str, value: int) -> Config:
 def _put_aside(config: Config, name: str, configs: Sequence[Config]) -> Config:
     """The same for configs that differ in this property only."""
     if name == "kv_heads":
+        # no config has 0 of them: it stands for any number
         return replace(config, num_kv_heads=0)
     if name == "heads" and any(c.num_kv_heads != c.num_heads for c in configs):
         return replace(config, num_heads=0)
