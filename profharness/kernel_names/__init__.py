@@ -122,6 +122,8 @@ _PLAIN_TYPE = rf"{_TYPES}|bool|unsigned char|signed char|short|int|long"
 _FUNCTION = re.compile(r"([A-Za-z_]\w*?)(?:<[^<>()]{0,200}>)?\(at::(?:Tensor|TensorIter\w*)\b")
 _FUNCTOR = re.compile(rf"([A-Za-z_]\w*[Ff]unctor\w*)(?:<({_PLAIN_TYPE})[,>])?")
 _LAMBDA = re.compile(rf"\{{lambda\((?:bool, )?({_PLAIN_TYPE})[,)]")
+# the argument that says what is computed; in a short name a copy is a plain word
+_COMPUTES = re.compile(r"::|unctor|^\w*copy\w*$", re.ASCII)
 _WRAPPERS = {"BinaryFunctor", "UnaryFunctor", "func_wrapper_t"}
 _SUFFIX = re.compile(r"_kernel(?:_cuda|_impl(?:_cuda)?)?$")
 _OTHER_TYPES = {"unsigned char": "uint8", "signed char": "int8", "int": "int32", "long": "int64"}
@@ -148,9 +150,7 @@ def _functor(argument: str) -> tuple[str | None, str | None]:
 
 def _elementwise(text: str, head: Head) -> KernelName:
     arguments, numbers = _arguments(text, head)
-    body = next(
-        (argument for argument in arguments if "::" in argument or "unctor" in argument), ""
-    )
+    body = next(filter(_COMPUTES.search, arguments), "")
     functor, dtype = _functor(body[:2000])
     if functor is None and body:
         functor = re.split(r"[<({]", body, maxsplit=1)[0].rsplit("::", 1)[-1] or None

@@ -90,6 +90,12 @@ def test_tokens_of_short_names(name: str, token: str, meaning: str | None) -> No
     assert said(describe(name))[token] == meaning
 
 
+def test_a_short_copy_is_a_copy() -> None:
+    for name in ("elementwise<128, 2, direct_copy>", "unrolled_elementwise<direct_copy>"):
+        assert describe(name).kernel.family == "copy"
+    assert describe("vectorized_elementwise<4, isneginf>").kernel.family == "elementwise"
+
+
 def test_a_short_name_does_not_say_whose_build_it_is() -> None:
     assert describe("flash_fwd_kernel<64,64x128,w4>").library == "flash2_any"
     assert describe("fmha_cutlassF_f16_aligned_64x64_rf_sm80").library == "efficient_any"
