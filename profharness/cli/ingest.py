@@ -71,7 +71,8 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
                 hint(f"error: {error}")
             except OSError as error:  # TMPDIR is full, the file went away
                 failed += 1
-                hint(f"error: {shown(source)}: {error.filename or 'TMPDIR'}: {error.strerror}")
+                reason = error.strerror or f"{type(error).__name__}: {error}"
+                hint(f"error: {shown(source)}: {error.filename or 'TMPDIR'}: {reason}")
             else:
                 done += 1
                 warned += any(result.warnings for result in results)
