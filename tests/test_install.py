@@ -192,7 +192,7 @@ def run_command(installed: Installed, command: str, output: str, *, shown: bool)
     more = [more for start, more in SHORTER.items() if text.startswith(start)]
     asked, text = text, " ".join([text, *more])
     for name in shlex.split(text)[1:]:  # what an earlier block wrote
-        if name.endswith((".html", ".json.gz")) and (installed.folder / name).is_file():
+        if name.endswith((".html", ".json.gz", "repro.py")) and (installed.folder / name).is_file():
             (installed.folder / name).unlink()
     done = installed.run(text)
     told = f"{text}\n{done.stdout}\n{done.stderr}"

@@ -37,6 +37,10 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# its fixtures are costly: one process makes them once
+pytestmark = pytest.mark.xdist_group("bench-command")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a verified bench of two configs and a wrong implementation, written to out/."""

@@ -31,6 +31,10 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# its fixtures are costly: one process makes them once
+pytestmark = pytest.mark.xdist_group("bench-stored")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a bench whose baseline is its one config, the dtype spelled out."""
@@ -38,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = bench(
         place, "--config", "1,2,64,16", "--baseline", "1,2,64,16,fp32", "--backend", "auto,math",
         "--device", "cpu", "--iterations", "60", "--warmup", "5", "--precision", "90%",
+        "--processes", "1",
         "--format", "json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

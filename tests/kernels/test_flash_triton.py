@@ -51,6 +51,10 @@ def told(program: str, *arguments: str, **variables: str) -> list[dict[str, Any]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+# its fixtures are costly: one process makes them once
+pytestmark = pytest.mark.xdist_group("flash-triton")
+
+
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
     lines = told("interpreted.py", TRITON_INTERPRET="1")

@@ -42,6 +42,10 @@ sys.exit(7)
 """
 
 
+# its fixtures are costly: one process makes them once
+pytestmark = pytest.mark.xdist_group("observed-layers")
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """A traced program that fails, under gates that fail too."""

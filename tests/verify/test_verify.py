@@ -20,6 +20,9 @@ from profharness.run import Protocol, VerifyOptions, read_run
 from profharness.runner.capture import verify
 from profharness.store import Selection, ingest_path, open_store
 
+# its fixtures are costly: one process makes them once
+pytestmark = pytest.mark.xdist_group("verify")
+
 WRONG = Path(__file__).parent / "wrong.py"
 # a CPU takes long over 1000 rows in half precision
 QUICK = ",".join(name for name in CASES if name != "seq_1000")
