@@ -38,7 +38,7 @@ FUNCTIONS = "functions of flex_attention"  # no argument of any function
 BLOCK_MASK = 4  # the place of an argument of flex_attention
 FLEX = 2  # the place of what tells flex_attention in an exact key
 PLACE, STATES = 3, 8  # how many parts of an exact key, its first and last, tell place and state
-WATCHED = ("waiting", "open")  # states of a window that counts steps
+WATCHED = ("waiting", "open", "ending")  # states of a window that has to know of calls
 # parts of a path that wrappers put in, and wrappers whose own name is not the model's
 INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 PARALLEL = ("DistributedDataParallel", "DataParallel")
@@ -252,7 +252,9 @@ class Recorder:
 
         Returns whether the call is to be marked.
         """
-        if not self.started:
+        if self.window.state == "ending":
+            self.window.end_ops()
+        elif not self.started:
             self.started = True
             self.first_site = site
             self.window.first()

@@ -59,15 +59,15 @@ class Window:
 
     def close(self) -> None:
         """End the window and write its trace."""
+        if self.state == "ending":
+            self.end_ops()
         if self.state != "open":
             return
         self.state = "closing"
         self._end_step()
         if self.profiler == "nsys":
-            active, self.active = self.active, None
-            active.__exit__(None, None, None)
             torch.cuda.profiler.stop()
-            self.state = "done"
+            self.state = "ending"
             self.journal.write("window", state="closed", steps=self.passed)
             return
         active, self.active = self.active, None
@@ -84,6 +84,14 @@ class Window:
             return
         self.state = "done"
         self.journal.write("window", state="closed", steps=self.passed, trace=name)
+
+    def end_ops(self) -> None:
+        """Let ops be no ranges any more. A window closes inside of the range of an optimizer's step, of
+        whose end PyTorch would warn then; the next call of the model lies outside.
+        """
+        active, self.active = self.active, None
+        self.state = "done"
+        active.__exit__(None, None, None)
 
     def forget(self) -> None:
         """The parent's window is not this forked child's."""

@@ -45,7 +45,7 @@ def test_the_steps_of_the_window_lie_between_its_calls(tmp_path: Path) -> None:
     seen = observe(tmp_path, program, options=OPTIONS, environment=environment)
     assert seen.code == 0, seen.stderr
     steps = [line for n in range(2) for line in (f"ProfilerStep#{n}", *CALLED, "pop")]
-    assert seen.stdout.splitlines() == ["start", "ops True", *steps, "no ops", "stop"]
+    assert seen.stdout.splitlines() == ["start", "ops True", *steps, "stop", "no ops"]
     assert [trace["profiler"] for trace in seen.record["traces"]] == ["nsys"]
     argv = next(argv for argv in invocations(log) if argv[1] == "profile")
     assert seen.folder is not None
