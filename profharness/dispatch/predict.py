@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from profharness.config import SDPA_BACKENDS, Config
 from profharness.dispatch.checks import hazards
+from profharness.dispatch.early import EARLY
 from profharness.dispatch.machine import (
     AttentionParams,
     Machine,
@@ -21,9 +22,44 @@ from profharness.dispatch.machine import (
     rules_know,
     with_flags,
 )
-from profharness.dispatch.rules import RAISED_LATER, Rule
-from profharness.dispatch.tables import active_rules
+from profharness.dispatch.rules import (
+    CPU_FLASH,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    ON_DEVICE,
+    RAISED_LATER,
+    Rule,
+)
 from profharness.rows import Refusal
+
+# Where releases from 2.5 on asked in another order: its span, and PyTorch's functions in turn.
+EARLIER_ORDER: dict[str, tuple[tuple[Release, Release, tuple[str, ...]], ...]] = {
+    "cudnn": (
+        ((2, 5), (2, 7), ("runtime_disabled", "nested", "nonzero_lengths", "last_stride", "on_device",
+                  "tensor_shapes", "cudnn_shapes", "deterministic", "dtypes", "mask_shape",
+                  "hardware")),
+        ((2, 7), (2, 9), ("runtime_disabled", "nested", "nonzero_lengths", "on_device", "tensor_shapes",
+                  "cudnn_shapes", "deterministic", "dtypes", "mask_shape", "hardware",
+                  "last_stride", "num_heads")),
+    ),
+}  # fmt: skip
+
+
+TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
+    key: (*EARLY.get(key, ()), *rules)
+    for key, rules in {
+        ("cuda", "flash"): FLASH,
+        ("cuda", "efficient"): EFFICIENT,
+        ("cuda", "cudnn"): CUDNN,
+        ("cuda", "math"): MATH,
+        ("cpu", "flash"): CPU_FLASH,
+        ("cpu", "efficient"): (ON_DEVICE,),
+        ("cpu", "cudnn"): (ON_DEVICE,),
+        ("cpu", "math"): MATH,
+    }.items()
+}
 
 _SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
 _HEADER = re.compile(
@@ -85,6 +121,21 @@ CODES: tuple[tuple[str, str], ...] = (
     ("non-finite query gradients", "known_bug"),
     ("provided head dimensions", "head_dim"),
 )
+
+
+@lru_cache(maxsize=1024)
+def active_rules(device: str, backend: str, release: Release, nested: bool) -> tuple[Rule, ...]:
+    """The rules that a release asks for such inputs, in its order."""
+    scopes = ("any", "nested" if nested else "dense")
+    rules = [
+        rule
+        for rule in TABLES[device, backend]
+        if rule.since <= release < rule.until and rule.scope in scopes
+    ]
+    for since, until, names in EARLIER_ORDER.get(backend, ()) if device == "cuda" else ():
+        if since <= release < until:
+            return tuple(sorted(rules, key=lambda rule: names.index(rule.check)))
+    return tuple(rules)
 
 
 def clean(text: str) -> str:

@@ -3,7 +3,7 @@
 Sources: the dispatch functions in the binaries of the releases in machine.RELEASES, PyTorch's
 public source of sdp_utils, measurements on an H200 (2.11) and on a CPU (2.13). To add a release,
 give it a row in machine.RELEASES and edit the tables here and in checks.py where it differs.
-The releases before 2.5 stand in early.py, what `explain` and `kernels` ask in tables.py.
+The releases before 2.5 stand in early.py, what `explain` and `kernels` ask in predict.py.
 """
 
 from __future__ import annotations

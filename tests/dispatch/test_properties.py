@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from profharness.config import SDPA_BACKENDS
 from profharness.devices import GPUS
 from profharness.dispatch.machine import RELEASES, AttentionParams, Machine, Mask
-from profharness.dispatch.predict import PRIORITIES, code, judge, predict, raises_later
-from profharness.dispatch.tables import TABLES
+from profharness.dispatch.predict import PRIORITIES, TABLES, code, judge, predict, raises_later
 
 
 def test_the_spans_of_the_releases_have_no_gaps() -> None:
