@@ -164,6 +164,7 @@ def find_layers(
             "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
         )
     steps = store.steps(run) if calls else []
+    calls = [observed.completed(call) for call in calls]
     if step is None:
         calls += observed.untraced()
     else:

@@ -92,6 +92,19 @@ def told(layers: LayerMap) -> list[tuple[Any, ...]]:
     ]
 
 
+def test_a_call_whose_trace_tells_no_dtype_has_the_config_of_its_kind(
+    store: Path, tmp_path: Path
+) -> None:
+    """As a trace of nsys: its calls have sizes alone."""
+    copy = Path(shutil.copy(store, tmp_path / "s.db"))
+    before = the_map(store).rows[0]
+    with closing(sqlite3.connect(copy)) as connection:
+        connection.execute("UPDATE calls SET config_id = NULL, reason = 'no dtype'")
+        connection.commit()
+    after = the_map(copy).rows[0]
+    assert before.config and (after.config, after.reasons) == (before.config, before.reasons)
+
+
 def test_a_traced_run_tells_what_the_trace_lacks(seen: Seen, store: Path) -> None:
     layers = the_map(store)
     first, *others = layers.rows
