@@ -298,6 +298,7 @@ class CallRow:
         return "graph" if self.graph else "compile" if self.compiled else "eager"
 
 
+ANY_BACKEND = "auto"  # what an observed call asked for where the program ruled out no backend
 UNTRACED = 0
 """In place of a trace's number."""
 

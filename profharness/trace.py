@@ -107,9 +107,6 @@ class AttentionCall:
     graph: bool = False
 
 
-DIRECTIONS = ("forward", "recompute", "backward")
-
-
 @dataclass(frozen=True, slots=True)
 class CallSpan:
     """A stretch of a thread whose launches belong to the call of that index, in a direction."""

@@ -44,7 +44,7 @@ from random import Random
 from typing import Any
 
 from campaign_inputs import DATA, KINDS, ROOT, Kind
-from campaign_trials import TRIALS, Bench
+from campaign_trials import TRIALS, Bench, whole
 
 CPU_S = 20.0
 MEMORY_KIB = 400 * 1024
@@ -416,12 +416,10 @@ def rows(store: Path) -> dict[str, int]:
 
 def damage_of(store: Path, before: dict[str, int] | None) -> str:
     """What is wrong with a store: inside, or that it is not what it was before a refusal."""
+    if wrong := whole(store):
+        return wrong
     connection = sqlite3.connect(store)
     try:
-        if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
-            return "store: damaged"
-        if connection.execute("PRAGMA foreign_key_check").fetchone():
-            return "store: a row without its parent"
         if connection.execute("SELECT 1 FROM launch_groups WHERE min_ns < 0 LIMIT 1").fetchone():
             return "store: a negative time"
     except sqlite3.OperationalError as error:

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 
 from profharness.answers.agreement import FAMILY_BACKENDS
 from profharness.answers.layers import (
-    ANY_BACKEND,
     NO_MASK_EFFECT,
     LayerMap,
     LayerRow,
@@ -19,6 +18,7 @@ from profharness.answers.layers import (
 )
 from profharness.config import SDPA_BACKENDS, parse_config, split_names
 from profharness.errors import GateError, UsageError
+from profharness.rows import ANY_BACKEND
 
 THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls that PyTorch's choice is asked about
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))

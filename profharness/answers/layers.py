@@ -18,11 +18,18 @@ from profharness.config import Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
 from profharness.errors import NotFoundError, UsageError
-from profharness.rows import UNTRACED, WHOLE_TRACE, CallRow, GapRow, StepRow, TemplateRow
+from profharness.rows import (
+    ANY_BACKEND,
+    UNTRACED,
+    WHOLE_TRACE,
+    CallRow,
+    GapRow,
+    StepRow,
+    TemplateRow,
+)
 from profharness.store import Store
 
 WHOLE_PROGRAM = "the whole program"
-ANY_BACKEND = "auto"  # of `LayerRow.asked`
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # of `LayerRow.mask`
 NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
 EAGER = (

@@ -28,19 +28,13 @@ from profharness.backends import find_backend
 from profharness.backends.base import Backend, outside_contract
 from profharness.backends.sources import find_implementation, fingerprint, parts_of
 from profharness.config import Config, parse_config
+from profharness.dispatch.advice import SDP_BACKENDS, TORCH_DTYPES
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import Protocol
 from profharness.store import Selection, Store
 
-MEMBERS = {
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "math": "MATH",
-}
 SHOWN = 6  # candidates in an error
-_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}
 _OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
 _DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
 
@@ -111,7 +105,7 @@ def repro_script(cell: ReproCell) -> str:
         if cell.device == "auto"
         else f'"{cell.device}"'
     )
-    dtype = _DTYPES.get(config.dtype or "")
+    dtype = TORCH_DTYPES.get(config.dtype or "")
     default = 'torch.float16 if DEVICE == "cuda" else torch.float32'
     notes = (f"Written by profharness {__version__}; needs {needs}.", *cell.record)
     return SCRIPT.format(
@@ -137,8 +131,8 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
         return "torch alone", PLAIN
     if name == "all-disabled":
         return "torch alone", DISABLED
-    if name in MEMBERS:
-        return "torch alone", SDPA.format(member=MEMBERS[name])
+    if name in SDP_BACKENDS:
+        return "torch alone", SDPA.format(member=SDP_BACKENDS[name])
     if backend.source is not None:
         return _source(backend.source, config)
     reason = backend.supports(config.resolve("cuda"))

@@ -91,7 +91,6 @@ _RETURN_TYPE = re.compile(
 _PATH = re.compile(r"[\w:~.$@*\-/]+")
 _BRACKET = re.compile(r"[<>(){},]")
 _INTEGER = re.compile(r"-?\d+")
-_LAST_NAME = re.compile(r"([A-Za-z_]\w*)\s*(?:const)?[ *&]*$")
 
 
 def canonical(name: str) -> str:

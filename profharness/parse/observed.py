@@ -14,6 +14,7 @@ import msgspec
 from profharness.errors import UsageError
 from profharness.parse.ops import OUTER
 from profharness.parse.replay import replay_config
+from profharness.rows import ANY_BACKEND
 from profharness.run import observed_journals, observed_rows
 from profharness.trace import AttentionCall, TensorArgument
 
@@ -26,7 +27,6 @@ INNER_OPS = {
     "math": f"{INNER}attention_math",
     "overrideable": f"{INNER}fused_attention_overrideable",
 }
-ANY_BACKEND = "auto"
 COMPILED = "torch.compile traced this call; its shapes and how often it runs are in a trace"
 NONE_RAN, RAISED = "none", "the call raised an error"
 OTHER_FUNCTION = "no config says what the mask and score functions of {} do"

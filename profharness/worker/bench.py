@@ -261,9 +261,8 @@ class _Group:
             samplers[COLD] = partial(
                 timing.time_cold, turning, flush=self.workspace.flush, hold=timing.Hold()
             )
-        if (
-            EAGER in measurements
-        ):  # on one copy, as the graph, so that the host alone is between them
+        if EAGER in measurements:
+            # on one copy, as the graph, so that the host alone is between them
             samplers[EAGER] = partial(timing.time_eager, calls[0], expected_ns=expected_ns)
         if GRAPH in measurements and expected_ns <= timing.GRAPH_WORTH_MAX_NS:
             self.stage(cell, "graph capture")
