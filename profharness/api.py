@@ -37,6 +37,7 @@ from profharness.files import (
     atomic_file,
     check_output,
 )
+from profharness.profilers.ncu_metrics import metric_names
 from profharness.rows import (
     TRACE_PROFILERS,
     CellRow,
@@ -167,14 +168,14 @@ def capture(
 
     configs are grammar texts ("2,8,512,64,bf16"), Config objects or a list of them; without
     backends, or for `all`, PyTorch's own on this machine's device run; `kernels` stands for what
-    lies in kernels/. metrics and sections are what ncu takes besides its default ones. Each cell is
-    timed in so many processes, and profiled in the first. Failed and
-    refused cells are rows with their status and message. progress: a line that tells how far it is;
-    None: on a terminal and in a notebook. Raises UsageError for what cannot be meant, CaptureError
-    when no worker starts.
+    lies in kernels/. metrics (`tensor`, `memory`, `cache`, `stalls`, or ncu's own names) and sections
+    are what ncu takes besides its default ones. Each cell is timed in so many processes, and
+    profiled in the first. Failed and refused cells are rows with their status and message.
+    progress: a line that tells how far it is; None: on a terminal and in a notebook. Raises
+    UsageError for what cannot be meant, CaptureError when no worker starts.
     """
     counts = iterations, warmup, samples
-    counters = split_names(metrics), split_names(sections)
+    counters = metric_names(split_names(metrics)), split_names(sections)
     protocol = Protocol(*counts, timeout_s, seed, device, *counters, processes)
     options = CaptureOptions(split_names(profilers), Path(out), protocol, note)
     path = store_path(store)

@@ -22,6 +22,7 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import CaptureError, UsageError
 from profharness.files import shell_command
+from profharness.profilers.ncu_metrics import metric_names
 from profharness.rows import COUNTERS
 from profharness.run import GPU, LIMITS, CaptureOptions, Protocol
 from profharness.store import open_store
@@ -72,7 +73,8 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     "--metrics",
     multiple=True,
     metavar="NAME",
-    help="Metrics that ncu takes besides the default ones. Repeatable, or separated by commas.",
+    help="What ncu takes besides its default metrics: tensor, memory, cache, stalls, or metrics by "
+    "ncu's own names. Repeatable, or separated by commas.",
 )
 @click.option(
     "--section",
@@ -126,6 +128,7 @@ def command(
     Examples:
       profharness capture --config 2,8,512,64 --backend auto,flash,math
       profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
+      profharness capture --config 2,8,512,64 --profiler torch,ncu --metrics tensor,memory,cache,stalls
     """
     # loads what runs workers, which --help does not need
     from profharness.jobs import capture_into_store, find_run_folder, resume_into_store
@@ -146,7 +149,7 @@ def command(
         if any(counters) and not {*COUNTERS} & {*profilers}:
             names = ", ".join(COUNTERS)
             raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
-        settings = Protocol(**protocol, metrics=counters[0], sections=counters[1])
+        settings = Protocol(**protocol, metrics=metric_names(counters[0]), sections=counters[1])
         options = CaptureOptions(profilers, out, settings, note)
         with capture_progress() as progress:
             captured = capture_into_store(configs, backends, store, options, progress)

@@ -35,6 +35,7 @@ from profharness.profilers.base import (
     report_damaged,
     version_key,
 )
+from profharness.profilers.ncu_metrics import QUERY_METRICS
 
 SUFFIX = ".ncu-rep"
 DOMAIN = "profharness"
@@ -119,7 +120,7 @@ RULES = Rules(
             "unknown_metric",
             r"Failed to find metric (?P<metric>.*)",
             "ncu knows no metric {metric} on this GPU",
-            "`ncu --query-metrics` lists those of this GPU",
+            QUERY_METRICS,
         ),
         Rule(
             "unknown_section",

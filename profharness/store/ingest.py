@@ -21,6 +21,7 @@ from profharness.errors import StoreError, TraceFormatError, shown
 from profharness.parse import is_trace, open_trace, sniff
 from profharness.parse.observed import Journals, read_journals
 from profharness.parse.packed import open_file
+from profharness.profilers.ncu_metrics import QUERY_METRICS, unmeasured
 from profharness.run import (
     BENCH_FILE,
     NOT_A_RECORD,
@@ -553,15 +554,11 @@ def _insert_raw(
 
 
 def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
-    """A warning for each metric asked for that ncu passed over: it says nothing of its own."""
+    """The warning on metrics that were asked for and are not in a trace of ncu."""
     if trace.profiler != "ncu" or not trace.num_launches:
         return []
-    measured = trace.metrics.names if trace.metrics else []
-    return [
-        f"ncu measured no {name}; `ncu --query-metrics` lists what this GPU has"
-        for name in protocol.metrics
-        if not any(metric == name or metric.startswith(f"{name}.") for metric in measured)
-    ]
+    names = ", ".join(unmeasured(protocol.metrics, trace.metrics.names if trace.metrics else ()))
+    return [f"ncu measured no {names}; {QUERY_METRICS}"] if names else []
 
 
 def _update_cells(

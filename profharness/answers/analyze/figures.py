@@ -19,6 +19,7 @@ from profharness.config import Config
 from profharness.costs import REPEAT, compulsory_bytes, flops, phases, working_set_bytes
 from profharness.devices import Device, Peaks, flop_peak, occupancy, ridge
 from profharness.kernel_names import parse_kernel_name
+from profharness.profilers.ncu_metrics import L1_BYTES, L2_BYTES
 from profharness.rows import (
     ACTIVE_WARPS,
     COLD,
@@ -303,8 +304,6 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-# what ncu's hierarchical rooflines are made of; not among the default metrics of a capture
-L1_BYTES, L2_BYTES = "l1tex__t_bytes.sum", "lts__t_bytes.sum"
 WAVES = "launch__waves_per_multiprocessor"
 
 

@@ -9,8 +9,6 @@ from profharness.answers.analyze.figures import (
     DERIVED,
     FLUSHED,
     KIB,
-    L1_BYTES,
-    L2_BYTES,
     MEASURED,
     Evidence,
     Facts,
@@ -26,6 +24,7 @@ from profharness.answers.analyze.launching import launch_gap
 from profharness.answers.roles import GEMMS
 from profharness.config import Config
 from profharness.costs import matrix_bytes, tensor_bytes
+from profharness.profilers.ncu_metrics import L1_BYTES, L2_BYTES
 
 DRAM_EXCESS = 1.5
 SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
@@ -43,8 +42,7 @@ LOW_INTENSITY = 1.0  # FLOPs per byte that a kernel reads
 # head_dim or the keys over its blocks, which the grid does not show.
 READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
 UNCOUNTED = (
-    " (if every block reads a whole head; `capture --profiler torch,ncu --metrics "
-    f"{L1_BYTES},{L2_BYTES}` counts it)"
+    " (if every block reads a whole head; `capture --profiler torch,ncu --metrics cache` counts it)"
 )
 CACHES = (("L1", L1_BYTES, "l1_bytes"), ("L2", L2_BYTES, "l2_bytes"))
 # Unified L1 and shared memory of one SM in KiB, by compute capability (CUDA C++ Programming Guide,
