@@ -1,11 +1,13 @@
 """Real models under the profiler, and whether `layers` tells every attention call of them rightly.
 
 python scripts/check_models.py --out FOLDER [--only NAME,…] [--device cpu] [--no-replay]
+python scripts/check_models.py --run NAME [--device cpu]     the model alone, as a program for `observe`
 
 Each model runs with random weights, so nothing is downloaded. An independent record of its calls is
-written by a patch around scaled_dot_product_attention in a run of its own. The trace of another run
-is ingested; then calls, configs, modules and backends are held against that record, and the configs
-are replayed by `capture` on the same machine. Needs transformers, but for the model `encoder`.
+written by a patch around scaled_dot_product_attention in a run of its own. The trace of another run,
+or what `profharness observe` makes of a process of its own, is ingested; then calls, configs, modules
+and backends are held against that record, and the configs are replayed by `capture` on the same
+machine. Needs transformers, but for `encoder`, `unet` and those of flex_attention.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -222,6 +226,47 @@ def unet(device: str) -> Work:
     return without_gradient(lambda: model(maps, text))
 
 
+class Flex(torch.nn.Module):
+    """A layer of causal attention that calls the given function, flex_attention or compiled."""
+
+    def __init__(self, attention: Callable[..., Any], blocks: Any) -> None:
+        super().__init__()
+        self.attention, self.blocks = attention, blocks
+        self.qkv, self.out = torch.nn.Linear(512, 3 * 512), torch.nn.Linear(512, 512)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 8, 64)).permute(2, 0, 3, 1, 4)
+        seen = self.attention(q, k, v, block_mask=self.blocks)
+        return x + self.out(seen.transpose(1, 2).flatten(2))
+
+
+def flex(device: str, *, compiled: bool) -> Work:
+    """Training, because compiled code has steps by its optimizer alone; on a CPU, where flex_attention
+    has no backward, without gradients.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length = 256 if device == "cpu" else 1024
+    blocks = create_block_mask(
+        lambda _b, _h, row, column: row >= column, None, None, length, length, device=device
+    )
+    attention = torch.compile(flex_attention) if compiled else flex_attention
+    model = torch.nn.Sequential(*(Flex(attention, blocks) for _ in range(3)))
+    model = model.to(device, torch.bfloat16)
+    x = torch.randn(2, length, 512, device=device, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        with torch.set_grad_enabled(device != "cpu"):
+            total = model(x).float().sum()
+        if total.requires_grad:
+            total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 MODELS: dict[str, Callable[[str], Work]] = {
     "llama_prefill": llama_prefill,
     "llama_padded": llama_padded,
@@ -238,7 +283,12 @@ MODELS: dict[str, Callable[[str], Work]] = {
     "whisper": whisper,
     "encoder": encoder,
     "unet": unet,
+    "flex": lambda device: flex(device, compiled=False),
+    "flex_compile": lambda device: flex(device, compiled=True),
 }
+# run under `observe` in a process of their own, with how many steps of its window make one of theirs
+OBSERVED = {"llama_generate": 8, "flex": 1, "flex_compile": 1}
+RUNS = 8  # of such a program: a new kind of call, three steps without one, the window
 # what compiled code and a graph call does not pass through the function
 UNTOLD = ("llama_compile", "llama_graph")
 
@@ -253,11 +303,13 @@ def without_gradient(work: Work) -> Work:
 
 @contextlib.contextmanager
 def recorded(calls: list[dict[str, Any]]) -> Iterator[None]:
-    """Note every call of scaled_dot_product_attention, with the class of the module around it."""
+    """Note every call of scaled_dot_product_attention, with the module around it: its class and its
+    dotted name below the outermost one.
+    """
     real = F.scaled_dot_product_attention
-    stack: list[str] = []
+    stack: list[Any] = []
     entered = torch.nn.modules.module.register_module_forward_pre_hook(
-        lambda module, _: stack.append(type(module).__name__)
+        lambda module, _: stack.append(module)
     )
     left = torch.nn.modules.module.register_module_forward_hook(lambda *_: stack.pop() and None)
 
@@ -268,9 +320,11 @@ def recorded(calls: list[dict[str, Any]]) -> Iterator[None]:
         )
         given = [query, key, value, attn_mask]
         cast = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled() else None
+        paths = {module: path for path, module in stack[0].named_modules()} if stack else {}
         calls.append(
             {
-                "module": stack[-1] if stack else None,
+                "module": type(stack[-1]).__name__ if stack else None,
+                "path": paths[stack[-1]] if stack else None,
                 "tensors": [None if t is None else told(t, cast) for t in given],
                 "flags": {"causal": is_causal, "dropout": dropout_p, "scale": scale, "gqa": enable_gqa},
                 "backward": torch.is_grad_enabled()
@@ -312,6 +366,31 @@ def trace(work: Work, path: Path, device: str) -> None:
     seen.export_chrome_trace(str(path))
 
 
+def observed(name: str, out: Path, device: str) -> Path:
+    """The run folder that `observe` makes of the model."""
+    runs = out / "observed"
+    program = [sys.executable, __file__, "--run", name, "--device", device]
+    steps = str(OBSERVED[name])
+    done = subprocess.run(
+        [sys.executable, "-m", "profharness", "observe", "--steps", steps, "--out", runs,
+         "--store", out / "observed.db", "--", *program], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    (out / f"{name}.stderr.txt").write_text(done.stderr)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    (folder,) = runs.iterdir()
+    shutil.rmtree(out / name, ignore_errors=True)
+    return folder.rename(out / name)
+
+
+def run(name: str, device: str) -> None:
+    """The model alone."""
+    torch.manual_seed(0)
+    work = MODELS[name](device)
+    for _ in range(RUNS):
+        work()
+
+
 def check(name: str, device: str, out: Path, replay: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     work = MODELS[name](device)
@@ -321,11 +400,14 @@ def check(name: str, device: str, out: Path, replay: bool) -> dict[str, Any]:
     if name not in UNTOLD:
         with recorded(calls):
             work()
-    path = out / f"{name}.json.gz"
-    trace(work, path, device)
+    if name in OBSERVED:
+        source = observed(name, out, device)
+    else:
+        source = out / f"{name}.json.gz"
+        trace(work, source, device)
     store = out / f"{name}.db"
     store.unlink(missing_ok=True)
-    (result,) = ingest_path(store, path)
+    (result,) = ingest_path(store, source)
     with open_store(store) as opened:
         found = opened.calls(result.run)
     row = {"model": name, "recorded": len(calls), "found": len(found), "warnings": result.warnings}
@@ -342,24 +424,35 @@ def check(name: str, device: str, out: Path, replay: bool) -> dict[str, Any]:
 
 
 def compare(calls: list[dict[str, Any]], found: list[Any]) -> dict[str, Any]:
-    """How many of the recorded calls the trace tells alike, in order."""
-    forward = [call for call in found if call.kind in ("sdpa", "fast_path")]
-    same = {"configs": 0, "modules": 0, "backends": 0}
-    for want, got in zip(calls, forward, strict=False):
-        try:
-            wanted = replay_config(
-                want["tensors"], backward=want["backward"], **want["flags"]
-            ).label
-        except UsageError:
-            wanted = None
-        same["configs"] += wanted == got.config
-        same["modules"] += (
-            bool(got.modules) and got.modules[-1].rpartition("_")[0] == want["module"]
-        )
-        same["backends"] += want["choice"] == ran(got)
-        if wanted != got.config or want["choice"] != ran(got):
-            print(f"  differs: {wanted} {want['choice']} | {got.config} {ran(got)} {got.reason}")
-    return same
+    """How many of the recorded calls are found alike, with their config, module and backend. Their
+    order counts for nothing: an observed step may begin amid the program's own.
+    """
+    wanted = [(label(call), call["choice"], call["path"], call["module"]) for call in calls]
+    got = [
+        (call.config, ran(call), call.path, (call.modules or ("",))[-1].rpartition("_")[0])
+        for call in found
+        if call.kind in ("sdpa", "fast_path")
+    ]
+    missing = picked(wanted, (0, 1)) - picked(got, (0, 1))
+    for call, times in missing.items():
+        print(f"  not found alike: {times} of {call}")
+    module = 2 if any(call.path for call in found) else 3  # a trace alone tells classes
+    places = {"configs": (0,), "modules": (0, module), "backends": (0, 1)}
+    return {
+        what: sum((picked(wanted, at) & picked(got, at)).values()) for what, at in places.items()
+    }
+
+
+def picked(rows: list[tuple[Any, ...]], places: tuple[int, ...]) -> Counter[tuple[Any, ...]]:
+    return Counter(tuple(row[at] for at in places) for row in rows)
+
+
+def label(call: dict[str, Any]) -> str | None:
+    """The config of a recorded call; None where none replays it."""
+    try:
+        return replay_config(call["tensors"], backward=call["backward"], **call["flags"]).label
+    except UsageError:
+        return None
 
 
 def replayed(found: list[Any], store: Path, runs: Path, device: str) -> str:
@@ -391,11 +484,16 @@ def replayed(found: list[Any], store: Path, runs: Path, device: str) -> str:
 def main() -> None:
     """Check the models and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument("--out", type=Path)
+    kinds.add_argument("--run", choices=MODELS, help="run the model, and nothing else")
     parser.add_argument("--only", default=",".join(MODELS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-replay", action="store_true")
     given = parser.parse_args()
+    if given.run:
+        run(given.run, given.device)
+        return
     given.out.mkdir(parents=True, exist_ok=True)
     rows = []
     print(HEADER, flush=True)
