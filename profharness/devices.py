@@ -248,12 +248,14 @@ class SmLimits:
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """Theoretical occupancy: resident warps over the most an SM holds (0 to 1), blocks that fit,
-    and what stops one more: the first of LIMITERS that binds.
+    and what stops one more: the first of LIMITERS that binds. shared_share is one block's part of
+    an SM's shared memory.
     """
 
     fraction: float
     blocks_per_sm: int
     limiter: str
+    shared_share: float
 
 
 def sm_limits(device: Device) -> SmLimits | None:
@@ -308,7 +310,8 @@ def occupancy(
     counts = (max_warps // warps, sm.max_blocks_per_sm, by_registers, by_shared)
     blocks = min(counts)
     limiter = LIMITERS[counts.index(blocks)]
-    return Occupancy(blocks * warps / max_warps, blocks, limiter) if blocks else None
+    part = shared_bytes / sm.shared_bytes_per_sm
+    return Occupancy(blocks * warps / max_warps, blocks, limiter, part) if blocks else None
 
 
 def _round_up(value: int, unit: int) -> int:

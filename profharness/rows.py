@@ -148,7 +148,7 @@ class KernelRow:
     is the folded op stack, sdpa_op its attention op if any. occupancy is theoretical, 0 to 1, with
     its limiter (`registers shared_memory block warps`), None where the device or resources are
     unknown. metrics are hardware counters by ncu's name: the median over the launches, and the
-    unit.
+    unit. shared_share is what one block takes of an SM's shared memory, 0 to 1.
     """
 
     run: str
@@ -182,6 +182,13 @@ class KernelRow:
     occupancy_limiter: str | None
     device: int
     metrics: dict[str, tuple[float, str]] = field(default_factory=dict, hash=False)
+    shared_share: float | None = None
+
+    @property
+    def dram_bytes_per_s(self) -> float | None:
+        """Bytes from and to DRAM over the time that ncu saw; None without its counters."""
+        moved = [self.metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in self.metrics]
+        return sum(moved) / self.duration_ns * 1e9 if moved and self.duration_ns else None
 
     @property
     def call_ns(self) -> float | None:

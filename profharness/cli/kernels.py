@@ -95,10 +95,10 @@ def command(
     """Show which kernels each backend launched.
 
     Without --config: every config of the latest run. With --config, the latest run that has them
-    answers; if there is none, they are captured first. smem KiB is shared memory, n/call launches
-    per call, µs the median of one launch, µs/call the mean time of all its launches in a call (of a
-    foreign trace: total µs), share% the part of the cell's time on the device, occ% the theoretical
-    occupancy. A value that the profiler cannot know shows as -.
+    answers; if there is none, they are captured first. smem KiB is shared memory, smem% its part of
+    an SM's, n/call launches per call, µs the median of one launch, µs/call the mean time of all its
+    launches in a call (of a foreign trace: total µs), share% the part of the cell's time on the
+    device, occ% the theoretical occupancy. A value that the profiler cannot know shows as -.
 
     --profiler all puts the witnesses side by side: the same kernel's time under torch, nsys and
     ncu, its counters, and every point on which they disagree; with --run all each profiler's

@@ -468,6 +468,7 @@ def _kernel_row(
         share=row["total_ns"] / whole_ns if whole_ns > 0 else None,
         occupancy=occupied.fraction if occupied else None,
         occupancy_limiter=occupied.limiter if occupied else None,
+        shared_share=occupied.shared_share if occupied else None,
         metrics=metrics,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from profharness.answers.analyze.answer import sweep
@@ -68,6 +68,29 @@ PHASE_COLUMNS = (
     Column("bound", "bound by"),
 )
 
+# What ncu counted, a row a kernel; a column that nothing was counted for is left out.
+COUNTER_COLUMNS = (
+    Column("backend", "backend", repeat=False),
+    Column("kernel", "kernel", shrink=True),
+    Column("share", "share%", "percent", right=True),
+    Column("dram", "DRAM GB/s", "figures", right=True),
+    Column("dram_throughput", "DRAM%", "percent", right=True),
+    Column("l2_throughput", "L2%", "percent", right=True),
+    Column("l1_throughput", "L1%", "percent", right=True),
+    Column("l1_hit_rate", "L1 hit%", "percent", right=True),
+    Column("l2_hit_rate", "L2 hit%", "percent", right=True),
+    Column("shared_share", "smem%", "percent", right=True),
+    Column("bank_conflicts", "conflict%", "percent", right=True),
+    Column("load_sectors", "sectors/ld", "figures", right=True),
+    Column("store_sectors", "sectors/st", "figures", right=True),
+    Column("tensor_pipe", "tensor%", "percent", right=True),
+    Column("fma_pipe", "FMA%", "percent", right=True),
+    Column("sm_throughput", "SM%", "percent", right=True),
+    Column("issue_active", "issue%", "percent", right=True),
+    Column("stall", "most stalled by"),
+)
+COUNTED_SHARE = 0.01  # of a cell's kernel time, below which a kernel has no row of counters
+
 
 def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
     """One section a config, one sweep table a group; full shows every finding with all of its
@@ -86,6 +109,8 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
             )
         if rows := tuple(_phase_rows(own)):
             blocks.append(Table(PHASE_COLUMNS, rows))
+        if counted := _counter_rows(own):
+            blocks.append(_filled(COUNTER_COLUMNS, counted))
         for analysis in own:
             module = short_module(analysis.module) if len(own) > 1 else None
             label = f"{module} {analysis.backend}" if module else analysis.backend
@@ -174,6 +199,24 @@ def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
         for phases, names in ways.items()
         for p in phases
     ]
+
+
+def _counter_rows(own: Sequence[CellAnalysis]) -> list[dict[str, Any]]:
+    """The kernels that ncu saw, with what it counted of each; one of no weight is left out."""
+    rows = []
+    for analysis in own:
+        for kernel in analysis.kernels:
+            if kernel.ncu_ns is None or (kernel.share or 0) < COUNTED_SHARE:
+                continue
+            counters = kernel.counters
+            stalled = next((state for state in counters.warp_states if state != "selected"), None)
+            rows.append(
+                {item.name: getattr(counters, item.name) for item in fields(counters)}
+                | {name: getattr(kernel, name) for name in ("kernel", "share", "shared_share")}
+                | {"backend": analysis.backend, "dram": _scaled(kernel.dram_bytes_per_s, 1e9)}
+                | {"stall": stalled and f"{stalled} {counters.warp_states[stalled]:.0%}"}
+            )
+    return rows
 
 
 def _notes(analysis: CellAnalysis, label: str, *, full: bool) -> list[Note]:

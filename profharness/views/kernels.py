@@ -15,6 +15,7 @@ from profharness.answers.agreement import (
     replacement,
     replacement_text,
 )
+from profharness.answers.analyze.counters import read_counters
 from profharness.rows import (
     ACTIVE_WARPS,
     DRAM_READ,
@@ -42,7 +43,8 @@ _BEHIND_SHARE = ("cell", "kernel_kind", "min_ns", "max_ns")
 _ROW_FIELDS = [name for name in field_names(KernelRow) if name not in _BEHIND_SHARE]
 _PLACE = _ROW_FIELDS.index("share") + 1
 _ROW_FIELDS[_PLACE:_PLACE] = _BEHIND_SHARE
-FIELDS = (*("op" if name == "op_path" else name for name in _ROW_FIELDS), "call_ns")
+_COMPUTED = ("call_ns", "dram_bytes_per_s")  # properties of a KernelRow
+FIELDS = (*("op" if name == "op_path" else name for name in _ROW_FIELDS), *_COMPUTED)
 CELL_FIELDS = (
     *("run", "cell", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
     *("tuning", "refusals", "warnings"),
@@ -65,6 +67,7 @@ COLUMNS: dict[str, Column] = {
         Column("grid", "grid", "triple", right=True),
         Column("block", "block", "triple", right=True),
         Column("shared_bytes", "smem KiB", "kib", right=True),
+        Column("shared_share", "smem%", "percent", right=True),
         Column("registers_per_thread", "regs", "count", right=True),
         Column("launches", "n", "count", right=True),
         Column("launches_per_call", "n/call", "count", right=True),
@@ -76,6 +79,9 @@ COLUMNS: dict[str, Column] = {
         *(Column(name, f"{name} µs", "us", right=True) for name in TRACE_PROFILERS),
         Column("achieved", "achieved%", "percent", right=True),
         Column("dram", "DRAM KiB", "kib", right=True),
+        Column("dram_rate", "DRAM GB/s", "figures", right=True),
+        Column("tensor", "tensor%", "percent", right=True),
+        Column("l2_hits", "L2 hit%", "percent", right=True),
         Column("disagree", "disagree", "names"),
         Column("kernel", "kernel"),
     )
@@ -95,7 +101,7 @@ _Scope = tuple[str, str | None, str | None]
 def kernel_record(row: KernelRow) -> dict[str, Any]:
     """The JSON record of one kernel: durations in ns, sizes in bytes, grid and block as [x, y, z]."""
     plain = record(row)
-    plain |= {"op": row.op_path, "call_ns": row.call_ns}
+    plain |= {"op": row.op_path} | {name: getattr(row, name) for name in _COMPUTED}
     plain["metrics"] = {
         name: {"value": value, "unit": unit} for name, (value, unit) in row.metrics.items()
     }
@@ -156,12 +162,16 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
-    """The columns for these rows: profiler and device only where they differ."""
+    """The columns for these rows: profiler and device only where they differ, the part of shared
+    memory only where it is known.
+    """
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
     hidden = {"kernel_short" if full else "kernel"}
     hidden |= {"backend", "launches_per_call", "call_ns"} if foreign else {"launches", "total_ns"}
     hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
+    if all(row.shared_share is None for row in rows):  # nobody knows the device
+        hidden.add("shared_share")
     own = (column for key, column in COLUMNS.items() if key in FIELDS)
     return tuple(column for column in own if column.key not in hidden)
 
@@ -250,17 +260,22 @@ def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
 
 def _values(kernel: JoinedKernel) -> dict[str, Any]:
     achieved = kernel.metric(ACTIVE_WARPS)
+    counters = read_counters(kernel.rows["ncu"].metrics if "ncu" in kernel.rows else {})
     moved = [
         value for name in (DRAM_READ, DRAM_WRITE) if (value := kernel.metric(name)) is not None
     ]
+    rate = getattr(kernel.rows.get("ncu"), "dram_bytes_per_s", None)
     own = ("backend", "kernel_short", "kernel", "grid", "block")
-    common = ("shared_bytes", "registers_per_thread", "launches_per_call")
+    common = ("shared_bytes", "shared_share", "registers_per_thread", "launches_per_call")
     return {
         **{name: getattr(kernel, name) for name in own},
         **{name: kernel.value(name) for name in common},
         **{name: getattr(kernel.rows.get(name), "duration_ns", None) for name in TRACE_PROFILERS},
         "achieved": None if achieved is None else achieved / 100,
         "dram": sum(moved) if moved else None,
+        "dram_rate": None if rate is None else rate / 1e9,
+        "tensor": counters.tensor_pipe,
+        "l2_hits": counters.l2_hit_rate,
         "disagree": tuple(dict.fromkeys(point.code for point in kernel.disagreements)) or "",
     }
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any
 
+from profharness.answers.analyze.counters import Counters, metric, read_counters
 from profharness.answers.roles import (
     FUSED_ROLES,
     assign_roles,
@@ -102,6 +103,7 @@ def machine_of(
 class KernelFigures:
     """One kernel of a cell, times in ns per call. waves are blocks over those that fit at once.
     achieved_occupancy, ncu_ns and what counts bytes are ncu's, per launch. dtype is the name's.
+    shared_share is one block's part of an SM's shared memory.
     """
 
     role: str
@@ -126,6 +128,9 @@ class KernelFigures:
     l1_bytes: float | None = None
     l2_bytes: float | None = None
     dtype: str | None = None
+    dram_bytes_per_s: float | None = None
+    shared_share: float | None = None
+    counters: Counters = field(default_factory=Counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,10 +418,10 @@ def _kernel(
         )
         fits = fit.blocks_per_sm if fit else None
     sms = machine.device.num_sms if machine.device else None
-    waves = _counter(counters, WAVES)
+    waves = metric(counters, WAVES)
     if waves is None and blocks and fits and sms:
         waves = blocks / (fits * sms)
-    active = _counter(counters, ACTIVE_WARPS)
+    active = metric(counters, ACTIVE_WARPS)
     return KernelFigures(
         role=role,
         kernel=row.kernel_short,
@@ -433,18 +438,17 @@ def _kernel(
         achieved_occupancy=None if active is None else active / 100,
         registers_per_thread=row.registers_per_thread,
         shared_bytes=row.shared_bytes,
-        dram_read_bytes=_counter(counters, DRAM_READ),
-        dram_write_bytes=_counter(counters, DRAM_WRITE),
+        dram_read_bytes=metric(counters, DRAM_READ),
+        dram_write_bytes=metric(counters, DRAM_WRITE),
         ncu_ns=float(ncu.duration_ns) if ncu and ncu.duration_ns else None,
         grid=row.grid,
-        l1_bytes=_counter(counters, L1_BYTES),
-        l2_bytes=_counter(counters, L2_BYTES),
+        l1_bytes=metric(counters, L1_BYTES),
+        l2_bytes=metric(counters, L2_BYTES),
         dtype=parse_kernel_name(row.kernel, row.kernel_kind).dtype,
+        dram_bytes_per_s=ncu.dram_bytes_per_s if ncu else None,
+        shared_share=row.shared_share,
+        counters=read_counters(counters),
     )
-
-
-def _counter(counters: dict[str, tuple[float, str]], name: str) -> float | None:
-    return counters[name][0] if name in counters else None
 
 
 def _dram(kernels: Sequence[KernelFigures]) -> tuple[float | None, float | None]:

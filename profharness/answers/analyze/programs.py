@@ -205,5 +205,6 @@ def _kernel_row(
         sdpa_op=None,
         occupancy=fit.fraction if fit else None,
         occupancy_limiter=fit.limiter if fit else None,
+        shared_share=fit.shared_share if fit else None,
         device=0,
     )

@@ -183,6 +183,19 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
         "Give a block more query rows, so that a tile of K and V in shared memory serves all of "
         "them.",
     ),
+    (
+        ("no_tensor_cores",),
+        "Compute the products on tensor cores (mma or wgmma in CUDA, tl.dot in Triton).",
+    ),
+    (
+        ("uncoalesced",),
+        "Let neighbouring threads of a warp access neighbouring addresses, 16 bytes each.",
+    ),
+    (
+        ("bank_conflicts",),
+        "Pad or swizzle the tiles in shared memory, so that the threads of a warp meet different "
+        "banks.",
+    ),
     (("idle_warps",), "Even out the work of the blocks, or give the device more of them."),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from profharness.answers.analyze.counter_rules import COUNTER_RULES
 from profharness.answers.analyze.figures import (
     BASIS_SOURCE,
     DERIVED,
@@ -537,6 +538,7 @@ RULES: tuple[Rule, ...] = (
     *(intensity, achieved, above_ceiling, dram_traffic, launch_gap),
     *(blocks_and_waves, occupancy, kv_traffic, cache_traffic, working_set, unused_shared),
     *(score_traffic, full_precision, split_overhead, helpers),
+    *COUNTER_RULES,
 )
 # Attention that a program writes out computes in dtypes of its own.
 OF_EAGER: tuple[Rule, ...] = (
