@@ -146,7 +146,7 @@ def shown(wanted: bool | None) -> Iterator[Progress | None]:
 
 
 def capture(
-    configs: Configs,
+    configs: Configs = None,
     backends: Names = (),
     *,
     profilers: Names = CaptureOptions.profilers,
@@ -162,27 +162,34 @@ def capture(
     metrics: Names = (),
     sections: Names = (),
     processes: int = Protocol.processes,
+    python: Names = (),
     progress: bool | None = None,
 ) -> pd.DataFrame:
     """Run configs on backends in a worker process, ingest the run, and return one row per cell.
 
-    configs are grammar texts ("2,8,512,64,bf16"), Config objects or a list of them; without
-    backends, or for `all`, PyTorch's own on this machine's device run; `kernels` stands for what
-    lies in kernels/. metrics (`tensor`, `memory`, `cache`, `stalls`, or ncu's own names) and sections
-    are what ncu takes besides its default ones. Each cell is timed in so many processes, and
-    profiled in the first. Failed and refused cells are rows with their status and message.
-    progress: a line that tells how far it is; None: on a terminal and in a notebook. Raises
-    UsageError for what cannot be meant, CaptureError when no worker starts.
+    configs are grammar texts ("2,8,512,64,bf16"), Config objects or a list of them, None for an
+    everyday set (`profharness capture` prints it); without backends, or for `all`, PyTorch's own on
+    this machine's device run; `kernels` stands for what lies in kernels/. metrics (`tensor`,
+    `memory`, `cache`, `stalls`, or ncu's own names) and sections are what ncu takes besides its
+    default ones. Each cell is timed in so many processes, and profiled in the first. python:
+    interpreters whose torch is measured, with a run and rows of its own each. Failed and refused
+    cells are rows with their status and message. progress: a line that tells how far it is; None:
+    on a terminal and in a notebook. Raises UsageError for what cannot be meant, CaptureError when
+    no worker starts.
     """
     counts = iterations, warmup, samples
     counters = metric_names(split_names(metrics)), split_names(sections)
     protocol = Protocol(*counts, timeout_s, seed, device, *counters, processes)
     options = CaptureOptions(split_names(profilers), Path(out), protocol, note)
-    path = store_path(store)
+    everyday = () if configs is not None else jobs.everyday_configs(device).values()
+    asked, path = config_list(configs) or [*everyday], store_path(store)
+    what = asked, split_names(backends), path, options
+    if pythons := split_names(python):
+        listener = jobs.Listener(progress=lambda: shown(progress))
+        runs = [done.run.run for done in jobs.capture_with_each(pythons, *what, listener)]
+        return pd.concat([cells(run, store=path) for run in runs], ignore_index=True)
     with shown(progress) as show:
-        captured = jobs.capture_into_store(
-            config_list(configs), split_names(backends), path, options, show
-        )
+        captured = jobs.capture_into_store(*what, show)
     return cells(captured.run.run, store=path)
 
 

@@ -63,6 +63,7 @@ from profharness.runner.capture import (
     why_not_resumed,
 )
 from profharness.runner.observe import Observed, observe
+from profharness.runner.probe import probe_interpreter
 from profharness.runner.supervise import Progress
 from profharness.store import LATEST, Selection, Store, open_store
 
@@ -84,6 +85,31 @@ class Listener:
 
 
 SILENT = Listener()
+
+
+@dataclass(frozen=True)
+class Use:
+    """One everyday use of attention: a config for a GPU, and one that a CPU computes in milliseconds."""
+
+    name: str
+    cuda: str
+    cpu: str
+
+
+EVERYDAY = (
+    Use("prefill", "4,16,2048,128,bf16,causal", "1,8,512,64,fp32,causal"),
+    Use("decode", "16,16,4096,128,bf16,seq_q=1", "4,8,1024,64,fp32,seq_q=1"),
+    Use("training", "4,16,1024,64,bf16,causal,bwd", "1,8,256,64,fp32,causal,bwd"),
+    Use("a mask", "4,16,1024,64,bf16,mask=bool", "1,8,256,64,fp32,mask=bool"),
+    Use("grouped queries", "4,32,1024,128,bf16,causal,kv_heads=8", "1,8,256,64,fp32,kv_heads=2"),
+)
+"""What a capture runs that names no config."""
+
+
+def everyday_configs(device: str = "auto") -> dict[str, Config]:
+    """The configs of EVERYDAY by their uses, for a device as `default_backends` takes it."""
+    kind = device_type(device)
+    return {use.name: parse_config(getattr(use, kind)) for use in EVERYDAY}
 
 
 @dataclass(frozen=True)
@@ -128,6 +154,43 @@ def capture_into_store(
     with _opened_meanwhile(store):
         folder = capture(configs, chosen, options, progress)
     return _take_in(folder, store)
+
+
+def capture_with_each(
+    pythons: Sequence[str],
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    store: Path,
+    options: CaptureOptions,
+    listener: Listener = SILENT,
+) -> Iterator[Captured]:
+    """A capture with the torch of each interpreter, one after another. All are tried before the first.
+
+    Raises CaptureError once all are done, if one could not be measured.
+    """
+    profilers = find_profilers(options.profilers)
+    wrapped = [profiler.name for profiler in profilers if profiler.session]
+    require_tools(profilers)
+    tried = [probe_interpreter(name, wrapped) for name in pythons]
+    left_out = [interpreter.text for interpreter in tried if interpreter.why is not None]
+    for text in left_out:
+        listener.say(f"left out: {text}")
+    for interpreter in tried:
+        if interpreter.why is not None:
+            continue
+        listener.say(interpreter.text)
+        chosen = replace(options, python=interpreter.path)
+        with listener.progress() as progress:
+            try:
+                captured = capture_into_store(configs, backends, store, chosen, progress)
+            except CaptureError as error:
+                left_out.append(f"{interpreter.name}: {error}")
+                continue
+        yield captured
+    if left_out:
+        raise CaptureError(
+            "\n  ".join([f"{len(left_out)} of {len(tried)} not measured:", *left_out])
+        )
 
 
 def bench_into_store(

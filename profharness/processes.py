@@ -329,9 +329,13 @@ def _marked(mark: Mapping[str, str]) -> list[int]:
     return pids
 
 
+WORKER_SCRIPT = Path(__file__).resolve().parent / "worker" / "elsewhere.py"
+"""Starts the worker in a Python that has no profharness."""
+
+
 def find_workers(folder: Path) -> list[int]:
     """The workers of a run folder (their last argument), also those that a dead tool has left."""
-    pids = []
+    pids, script = [], os.fsencode(WORKER_SCRIPT)
     for path in Path("/proc").glob("[0-9]*"):
         try:
             # cmdline ends with a NUL
@@ -340,7 +344,7 @@ def find_workers(folder: Path) -> list[int]:
             continue
         if (
             arguments
-            and arguments[0] == os.fsencode(sys.executable)
+            and (arguments[0] == os.fsencode(sys.executable) or script in arguments)
             and arguments[-1] == os.fsencode(folder)
         ):
             pids.append(int(path.name))

@@ -34,6 +34,7 @@ SCHEMA = "profharness.run/1"
 GPU = "gpu"  # in place of a profiler: a problem that makes times doubtful, and fails no run
 EXIT_UNWRITABLE = 72  # of a worker that cannot write to the run folder
 BENCH_FILE = "bench.json"
+PYTHON_FILE = "python"  # in a run folder that has something left to do, of another interpreter
 PRECISION = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of msgspec's decoding
 PRECISIONS = (1e-9, 1 - 1e-9)
@@ -427,6 +428,7 @@ def turn_order(seed: int, config: str, round_number: int, count: int) -> list[in
 class CaptureOptions:
     """Options besides configs and backends. out: the folder of the run folders; bench: time the
     backends of each config in turns, as this plan says; kind: the command, unless that is bench.
+    python: the path of the interpreter whose torch is measured, None for this one.
     """
 
     profilers: tuple[str, ...] = ("torch",)
@@ -435,6 +437,7 @@ class CaptureOptions:
     note: str | None = None
     bench: BenchPlan | None = None
     kind: str = "capture"
+    python: str | None = None
 
 
 @dataclass(frozen=True)

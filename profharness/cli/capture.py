@@ -13,13 +13,14 @@ from profharness.cli._options import (
     capture_progress,
     config_options,
     device_option,
+    hint,
     out_option,
     processes_option,
     read_configs,
     store_option,
     timeout_option,
 )
-from profharness.config import split_names
+from profharness.config import Config, split_names
 from profharness.errors import CaptureError, UsageError
 from profharness.files import shell_command
 from profharness.profilers.ncu_metrics import metric_names
@@ -28,6 +29,8 @@ from profharness.run import GPU, LIMITS, CaptureOptions, Protocol
 from profharness.store import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from profharness.jobs import Captured
 
 
@@ -43,6 +46,12 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     multiple=True,
     metavar="NAME",
     help="torch (default), events (timing only), nsys, ncu. Repeatable, or separated by commas.",
+)
+@click.option(
+    "--python",
+    multiple=True,
+    metavar="PYTHON",
+    help="Measure the torch of this interpreter, which needs no profharness. Repeatable: one run each.",
 )
 @out_option
 @store_option
@@ -99,16 +108,14 @@ def command(
     config: tuple[str, ...],
     configs_file: Path | None,
     backend: tuple[str, ...],
-    profiler: tuple[str, ...],
-    out: Path,
+    python: tuple[str, ...],
     store: Path,
-    metrics: tuple[str, ...],
-    sections: tuple[str, ...],
-    note: str | None,
     resume_run: str | None,
-    **protocol: Any,
+    **options: Any,
 ) -> None:
     """Run attention configs on backends under a profiler.
+
+    Without a config it runs an everyday set, smaller on a CPU, which it prints first.
 
     Every config runs on every backend in a worker process. The raw traces stay in a run folder,
     and the run goes into the store. A backend that refuses a config is a result, and so is a cell
@@ -129,37 +136,83 @@ def command(
       profharness capture --config 2,8,512,64 --backend auto,flash,math
       profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
       profharness capture --config 2,8,512,64 --profiler torch,ncu --metrics tensor,memory,cache,stalls
+      profharness capture --python old/bin/python --python new/bin/python
     """
     # loads what runs workers, which --help does not need
-    from profharness.jobs import capture_into_store, find_run_folder, resume_into_store
+    from profharness import jobs
 
     configs = read_configs(config, configs_file)
-    backends, profilers = split_names(backend), split_names(profiler) or CaptureOptions.profilers
-    counters = split_names(metrics), split_names(sections)
     if resume_run is not None:
-        if configs or backends:
+        if configs or backend or python:
             raise UsageError(
-                "--resume goes on with the run's own cells; leave --config, --configs and "
-                "--backend out"
+                "--resume goes on with the run's own cells; leave --config, --configs, --backend "
+                "and --python out"
             )
-        folder = find_run_folder(resume_run, out)
+        folder = jobs.find_run_folder(resume_run, options["out"])
         with capture_progress() as progress:
-            captured = resume_into_store(folder, store, progress)
-    else:
-        if any(counters) and not {*COUNTERS} & {*profilers}:
-            names = ", ".join(COUNTERS)
-            raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
-        settings = Protocol(**protocol, metrics=metric_names(counters[0]), sections=counters[1])
-        options = CaptureOptions(profilers, out, settings, note)
-        with capture_progress() as progress:
-            captured = capture_into_store(configs, backends, store, options, progress)
-    _report(captured, store)
+            captured = jobs.resume_into_store(folder, store, progress)
+        _report([captured], store)
+        return
+    chosen = _options(**options)
+    configs = configs or _shown(jobs.everyday_configs(chosen.protocol.device))
+    asked = configs, split_names(backend), store, chosen
+    if python:
+        listener = jobs.Listener(hint, capture_progress)
+        _report(jobs.capture_with_each(python, *asked, listener), store)
+        return
+    with capture_progress() as progress:
+        captured = jobs.capture_into_store(*asked, progress)
+    _report([captured], store)
 
 
-def _report(captured: Captured, store: Path) -> None:
+def _options(
+    out: Path,
+    profiler: tuple[str, ...],
+    metrics: tuple[str, ...],
+    sections: tuple[str, ...],
+    note: str | None,
+    **protocol: Any,
+) -> CaptureOptions:
+    """Raises UsageError for counters without a profiler that takes them."""
+    profilers = split_names(profiler) or CaptureOptions.profilers
+    counters = split_names(metrics), split_names(sections)
+    if any(counters) and not {*COUNTERS} & {*profilers}:
+        names = ", ".join(COUNTERS)
+        raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
+    settings = Protocol(**protocol, metrics=metric_names(counters[0]), sections=counters[1])
+    return CaptureOptions(profilers, out, settings, note)
+
+
+def _shown(everyday: dict[str, Config]) -> list[Config]:
+    """The everyday configs, told before anything runs."""
+    hint("no config is named, so the everyday set runs; name others, as in --config 2,8,512,64")
+    for use, config in everyday.items():
+        hint(f"  {use:15}  {config}")
+    return list(everyday.values())
+
+
+def _report(each: Iterable[Captured], store: Path) -> None:
+    """Each run as it comes, and of several how they compare. Raises CaptureError if a profiler or an
+    interpreter did not do its work.
+    """
+    runs: list[str] = []
+    failures: list[str] = []
+    try:
+        for captured in each:
+            runs.append(captured.run.run)
+            failures += _failures(captured, store)
+    except CaptureError as error:  # of the interpreters that were left out
+        failures.append(str(error))
+    if len(runs) > 1:
+        for run in runs[1:]:
+            hint(f"compare them with: {shell_command('diff', runs[0], run, store=store)}")
+    if failures:
+        raise CaptureError("\n".join(failures))
+
+
+def _failures(captured: Captured, store: Path) -> list[str]:
     """The run's id and what came of its cells on stdout; what failed, with its message, on stderr.
-
-    Raises CaptureError if a profiler did not do its work.
+    Returns what its profilers failed at.
     """
     run = captured.run
     again = shell_command("capture", "--resume", str(captured.folder), store=store)
@@ -176,10 +229,9 @@ def _report(captured: Captured, store: Path) -> None:
     with open_store(store) as opened:
         click.echo(f"see it with: {opened.shown_by(run.run)}", err=True)
     failed = [problem for problem in run.problems if problem.profiler != GPU]  # those were told
-    if failed:
-        lines = [
-            f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
-            for problem in failed
-        ]
-        kept = f"what the others saw is kept in {captured.folder}"
-        raise CaptureError("\n".join(["not every profiler did its work; " + kept, *lines]))
+    lines = [
+        f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
+        for problem in failed
+    ]
+    kept = f"what the others saw is kept in {captured.folder}"
+    return ["not every profiler did its work; " + kept, *lines] if lines else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shlex
 import shutil
@@ -35,6 +36,7 @@ from profharness.run import (
     JOURNAL_FILE,
     OBSERVE,
     PLAN_FILE,
+    PYTHON_FILE,
     RUN_FILE,
     BenchPlan,
     CaptureOptions,
@@ -81,6 +83,9 @@ def capture(
         options.out, kind, options.protocol, cells, backends, names, options.note, options.bench
     )
     with locked(folder):
+        if options.python is not None:
+            with _writes(folder):
+                (folder / PYTHON_FILE).write_text(options.python, encoding="utf-8")
         return _carry_out(folder, run, tools, progress)
 
 
@@ -230,6 +235,7 @@ def make_run(
 
 
 def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progress | None) -> Path:
+    python = _python(folder)
     record = RunRecord(folder, run, progress, _code(folder, run))
     # from the start, so that also a run that is killed can be resumed
     record.save()
@@ -238,7 +244,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
     try:
         with interrupts_name(folder), _writes(folder), deferred():
             if inside or not profilers:
-                command = partial(worker_argv, program=_program(folder, run))
+                command = partial(worker_argv, program=_program(folder, run), python=python)
                 for process in range(run.protocol.processes):
                     cells = record.begin_pass(None, process)
                     run_cells(
@@ -247,7 +253,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
             # after the plain pass, which tells which cells run at all
             for profiler in profilers:
                 if profiler.session is not None:
-                    _wrapped_pass(record, profiler, tools)
+                    _wrapped_pass(record, profiler, tools, python)
             # an interrupt that was put off is raised here, where it still names the folder
             let_through()
     finally:
@@ -282,6 +288,17 @@ def _program(folder: Path, run: Run) -> tuple[str, ...]:
     return () if read_plan(folder) is None else ("profharness.worker.bench",)
 
 
+def _python(folder: Path) -> str | None:
+    """The interpreter that a run was begun with, None for this one. Raises CaptureError if it is gone."""
+    try:
+        python = (folder / PYTHON_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    if not os.access(python, os.X_OK):
+        raise CaptureError(f"{folder} was begun with {python}, which is gone; capture anew")
+    return python
+
+
 def _code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
     """What the environment tells of the backends' code, by its keys."""
     sources = read_sources(folder)
@@ -294,7 +311,9 @@ def _code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
     return {key: values for key, values in code.items() if values}
 
 
-def _wrapped_pass(record: RunRecord, profiler: Profiler, tools: dict[str, Tool]) -> None:
+def _wrapped_pass(
+    record: RunRecord, profiler: Profiler, tools: dict[str, Tool], python: str | None
+) -> None:
     """All cells under a profiler that wraps the worker. What goes wrong is a problem of the run."""
     protocol = replace(
         record.run.protocol,
@@ -311,6 +330,7 @@ def _wrapped_pass(record: RunRecord, profiler: Profiler, tools: dict[str, Tool])
             record.add_entry,
             lambda: open_session(profiler, tools, record.folder, protocol, record.notify),
             record.add_outcome,
+            partial(worker_argv, python=python),
         )
     except CaptureError as error:
         # what a session has found says more than that no worker started
@@ -323,6 +343,8 @@ def _tidy(folder: Path, run: Run) -> None:
     # The journal and the plan say nothing that run.json does not. The log stays if a cell failed.
     for name in (JOURNAL_FILE, PLAN_FILE, SOURCES_FILE):
         (folder / name).unlink(missing_ok=True)
+    if why_not_resumed(folder, run) is not None:
+        (folder / PYTHON_FILE).unlink(missing_ok=True)
     # what processes that were killed before have left
     for path in (*folder.glob(f".{RUN_FILE}.*"), *folder.glob("c*.torch.json*.tmp")):
         path.unlink(missing_ok=True)

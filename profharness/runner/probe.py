@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from profharness.runner.capture import capture
 from profharness.runner.supervise import run_cells, worker_argv, worker_environment
 
 PROBE_CONFIG = "1,2,64,64"
+IMPORT_TIMEOUT_S = 60.0
 PROBE_PROTOCOL = Protocol(iterations=1, warmup=0, samples=0, timeout_s=180)
 
 
@@ -62,6 +64,51 @@ def probe_environment() -> dict[str, Any] | str:
             return worker_environment(Path(folder), PROBE_PROTOCOL)
         except CaptureError as error:
             return str(error)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """Another Python whose torch is to be measured. name is how the user wrote it; environment is what
+    a worker finds there, why the reason where none can start.
+    """
+
+    name: str
+    path: str
+    environment: dict[str, Any] = field(default_factory=dict)
+    why: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The name, and what is there."""
+        if self.why is not None:
+            return f"{self.name}: {self.why}"
+        return (
+            f"{self.name}: torch {self.environment['torch']}, Python {self.environment['python']}"
+        )
+
+
+def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> Interpreter:
+    """Start a worker in a Python, given by its path or its name on PATH. wrapped: the profilers that
+    are to watch it from outside, which need the package nvtx there.
+    """
+    path = shutil.which(name)
+    if path is None:
+        return Interpreter(name, name, why="no such program; name a Python that has torch")
+    # not resolved: the link of a virtual environment says which packages it has
+    path = str(Path(path).absolute())
+    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
+        try:
+            environment = worker_environment(Path(folder), PROBE_PROTOCOL, path)
+        except CaptureError as error:
+            return Interpreter(name, path, why=str(error))
+        except OSError as error:
+            return Interpreter(name, path, why=f"does not start: {error.strerror}")
+    if wrapped:
+        done = run_briefly([path, "-c", "import nvtx"], IMPORT_TIMEOUT_S)
+        if done is None or done.returncode:
+            why = f"{', '.join(wrapped)} need the package nvtx there: {path} -m pip install nvtx"
+            return Interpreter(name, path, environment, why)
+    return Interpreter(name, path, environment)
 
 
 def probe_backends() -> list[BackendState]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import msgspec
 from profharness.config import parse_config
 from profharness.errors import CaptureError
 from profharness.processes import (
+    WORKER_SCRIPT,
     Group,
     child_environment,
     has_ended,
@@ -78,11 +80,14 @@ class Step:
 Progress = Callable[[Step], None]
 
 
-def worker_argv(folder: Path, program: Sequence[str] = ()) -> list[str]:
+def worker_argv(folder: Path, program: Sequence[str] = (), python: str | None = None) -> list[str]:
     """The argv of a program of the worker, given by its module and arguments; none: cell by cell.
+    python: another interpreter, which need have nothing but torch.
 
     -P: the user's own folder, which may hold a `kernels` or a `torch.py`, stays off its path.
     """
+    if python is not None:
+        return [python, str(WORKER_SCRIPT), *program, str(folder)]
     return [sys.executable, "-P", "-m", "profharness.worker", *program, str(folder)]
 
 
@@ -141,6 +146,7 @@ class Start:
     stopped: bool = False
     at_once: bool = False
     reported_s: float = 0.0  # of the time that the worker was stopped
+    remedy: str = "`profharness doctor` shows what is missing"
 
     def __post_init__(self) -> None:
         self.process: Group | None = None
@@ -233,8 +239,7 @@ class Start:
         how = "it gave no sign of life" if self.returncode is None else _how(self.returncode)
         tail = self._stderr_tail()
         return CaptureError(
-            f"the worker process did not start ({how}){f': {tail}' if tail else ''}; "
-            "`profharness doctor` shows what is missing"
+            f"the worker process did not start ({how}){f': {tail}' if tail else ''}; {self.remedy}"
         )
 
     def _follow(self, process: subprocess.Popen[bytes]) -> int | None:
@@ -357,13 +362,17 @@ def why_unwritable(folder: Path) -> str:
     return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free); see worker.log"
 
 
-def worker_environment(folder: Path, protocol: Protocol) -> dict[str, Any]:
+def worker_environment(
+    folder: Path, protocol: Protocol, python: str | None = None
+) -> dict[str, Any]:
     """The environment that a worker finds here. Raises CaptureError when it cannot start."""
     entries: list[JournalEntry] = []
     journal = Journal(folder / JOURNAL_FILE)
     start = Start(folder, protocol, {}, journal, entries.append, Session())
     start.plan()
-    start.run(worker_argv(folder))
+    if python is not None:
+        start.remedy = f"try `{shlex.quote(python)} -c 'import torch'`"
+    start.run(worker_argv(folder, python=python))
     start.take()
     if not entries or entries[0].environment is None:
         raise start.failure()

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.cli.main import cli
+from profharness.jobs import EVERYDAY, everyday_configs
 from profharness.run import read_run, write_run
 
 QUICK = ("--device", "cpu", "--samples", "2", "--iterations", "1", "--warmup", "0")
@@ -22,8 +23,14 @@ def capture(folder: Path, *arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--resume", "x", "--config", "1,1,16,16"), "leave --config, --configs and --backend out"),
-        (("--resume", "x", "--backend", "math"), "leave --config, --configs and --backend out"),
+        (
+            ("--resume", "x", "--config", "1,1,16,16"),
+            "leave --config, --configs, --backend and --python out",
+        ),
+        (
+            ("--resume", "x", "--backend", "math"),
+            "leave --config, --configs, --backend and --python out",
+        ),
         (("--resume", "x"), "no run folder 'x'"),
         (("--config", "1,1,16,16", "--metrics", "m"), "add --profiler ncu"),
         (("--config", "1,1,16,16", "--section", "S", "--profiler", "nsys"), "add --profiler ncu"),
@@ -36,6 +43,32 @@ def test_what_does_not_go_together_starts_nothing(
     assert done.exit_code != 0
     assert told in str(done.exception) + done.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_config_it_runs_the_everyday_set(tmp_path: Path) -> None:
+    done = capture(tmp_path, "--backend", "auto", "--profiler", "events", *QUICK)
+    assert done.exit_code == 0, done.output
+    (folder,) = (tmp_path / "runs").iterdir()
+    cells = read_run(folder).cells
+    assert [str(cell.config) for cell in cells] == [line.split()[-1] for line in told(done)]
+    assert {cell.status for cell in cells} == {"ok"}
+
+
+def told(done: Result) -> list[str]:
+    """The lines of the everyday set."""
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("no config is named") and "--config" in lines[0]
+    return [line for line in lines if line.startswith("  ")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_everyday_set_has_every_use(device: str) -> None:
+    configs = everyday_configs(device).values()
+    assert len({*configs}) == len(EVERYDAY)
+    assert any(config.bwd for config in configs)
+    assert any(config.seq_len_q == 1 for config in configs)
+    assert any(config.mask != "none" for config in configs)
+    assert any(config.num_kv_heads != config.num_heads for config in configs)
 
 
 def test_a_run_and_the_rest_of_it(tmp_path: Path) -> None:

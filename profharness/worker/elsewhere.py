@@ -1,0 +1,68 @@
+"""Starts the worker in a Python that has torch, and need have nothing else of what profharness needs:
+`python .../worker/elsewhere.py [MODULE [ARGUMENT ...]] FOLDER`. It is run by its path.
+
+It keeps to what an old Python 3 can read, so that one that is too old says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import sys
+from importlib import machinery
+from pathlib import Path
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 5)
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def why_not() -> str | None:
+    """Why no worker can run in this Python, None where nothing is known against it."""
+    if sys.version_info < OLDEST_PYTHON:
+        here, oldest = map(dotted, (sys.version_info, OLDEST_PYTHON))
+        return f"Python {here} is too old, {oldest} is the oldest"
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return "no torch is installed there"
+    # not by the distribution's metadata, which a build tree does not have
+    text = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
+    version = re.search(r"__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", text)
+    if version and (int(version[2]), int(version[3])) < OLDEST_TORCH:
+        return f"torch {version[1]} is too old, {dotted(OLDEST_TORCH)} is the oldest"
+    return None
+
+
+def dotted(version: tuple[object, ...]) -> str:
+    """The first two numbers of a version."""
+    return ".".join(map(str, version[:2]))
+
+
+def leave_alone(parents: Path) -> None:
+    """Take the packages of the Python that started this one off the path: they are for that one."""
+    unwanted = (str(parents), str(Path(__file__).resolve().parent))
+    sys.path[:] = [path for path in sys.path if path not in unwanted]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != str(parents))
+
+
+def load_package() -> None:
+    """Make `profharness` importable, and nothing that lies beside it."""
+    spec = importlib.util.spec_from_file_location(
+        PACKAGE.name, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+    )
+    assert isinstance(spec, machinery.ModuleSpec) and spec.loader is not None
+    module = sys.modules[PACKAGE.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+if __name__ == "__main__":
+    leave_alone(PACKAGE.parent)
+    reason = why_not()
+    if reason is not None:
+        sys.exit(reason)
+    load_package()
+    sys.path.append(str(PACKAGE / "worker" / "standins"))  # last: what is installed goes first
+    runpy.run_module("profharness.worker", run_name="__main__")
