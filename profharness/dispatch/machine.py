@@ -146,7 +146,7 @@ def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
 def parse_cudnn(value: int | str) -> int:
     """`9.19.0`, `9.19.0.56`, `91900` or 91900 as 91900. Raises UsageError for anything else."""
     text = str(value).strip()
-    if match := re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.\d+)?", text):
+    if match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\.\d+)?", text):
         major = int(match[1])
         # from cuDNN 9 on the major version counts ten thousand
         scale = 10_000 if major >= 9 else 1_000
@@ -160,7 +160,7 @@ def parse_release(text: str) -> Release:
     """`2.8` as its newest known patch, or .0 where none is known; `2.9.1` or `2.11.0+cu130` as it
     stands. Raises UsageError when the text is no version.
     """
-    match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\+[\w.]+)?", text.strip())
+    match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\+[\w.]+)?", text.strip())
     if not match:
         raise UsageError(f"PyTorch release {text!r} is not a version; write 2.8 or 2.9.1")
     if match[3] is not None:

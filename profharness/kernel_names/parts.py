@@ -27,6 +27,7 @@ from profharness.kernel_names.meanings import (
 from profharness.kernel_names.text import (
     Head,
     KernelName,
+    integer,
     normalise,
     short_type,
     split_head,
@@ -234,8 +235,8 @@ def _word(
 def _read(row: Word, match: re.Match[str], values: dict[str, object]) -> Part:
     for name, value in {**match.groupdict(), **row.values}.items():
         if value is not None:
-            text = str(value)
-            values.setdefault(name, int(text) if text.isdigit() else value)
+            number = integer(str(value))
+            values.setdefault(name, value if number is None else number)
     return Part(match[0], "", row.meaning.format(match[0], *match.groups()))
 
 
@@ -260,9 +261,10 @@ def _bracket(short: str, values: dict[str, object]) -> Iterator[Part]:
     for token in template_arguments(short, at) if at >= 0 else []:
         if token == "...":
             continue
-        if token.isdigit() and (meaning := next(integers, None)):
+        number = integer(token)
+        if number is not None and (meaning := next(integers, None)):
             if rule.head_dim:
-                values.setdefault("head_dim", int(token))
+                values.setdefault("head_dim", number)
             yield Part(token, "", meaning.format(token))
         elif token in words:
             values |= {token: True} if token in ("causal", "dropout") else {}

@@ -81,9 +81,11 @@ def test_releases() -> None:
     ):
         with pytest.raises(UsageError, match=error):
             parse_releases(text)
-    for text in ("", "two", "2", "2.x"):
+    for text in ("", "two", "2", "2.x", f"2.{'9' * 5000}"):
         with pytest.raises(UsageError, match="is not a version"):
             parse_release(text)
+    with pytest.raises(UsageError, match="is not a version"):
+        parse_cudnn(f"9.{'9' * 5000}")
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,12 @@ def test_nothing_raises(name: str) -> None:
     assert found.library in LIBRARIES
 
 
+def test_a_number_too_long_for_python_is_a_word() -> None:
+    found = describe(f"flash_fwd_kernel<Flash_fwd_kernel_traits<{'9' * 5000}, 128, 128, 4>>")
+    assert found.kernel.family.startswith("flash")
+    assert found.kernel.head_dim is None
+
+
 def test_short_words_of_flags_are_told_apart() -> None:
     for table in (FA2_FLAGS, FA3_FLAGS):
         words = [word for flag in table for word in (flag.shown, flag.unset) if word]
