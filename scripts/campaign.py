@@ -244,7 +244,8 @@ class Watch:
         """An input that has no end."""
         self.figures.tried += 1
         self.figures.failures[text] += 1
-        keep(self.asked, self.figures.name, self.folder / f"input-{self.number}", text)
+        log = (self.folder / "child.log").read_text(errors="replace")[-4000:]
+        keep(self.asked, self.figures.name, self.folder / f"input-{self.number}", text, log)
         self.number += 1
 
 
