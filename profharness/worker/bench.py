@@ -264,7 +264,7 @@ class _Group:
         if EAGER in measurements:
             # on one copy, as the graph, so that the host alone is between them
             samplers[EAGER] = partial(timing.time_eager, calls[0], expected_ns=expected_ns)
-        if GRAPH in measurements and expected_ns <= timing.GRAPH_WORTH_MAX_NS:
+        if GRAPH in measurements:
             self.stage(cell, "graph capture")
             try:
                 samplers[GRAPH] = timing.open_graph(calls[0], expected_ns)

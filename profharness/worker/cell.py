@@ -274,10 +274,9 @@ def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any]) -> Cell:
     samples = timing.time_eager(call, count, expected_ns)
     clocks = workspace.clocks() if workspace.clocks else {}
     samplers: dict[str, Callable[[], timing.Sampler]] = {
-        COLD: lambda: partial(timing.time_cold, call, flush=workspace.flush, hold=timing.Hold())
+        COLD: lambda: partial(timing.time_cold, call, flush=workspace.flush, hold=timing.Hold()),
+        GRAPH: partial(timing.open_graph, call, expected_ns),
     }
-    if expected_ns <= timing.GRAPH_WORTH_MAX_NS:
-        samplers[GRAPH] = partial(timing.open_graph, call, expected_ns)
     for name, open_sampler in samplers.items():
         try:
             samples |= open_sampler()(count)

@@ -28,8 +28,6 @@ MIN_SAMPLES = 5
 GRAPH_CALLS = 100  # at most: a replay's own launch costs 11 us, many calls in a graph share it
 GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
 TRIAL_CALLS = 10
-# Beyond this the launch path is no part of the time, and a graph tells nothing new.
-GRAPH_WORTH_MAX_NS = 5_000_000
 FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
 HOLD_NS = 50_000  # the first hold; a call whose queueing takes longer doubles it
 HOLD_MAX_NS = 50_000_000  # a call that is not queued by then waits for the device itself
