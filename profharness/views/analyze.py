@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -89,6 +89,14 @@ COUNTER_COLUMNS = (
     Column("issue_active", "issue%", "percent", right=True),
     Column("stall", "most stalled by"),
 )
+TRAFFIC_COLUMNS = (
+    Column("backend", "backend", repeat=False),
+    Column("level", "traffic"),
+    Column("mb", "MB", "figures", right=True),
+    Column("ratio", "x compulsory", "ratio", right=True),
+    Column("intensity", "FLOP/B", "count", right=True),
+    Column("gb_per_s", "GB/s", "figures", right=True),
+)
 COUNTED_SHARE = 0.01  # of a cell's kernel time, below which a kernel has no row of counters
 
 
@@ -109,6 +117,9 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
             )
         if rows := tuple(_phase_rows(own)):
             blocks.append(Table(PHASE_COLUMNS, rows))
+        if traffic := [point for analysis in own for point in traffic_points(analysis)]:
+            blocks.append(Table.of(TRAFFIC_COLUMNS, traffic))
+            blocks += _past_l1(own)
         if counted := _counter_rows(own):
             blocks.append(_filled(COUNTER_COLUMNS, counted))
         for analysis in own:
@@ -119,7 +130,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     for name, group in sweeps:
         blocks += _sweep(name, group)
     blocks += _sweep_charts(sweeps)
-    blocks += _roofline(analyses)
+    blocks += [*_roofline(analyses), *_traffic_roofline(analyses)]
     extra = {"peaks": [asdict(peaks) for peaks in _peaks(analyses)]}
     records = tuple(map(analyze_record, analyses))
     return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra)
@@ -287,21 +298,93 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Char
     return charts
 
 
+def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
+    """The intensity of a cell on the bytes that ncu counted in each memory, and on compulsory bytes,
+    all over ncu's own time; empty where it counted none.
+    """
+    figures = analysis.figures
+    if figures is None or not figures.ncu_ns or figures.dram_bytes is None:
+        return []
+    levels = (
+        ("compulsory", figures.compulsory_bytes),
+        ("DRAM", figures.dram_bytes),
+        ("L2", figures.l2_bytes),
+        ("L1", None if figures.past_l1 else figures.l1_bytes),
+    )
+    return [
+        {
+            "backend": analysis.backend,
+            "level": level,
+            "mb": moved / MB,
+            "ratio": moved / figures.compulsory_bytes,
+            "intensity": figures.flops / moved,
+            "gb_per_s": moved / figures.ncu_ns,
+            "flops_per_s": figures.flops / figures.ncu_ns * 1e9,
+            "label": analysis.config.label,
+        }
+        for level, moved in levels
+        if moved
+    ]
+
+
+def _past_l1(own: Sequence[CellAnalysis]) -> list[Note]:
+    """Why some have no bytes of L1."""
+    names = [each.backend for each in own if each.figures and each.figures.past_l1]
+    if not names:
+        return []
+    text = (
+        "moves K and V past the L1 (TMA copies from the L2 to shared memory), so the L1 counts none"
+    )
+    return [Note(text, ", ".join(names))]
+
+
+_Roofs = list[tuple[str, Peaks, float]]
+
+
+def _roofs(analyses: Iterable[CellAnalysis]) -> _Roofs:
+    """The roof of each cell's device and dtype, where its peaks are known."""
+    return [
+        (f"{peaks.device} {figures.rate}, {peaks.source}", peaks, peaks.flops_per_s[figures.rate])
+        for analysis in analyses
+        if (peaks := analysis.machine.peaks) and (figures := analysis.figures) and figures.rate
+    ]
+
+
+def _traffic_roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
+    """All cells that ncu saw, a point for each memory whose bytes it counted."""
+    rows = [
+        point | {"backend": f"{point['backend']}, {point['level']} bytes"}
+        for analysis in analyses
+        for point in traffic_points(analysis)
+    ]
+    return roofline_chart(
+        "Roofline on measured traffic",
+        rows,
+        _roofs(analyses),
+        x_title="FLOPs per byte counted",
+        y_title="FLOP/s",
+        caption="Achieved FLOP/s of each cell under ncu (cold caches) over its FLOPs per byte: "
+        "compulsory bytes, and those that ncu counted in DRAM, L2 and L1. The roof is DRAM's, so that "
+        "points on L2 and L1 bytes may stand above it.",
+    )
+
+
 def _roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
     """All cells below the roofs of their device and dtype; empty without peaks."""
-    rows, roofs = [], []
-    for analysis in analyses:
-        figures, peaks = analysis.figures, analysis.machine.peaks
-        if figures is None or peaks is None or not figures.flops_per_s or not figures.rate:
-            continue
-        named = {"backend": analysis.backend, "label": analysis.config.label}
-        rows.append(asdict(figures) | named)
-        label = f"{peaks.device} {figures.rate}, {peaks.source}"
-        roofs.append((label, peaks, peaks.flops_per_s[figures.rate]))
+    shown = [
+        analysis
+        for analysis in analyses
+        if analysis.figures and analysis.figures.flops_per_s and analysis.figures.rate
+    ]
+    rows = [
+        asdict(analysis.figures) | {"backend": analysis.backend, "label": analysis.config.label}
+        for analysis in shown
+        if analysis.figures is not None and analysis.machine.peaks is not None
+    ]
     return roofline_chart(
         "Roofline",
         rows,
-        roofs,
+        _roofs(shown),
         x_title="FLOPs per compulsory byte",
         y_title="FLOP/s",
         caption="Achieved FLOP/s of each cell over its intensity, below what the device can do at most.",

@@ -59,6 +59,7 @@ def test_products_without_tensor_cores_are_told_and_what_runs_instead() -> None:
     assert "the FMA pipe is at work in 41.0 %" in finding.sentence
     plain = counted("b2-h8-s512-d64-fp32", **none).finding("no_tensor_cores")
     assert plain is not None and plain.severity == "note" and "without TF32" in plain.sentence
+    assert plain.sentence.startswith("my_attention multiplies without tensor cores: their pipe")
     low = counted(**{TENSOR_PIPE: 23.5, TENSOR_INSTRUCTIONS: 1e6})
     assert low.finding("no_tensor_cores") is None
     pipe = low.finding("tensor_pipe")

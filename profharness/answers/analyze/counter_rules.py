@@ -45,14 +45,19 @@ _STALL_RULES = "Nsight Compute's rules CPIStall and IssueSlotUtilization"
 _OWN = "profharness: what is less than that costs less than other things on the list"
 THRESHOLDS: dict[str, Threshold] = {
     "tensor pipe": Threshold(0.6, "Nsight Compute's rule SOLBottleneck: below it latency limits"),
+    "tensor cores": Threshold(
+        0.01, "H200 runs: products without tensor cores stay below 0.5 %, those with them above 2 %"
+    ),
     "issue slots": Threshold(0.8, _STALL_RULES),
     "stall": Threshold(0.3, _STALL_RULES),
     "sectors": Threshold(
-        16, "32 threads of 16 bytes, the widest load there is, in 32-byte sectors"
+        18, "32 threads of 16 bytes in 32-byte sectors, and two for a ragged start"
     ),
+    "scattered": Threshold(24, "half as many again as the widest access needs"),
     "narrow": Threshold(4, "32 threads of 4 bytes in 32-byte sectors"),
     "bank conflicts": Threshold(0.1, _OWN),
     "many bank conflicts": Threshold(0.5, "every second pass of shared memory is a repetition"),
+    "DRAM bytes": Threshold(1.5, "times the compulsory bytes, as for the finding dram_traffic"),
     "L2 hits": Threshold(0.5, _OWN),
     "kernel": Threshold(0.2, "profharness: the part of a call's time that makes a kernel worth it"),
 }
@@ -150,8 +155,11 @@ def tensor_pipe(facts: Facts) -> list[Finding]:
         if fma is not None:
             evidence.append(share("FMA pipe", fma, f"ncu {FMA_PIPE}"))
             beside = f"; the FMA pipe is at work in {percent(fma)}"
-        if count == 0:
-            text = f"{kernel.kernel} uses no tensor cores{beside}"
+        if not _over("tensor cores", busy):
+            text = (
+                f"{kernel.kernel} multiplies without tensor cores: their pipe is at work in "
+                f"{percent(busy)} of the cycles{beside}"
+            )
             plain = facts.config.dtype == "fp32" and not facts.machine.tf32
             if plain:
                 text += ", as fp32 products without TF32 do not"
@@ -179,10 +187,11 @@ def coalescing(facts: Facts) -> list[Finding]:
             if sectors > THRESHOLDS["sectors"].value:
                 text = (
                     f"A {what} of {kernel.kernel} asks for {sectors:.1f} sectors of 32 bytes, more "
-                    f"than the {THRESHOLDS['sectors'].value:.0f} that 32 threads with 16 bytes each "
-                    "need: its threads do not access neighbouring addresses."
+                    "than the 16 that 32 threads with 16 bytes each need: its threads do not access "
+                    "neighbouring addresses."
                 )
-                findings.append(Finding("uncoalesced", text, "major", MEASURED, evidence))
+                severity = "major" if _over("scattered", sectors) else "minor"
+                findings.append(Finding("uncoalesced", text, severity, MEASURED, evidence))
             elif sectors < THRESHOLDS["narrow"].value:
                 text = (
                     f"A {what} of {kernel.kernel} asks for {sectors:.1f} sectors of 32 bytes: its "
@@ -210,7 +219,7 @@ def hit_rates(facts: Facts) -> list[Finding]:
     """What L1 and L2 served; few hits in L2 count where DRAM moves more than it must."""
     findings = []
     figures = facts.figures
-    again = (figures.dram_bytes or 0) >= 1.5 * figures.compulsory_bytes
+    again = _over("DRAM bytes", (figures.dram_bytes or 0) / figures.compulsory_bytes)
     for kernel in counted_kernels(facts):
         rates = (
             ("L1", kernel.counters.l1_hit_rate, L1_HIT_RATE),

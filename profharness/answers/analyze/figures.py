@@ -147,8 +147,8 @@ class PhaseFigures:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """The figures of a cell. basis names the time behind the rates, of BASIS_SOURCE; duration_ns is
-    its median. event_ns is an older run's, else cold_ns. Shares are of the peak. dram_bytes are those of a call,
-    dram_bytes_per_s is over ncu's own time.
+    its median. event_ns is an older run's, else cold_ns. Shares are of the peak. dram_bytes, l2_bytes
+    and l1_bytes are those of a call that ncu counted, over ncu_ns, its own time with cold caches.
     """
 
     basis: str | None
@@ -176,6 +176,14 @@ class Figures:
     cold_ns: float | None = None
     eager_ns: float | None = None
     host_ns: float | None = None
+    l2_bytes: float | None = None
+    l1_bytes: float | None = None
+    ncu_ns: float | None = None
+
+    @property
+    def past_l1(self) -> bool:
+        """Whether the L1 counted less than must pass: copies by TMA go from the L2 to shared memory."""
+        return self.l1_bytes is not None and self.l1_bytes < self.compulsory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +352,7 @@ def cell_figures(
     rate = flop_peak(peaks, str(config.dtype), tf32=machine.tf32) if peaks else None
     flops_per_s = work / duration * 1e9 if duration else None
     bytes_per_s = moved / duration * 1e9 if duration else None
-    dram, dram_rate = _dram(kernels)
+    dram, ncu_ns = _of_call(kernels, _dram_bytes), _of_call(kernels, lambda kernel: kernel.ncu_ns)
     top = peaks.bandwidth_bytes_per_s if peaks else None
     one_head = config.seq_len_kv * (config.head_dim + config.value_dim)
     return Figures(
@@ -365,7 +373,7 @@ def cell_figures(
         bytes_per_s=bytes_per_s,
         bandwidth_share=bytes_per_s / top if bytes_per_s and top else None,
         dram_bytes=dram,
-        dram_bytes_per_s=dram_rate,
+        dram_bytes_per_s=dram / ncu_ns * 1e9 if dram is not None and ncu_ns else None,
         against=peaks.source if peaks else None,
         peak_memory_bytes=cell.peak_memory_bytes,
         kv_head_bytes=one_head * (4 if config.dtype == "fp32" else 2),
@@ -373,6 +381,9 @@ def cell_figures(
         cold_ns=times.get(COLD),
         eager_ns=times.get(EAGER),
         host_ns=times.get(HOST),
+        l2_bytes=_of_call(kernels, lambda kernel: kernel.l2_bytes),
+        l1_bytes=_of_call(kernels, lambda kernel: kernel.l1_bytes),
+        ncu_ns=ncu_ns,
     )
 
 
@@ -451,14 +462,15 @@ def _kernel(
     )
 
 
-def _dram(kernels: Sequence[KernelFigures]) -> tuple[float | None, float | None]:
-    """Measured DRAM bytes of a call and their rate; None unless ncu saw every kernel but copies."""
-    seen = [kernel for kernel in kernels if kernel.blocks is not None]
-    if not seen or any(kernel.dram_read_bytes is None for kernel in seen):
-        return None, None
-    moved, time_ns = 0.0, 0.0
-    for kernel in seen:
-        bytes_ = (kernel.dram_read_bytes or 0) + (kernel.dram_write_bytes or 0)
-        moved += bytes_ * kernel.launches_per_call
-        time_ns += (kernel.ncu_ns or 0) * kernel.launches_per_call
-    return moved, moved / time_ns * 1e9 if time_ns else None
+def _of_call(
+    kernels: Sequence[KernelFigures], value: Callable[[KernelFigures], float | None]
+) -> float | None:
+    """What ncu saw of a call; None unless it saw every kernel but copies."""
+    seen = [(value(kernel), kernel) for kernel in kernels if kernel.blocks is not None]
+    known = [count * kernel.launches_per_call for count, kernel in seen if count is not None]
+    return sum(known) if known and len(known) == len(seen) else None
+
+
+def _dram_bytes(kernel: KernelFigures) -> float | None:
+    read, written = kernel.dram_read_bytes, kernel.dram_write_bytes
+    return None if read is None else read + (written or 0)

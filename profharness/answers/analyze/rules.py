@@ -45,7 +45,6 @@ READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
 UNCOUNTED = (
     " (if every block reads a whole head; `capture --profiler torch,ncu --metrics cache` counts it)"
 )
-CACHES = (("L1", L1_BYTES, "l1_bytes"), ("L2", L2_BYTES, "l2_bytes"))
 # Unified L1 and shared memory of one SM in KiB, by compute capability (CUDA C++ Programming Guide,
 # "Technical Specifications per Compute Capability").
 L1_KIB = {(7, 0): 128, (7, 5): 96, (8, 0): 192, (8, 6): 128, (8, 7): 192, (8, 9): 128}
@@ -427,11 +426,12 @@ def cache_traffic(facts: Facts) -> list[Finding]:
     """Bytes that ncu counted in L1 and L2, where it was asked for them, against compulsory bytes."""
     figures = facts.figures
     evidence, clauses, most = [], [], 0.0
-    launched = [kernel for kernel in facts.kernels if kernel.blocks is not None]
-    for name, counter, attribute in CACHES:
-        if not launched or any(getattr(kernel, attribute) is None for kernel in launched):
+    for name, counter, moved in (
+        ("L1", L1_BYTES, None if figures.past_l1 else figures.l1_bytes),
+        ("L2", L2_BYTES, figures.l2_bytes),
+    ):
+        if moved is None:
             continue
-        moved = sum((getattr(k, attribute) or 0) * k.launches_per_call for k in facts.kernels)
         most = max(most, moved)
         evidence.append(Evidence(f"{name} bytes", round(moved), "B", f"ncu {counter}"))
         clauses.append(f"{size(moved)} through the {name}")
