@@ -1,0 +1,519 @@
+"""An atlas: what a GPU does with any attention. Measures cells into a folder of shards, JSON lines that
+docs/atlas.md describes. A call that is cut off loses its last batch; the next one goes on.
+
+    python scripts/make_atlas.py measure FOLDER --seconds 540 [--seed 0] [--device cuda]
+    python scripts/make_atlas.py stats FOLDER
+    python scripts/make_atlas.py pack FOLDER OUT.tar.xz
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atlas_cells import LONGEST_US, Cell, Sampler
+
+from profharness.dispatch.machine import Machine, machine_for, machine_of, release_text
+from profharness.errors import ProfharnessError, UsageError
+from profharness.parse import open_trace
+from profharness.trace import NONE, LaunchConfig, Trace, range_cell
+from profharness.worker.program import end_with
+
+VERSION = 1
+WORKER = Path(__file__).with_name("atlas_worker.py")
+CELLS_A_BATCH = 64
+QUEUED = 2  # batches that the worker has: the one at work, and the next
+SILENCE_S = 60  # a step that takes longer is a hang
+START_S = 120  # the first line: torch and CUDA load
+DEATHS = 3  # workers in turn that die without a result
+PARSERS = 4
+UNLIKELY = 150  # where of so many cells none ran, something else is wrong
+LAST_S = 8  # before the end no batch is begun: one takes seconds, and its trace has to be read
+OF_THE_MACHINE = (
+    "device_type",
+    "gpu",
+    "torch",
+    "torch_cuda",
+    "cudnn",
+)  # a folder holds one machine
+KEPT = ("status", "choice", "graph_us", "peak_bytes", "message")
+Row = dict[str, Any]
+
+
+def launches_of(trace: Trace) -> dict[str, list[list[tuple[int, int, int]]]]:
+    """Of each cell its calls in order, each a list of (kernel, launch configuration, ns)."""
+    calls: dict[int, list[tuple[int, int, int, int]]] = {}
+    for batch in trace.batches():
+        columns = (
+            batch.cell_range,
+            batch.start_ns,
+            batch.kernel,
+            batch.launch_config,
+            batch.duration_ns,
+        )
+        for index, *launch in zip(*(column.tolist() for column in columns), strict=True):
+            if index != NONE:
+                calls.setdefault(index, []).append(tuple(launch))
+    cells: dict[str, list[list[tuple[int, int, int]]]] = {}
+    for index in sorted(calls, key=lambda each: trace.ranges[each].start_ns):
+        cell = range_cell(trace.ranges[index].name)
+        if cell is not None:
+            ordered = [launch[1:] for launch in sorted(calls[index])]
+            cells.setdefault(cell, []).append(ordered)
+    return cells
+
+
+def kernels_of(trace: Trace, calls: list[list[tuple[int, int, int]]]) -> Row:
+    """The kernels of a cell, by most of its calls, with medians of their times."""
+    kinds = Counter(tuple(launch[:2] for launch in call) for call in calls)
+    ((usual, _),) = kinds.most_common(1)
+    alike = [call for call in calls if tuple(launch[:2] for launch in call) == usual]
+    each = [
+        statistics.median(times) / 1e3
+        for times in zip(*([ns for *_, ns in call] for call in alike), strict=True)
+    ]
+    total = statistics.median(sum(ns for *_, ns in call) for call in alike) / 1e3
+    return {
+        "kernel_us": round(total, 3),
+        "kernel_us_each": [round(us, 3) for us in each],
+        "kernels": [
+            launch_row(trace.kernels[kernel], trace.launch_configs[at]) for kernel, at in usual
+        ],
+        "calls": len(alike),
+    }
+
+
+def launch_row(name: str, launch: LaunchConfig) -> list[Any]:
+    """[name, grid, block, registers, shared_bytes], null where there is no such thing (memset)."""
+    return [name, launch.grid, launch.block, launch.registers_per_thread, launch.shared_bytes]
+
+
+def end_with_parent(parent: int) -> None:
+    """A reading process does not outlive a parent that was killed."""
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+
+
+def rows_of(cells: list[Row], results: list[Row], path: str) -> list[Row]:
+    """The lines of a batch. The trace is read and deleted."""
+    seen: dict[str, Row] = {}
+    lacking = "its calls are not in the trace"
+    if Path(path).exists():
+        try:
+            trace = open_trace(Path(path))
+            try:
+                seen = {
+                    cell: kernels_of(trace, calls) for cell, calls in launches_of(trace).items()
+                }
+            finally:
+                trace.close()
+        except ProfharnessError as error:
+            lacking = str(error).replace(path, "its trace")
+        finally:
+            Path(path).unlink()
+    rows = []
+    for number, (cell, result) in enumerate(zip(cells, results, strict=True)):
+        row = {name: cell[name] for name in ("config", "backend", "regime")}
+        row |= {name: result[name] for name in KEPT if name in result}
+        if result["status"] == "ok":
+            kernels = seen.get(f"c{number:04}")
+            row |= kernels or {"status": "error", "message": lacking}
+        rows.append(row)
+    return rows
+
+
+def lines_of(path: Path) -> Iterator[Row]:
+    """The lines of a shard; the last one may have been cut off. Raises UsageError for other files."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError
+            except ValueError:
+                if not line.endswith("\n"):
+                    return
+                raise UsageError(f"{path}, line {number}: not a line of an atlas") from None
+            if number == 1 and row.get("atlas") != VERSION:
+                raise UsageError(f"{path}: not a shard of an atlas of version {VERSION}")
+            yield row
+
+
+def shards_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.jsonl"))
+
+
+@dataclass
+class Shard:
+    """The file of one call. Lines are written a batch at a time, whole."""
+
+    path: Path
+    begun: float = field(default_factory=time.monotonic)
+    count: int = 0
+
+    def write(self, rows: list[Row]) -> None:
+        at = round(time.monotonic() - self.begun, 1)
+        text = "".join(json.dumps(row | {"at_s": at}, separators=(",", ":")) + "\n" for row in rows)
+        data = text.encode()
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            while data:
+                data = data[os.write(file, data) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
+        self.count += len(rows)
+
+
+def new_shard(folder: Path, environment: Row, seed: int) -> Shard:
+    """A shard of its own for each call: the one before may end in half a line. Raises UsageError where
+    the folder holds another machine's.
+    """
+    shards = shards_of(folder)
+    for path in shards:
+        for row in lines_of(path):
+            other = row["environment"]
+            for name in OF_THE_MACHINE:
+                if other.get(name) != environment.get(name):
+                    raise UsageError(
+                        f"{folder} holds cells of {name} {other.get(name)}; this machine has "
+                        f"{environment.get(name)}: give another folder"
+                    )
+            break
+    number = 1 + max((int(path.stem.split("-")[1]) for path in shards), default=0)
+    shard = Shard(folder / f"shard-{number:04}.jsonl")
+    shard.write([{"atlas": VERSION, "environment": environment, "seed": seed}])
+    return shard
+
+
+@dataclass
+class Worker:
+    """The measuring process. What it says comes into `said`, None at its end."""
+
+    device: str
+    log: Path
+    said: queue.Queue[Row | None] = field(default_factory=queue.Queue)
+    process: subprocess.Popen[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        with self.log.open("a") as log:
+            argv = [sys.executable, str(WORKER), self.device, str(os.getpid())]
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                self.said.put(json.loads(line))
+            except ValueError:
+                break  # it died in the middle of a line
+        self.said.put(None)
+
+    def ask(self, message: Row) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # it is dead, which is seen by its silence
+
+    def end(self) -> int:
+        """Its exit code, after it has been killed if it still runs."""
+        self.process.kill()
+        code = self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return code
+
+
+@dataclass
+class Batch:
+    number: int
+    cells: list[Row]
+    trace: str
+
+    def message(self) -> Row:
+        return {"batch": self.number, "cells": self.cells, "trace": self.trace}
+
+
+@dataclass
+class Campaign:
+    """One call of `measure`: hands out batches, replaces workers that die, and writes what comes."""
+
+    options: argparse.Namespace
+    folder: Path
+    scratch: Path
+    deadline: float
+    parsers: ProcessPoolExecutor
+    shard: Shard | None = None
+    cells: Iterator[list[Cell]] = field(default_factory=lambda: iter(()))
+    done: set[tuple[str, str]] = field(default_factory=set)
+    again: deque[list[Row]] = field(default_factory=deque)
+    waiting: deque[Batch] = field(default_factory=deque)
+    reading: list[Future[list[Row]]] = field(default_factory=list)
+    batches: int = 0
+    left: int = sys.maxsize
+    deaths: int = 0
+    ran: int = 0
+    stage: Row = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Measure until the time or the cells are over; the number of cells written."""
+        self.left = self.options.cells or sys.maxsize
+        for path in shards_of(self.folder):
+            self.done |= {
+                (row["config"], row["backend"]) for row in lines_of(path) if "config" in row
+            }
+        if self.done:
+            print(f"{len(self.done)} cells are there already", flush=True)
+        while self.is_going():
+            self.with_worker(Worker(self.options.device, self.scratch / "worker.log"))
+        while self.reading:
+            self.collect(wait=True)
+        return self.shard.count - 1 if self.shard else 0
+
+    def is_going(self) -> bool:
+        return time.monotonic() < self.deadline and (self.left > 0 or bool(self.again))
+
+    def with_worker(self, worker: Worker) -> None:
+        """Keep a worker busy until it dies or the time is over."""
+        self.waiting.clear()
+        self.stage = {}
+        limit = START_S
+        try:
+            while True:
+                if self.shard is not None:
+                    while len(self.waiting) < QUEUED and self.is_going() and (batch := self.next()):
+                        self.waiting.append(batch)
+                        worker.ask(batch.message())
+                    if not self.waiting:
+                        return
+                try:
+                    over = max(1.0, self.deadline + LAST_S - time.monotonic())
+                    message = worker.said.get(timeout=min(limit, over))
+                except queue.Empty:
+                    if time.monotonic() > self.deadline:
+                        return
+                    self.lose(f"no answer within {limit} s")
+                    return
+                if message is None:
+                    self.lose(f"the process ended with {worker.process.wait()}")
+                    return
+                limit = SILENCE_S
+                self.take(message)
+                self.collect()
+        finally:
+            worker.end()
+
+    def take(self, message: Row) -> None:
+        """Something that the worker said."""
+        if "environment" in message:
+            if self.shard is None:
+                self.open(message["environment"])
+        elif "stage" in message:
+            self.stage = message
+        else:
+            batch = self.waiting.popleft()
+            self.stage, self.deaths = {}, 0
+            future = self.parsers.submit(rows_of, batch.cells, message["cells"], batch.trace)
+            self.reading.append(future)
+
+    def open(self, environment: Row) -> None:
+        """Plan for the machine that answered. What a CPU runs is planned as for an H200."""
+        machine: Machine = machine_of(environment)
+        if environment["device_type"] != "cuda" or not machine.known:
+            machine = machine_for("H200", "2.11")
+        print(
+            f"{environment.get('gpu', environment['device_type'])}, torch {environment['torch']}, "
+            f"rules of {release_text(machine.torch)}",
+            flush=True,
+        )
+        sampler = Sampler(machine, self.options.seed, self.options.longest)
+        self.cells = sampler.cells()
+        self.shard = new_shard(self.folder, environment, self.options.seed)
+
+    def next(self) -> Batch | None:
+        """The next cells that are not there yet, those of one config together."""
+        rows: list[Row] = []
+        if self.again:
+            rows = self.again.popleft()
+        while len(rows) < min(CELLS_A_BATCH, self.left) and not self.again:
+            rows += [
+                cell.row()
+                for cell in next(self.cells)
+                if (cell.config, cell.backend) not in self.done
+            ]
+        self.left -= sum((row["config"], row["backend"]) not in self.done for row in rows)
+        self.done |= {(row["config"], row["backend"]) for row in rows}
+        self.batches += 1
+        path = self.scratch / f"{self.batches}.json"
+        return Batch(self.batches, rows, str(path)) if rows else None
+
+    def lose(self, reason: str) -> None:
+        """A worker is gone: the cell that it was at has this for a result, unless its graph alone was
+        to blame; the others of its batches are to be done again.
+        """
+        text = (self.scratch / "worker.log").read_text(errors="replace")[-1500:]
+        print(f"worker lost: {reason} at {self.stage}: {text}", file=sys.stderr, flush=True)
+        self.deaths += 1
+        if self.deaths >= DEATHS or self.shard is None:
+            raise ProfharnessError(
+                f"{self.deaths} workers in turn were lost ({reason}); what they wrote stands above"
+            )
+        at = self.stage.get("cell")
+        for index, batch in enumerate(self.waiting):
+            cells = batch.cells
+            if index == 0 and at is not None:
+                cell, cells = cells[at], cells[:at] + cells[at + 1 :]
+                if self.stage["stage"] == "graph" and cell.get("graph", True):
+                    cells.append(cell | {"graph": False})
+                else:
+                    message = f"{reason}, in its step {self.stage['stage']}"
+                    self.shard.write(
+                        [
+                            {name: cell[name] for name in ("config", "backend", "regime")}
+                            | {"status": "error", "choice": None, "message": message}
+                        ]
+                    )
+                self.deaths = 0
+            elif index == 0 and len(cells) > 1:  # the profiler's own: by halves
+                self.again.append(cells[: len(cells) // 2])
+                cells = cells[len(cells) // 2 :]
+            if cells:
+                self.again.append(cells)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Write the batches whose traces are read."""
+        assert self.shard is not None or not self.reading
+        while self.reading and (wait or self.reading[0].done()):
+            rows = self.reading.pop(0).result()
+            if self.shard is not None:
+                self.shard.write(rows)
+                self.ran += sum(row["status"] == "ok" for row in rows)
+                if not self.ran and self.shard.count > UNLIKELY:
+                    texts = sorted({row.get("message", "") for row in rows})
+                    raise ProfharnessError(f"{UNLIKELY} cells and none ran: {'; '.join(texts[:3])}")
+                seconds = time.monotonic() - self.shard.begun
+                rate = self.shard.count / max(seconds, 1e-9)
+                print(f"{seconds:6.1f} s {self.shard.count:6} cells {rate:5.1f}/s", flush=True)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Measure cells into the folder."""
+    begun = time.monotonic()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    # on SIGTERM the scratch folder and the processes go, as they do after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    context = multiprocessing.get_context("spawn")
+    count = max(1, min(PARSERS, (os.cpu_count() or 2) // 2))
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ProcessPoolExecutor(count, context, end_with_parent, (os.getpid(),)) as parsers,
+    ):
+        deadline = begun + options.seconds - LAST_S
+        campaign = Campaign(options, options.folder, Path(scratch), deadline, parsers)
+        print(f"{campaign.run()} cells measured", flush=True)
+    return 0
+
+
+def stats(options: argparse.Namespace) -> int:
+    """Print the cells by regime, backend and status, and how fast they were measured."""
+    table: Counter[tuple[str, str]] = Counter()
+    kernels: set[str] = set()
+    for path in shards_of(options.folder):
+        count, end = 0, 0.0
+        for row in lines_of(path):
+            if "environment" in row:
+                told = {name: row["environment"].get(name) for name in OF_THE_MACHINE}
+                print(
+                    f"{path.name}: {', '.join(f'{name} {value}' for name, value in told.items())}"
+                )
+                continue
+            count, end = count + 1, row["at_s"]
+            kernels |= {kernel[0] for kernel in row.get("kernels", ())}
+            for kind in ("regime", "backend"):
+                table[f"{kind} {row[kind]}", row["status"]] += 1
+        print(f"{path.name}: {count} cells in {end:.0f} s, {count / max(end, 0.1):.1f} a second")
+    statuses = sorted({status for _, status in table})
+    print(f"{'':20}" + "".join(f"{status:>9}" for status in statuses))
+    for name in sorted({name for name, _ in table}):
+        print(f"{name:20}" + "".join(f"{table[name, status]:9}" for status in statuses))
+    print(f"{len(kernels)} kernels")
+    return 0
+
+
+def pack(options: argparse.Namespace) -> int:
+    """Put the shards into one file."""
+    shards = shards_of(options.folder)
+    if not shards:
+        raise UsageError(f"{options.folder} has no shards (shard-*.jsonl) to pack")
+
+    def bare(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = info.mtime = 0
+        info.uname = info.gname = ""
+        return info
+
+    partial = options.out.with_name(options.out.name + ".partial")
+    with tarfile.open(partial, "w:xz") as archive:
+        for path in shards:
+            archive.add(path, path.name, filter=bare)
+    partial.replace(options.out)
+    print(f"{options.out}: {len(shards)} shards, {options.out.stat().st_size} bytes")
+    return 0
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    for function in (measure, stats, pack):
+        command = commands.add_parser(function.__name__, help=function.__doc__)
+        command.set_defaults(function=function)
+        command.add_argument("folder", type=Path)
+        if function is pack:
+            command.add_argument("out", type=Path)
+        if function is measure:
+            command.add_argument("--seconds", type=float, default=540)
+            command.add_argument("--seed", type=int, default=0)
+            command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+            command.add_argument("--cells", type=int, default=0, help="no more than about so many")
+            command.add_argument(
+                "--longest",
+                type=float,
+                default=LONGEST_US,
+                help="us of a call, as estimated on a GPU",
+            )
+    options = parser.parse_args(words)
+    try:
+        code: int = options.function(options)
+    except (ProfharnessError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was written stays, and the next call goes on", file=sys.stderr)
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
