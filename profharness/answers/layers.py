@@ -31,10 +31,13 @@ from profharness.store import Store
 
 WHOLE_PROGRAM = "the whole program"
 NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # of `LayerRow.mask`
-NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
+NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
 EAGER = (
     "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
 )
+
+UNFUSED = "flex_attention without torch.compile: plain products, which hold all scores"
+FUSE = "torch.compile(flex_attention): one fused kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,6 @@ def find_layers(
             "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
         )
     steps = store.steps(run) if calls else []
-    calls = [observed.completed(call) for call in calls]
     if step is None:
         calls += observed.untraced()
     else:
@@ -442,6 +444,8 @@ def _because(
         )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
+    if kind and call.kind == "flex" and not call.compiled:
+        return (*reasons, UNFUSED), (FUSE,)
     if ran_there != "math" or config is None or place is None:
         return tuple(reasons), tuple(advice)
     changes = suggestions(config, place)

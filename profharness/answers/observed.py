@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from profharness.config import parse_config
 from profharness.rows import UNTRACED, CallRow, TemplateRow
 
 Lengths = tuple[int | None, ...]  # batch, queries, keys; keys are None in decoding
@@ -46,20 +45,6 @@ class Observed:
     def kind(self, call: CallRow) -> TemplateRow | None:
         """The kind of a call; None for one of which nothing was observed."""
         return None if call.template is None else self._kinds[call.template]
-
-    def completed(self, call: CallRow) -> CallRow:
-        """The call with its kind's config where the trace tells none, as nsys does, which knows no
-        dtypes. The config is of the kind's first call; this one has to have its lengths.
-        """
-        kind = self.kind(call)
-        if call.config or kind is None or kind.config is None:
-            return call
-        config = parse_config(kind.config)
-        dims = [list(tensor["dims"]) for tensor in call.tensors[:2] if tensor]
-        lengths = [(size[0], size[-2]) for size in dims if len(size) == len("bhsd")]
-        if lengths != [(config.batch, config.seq_len_q), (config.key_batch, config.seq_len_kv)]:
-            return call
-        return replace(call, config=kind.config, reason=kind.reason)
 
     def told_of(self, call: CallRow, name: str) -> str | None:
         """A field of a call's kind. A fused call in compiled code may be of any kind there: it is told

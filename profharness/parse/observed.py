@@ -272,12 +272,38 @@ def match_calls(
     return found
 
 
+def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
+    """A call of a trace with what its template tells and its trace does not.
+
+    A trace may tell no dtype, as nsys' does; the template's config is of its first call, whose lengths
+    this one has to have. flex_attention without torch.compile is plain products in a trace.
+    """
+    other = item.call
+    if _is_unfused(call, other):
+        return replace(call, kind=other.kind, compiled=False, config=None, reason=other.reason)
+    if call.config is not None or other.config is None:
+        return call
+    if length_key(call.tensors) != length_key(other.tensors):
+        return call
+    return replace(call, config=other.config, reason=other.reason)
+
+
+def _is_unfused(call: AttentionCall, other: AttentionCall) -> bool:
+    """Whether a call of a trace may be flex_attention in plain products, in a dtype of their own and
+    in what PyTorch calls a compiled region.
+    """
+    return (call.kind, other.kind, other.compiled) == ("eager", "flex", False)
+
+
 def _fits(call: AttentionCall, item: ObservedCall) -> bool:
     """Whether a call of a trace is one of a template."""
     other = item.call
-    if (call.kind, call.compiled, call.recompute) != (other.kind, False, other.recompute):
+    given = call.tensors[:3]
+    if _is_unfused(call, other):
+        given = tuple(tensor and replace(tensor, dtype=None) for tensor in given)
+    elif (call.kind, call.compiled) != (other.kind, False):
         return False
-    if not all(map(_like, call.tensors[:3], other.tensors[:3])):
+    if call.recompute != other.recompute or not all(map(_like, given, other.tensors[:3])):
         return False
     mine, theirs = call.tensors[3], other.tensors[3]
     if (mine is None) != (theirs is None):

@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import msgspec
 
 from profharness.config import Config
-from profharness.parse.observed import Journals, ObservedCall, match_calls
+from profharness.parse.observed import Journals, ObservedCall, completed, match_calls
 from profharness.store.insert import config_ids
 from profharness.store.schema import insert_row
 from profharness.trace import AttentionCall
@@ -29,8 +28,8 @@ def insert_journals(
     journals: Journals,
     calls: Sequence[AttentionCall],
 ) -> list[str]:
-    """Insert what was observed and tie the calls of the traces, which are stored, to it; warnings on
-    what is left.
+    """Insert what was observed, and tie the calls of the traces, which are stored, to it: they get
+    what it tells and their trace does not. Warnings on what is left.
     """
     if not journals.calls:
         return list(journals.warnings)
@@ -38,7 +37,13 @@ def insert_journals(
     configs = config_ids(connection, (config for config in labels if config))
     ids = _insert_templates(connection, run_id, journals.calls, configs)
     places = match_calls(calls, journals.calls)
-    _link_calls(connection, run_id, [None if at is None else ids[at] for at in places])
+    rows = []
+    for at, call in zip(places, calls, strict=True):
+        whole = call if at is None else completed(call, journals.calls[at])
+        config = configs[whole.config] if whole.config and call.config is None else None
+        number = None if at is None else ids[at]
+        rows.append((number, whole.kind, whole.compiled, config, whole.reason))
+    _link_calls(connection, run_id, rows)
     lost = sum(at is None and call.path is not None for at, call in zip(places, calls, strict=True))
     text = f"{lost} call(s) of the traces fit no observed kind of call, or several"
     return [*journals.warnings, *([text] if lost else [])]
@@ -70,13 +75,19 @@ def _insert_templates(
 
 
 def _link_calls(
-    connection: sqlite3.Connection, run_id: int, templates: Sequence[int | None]
+    connection: sqlite3.Connection,
+    run_id: int,
+    rows: Sequence[tuple[int | None, str, bool, int | None, str | None]],
 ) -> None:
-    """Give the calls of a run's traces, in order, the ids of their templates."""
+    """Give the calls of a run's traces, in order, the ids of their templates and what those tell."""
     calls = connection.execute(
         "SELECT c.id FROM calls c JOIN traces t ON t.id = c.trace_id WHERE t.run_id = ? "
         "ORDER BY t.id, c.ordinal",
         (run_id,),
     ).fetchall()
-    pairs = zip(templates, chain.from_iterable(calls), strict=True)
-    connection.executemany("UPDATE calls SET template_id = ? WHERE id = ?", pairs)
+    numbered = ((*row, *call) for row, call in zip(rows, calls, strict=True))
+    connection.executemany(
+        "UPDATE calls SET template_id = ?, kind = ?, compiled = ?, "
+        "config_id = coalesce(?, config_id), reason = ? WHERE id = ?",
+        numbered,
+    )

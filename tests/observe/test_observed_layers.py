@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import sqlite3
@@ -92,17 +93,56 @@ def told(layers: LayerMap) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_a_call_whose_trace_tells_no_dtype_has_the_config_of_its_kind(
-    store: Path, tmp_path: Path
+def test_calls_whose_trace_tells_no_dtype_have_the_config_of_their_kind(
+    seen: Seen, store: Path, tmp_path: Path
 ) -> None:
-    """As a trace of nsys: its calls have sizes alone."""
-    copy = Path(shutil.copy(store, tmp_path / "s.db"))
-    before = the_map(store).rows[0]
-    with closing(sqlite3.connect(copy)) as connection:
-        connection.execute("UPDATE calls SET config_id = NULL, reason = 'no dtype'")
-        connection.commit()
-    after = the_map(copy).rows[0]
+    """As a trace of nsys, in every answer: layers, the view, analyze and diff."""
+    assert seen.folder is not None
+    folder = shutil.copytree(seen.folder, tmp_path / "run")
+    (path,) = folder.glob("*.torch.json.gz")
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    for event in trace["traceEvents"]:
+        if told := event.get("args", {}).get("Input type"):
+            event["args"]["Input type"] = [""] * len(told)
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    copy = tmp_path / "s.db"
+    (result,) = ingest_path(copy, folder)
+    before, after = the_map(store).rows[0], the_map(copy).rows[0]
     assert before.config and (after.config, after.reasons) == (before.config, before.reasons)
+    with closing(sqlite3.connect(copy)) as connection:
+        rows = connection.execute("SELECT DISTINCT config, replayable FROM attention_calls")
+        assert rows.fetchall() == [(before.config, 1)]
+    run = ["--store", str(copy), "--format", "json"]
+    done = CliRunner().invoke(cli, ["analyze", "--run", result.run, *run])
+    assert done.exit_code == 0, done.stderr
+    assert {row["config"] for row in json.loads(done.stdout)["rows"]} == {before.config}
+    done = CliRunner().invoke(cli, ["diff", result.run, result.run, *run])
+    assert json.loads(done.stdout)["layers"][0]["baseline"]["config"] == before.config
+
+
+FLEX = """
+from torch.nn.attention.flex_attention import flex_attention
+
+class Flex(torch.nn.Module):
+    def forward(self, x):
+        q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        return flex_attention(q, q, q).transpose(1, 2).flatten(2)
+
+layers = torch.nn.Sequential(Flex(), Flex())
+with torch.no_grad():
+    for _ in range(4):
+        layers(torch.randn(2, 16, 32, dtype=torch.bfloat16))
+"""
+
+
+def test_flex_attention_that_was_not_compiled_is_told_from_eager_attention(tmp_path: Path) -> None:
+    done = observe(tmp_path, write(tmp_path, FLEX), options=("--steps", "1", "--warmup", "1"))
+    assert done.code == 0, done.stderr
+    (row,) = the_map(tmp_path / "profharness.db").rows
+    assert (row.module, row.mode, row.ran, row.calls) == ("{0-1}", "eager", "flex", 2)
+    assert row.program_calls == 8 and row.config is None and not row.replayable
+    assert "without torch.compile" in row.reasons[1]
+    assert row.advice == ("torch.compile(flex_attention): one fused kernel",)
 
 
 def test_a_traced_run_tells_what_the_trace_lacks(seen: Seen, store: Path) -> None:
