@@ -324,7 +324,7 @@ def recorded(calls: list[dict[str, Any]]) -> Iterator[None]:
         calls.append(
             {
                 "module": type(stack[-1]).__name__ if stack else None,
-                "path": paths[stack[-1]] if stack else None,
+                "path": paths.get(stack[-1]) if stack else None,
                 "tensors": [None if t is None else told(t, cast) for t in given],
                 "flags": {"causal": is_causal, "dropout": dropout_p, "scale": scale, "gqa": enable_gqa},
                 "backward": torch.is_grad_enabled()

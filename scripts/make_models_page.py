@@ -26,7 +26,7 @@ def maps() -> str:
     parts = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "models.db"
-        for path in sorted((ROOT / "traces" / "models").glob("*.json.gz")):
+        for path in sorted((ROOT / "traces" / "models").iterdir()):
             (result,) = ingest_path(store, path)
             with open_store(store) as opened:
                 layers = find_layers(opened, result.run, torch=TORCH)

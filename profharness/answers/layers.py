@@ -444,7 +444,7 @@ def _because(
         )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
-    if kind and call.kind == "flex" and not call.compiled:
+    if call.kind == "flex" and not call.compiled:
         return (*reasons, UNFUSED), (FUSE,)
     if ran_there != "math" or config is None or place is None:
         return tuple(reasons), tuple(advice)
@@ -494,8 +494,7 @@ def suggestions(config: Config, place: Place) -> list[Suggestion]:
 def _caveats(rows: Iterable[LayerRow], place: Place | None, observed: Observed) -> tuple[str, ...]:
     kept = list(rows)
     texts = []
-    if hidden := observed.hidden():
-        names = numbered_names([str(kind.name) for kind in hidden])
+    if names := numbered_names([kind.name for kind in observed.hidden() if kind.name]):
         texts.append(
             f"Compiled code calls attention in {names}; the trace does not say which is which."
         )
@@ -507,7 +506,7 @@ def _caveats(rows: Iterable[LayerRow], place: Place | None, observed: Observed) 
         )
     if all(row.calls is None for row in kept):
         texts.append("No step was recorded: calls are counted, and there are no kernels and times.")
-    elif live and not any(row.module for row in live):
+    elif live and not observed and not any(row.module for row in live):
         texts.append("The trace has no modules: record it with with_stack=True.")
     if place is None and any(row.ran == "math" for row in kept):
         texts.append("Why math ran depends on PyTorch's release: name it with --torch.")

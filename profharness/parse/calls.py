@@ -33,6 +33,9 @@ from profharness.parse.ops import (
     PRODUCTS,
     REGION,
     SOFTMAX,
+    TRITON,
+    TRITON_TEMPLATE,
+    UNFUSED_FLEX,
     Detail,
     Flow,
 )
@@ -122,15 +125,21 @@ class _Context:
         self.of = dict(zip(places, chains, strict=True))
 
     def draft(
-        self, at: int, template: _Template, *, end: int, sequences: frozenset[int], compiled: bool
+        self,
+        at: int,
+        template: _Template,
+        *,
+        end: int,
+        sequences: frozenset[int],
+        compiled: bool | None = None,
     ) -> _Draft:
-        """The call of an op; compiled: it is, whatever is around."""
+        """The call of an op; compiled: whether it is, whatever is around."""
         op = self._ops.spans[at]
         return _Draft(
             kind=template.kind,
             op=template.op,
             sdpa_op=template.sdpa_op,
-            compiled=compiled or self._compiled[at],
+            compiled=self._compiled[at] if compiled is None else compiled,
             recompute=self._recompute[at],
             modules=self.of[at],
             tensors=template.tensors,
@@ -307,8 +316,15 @@ def _fused(
         template,
         end=ops[0].end,
         sequences=frozenset(op.sequence for op in ops if op.sequence >= 0),
-        compiled=template.kind == "flex" and ops[0].name.startswith("triton"),
+        compiled=_is_compiled_flex(ops[0].name),
     )
+
+
+def _is_compiled_flex(name: str) -> bool | None:
+    """Whether an op is flex_attention that Inductor compiled; None of any other attention."""
+    if name.startswith(TRITON):
+        return True
+    return False if name == UNFUSED_FLEX else None
 
 
 def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
@@ -383,7 +399,7 @@ def _plain(tree: Tree, places: Sequence[int], context: _Context) -> _Draft | Non
         tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
         unsaid = "eager attention; what it masks is not told"
     template = _Template("eager", scores.name, None, tensors, {}, unsaid)
-    return context.draft(places[0], template, end=output.end, sequences=frozenset(), compiled=False)
+    return context.draft(places[0], template, end=output.end, sequences=frozenset())
 
 
 def _backward(
@@ -406,19 +422,17 @@ def _backward(
             yield _stretch(call, evaluations.spans[at])
     open_calls = [index for index, draft in enumerate(drafts) if not draft.recompute]
     begin = [draft.start for draft in drafts].__getitem__
-    gradients = [
-        (at, op)
-        for at, op in enumerate(tree.spans)
-        if _is_gradient(op.name)
-        and not any(_is_gradient(tree.spans[above].name) for above in tree.ancestors(at))
-    ]
-    for at, op in sorted(gradients, key=lambda item: item[1].start):
+    parts: list[Detail] = []  # kernels before that of Inductor's template, of the same gradient
+    for at, op in _gradients(tree):
+        if op.name.startswith(TRITON) and not op.name.startswith(TRITON_TEMPLATE):
+            parts.append(op)
+            continue
         above = [tree.spans[index] for index in tree.ancestors(at)]
         node = next((span for span in above if span.name.startswith(EVALUATION)), op)
         if node[1:4] in taken:
             continue
         sequences = {span.sequence for span in above if span.sequence >= 0}
-        shapes = [sizes(op.dims, place) for place in (1, 2)]
+        shapes = [sizes(op.dims, at) for at in ((0, 1) if op.name.startswith(TRITON) else (1, 2))]
         matching = next(
             (
                 at
@@ -435,6 +449,17 @@ def _backward(
         if matching is not None:
             call = open_calls.pop(matching)
             yield _stretch(call, op if drafts[call].compiled else node)
+            own = [part for part in parts if part.thread == op.thread and part.start >= node.start]
+            yield from (_stretch(call, part) for part in own)
+        parts.clear()
+
+
+def _gradients(tree: Tree) -> list[tuple[int, Detail]]:
+    """The outermost ops that compute a gradient of attention, with their places, in time order."""
+    own = [_is_gradient(op.name) for op in tree.spans]
+    below = tree.below(own)
+    found = [(at, op) for at, op in enumerate(tree.spans) if own[at] and not below[at]]
+    return sorted(found, key=lambda item: int(item[1].start))
 
 
 def _shapes(draft: _Draft) -> list[tuple[int, ...]]:

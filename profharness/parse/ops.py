@@ -17,7 +17,8 @@ INNER = re.compile(
     r"aten::_scaled_dot_product_(?:flash|efficient|cudnn|fused|attention_math)\w*"
     r"|aten::_(?:flash|efficient|cudnn)_attention_forward"
 )
-FLEX = re.compile(r"triton_\w*flex_attention\w*|flex_attention\w*")
+UNFUSED_FLEX = "FlexAttentionAutogradOp"  # flex_attention that no compiler took, with a gradient
+FLEX = re.compile(rf"triton_\w*flex_attention\w*|flex_attention\w*|{UNFUSED_FLEX}")
 PACKAGES = re.compile(
     r"FlashAttn\w*Func|flash_attn\w*::\w+|(?:xformers\w*|_?vllm\w*|sglang|sgl_kernel|flashinfer"
     r"|sageattention|aiter|transformer_engine\w*)::\w*(?:attention|attn|fmha|flash|mha|mla)\w*"
@@ -28,7 +29,8 @@ SOFTMAX = ("aten::softmax", "aten::_softmax", "aten::_safe_softmax")
 LINEAR = "aten::linear"  # its products are no attention's
 EVALUATION = "autograd::engine::evaluate_function: "
 REGION = re.compile(r"Torch-Compiled Region.*|CompiledFunction\w*|## Call CompiledFxGraph .*")
-GRADIENT = re.compile(r"aten::\w*attention\w*backward\w*")
+GRADIENT = re.compile(r"aten::\w*attention\w*backward\w*|triton_\w*flex_attention_backward\w*")
+TRITON, TRITON_TEMPLATE = "triton_", "triton_tem_"  # Inductor's kernels, and those of its templates
 MODULE = "nn.Module: "
 
 

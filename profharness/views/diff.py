@@ -39,6 +39,8 @@ COLUMNS = (
 LAYER_COLUMNS = (
     Column("layer", "module", shrink=True),
     Column("calls", "calls/step", right=True),
+    Column("program_calls", "calls in all", right=True),
+    Column("asked", "asked"),
     Column("ran", "ran"),
     Column("forward_ns", "forward µs/call", right=True),
     Column("backward_ns", "backward µs/call", right=True),
@@ -116,7 +118,11 @@ def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
     verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
     return {
         "layer": name if row.direction == "forward" else f"{name} ({row.direction})",
-        "calls": _both(row, lambda side: f"{side.calls:g}"),
+        "calls": _both(row, lambda side: None if side.calls is None else f"{side.calls:g}"),
+        "program_calls": _both(
+            row, lambda side: None if side.program_calls is None else f"{side.program_calls:,}"
+        ),
+        "asked": _both(row, lambda side: side.asked),
         "ran": _both(row, lambda side: side.ran),
         "forward_ns": _both(row, lambda side: _us(side.forward_ns)),
         "backward_ns": _both(row, lambda side: _us(side.backward_ns)),

@@ -240,6 +240,7 @@ def test_foreign_traces_pair_by_range() -> None:
 
 def test_environment_differences_explain_first() -> None:
     base = {"created": "a", "zeta": 1, "torch": "2.9.1", "python": "3.11", "priority_order": ("x",)}
+    base |= {"env": {}, "gpu": "NVIDIA L40S"}
     cand = base | {"created": "b", "zeta": 2, "torch": "2.11.0", "priority_order": ["x"]}
     cand |= {"env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}, "gpu": "NVIDIA H200"}
     found = environment_changes(base, cand)
@@ -250,6 +251,14 @@ def test_environment_differences_explain_first() -> None:
     assert found[3].explains is None
     assert (found[2].baseline, found[2].candidate) == (None, "1")
     assert environment_changes(base, base) == []
+
+
+def test_what_one_side_does_not_tell_is_no_difference() -> None:
+    base = {"device_type": "cpu", "torch": "2.13.0", "env": {"OMP_NUM_THREADS": "1"}}
+    assert environment_changes(base, {}) == environment_changes({}, base) == []
+    assert environment_changes(base, {"torch": "2.13.0"}) == []
+    (change,) = environment_changes(base, base | {"device_type": None})
+    assert (change.baseline, change.candidate) == ("cpu", None)
 
 
 def test_json_is_plain_and_complete() -> None:

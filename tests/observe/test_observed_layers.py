@@ -17,7 +17,7 @@ from programs import Seen, observe, write
 from profharness.answers.layer_gates import check_gates, parse_gates
 from profharness.answers.layers import LayerMap, find_layers
 from profharness.cli.main import cli
-from profharness.errors import GateError, UsageError
+from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.parse.observed import read_observed
 from profharness.scrub import audit, scrub
 from profharness.store import Selection, ingest_path, open_store
@@ -43,6 +43,7 @@ sys.exit(7)
 """
 
 
+TRACE = Path(__file__).parents[2] / "traces" / "models" / "vit.json.gz"  # nobody observed it
 # its fixtures are costly: one process makes them once
 pytestmark = pytest.mark.xdist_group("observed-layers")
 
@@ -72,10 +73,11 @@ def the_map(store: Path) -> LayerMap:
 
 
 def without_trace(seen: Seen, place: Path) -> Path:
-    """A store with a copy of the run whose trace was never made."""
+    """A store with a copy of the run whose trace was never made, under the id `counted`."""
     assert seen.folder is not None
     folder = shutil.copytree(seen.folder, place / "run")
-    record = json.loads((folder / "run.json").read_text()) | {"traces": [], "profilers": []}
+    record = json.loads((folder / "run.json").read_text())
+    record |= {"run": "counted", "traces": [], "profilers": []}
     (folder / "run.json").write_text(json.dumps(record))
     ingest_path(place / "s.db", folder)
     return place / "s.db"
@@ -196,6 +198,45 @@ def test_without_a_trace_there_are_counts_and_it_is_said(seen: Seen, tmp_path: P
         check_gates(layers, parse_gates(["eager-attention"], []))
     failed = shown(store, "--fail-on", "noop-mask").exception
     assert isinstance(failed, GateError) and "hides nothing" in str(failed)
+
+
+def test_diff_pairs_what_was_counted_and_says_what_is_missing(seen: Seen, tmp_path: Path) -> None:
+    store = without_trace(seen, tmp_path)
+    assert seen.folder is not None
+    (traced,) = ingest_path(store, seen.folder)
+
+    def diff(left: str, right: str, *options: str) -> Any:
+        return CliRunner().invoke(cli, ["diff", left, right, *options, "--store", str(store)])
+
+    done = diff("counted", "counted", "--fail-on", "backend-changed", "--format", "json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["layers"]
+    counts = [row["baseline"]["program_calls"] for row in rows]
+    assert sum(counts) == sum(call.count for call in seen.calls)
+    assert {row["verdict"] for row in rows} == {"unknown"}
+    assert {row["baseline"]["calls"] for row in rows} == {None}
+    assert {row["candidate"]["asked"] for row in rows} == {"auto", "auto and math"}
+    assert all(
+        "no step of the baseline and the candidate was" in row["reasons"][-1] for row in rows
+    )
+    failed = diff("counted", "counted", "--fail-on", "slower").exception
+    assert isinstance(failed, GateError) and "no recorded step, so no kernels" in str(failed)
+    rows = json.loads(diff(traced.run, "counted", "--format", "json").stdout)["layers"]
+    first = next(row for row in rows if row["baseline"] and row["baseline"]["forward_ns"])
+    assert (first["baseline"]["ran"], first["candidate"]["ran"]) == ("flash", "flash")
+    assert first["baseline"]["calls"] and first["candidate"]["calls"] is None
+    assert first["reasons"][-1].startswith("no step of the candidate was recorded")
+    (foreign,) = ingest_path(store, TRACE)
+    answer = json.loads(diff(foreign.run, "counted", "--format", "json").stdout)
+    assert answer["environment"] == [] and answer["environment_told"] is False
+
+
+def test_analyze_says_what_a_run_without_a_trace_lacks(seen: Seen, tmp_path: Path) -> None:
+    store = without_trace(seen, tmp_path)
+    for run in ((), ("--run", "counted")):
+        failed = CliRunner().invoke(cli, ["analyze", *run, "--store", str(store)]).exception
+        assert isinstance(failed, NotFoundError)
+        assert "run counted has no recorded step" in str(failed) and "--warmup 0" in str(failed)
 
 
 def test_the_views_have_what_was_observed(store: Path) -> None:

@@ -39,6 +39,7 @@ ANALYZED: tuple[Need, ...] = (
     "kernels of configs",
     "times",
     "traced attention calls",
+    "attention calls",
 )  # the first there is
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 

@@ -25,6 +25,7 @@ from profharness.answers.roles import AUTOGRAD
 from profharness.config import Config, parse_config
 from profharness.devices import Device, occupancy
 from profharness.errors import NotFoundError
+from profharness.files import shell_command
 from profharness.rows import CallKernel, CallRow, CellRow, KernelRow
 from profharness.store import ALL_RUNS, Selection, open_store
 
@@ -32,7 +33,8 @@ PROFILER = "torch"  # whose traces tell calls; of nsys' the figures would be the
 
 
 def program_of(path: Path, selection: Selection) -> str | None:
-    """The run that is meant, if it is a program with attention calls and no capture.
+    """The run that is meant, if it is a program with attention calls, traced or counted, and no
+    capture.
 
     None also where configs without a run are asked for, which are captured. Raises NotFoundError.
     """
@@ -40,7 +42,7 @@ def program_of(path: Path, selection: Selection) -> str | None:
         return None
     with open_store(path) as store:
         run = store.find_run(replace(selection, configs=()), *ANALYZED)
-        foreign = not store.cells(run) and store.has(run, "traced attention calls")
+        foreign = not store.cells(run) and store.has(run, "attention calls")
     return run if foreign else None
 
 
@@ -71,6 +73,12 @@ def analyze_program(
         devices, roofs = store.devices(run), store.peaks(run, peaks_source(peaks))
         machine = machine_of(store.environment(run), devices, roofs)
         groups = like_calls(store.calls(run))
+    if not groups:
+        raise NotFoundError(
+            f"run {run} has no recorded step, so its calls have no kernels and times to analyze; "
+            "record one with `profharness observe --profiler torch --warmup 0 -- PROGRAM`; what was "
+            f"counted: {shell_command('layers', run, store=path)}"
+        )
     analyses, left_out = [], []
     for number, group in enumerate(groups, start=1):
         config = median_config([parse_config(call.config) for call in group if call.config])

@@ -23,7 +23,7 @@ from profharness.answers.diff.model import (
 )
 from profharness.answers.layers import NUMBER, module_name, module_names, numbered, phase_of, ran
 from profharness.config import Config, parse_config
-from profharness.rows import CallRow
+from profharness.rows import UNTRACED, CallRow
 
 # What wraps a model and is no layer of it: torch.compile, DistributedDataParallel.
 WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
@@ -52,6 +52,8 @@ class _Site:
         return self.pattern.rpartition(".")[2] if self.pattern else None
 
 
+SIDES = ("baseline", "candidate")
+RECORDED = ("asked", "choice", "mask")  # of a kind of call, by the observer alone
 _Times = tuple[int, int | None] | None
 
 # How sites pair, the strictest way first: a layer may be compiled, have another mask or repeat its
@@ -69,10 +71,12 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     """A row for the like layers of both sides, in the baseline's order; what only one has is `added`
     or `removed`. threshold is the smallest relative change of a time that counts.
     """
-    pairs, removed, added = _paired(_sites(baseline), _sites(candidate))
+    whole = not (baseline.calls and candidate.calls)
+    pairs, removed, added = _paired(_sites(baseline, whole), _sites(candidate, whole))
     groups: dict[Hashable, list[tuple[_Site, _Site]]] = {}
     for base, cand in pairs:
-        groups.setdefault((_likeness(base), _likeness(cand)), []).append((base, cand))
+        key = _likeness(baseline, base), _likeness(candidate, cand)
+        groups.setdefault(key, []).append((base, cand))
     doubts = _doubts(baseline, candidate)
     rows = []
     for group in groups.values():
@@ -86,11 +90,13 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     return tuple(rows)
 
 
-def _sites(program: Program) -> list[_Site]:
-    """The layers of a program, in the order of their first calls."""
+def _sites(program: Program, whole: bool) -> list[_Site]:
+    """The layers of a program, in the order of their first calls. whole: what no trace shows counts
+    too, for a side has no trace.
+    """
     calls_by_site: dict[_Site, list[CallRow]] = {}
     seen: Counter[Hashable] = Counter()
-    for call in program.calls:
+    for call in (*program.calls, *(program.untraced if whole else ())):
         config = parse_config(call.config) if call.config else None
         module = module_name(call)
         name = WRAPPER.sub("", module).lstrip(".") if module else None
@@ -172,11 +178,12 @@ def _named_apart(base: _Site, cand: _Site) -> bool:
     return base.name is None or cand.name is None or base.dotted != cand.dotted
 
 
-def _likeness(site: _Site) -> Hashable:
+def _likeness(program: Program, site: _Site) -> Hashable:
     first = site.calls[0]
     return (
         *(site.pattern, site.shape, site.direction, first.kind, first.config and _dtype(first)),
-        *(_ran(site.calls), first.mode),
+        *(_ran(program, site.calls), first.mode),
+        *(_told_of(program, site.calls, name) for name in RECORDED),
     )
 
 
@@ -184,9 +191,16 @@ def _dtype(call: CallRow) -> str | None:
     return parse_config(call.config).dtype if call.config else None
 
 
-def _ran(calls: Iterable[CallRow]) -> str | None:
+def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
     """What computed the calls; several where steps differ, None where it is not told."""
-    return " and ".join(sorted({name for call in calls if (name := ran(call))})) or None
+    names = (ran(call) or program.observed.told_of(call, "ran") for call in calls)
+    return " and ".join(sorted(set(filter(None, names)))) or None
+
+
+def _told_of(program: Program, calls: Iterable[CallRow], name: str) -> str | None:
+    """What the observer recorded of the calls; several where they differ."""
+    values = (program.observed.told_of(call, name) for call in calls)
+    return " and ".join(sorted(set(filter(None, values)))) or None
 
 
 def _calls(sites: Iterable[_Site]) -> list[CallRow]:
@@ -199,16 +213,20 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     names = module_names(calls)
     spent = [times for call in calls if (times := _spent(call))]
     backward = [times[1] for times in spent if times[1] is not None]
+    traced = sum(call.trace != UNTRACED for call in calls)
+    recorded = {name: _told_of(program, calls, name) for name in RECORDED}
     return LayerSide(
         module=numbered(names),
         config=middle.config,
-        calls=len(calls) / max(len(program.steps), 1),
+        calls=traced / max(len(program.steps), 1) if program.calls else None,
         phase=phase_of(middle),
         mode=middle.mode,
-        ran=_ran(calls),
+        ran=_ran(program, calls),
         sdpa_op=middle.sdpa_op,
         forward_ns=median(times[0] for times in spent) if spent else None,
         backward_ns=median(backward) if backward else None,
+        program_calls=program.observed.counts([calls])[0],
+        **recorded,
     )
 
 
@@ -239,8 +257,11 @@ def _row(
     ratio, speed, why = _speed(left, right, threshold)
     if doubts and ratio is not None:
         speed, why = "unknown", "; ".join(doubts)
+    uncounted = [name for name, side in zip(SIDES, sides, strict=True) if side.calls is None]
+    if ratio is None and uncounted:
+        why = f"no step of the {' and the '.join(uncounted)} was recorded, so no time is told"
     reasons = [*_differences(base, cand), why]
-    if any(with_backward) and not all(with_backward):
+    if any(with_backward) and not all(with_backward) and not uncounted:
         reasons.append(f"only the {'baseline' if with_backward[0] else 'candidate'} has a backward")
     changed = other_backend or base.mode != cand.mode
     basis = "forward and backward" if all(with_backward) else "forward"
@@ -259,13 +280,20 @@ def _row(
 
 
 def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
-    """What differs beside backend and time."""
-    calls = f"{base.calls:g}", f"{cand.calls:g}"
-    pairs = (
+    """What differs beside backend and time; of what a program alone tells, what both tell."""
+    steps = [None if side.calls is None else f"{side.calls:g}" for side in (base, cand)]
+    told_alone: tuple[tuple[str, Any, Any], ...] = (
+        ("calls a step", steps[0], steps[1]),
+        ("calls in all", base.program_calls, cand.program_calls),
+        ("backends allowed", base.asked, cand.asked),
+        ("PyTorch's choice", base.choice, cand.choice),
+        ("the mask masks", base.mask, cand.mask),
+    )
+    pairs: tuple[tuple[str, Any, Any], ...] = (
         ("module", base.module, cand.module),
         ("config", base.config, cand.config),
         ("mode", base.mode, cand.mode),
-        ("calls a step", *calls),
+        *(pair for pair in told_alone if None not in pair),
     )
     return [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
 
@@ -275,7 +303,7 @@ def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> 
     here, there = ("baseline", "candidate") if verdict == "removed" else ("candidate", "baseline")
     groups: dict[Hashable, list[_Site]] = {}
     for site in sites:
-        groups.setdefault(_likeness(site), []).append(site)
+        groups.setdefault(_likeness(program, site), []).append(site)
     rows = []
     for group in groups.values():
         side: dict[str, Any] = {here: _side(program, _calls(group))}

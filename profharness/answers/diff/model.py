@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from profharness.answers.observed import Observed
 from profharness.rows import CallRow, CellRow, KernelRow, StepRow
 
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]
@@ -23,11 +24,15 @@ RESOLUTION_NS = 64  # two ticks of the 32 ns clock that device timestamps are re
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The attention calls of a traced program, its steps, and the name of its GPU if it is known."""
+    """The attention calls of a program in traces, its steps, and the name of its GPU if it is known.
+    untraced is a call for each observed kind of which no trace shows some calls.
+    """
 
     calls: tuple[CallRow, ...]
     steps: tuple[StepRow, ...] = ()
     device: str | None = None
+    untraced: tuple[CallRow, ...] = ()
+    observed: Observed = field(default_factory=lambda: Observed((), ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +96,25 @@ class DiffRow:
 @dataclass(frozen=True, slots=True)
 class LayerSide:
     """Like calls of like layers on one side. module has the layers' numbers in braces. calls are
-    those of a step; forward_ns and backward_ns the medians of one call's kernels. config is that of
-    the call of median length, as phase, mode and sdpa_op are; ran is what computed the calls, None
-    where that is not told.
+    those of a step, None without a recorded one; forward_ns and backward_ns the medians of one call's
+    kernels. config is that of the call of median length, as phase, mode and sdpa_op are; ran is what
+    computed the calls, None where that is not told. asked, choice, mask and program_calls are those of
+    a row of the map, None where the program was not observed.
     """
 
     module: str | None
     config: str | None
-    calls: float
+    calls: float | None
     phase: str | None
     mode: str
     ran: str | None
     sdpa_op: str | None
     forward_ns: float | None
     backward_ns: float | None
+    asked: str | None = None
+    choice: str | None = None
+    mask: str | None = None
+    program_calls: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +234,13 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Every key but OF_A_FILE whose value differs, nested dicts flattened with dots; None where a side
-    lacks it. Keys that can explain other kernels or times come first.
+    """Every key but OF_A_FILE whose value differs, nested dicts flattened with dots. What a side does
+    not tell is no difference; of a section that both tell, such as `env`, a key may be missing: None.
+    Keys that can explain other kernels or times come first.
     """
-    base, cand = flatten(base_env), flatten(cand_env)
+    both = base_env.keys() & cand_env.keys()
+    base, cand = ({key: env[key] for key in both} for env in (base_env, cand_env))
+    base, cand = flatten(base), flatten(cand)
     weighed = []
     for key in (base.keys() | cand.keys()) - OF_A_FILE:
         if base.get(key) != cand.get(key):

@@ -8,11 +8,13 @@ from itertools import groupby
 from operator import attrgetter
 
 from profharness.answers.diff.model import BACKEND_CHANGED, Diff, DiffRow, LayerDiff, Program, Side
+from profharness.answers.observed import Observed
 from profharness.config import Config, parse_config
 from profharness.errors import NotFoundError
 from profharness.store import Need, Selection, Store
 
 SHOWN = 6  # configs of a side in one message
+NEEDS: tuple[Need, ...] = ("kernels", "times", "traced attention calls", "attention calls")
 OF_TIMES = ("same", "faster", "slower")
 OF_KERNELS = ("changed", "added", "removed")
 
@@ -23,18 +25,13 @@ def find_sides(
     """The rows of RUN, RUN:BACKEND or a backend; those of the latest run that has all that are named.
 
     `latest` is the newest run with kernels; where that finds no two sides, with times, else with
-    attention calls. Raises NotFoundError.
+    attention calls, traced or counted. Raises NotFoundError.
     """
     texts = baseline, candidate
-    try:
-        return _find_sides(store, texts, configs, "kernels")
-    except NotFoundError:
-        try:
-            return _find_sides(store, texts, configs, "times")
-        except NotFoundError as error:
-            with contextlib.suppress(NotFoundError):
-                return _find_sides(store, texts, configs, "traced attention calls")
-            raise error from None
+    for need in NEEDS:
+        with contextlib.suppress(NotFoundError):
+            return _find_sides(store, texts, configs, need)
+    return _find_sides(store, texts, configs, "times")  # whose error says most
 
 
 def _find_sides(
@@ -95,15 +92,22 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
 
 def _program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
     """The attention calls of a run without cells, of these configs alone if any are named."""
-    calls = [] if store.cells(run) else store.calls(run)
-    if configs:
-        kept = {call.config for call in calls if call.config}
-        selected = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
-        calls = [call for call in calls if call.config in selected]
-    if not calls:
+    if store.cells(run):
         return None
-    devices = store.devices(run)
-    return Program(tuple(calls), tuple(store.steps(run)), devices[0].name if devices else None)
+    calls = store.calls(run)
+    observed = Observed(store.templates(run), calls)
+    untraced = observed.untraced()
+    if configs:
+        kept = {call.config for call in (*calls, *untraced) if call.config}
+        selected = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
+        calls, untraced = (
+            [call for call in made if call.config in selected] for made in (calls, untraced)
+        )
+    if not calls and not untraced:
+        return None
+    steps, devices = store.steps(run) if calls else (), store.devices(run)
+    device = devices[0].name if devices else None
+    return Program(tuple(calls), tuple(steps), device, tuple(untraced), observed)
 
 
 def nothing_compared(
@@ -138,10 +142,14 @@ def _judged(rows: Sequence[DiffRow]) -> set[str]:
 
 
 def _judged_layer(row: LayerDiff) -> set[str]:
-    """The verdicts that were possible for one layer; backends are judged where both are told."""
+    """The verdicts that were possible for one layer; backends are judged where both are told, and so
+    is what changed of calls that a side only counted.
+    """
     if row.baseline is None or row.candidate is None:
         return {"added", "removed"}
     both_ran = None not in (row.baseline.ran, row.candidate.ran)
+    if not both_ran and None in (row.baseline.calls, row.candidate.calls):
+        return {"added", "removed"}
     verdicts = {*OF_KERNELS, "unknown"} | (set(OF_TIMES) if row.ratio is not None else set())
     return verdicts | ({BACKEND_CHANGED} if both_ran else set())
 
@@ -152,6 +160,8 @@ def _has(side: Side) -> str:
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = [cell.config for cell in cells] or [str(row.range) for row in rows]
     unique = list(dict.fromkeys(labels))
+    if not unique and side.program and not side.program.calls:
+        return f"{side.label} has counted calls and no recorded step, so no kernels and no times"
     if not unique:
         return f"{side.label} has no cells and no kernels of what was asked for"
     shown = ", ".join(unique[:SHOWN])
