@@ -131,7 +131,7 @@ class Flex(torch.nn.Module):
         return flex_attention(q, q, q).transpose(1, 2).flatten(2)
 
 layers = torch.nn.Sequential(Flex(), Flex())
-with torch.no_grad():
+with torch.inference_mode():  # without it the trace has autograd's op around the products
     for _ in range(4):
         layers(torch.randn(2, 16, 32, dtype=torch.bfloat16))
 """
