@@ -163,8 +163,8 @@ class Attempt:
         self.stage("inputs")
 
     def call_first(self, inputs: Inputs, call: Callable[[], Any]) -> Cell:
-        """The cell after its first call, with its peak memory on a GPU; the call must be made in the
-        backend's own context.
+        """The cell after its first call, on a GPU after a second one with its peak memory; the calls
+        must be made in the backend's own context.
         """
         if self.attention is None:
             # PyTorch's answer beforehand; its warnings come again with the first call
@@ -178,17 +178,18 @@ class Attempt:
             self.settled["compile_ns"] = self.loaded_ns + time.perf_counter_ns() - begin
             self.settled["tuning"] = tuning_of(self.backend, self.attention)
         self.stage("warm-up")
-        is_cuda = self.workspace.device == "cuda"
-        before = 0
-        if is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
         with recorded_warnings(self.heard):
             call()
             self.workspace.sync()
         cell = replace(self.cell, **self.settled)
-        if not is_cuda:
+        if self.workspace.device != "cuda":
             return cell
+        # not the first call: cuBLAS' workspace (32 MiB) and other caches, which stay, fell to the
+        # first cell of a process alone
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        self.workspace.sync()
         return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
 
     def _try_out(self, attention: Attention, inputs: Inputs) -> None:

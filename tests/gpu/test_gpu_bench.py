@@ -86,3 +86,13 @@ def test_rates_stay_below_the_peaks_or_are_doubted(found: Benched) -> None:
             assert any("%" in text for text in row.doubts)
     large = [row for row in found.rows if row.config == LARGE and row.backend == "flash"]
     assert all(row.efficiency is not None and 0.1 < row.efficiency < 1 for row in large)
+
+
+def test_peak_memory_is_of_the_call_and_not_of_caches_that_stay(found: Benched) -> None:
+    """math is the first here that multiplies by cuBLAS, whose workspace has 32 MiB."""
+    (peak,) = {
+        row.peak_memory_bytes for row in found.rows if (row.config, row.backend) == (SMALL, "math")
+    }
+    matrix = 2 * 8 * 512 * 512 * 4  # of scores in fp32
+    assert peak is not None
+    assert matrix < peak < 4 * matrix
