@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ MEASURED = "measured"
 DATA_SHEET = "data sheet"
 PEAKS_FILE = "peaks.json"  # what the measuring process leaves in its folder
 MB = 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -205,26 +207,48 @@ KIB = 1024
 # can change after it.
 LIMITERS = ("warps", "block", "registers", "shared_memory")
 
-# compute capability: threads per SM, blocks per SM, shared KiB per SM. Registers per SM are 65536
-# on all of these.
+# compute capability: threads per SM, blocks per SM, shared KiB per SM, KiB of L1 and shared memory
+# together per SM. Registers per SM are 65536 on all of these.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
 # cuda_occupancy.h of CUDA 13.
-_SM_FACTS: dict[tuple[int, int], tuple[int, int, int]] = {
-    (7, 0): (2048, 32, 96),
-    (7, 2): (2048, 32, 96),
-    (7, 5): (1024, 16, 64),
-    (8, 0): (2048, 32, 164),
-    (8, 6): (1536, 16, 100),
-    (8, 7): (1536, 16, 164),
-    (8, 9): (1536, 24, 100),
-    (9, 0): (2048, 32, 228),
-    (10, 0): (2048, 32, 228),
-    (10, 1): (1536, 24, 228),
-    (10, 3): (2048, 32, 228),
-    (11, 0): (1536, 24, 228),
-    (12, 0): (1536, 24, 100),
-    (12, 1): (1536, 24, 100),
+_SM_FACTS: dict[tuple[int, int], tuple[int, int, int, int]] = {
+    (7, 0): (2048, 32, 96, 128),
+    (7, 2): (2048, 32, 96, 128),
+    (7, 5): (1024, 16, 64, 96),
+    (8, 0): (2048, 32, 164, 192),
+    (8, 6): (1536, 16, 100, 128),
+    (8, 7): (1536, 16, 164, 192),
+    (8, 9): (1536, 24, 100, 128),
+    (9, 0): (2048, 32, 228, 256),
+    (10, 0): (2048, 32, 228, 256),
+    (10, 1): (1536, 24, 228, 256),
+    (10, 3): (2048, 32, 228, 256),
+    (11, 0): (1536, 24, 228, 256),
+    (12, 0): (1536, 24, 100, 128),
+    (12, 1): (1536, 24, 100, 128),
 }
+# Sizes that the shared part of the unified L1 can have, up to an SM's most. Source: as above.
+_CARVE_OUTS_KIB = (8, 16, 32, 64, 100, 132, 164, 196, 228)
+
+
+def unified_l1_bytes(device: Device) -> int | None:
+    """L1 and shared memory of one SM together; None for an unknown capability."""
+    facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
+    return facts[3] * KIB if facts else None
+
+
+def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | None:
+    """What is left of an SM's unified L1 as a cache at most, beside the shared memory of the blocks
+    that fit; shared_bytes is one block's, without the driver's reserve. None for an unknown device.
+    """
+    unified, sm = unified_l1_bytes(device), sm_limits(device)
+    if unified is None or sm is None:
+        return None
+    block = _round_up(shared_bytes + sm.shared_bytes_reserved, sm.shared_unit_bytes)
+    most = sm.shared_bytes_per_sm
+    needed = min(max(1, blocks_per_sm) * block, most)
+    sizes = (size * KIB for size in _CARVE_OUTS_KIB)
+    return unified - next((size for size in sizes if needed <= size <= most), most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +287,7 @@ def sm_limits(device: Device) -> SmLimits | None:
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     if facts is None:
         return None
-    threads, blocks, shared_kib = facts
+    threads, blocks, shared_kib, _ = facts
     is_ampere_or_later = device.compute_major >= 8
     reserved = KIB if is_ampere_or_later else 0
     shared = device.shared_bytes_per_sm or shared_kib * KIB
@@ -316,3 +340,70 @@ def occupancy(
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
+
+
+class DeviceFact(NamedTuple):
+    """One figure of a device with its unit, and where it is from."""
+
+    name: str
+    value: float | str
+    unit: str
+    source: str
+
+
+_TRACE = "as the trace tells it"
+_GUIDE = "CUDA C++ Programming Guide, by compute capability"
+
+
+def device_facts(
+    device: Device | None,
+    peaks: Sequence[Peaks],
+    *,
+    l2_bytes: int | None = None,
+    sm_mhz: float | None = None,
+    memory_mhz: float | None = None,
+) -> tuple[DeviceFact, ...]:
+    """What is known of a device, for reading: sizes, clocks as they were while cells were timed, and
+    the ceilings of each of the peaks with their ridge points. What nobody knows is left out.
+    """
+    clocks = "NVML, median while cells were timed"
+    facts: list[tuple[str, float | str | None, str, str]] = []
+    if device is not None:
+        limits = sm_limits(device)
+        unified = unified_l1_bytes(device)
+        capability = f"{device.compute_major}.{device.compute_minor}"
+        memory = device.total_memory_bytes
+        facts += [
+            ("compute capability", capability, "", _TRACE),
+            ("SMs", device.num_sms, "", _TRACE),
+            ("memory", memory and memory / GIB, "GiB", _TRACE),
+            ("L1 and shared memory of an SM", unified and unified / KIB, "KiB", _GUIDE),
+        ]
+        if limits is not None:
+            facts += [
+                ("of it shared memory at most", limits.shared_bytes_per_sm / KIB, "KiB", _TRACE),
+                (
+                    "shared memory of a block at most",
+                    limits.shared_bytes_per_block_optin / KIB,
+                    "KiB",
+                    _TRACE,
+                ),
+                ("registers of an SM", limits.registers_per_sm, "", _TRACE),
+                ("threads of an SM", limits.max_threads_per_sm, "", _TRACE),
+            ]
+    known = l2_bytes or next((each.l2_bytes for each in peaks if each.l2_bytes), None)
+    facts += [
+        ("L2", known and known / MB, "MiB", "CUDA driver" if l2_bytes else DATA_SHEET),
+        ("SM clock", sm_mhz, "MHz", clocks),
+        ("memory clock", memory_mhz, "MHz", clocks),
+    ]
+    for each in peaks:
+        bandwidth = each.bandwidth_bytes_per_s
+        facts.append(("bandwidth", bandwidth and bandwidth / 1e9, "GB/s", each.source))
+        for dtype, rate in each.flops_per_s.items():
+            facts.append((f"{dtype} rate", rate / 1e12, "TFLOP/s", each.source))
+        for dtype in each.flops_per_s:
+            facts.append((f"{dtype} ridge point", ridge(each, dtype), "FLOP/B", each.source))
+    return tuple(
+        DeviceFact(name, value, unit, source) for name, value, unit, source in facts if value
+    )

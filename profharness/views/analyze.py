@@ -16,6 +16,7 @@ from profharness.answers.analyze.figures import (
 )
 from profharness.devices import Peaks
 from profharness.views.bench import roofline_chart
+from profharness.views.devices import device_blocks, device_record
 from profharness.views.document import (
     Block,
     Chart,
@@ -131,7 +132,13 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         blocks += _sweep(name, group)
     blocks += _sweep_charts(sweeps)
     blocks += [*_roofline(analyses), *_traffic_roofline(analyses)]
-    extra = {"peaks": [asdict(peaks) for peaks in _peaks(analyses)]}
+    devices = {each.machine.name: each.machine.facts() for each in analyses if each.machine.name}
+    for name, facts in devices.items():
+        blocks += device_blocks(name, facts)
+    extra = {
+        "peaks": [asdict(peaks) for peaks in _peaks(analyses)],
+        "devices": [device_record(name, facts) for name, facts in devices.items()],
+    }
     records = tuple(map(analyze_record, analyses))
     return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements, with_predictions
+from profharness.answers.analyze.figures import machine_of
 from profharness.answers.bench.answer import benched
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import OF_A_FILE, Diff
@@ -24,6 +25,7 @@ from profharness.views.bench import (
     lengthless,
     rate_blocks,
 )
+from profharness.views.devices import device_blocks
 from profharness.views.diff import diff_document
 from profharness.views.document import Block, Chart, Column, Document, Heading, Note, Table
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
@@ -121,6 +123,8 @@ def _run_blocks(
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
     blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     blocks += disagreement_blocks(cells, kernels)
+    machine = machine_of(environment, store.devices(run), store.peaks(run), cells)
+    blocks += device_blocks(machine.name, machine.facts())
     blocks += environment_blocks(environment)
     return blocks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tarfile
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,16 @@ import pytest
 from profharness.answers.analyze.answer import analyze_stored
 from profharness.answers.analyze.counters import Counters
 from profharness.answers.analyze.figures import CellAnalysis, KernelFigures
+from profharness.devices import MEASURED, Peaks, l1_bytes
 from profharness.profilers.ncu_metrics import PRESETS, TENSOR_PIPE_OF_ADA
 from profharness.store import Selection, ingest_path, open_store
 from profharness.views.analyze import analyze_document, traffic_points
-from profharness.views.document import Chart
+from profharness.views.document import Chart, Heading
 
 ARCHIVE = Path(__file__).parents[2] / "traces" / "counters.tar.xz"
+LIMITS = [
+    f"launch__occupancy_limit_{what}" for what in ("blocks", "registers", "shared_mem", "warps")
+]
 SQUARE, DECODE = "b2-h8-s512-d64-fp16", "b1-h32-kv8-sq1-skv4096-d128-bf16"
 
 
@@ -111,3 +115,57 @@ def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traf
     rows = charts["Roofline on measured traffic"].rows
     assert len(rows) == sum(len(traffic_points(analysis)) for analysis in cells.values())
     assert {row["backend"] for row in rows} >= {"flash, compulsory bytes", "flash, L2 bytes"}
+
+
+def test_what_shared_memory_leaves_of_the_l1_is_never_less_than_ncu_saw(store: Path) -> None:
+    """ncu tells the carve-out that the driver chose, which may be larger than what blocks need."""
+    with open_store(store) as opened:
+        seen = [
+            (device, row)
+            for run in opened.runs()
+            for device in opened.devices(run.run)
+            for row in opened.kernels(run.run)
+            if row.profiler == "ncu" and row.occupancy and row.shared_bytes is not None
+        ]
+    assert len(seen) > 40
+    exact = 0
+    for device, row in seen:
+        fits = int(min(value for name, (value, _) in row.metrics.items() if name in LIMITS))
+        left = l1_bytes(device, fits, row.shared_bytes or 0)
+        carve_out = row.metrics["launch__shared_mem_config_size"][0]
+        assert left is not None and left >= 256 * 1024 - carve_out
+        exact += left == 256 * 1024 - carve_out
+    assert exact >= 10
+
+
+def test_k_and_v_as_large_as_the_whole_unified_l1_do_not_fit_in_it(
+    cells: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    analysis = cells["b1-h4-s64-d512-fp32", "single_query"]
+    assert analysis.figures is not None and analysis.figures.kv_head_bytes == 256 * 1024
+    assert analysis.kv_places == ("L2 (61,440 KiB)",)
+
+
+def test_one_table_tells_the_device(cells: dict[tuple[str, str], CellAnalysis]) -> None:
+    machine = cells[SQUARE, "flash"].machine
+    facts = {fact.name: (fact.value, fact.unit, fact.source) for fact in machine.facts()}
+    assert facts["SMs"][0] == 132 and facts["L2"][:2] == (60, "MiB")
+    assert facts["SM clock"][:2] == (1980, "MHz")
+    assert facts["shared memory of a block at most"][:2] == (227, "KiB")
+    assert facts["bandwidth"] == (4800, "GB/s", "data sheet")
+    measured = Peaks("NVIDIA H200", MEASURED, 4.2e12, {"fp16": 700e12})
+    both = [fact for fact in replace(machine, peaks=measured).facts() if fact.name == "bandwidth"]
+    assert [(fact.value, fact.source) for fact in both] == [
+        (4800, "data sheet"),
+        (4200, "measured"),
+    ]
+    document = analyze_document([cells[SQUARE, "flash"]])
+    heading = [block for block in document.blocks if isinstance(block, Heading)][-1]
+    assert (heading.text, heading.detail) == ("Device", "NVIDIA H200")
+    (record,) = document.extra["devices"]
+    assert record["facts"][1] == {
+        "name": "SMs",
+        "value": 132,
+        "unit": "",
+        "source": "as the trace tells it",
+    }

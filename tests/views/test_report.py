@@ -91,7 +91,7 @@ def test_a_run_with_traces_has_its_sections(captured: Path) -> None:
     document = report(captured)
     assert headings(document) == [
         *("Cells", "Selection map", "Latency", "Kernels", "Steps of math", "Disagreements"),
-        *("Environment", "What the numbers mean"),
+        *("Device", "Environment", "What the numbers mean"),
     ]
     assert {chart.kind for chart in charts(document).values()} == {
         "map",

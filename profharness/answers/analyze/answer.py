@@ -228,9 +228,8 @@ def analyze_rows(
         for run in dict.fromkeys(cell.run for cell in cells):
             own = [cell for cell in cells if cell.run == run]
             mine = [row for row in rows if row.run == run]
-            machine = machine_of(
-                store.environment(run), store.devices(run), store.peaks(run, source)
-            )
+            environment, roofs = store.environment(run), store.peaks(run, source)
+            machine = machine_of(environment, store.devices(run), roofs, own)
             analyses += analyze_all(own, mine, machine, store.wrong(run), store.cells(run))
     return analyses
 

@@ -18,7 +18,16 @@ from profharness.answers.roles import (
 )
 from profharness.config import Config
 from profharness.costs import REPEAT, compulsory_bytes, flops, phases, working_set_bytes
-from profharness.devices import Device, Peaks, flop_peak, occupancy, ridge
+from profharness.devices import (
+    Device,
+    DeviceFact,
+    Peaks,
+    data_sheet,
+    device_facts,
+    flop_peak,
+    occupancy,
+    ridge,
+)
 from profharness.kernel_names import parse_kernel_name
 from profharness.profilers.ncu_metrics import L1_BYTES, L2_BYTES
 from profharness.rows import (
@@ -79,24 +88,57 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the cells ran; None where it is not known. tf32: fp32 products may use TF32."""
+    """Where the cells ran; None where it is not known. tf32: fp32 products may use TF32. Clocks are
+    medians while cells were timed.
+    """
 
     device: Device | None = None
     peaks: Peaks | None = None
     l2_bytes: int | None = None
     tf32: bool = False
+    sm_mhz: float | None = None
+    memory_mhz: float | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The device as its traces or its peaks name it."""
+        if self.device is not None:
+            return self.device.name
+        return self.peaks.device if self.peaks else None
+
+    def facts(self) -> tuple[DeviceFact, ...]:
+        """What is known of the device, its data sheet beside measured peaks."""
+        known = (data_sheet(self.name or ""), self.peaks)
+        by_source = {peaks.source: peaks for peaks in known if peaks}
+        return device_facts(
+            self.device,
+            [*by_source.values()],
+            l2_bytes=self.l2_bytes,
+            sm_mhz=self.sm_mhz,
+            memory_mhz=self.memory_mhz,
+        )
 
 
 def machine_of(
-    environment: Mapping[str, Any], devices: Sequence[Device], peaks: Peaks | None
+    environment: Mapping[str, Any],
+    devices: Sequence[Device],
+    peaks: Peaks | None,
+    cells: Sequence[CellRow] = (),
 ) -> Machine:
-    """The machine of a run, from what the store tells: environment, devices, peaks."""
+    """The machine of a run, from what the store tells: environment, devices, peaks, its cells."""
     return Machine(
         device=devices[0] if devices else None,
         peaks=peaks,
         l2_bytes=environment.get("l2_bytes"),
         tf32=bool(environment.get("tf32")),
+        sm_mhz=_clock(cells, "sm_mhz"),
+        memory_mhz=_clock(cells, "memory_mhz"),
     )
+
+
+def _clock(cells: Sequence[CellRow], name: str) -> float | None:
+    values = [value for cell in cells if (value := cell.clocks.get(name))]
+    return float(median(values)) if values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +231,7 @@ class Figures:
 @dataclass(frozen=True, slots=True)
 class CellAnalysis:
     """Everything about one cell. bottleneck is one word, None where nothing decides; its finding
-    holds the evidence. kv_places (`shared`, `L1`, `L2`) hold K and V of one head, None where sizes
+    holds the evidence. kv_places (`shared`, `L1`, `L2`, with sizes) hold K and V of one head, None where sizes
     are unknown. module names the layers of a program, None in a capture.
     """
 
@@ -231,7 +273,6 @@ def analyze_record(analysis: CellAnalysis) -> dict[str, Any]:
     return record | {name: [asdict(item) for item in getattr(analysis, name)] for name in _LISTS}
 
 
-KIB = 1024
 BASIS_SOURCE = {
     KERNEL: "profiled launches of one call",
     GRAPH: "graph samples, L2 warm",

@@ -9,7 +9,6 @@ from profharness.answers.analyze.figures import (
     BASIS_SOURCE,
     DERIVED,
     FLUSHED,
-    KIB,
     MEASURED,
     Evidence,
     Facts,
@@ -25,6 +24,7 @@ from profharness.answers.analyze.launching import launch_gap
 from profharness.answers.roles import GEMMS
 from profharness.config import Config
 from profharness.costs import matrix_bytes, tensor_bytes
+from profharness.devices import KIB, l1_bytes
 from profharness.profilers.ncu_metrics import L1_BYTES, L2_BYTES
 
 DRAM_EXCESS = 1.5
@@ -45,10 +45,6 @@ READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
 UNCOUNTED = (
     " (if every block reads a whole head; `capture --profiler torch,ncu --metrics cache` counts it)"
 )
-# Unified L1 and shared memory of one SM in KiB, by compute capability (CUDA C++ Programming Guide,
-# "Technical Specifications per Compute Capability").
-L1_KIB = {(7, 0): 128, (7, 5): 96, (8, 0): 192, (8, 6): 128, (8, 7): 192, (8, 9): 128}
-L1_KIB |= {(9, 0): 256, (10, 0): 256, (10, 3): 256, (12, 0): 128, (12, 1): 128}
 
 
 def intensity(facts: Facts) -> list[Finding]:
@@ -464,25 +460,28 @@ def _seen_part(config: Config, times: float) -> float:
 
 
 def _places(facts: Facts) -> list[tuple[str, str, int]]:
-    """The memories on the chip: short name, name in a sentence, bytes. Empty for no known device."""
-    device = facts.machine.device
+    """The memories on the chip: short name, name in a sentence, bytes. Empty for no known device. Of
+    the L1 that is what the main kernel's shared memory leaves of it.
+    """
+    device, main = facts.machine.device, facts.main
     if device is None:
         return []
-    block = device.shared_bytes_per_block_optin or device.shared_bytes_per_block
-    l1 = L1_KIB.get((device.compute_major, device.compute_minor), 0) * KIB
+    block = device.shared_bytes_per_block_optin or device.shared_bytes_per_block or 0
+    taken = (main.blocks_per_sm or 1, main.shared_bytes or 0) if main else (1, 0)
     places = [
         ("shared", "one block's shared memory", block),
-        ("L1", "one SM's L1", l1),
-        ("L2", "the L2", facts.l2_bytes),
+        ("L1", "what shared memory leaves of an SM's L1", l1_bytes(device, *taken) or 0),
+        ("L2", "the L2", facts.l2_bytes or 0),
     ]
     return [(short, name, room) for short, name, room in places if room]
 
 
 def kv_places(facts: Facts) -> tuple[str, ...] | None:
-    """The memories that hold K and V of one head, None where none is known."""
+    """The memories that hold K and V of one head with their sizes, None where none is known."""
     places = _places(facts)
     one_head = facts.figures.kv_head_bytes
-    return tuple(short for short, _, room in places if room >= one_head) if places else None
+    held = (f"{short} ({room / KIB:,.0f} KiB)" for short, _, room in places if room >= one_head)
+    return tuple(held) if places else None
 
 
 def working_set(facts: Facts) -> list[Finding]:
@@ -493,7 +492,7 @@ def working_set(facts: Facts) -> list[Finding]:
     clauses = []
     for short, name, room in places:
         have = figures.working_set_bytes if short == "L2" else figures.kv_head_bytes
-        clauses.append(f"{'fit' if have <= room else 'do not fit'} in {name}")
+        clauses.append(f"{'fit' if have <= room else 'do not fit'} in {name} ({size(room)})")
     head = f"K and V of one head ({size(figures.kv_head_bytes)})"
     text = f"{head} {' and '.join(clauses)}."
     if facts.l2_bytes and len(places) > 1:
