@@ -200,8 +200,9 @@ class Bench:
 
     def prepare(self, trial: Trial, _: list[str]) -> None:
         inputs = self.pool.inputs(trial.config)
-        with recorded_warnings([]), contextlib.suppress(RuntimeError), self.only(trial):
-            trial.result["choice"] = backend_name(fused_choice(trial.config, inputs))
+        with contextlib.suppress(RuntimeError):
+            choice = backend_name(fused_choice(trial.config, inputs))
+            trial.result["choice"] = None if choice == "error" else choice
         trial.call = make_call(trial.config, inputs)
 
     def only(self, trial: Trial) -> contextlib.AbstractContextManager[None]:

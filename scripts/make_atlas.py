@@ -356,7 +356,7 @@ class Campaign:
         rows: list[Row] = []
         if self.again:
             rows = self.again.popleft()
-        while len(rows) < min(CELLS_A_BATCH, self.left) and not self.again:
+        while len(rows) < min(self.options.batch, self.left) and not self.again:
             rows += [
                 cell.row()
                 for cell in next(self.cells)
@@ -496,6 +496,7 @@ def main(words: list[str] | None = None) -> int:
             command.add_argument("--seconds", type=float, default=540)
             command.add_argument("--seed", type=int, default=0)
             command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+            command.add_argument("--batch", type=int, default=CELLS_A_BATCH, help="cells a trace")
             command.add_argument("--cells", type=int, default=0, help="no more than about so many")
             command.add_argument(
                 "--longest",

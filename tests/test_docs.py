@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
     "CHANGELOG.md",
+    "docs/atlas.md",
     "docs/design.md",
     "docs/measuring.md",
     "docs/verification.md",
