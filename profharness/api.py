@@ -22,11 +22,11 @@ from profharness.answers.bench.rows import BenchRow
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.sides import find_sides
 from profharness.answers.explain.answer import explain_all
-from profharness.answers.explain.rules import flat_record, named_places
+from profharness.answers.explain.rules import asked_about, flat_record, named_places
 from profharness.answers.export import find_exported, write_run_file
 from profharness.backends import stored_names
 from profharness.cases import VerificationRow
-from profharness.config import Config, expand_configs, split_names
+from profharness.config import AUTO, Config, expand_configs, split_names
 from profharness.dispatch.machine import release_text, skipped_releases
 from profharness.doctor import Check, run_checks
 from profharness.errors import UsageError
@@ -319,6 +319,7 @@ def diff(
 def explain(
     configs: Configs,
     *,
+    backend: str = AUTO,
     torch: str | None = None,
     gpu: str | None = None,
     cudnn: str | None = None,
@@ -331,18 +332,24 @@ def explain(
     """Why PyTorch takes the backend that it takes: one row per config and release.
 
     Without torch and gpu, PyTorch on this machine is asked. torch ("2.8", "2.0..2.15") and gpu
-    ("RTX A6000") name another machine, for which the rules answer. `<backend>_eligible` is missing
-    where it is not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The
-    whole answers are in the frame's `attrs["answers"]`, the releases of a range that the rules do not
-    know in `attrs["unknown_releases"]`.
+    ("RTX A6000") name another machine, for which the rules answer. backend is `auto`, or a set or an
+    order to ask about instead (`flash+math`, `cudnn>flash`). `<backend>_eligible` is missing where it
+    is not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The whole answers
+    are in the frame's `attrs["answers"]`, the releases of a range that the rules do not know in
+    `attrs["unknown_releases"]`.
     """
     chosen = config_list(configs)
     if not chosen:
         raise UsageError("explain needs a config, as in '2,8,512,64,bf16'")
     require_device(device)
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
+    asked, other = asked_about(split_names(backend))
+    if other:
+        raise UsageError(
+            f"explain asks about auto, a set or an order of backends, not {other[0]!r}"
+        )
     answers = explain_all(
-        chosen, places, device=device, timeout_s=timeout_s, store=store_path(store)
+        chosen, places, device=device, timeout_s=timeout_s, store=store_path(store), asked=asked
     )
     unknown = [release_text(release) for release in skipped_releases(torch or "")]
     return _frame(map(flat_record, answers), answers=answers, unknown_releases=unknown)

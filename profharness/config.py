@@ -15,8 +15,15 @@ from typing import Any, NamedTuple
 from profharness.errors import UsageError
 
 DTYPES = ("fp16", "bf16", "fp32")
-SDPA_BACKENDS = ("flash", "efficient", "cudnn", "math")  # the ones that SDPA chooses between
-OWN_CHOICE = ("auto", "all-disabled")  # settings that leave the choice to PyTorch
+SDP_BACKENDS = {  # the ones that SDPA chooses between, and their members of SDPBackend
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "math": "MATH",
+}
+SDPA_BACKENDS = tuple(SDP_BACKENDS)
+AUTO = "auto"  # all flags as they are
+OWN_CHOICE = (AUTO, "all-disabled")  # settings that leave the choice to PyTorch
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
 # Which dimensions a mask really has, those it is broadcast over written as 1; the fewer-dimensional
 # ones lack the outer dimensions.
@@ -234,6 +241,60 @@ def parse_config(text: str) -> Config:
     if len(configs) != 1:
         raise UsageError(f"config {text!r} stands for {len(configs)} configs; one is wanted here")
     return configs[0]
+
+
+class Setting(NamedTuple):
+    """The backends that SDPA may take, one or more of SDPA_BACKENDS. ordered: tried in this order
+    (`sdpa_kernel` with set_priority=True), else in PyTorch's own.
+    """
+
+    backends: tuple[str, ...]
+    ordered: bool = False
+
+    @property
+    def name(self) -> str:
+        """`flash+math`, the same for any order of writing; `cudnn>flash` for an order."""
+        return (">" if self.ordered else "+").join(self.backends)
+
+
+_JOINED = re.compile(r"(\+|>|-then-)")
+
+
+def sdpa_setting(backend: str) -> Setting | None:
+    """What a backend's name permits: `math`, a set `flash+math`, an order `cudnn>flash` (also
+    `cudnn-then-flash`); None for `auto`, and for a name that is no such setting. Raises UsageError for a set
+    or an order with something else in it.
+    """
+    if backend == OWN_CHOICE[1]:
+        return Setting(("cudnn",))
+    names, marks = _JOINED.split(backend)[::2], set(_JOINED.split(backend)[1::2])
+    # a file or a package, whose name may have any sign in it, and an implementation of that name
+    if re.search(r"[./:]", backend) or not {*names} & {*SDPA_BACKENDS}:
+        return None
+    wrong = [name for name in names if name not in SDPA_BACKENDS]
+    if wrong or len({*names}) < len(names):
+        what = f"has {wrong[0]!r} in it" if wrong else "names a backend twice"
+        raise UsageError(
+            f"backend {backend!r} {what}; a set such as flash+math or an order such as "
+            f"'cudnn>flash' is made of {', '.join(SDPA_BACKENDS)}"
+        )
+    if "+" in marks and len(marks) > 1:
+        raise UsageError(f"backend {backend!r} is a set and an order; join all by + or all by >")
+    if len(names) == 1 or "+" not in marks:
+        return Setting(tuple(names), ordered=len(names) > 1)
+    return Setting(tuple(name for name in SDPA_BACKENDS if name in names))
+
+
+def setting_name(backend: str) -> str:
+    """A set or an order as cells name it, `math+flash` as `flash+math`; any other name as it is."""
+    setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
+    return backend if setting is None else setting.name
+
+
+def leaves_choice(backend: str) -> bool:
+    """Whether PyTorch chooses: among all of its backends, or among several that are permitted."""
+    setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
+    return backend in OWN_CHOICE or (setting is not None and len(setting.backends) > 1)
 
 
 def split_names(names: str | Iterable[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from profharness.config import OWN_CHOICE, SDPA_BACKENDS, parse_config
+from profharness.config import SDPA_BACKENDS, leaves_choice, parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.rows import (
@@ -78,10 +78,15 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
     return [
         replace(cell, predicted=predicted(cell.config, cell.backend, cell.run))
-        if cell.backend in (*SDPA_BACKENDS, *OWN_CHOICE)
+        if of_pytorch(cell.backend)
         else cell
         for cell in cells
     ]
+
+
+def of_pytorch(backend: str) -> bool:
+    """Whether PyTorch's dispatcher decides what runs: one of SDPA's own backends, or several."""
+    return backend in SDPA_BACKENDS or leaves_choice(backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,7 @@ _Clause = tuple[set[str], str]  # the backends that a witness names, and the tex
 
 def _rules(cell: CellRow) -> _Clause | None:
     """The prediction. A forced backend without one is held against its own name."""
-    if cell.backend in OWN_CHOICE:
+    if leaves_choice(cell.backend):
         if cell.predicted is None:
             return None
         text = "that PyTorch raises" if cell.predicted == "none" else cell.predicted
@@ -191,7 +196,7 @@ def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
 
 def _status(cell: CellRow) -> _Clause | None:
     """A failed cell of a known backend; running out of memory says nothing about the choice."""
-    if cell.backend not in (*OWN_CHOICE, *SDPA_BACKENDS):
+    if not of_pytorch(cell.backend):
         return None
     if cell.status == "refused":
         return {"none"}, "PyTorch refused the call"
@@ -202,7 +207,7 @@ def _status(cell: CellRow) -> _Clause | None:
 
 def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     """FlashAttention-3 or -4 under PyTorch's flash op: the right backend, but not its own kernels."""
-    if backend_of_op(cell.sdpa_op) != "flash" or cell.backend not in (*OWN_CHOICE, "flash"):
+    if backend_of_op(cell.sdpa_op) != "flash" or not of_pytorch(cell.backend):
         return []
     names = dict.fromkeys(
         row.kernel

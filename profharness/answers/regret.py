@@ -11,8 +11,7 @@ from profharness import stats
 from profharness.answers.agreement import backend_that_ran
 from profharness.answers.bench.answer import Benched
 from profharness.answers.layers import LayerMap, LayerRow, Regret, Suggestion, suggestions
-from profharness.config import OWN_CHOICE, SDPA_BACKENDS, Config, parse_config
-from profharness.dispatch.advice import SDP_BACKENDS
+from profharness.config import OWN_CHOICE, SDP_BACKENDS, SDPA_BACKENDS, Config, parse_config
 from profharness.errors import NotFoundError
 
 LAUNCH_BOUND = 0.9  # share of a step in which the GPU is busy, below which it often waits

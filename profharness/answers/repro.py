@@ -19,6 +19,7 @@ from profharness.answers.repro_texts import (
     COMPILED,
     DISABLED,
     FILE,
+    FIRST_CHOICE,
     FLEX,
     PLAIN,
     SCRIPT,
@@ -27,8 +28,8 @@ from profharness.answers.repro_texts import (
 from profharness.backends import find_backend
 from profharness.backends.base import Backend, outside_contract
 from profharness.backends.sources import find_implementation, fingerprint, parts_of
-from profharness.config import Config, parse_config
-from profharness.dispatch.advice import SDP_BACKENDS, TORCH_DTYPES
+from profharness.config import Config, parse_config, sdpa_setting
+from profharness.dispatch.advice import TORCH_DTYPES, setting_code
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import Protocol
@@ -131,8 +132,9 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
         return "torch alone", PLAIN
     if name == "all-disabled":
         return "torch alone", DISABLED
-    if name in SDP_BACKENDS:
-        return "torch alone", SDPA.format(member=SDP_BACKENDS[name])
+    if (setting := sdpa_setting(name)) is not None:
+        before = FIRST_CHOICE if setting.ordered else ""
+        return "torch alone", SDPA.format(before=before, kernel=setting_code(setting))
     if backend.source is not None:
         return _source(backend.source, config)
     reason = backend.supports(config.resolve("cuda"))

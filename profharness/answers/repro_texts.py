@@ -124,7 +124,12 @@ SDPA = """attention = F.scaled_dot_product_attention
 def context():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel([SDPBackend.{member}])
+{before}    return {kernel}
+"""
+
+FIRST_CHOICE = """    if DEVICE == "cuda":  # a process's first choice replaces the order of priorities once
+        probe = torch.empty(1, 1, 8, 64, device="cuda", dtype=torch.float16)
+        torch._fused_sdp_choice(probe, probe, probe)
 """
 
 DISABLED = """attention = F.scaled_dot_product_attention

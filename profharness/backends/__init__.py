@@ -4,7 +4,6 @@ torch stands in the worker, which alone calls it; packages stand in `libraries`.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from profharness.backends.base import (
     GpuBackend,
     loaded,
     needs_module,
+    nothing,
     outside_contract,
     wants,
 )
@@ -29,11 +29,12 @@ from profharness.backends.sources import (
     from_source,
     implementation_names,
 )
+from profharness.config import AUTO, Setting, sdpa_setting
 from profharness.errors import UsageError
 from profharness.rows import NAIVE_COMPILED
 
-DEFAULT_BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
-CPU_BACKENDS = ("auto", "flash", "math")
+DEFAULT_BACKENDS = (AUTO, "flash", "efficient", "cudnn", "math")
+CPU_BACKENDS = (AUTO, "flash", "math")
 ALL = "all"
 KERNELS = "kernels"
 SOURCES_FILE = "sources.json"
@@ -63,20 +64,23 @@ def _flash_impl(
 
 
 _BOTH = ("cuda", "cpu")
-_only = functools.partial(_in_worker, "only")
+
+
+def _only(*names: str, ordered: bool = False) -> Callable[[], Any]:
+    return _in_worker("only", Setting(names, ordered))
+
+
 SDPA_BACKENDS = (
-    Backend("auto", "PyTorch's own choice, all flags as they are", _BOTH),
+    Backend(AUTO, "PyTorch's own choice, all flags as they are", _BOTH),
     Backend(
         "flash",
         "FlashAttention (FA2 built into PyTorch, or an activated FA3/FA4)",
         _BOTH,
-        _only("FLASH_ATTENTION"),
+        _only("flash"),
     ),
-    Backend(
-        "efficient", "memory-efficient attention (CUTLASS)", ("cuda",), _only("EFFICIENT_ATTENTION")
-    ),
-    Backend("cudnn", "cuDNN's fused attention", ("cuda",), _only("CUDNN_ATTENTION")),
-    Backend("math", "matmul, softmax, matmul as separate ATen ops", _BOTH, _only("MATH")),
+    Backend("efficient", "memory-efficient attention (CUTLASS)", ("cuda",), _only("efficient")),
+    Backend("cudnn", "cuDNN's fused attention", ("cuda",), _only("cudnn")),
+    Backend("math", "matmul, softmax, matmul as separate ATen ops", _BOTH, _only("math")),
     Backend(
         "all-disabled",
         "legacy sdp_kernel with flash, math and efficient off: leaves cuDNN on",
@@ -160,22 +164,36 @@ def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
 
 
 def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend:
-    """The backend of that name: a known source, the registry, `kernels/NAME.py`, an entry point; or
-    of `file.py:function` or `package.module:function`. Raises UsageError listing the known ones.
+    """The backend of that name: a known source, the registry, a set or an order of SDPA's backends,
+    `kernels/NAME.py`, an entry point; or of `file.py:function` or `package.module:function`. Raises
+    UsageError listing the known ones.
     """
     # first: a worker takes the file that its run was planned with
     if sources and text in sources:
         return from_source(text, sources[text])
     if text in BACKENDS:
         return BACKENDS[text]
+    if (setting := sdpa_setting(text)) is not None:
+        return _of_setting(setting)
     backend = find_implementation(text)
     if backend is None:
         names = ", ".join(dict.fromkeys([*BACKENDS, *implementation_names()]))
         raise UsageError(
-            f"no backend {text!r}; known are {names}; one of your own is kernels/{text}.py, "
-            "or given as file.py:function or package.module:function"
+            f"no backend {text!r}; known are {names}; a set such as flash+math; one of your own is "
+            f"kernels/{text}.py, or given as file.py:function or package.module:function"
         )
     return backend
+
+
+def _of_setting(setting: Setting) -> Backend:
+    """SDPA with several of its backends permitted, or tried in an order."""
+    names = list(setting.backends)
+    summary = f"PyTorch's choice among {' and '.join(names)}"
+    if setting.ordered:
+        summary = f"the first of {', then '.join(names)} that takes the config"
+    absent = _in_worker("priority_absent") if setting.ordered else nothing
+    context = _only(*names, ordered=setting.ordered)
+    return Backend(setting.name, summary, _BOTH, context, absent=absent)
 
 
 def find_backends(texts: Iterable[str]) -> dict[str, Backend]:

@@ -35,7 +35,7 @@ class ImplementationError(ProfharnessError):
     """An implementation of the user's cannot be loaded or breaks the contract."""
 
 
-def _nothing(*_: object) -> str | None:
+def nothing(*_: object) -> str | None:
     return None
 
 
@@ -57,9 +57,9 @@ class Backend:
     devices: tuple[str, ...]
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     load: Callable[[], Attention] | None = None
-    supports: Callable[[Config], str | None] = _nothing
-    absent: Callable[[], str | None] = _nothing
-    tuning: Callable[[], Any] = _nothing
+    supports: Callable[[Config], str | None] = nothing
+    absent: Callable[[], str | None] = nothing
+    tuning: Callable[[], Any] = nothing
     refuses: tuple[type[Exception], ...] = ()
     source: str | None = None
     file: Path | None = None

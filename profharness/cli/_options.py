@@ -85,7 +85,8 @@ backend_option = click.option(
     multiple=True,
     metavar="NAME",
     shell_complete=complete_backends,
-    help="auto, flash, efficient, cudnn, math, …, file.py:function; all: PyTorch's own on this "
+    help="auto, flash, efficient, cudnn, math, …, a set of these (flash+math), an order "
+    "(cudnn-then-flash, or 'cudnn>flash' in quotes), file.py:function; all: PyTorch's own on this "
     "device; kernels: what lies in kernels/. Repeatable, or separated by commas.",
 )
 out_option = click.option(

@@ -156,6 +156,7 @@ def command(
     Examples:
       profharness bench --config 8,4,128,2048 --backend all,naive --explain
       profharness bench --config '32,8,{128:2048:*2},64' --baseline 32,8,512,64
+      profharness bench --config 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
       profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
     """
     from profharness.jobs import Listener, bench

@@ -18,6 +18,7 @@ from profharness.answers.explain.maps import bisect_all, draw_maps, numeric_name
 from profharness.answers.explain.rules import (
     Explanation,
     Place,
+    asked_about,
     choices_by_rule,
     chosen,
     environment_text,
@@ -35,7 +36,7 @@ from profharness.cli._options import (
     read_configs,
     store_option,
 )
-from profharness.config import SDPA_BACKENDS, Config, parse_config, split_names
+from profharness.config import AUTO, Config, parse_config, split_names
 from profharness.dispatch.machine import release_text, skipped_releases
 from profharness.errors import UsageError
 from profharness.views.document import Document
@@ -52,6 +53,7 @@ class _Question:
     """What the command line asks. places is empty where PyTorch itself is asked."""
 
     configs: list[Config]
+    asked: str
     backends: tuple[str, ...]
     places: list[Place]
     bisect: str | None
@@ -128,20 +130,19 @@ def command(
     that release answer instead, without torch and without a GPU; where they do not know, the answer
     is `unknown`. Exits 1 if PyTorch was asked and answered no config at all. Several configs give a map; several
     releases a table that marks where the choice changes. --backend limits the advice, and the
-    columns of that table.
+    columns of that table; a set (flash+math) or an order (cudnn-then-flash) is asked about instead
+    of auto.
 
     \b
     Examples:
       profharness explain --config 2,8,512,100,fp32,mask=bool
       profharness explain --config 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
       profharness explain --config 2,8,512,64,bf16 --torch 2.0..2.15 --gpu H100
+      profharness explain --config 2,8,512,64,bf16 --backend flash+math --torch 2.11 --gpu H100
       profharness explain --config '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
       profharness explain --config 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
     """
-    for name in split_names(backend):
-        if name not in SDPA_BACKENDS:
-            own = ", ".join(SDPA_BACKENDS)
-            raise UsageError(f"--backend {name!r}: advice is on PyTorch's own backends: {own}")
+    asked, backends = asked_about(split_names(backend))
     configs = read_configs(config, configs_file)
     if not configs:
         raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
@@ -150,7 +151,7 @@ def command(
     if len(places) > 1 and bisect is not None:
         raise UsageError("--bisect takes one release; give --torch a single one")
     question = _Question(
-        configs, split_names(backend), places, bisect, full, measure, device, timeout_s, store
+        configs, asked, backends, places, bisect, full, measure, device, timeout_s, store
     )
     document, answers = _answered(question)
     if unknown := [release_text(release) for release in skipped_releases(torch or "")]:
@@ -185,7 +186,7 @@ def _answered(question: _Question) -> tuple[Document, list[Explanation]]:
     if question.bisect is not None:
         return _bisected(question, question.bisect), []
     if len(places) > 1:
-        matrices = [matrix(config, places) for config in configs]
+        matrices = [matrix(config, places, question.asked) for config in configs]
         return matrix_document(matrices, full=full, backends=backends), []
     single = len(configs) == 1
     if not places and not single:
@@ -197,6 +198,7 @@ def _answered(question: _Question) -> tuple[Document, list[Explanation]]:
         advice=single or full or question.measure,  # a map wants none
         device=question.device,
         timeout_s=question.timeout_s,
+        asked=question.asked,
     )
     if question.measure:
         _measure(answers, question)
@@ -211,15 +213,20 @@ def _answered(question: _Question) -> tuple[Document, list[Explanation]]:
 
 def _bisected(question: _Question, name: str) -> Document:
     places = question.places
-    where = f"{places[0].text}, by rule" if places else "live"
+    asked = "" if question.asked == AUTO else f", {question.asked}"
+    where = f"{places[0].text}, by rule{asked}" if places else "live"
 
     def choose(configs: Sequence[Config]) -> list[str]:
         nonlocal where
         if places:
-            return choices_by_rule(configs, places[0])
+            return choices_by_rule(configs, places[0], question.asked)
         hint(f"asking PyTorch about {len(configs):,} configs")
         answers = explain_all(
-            configs, advice=False, device=question.device, timeout_s=question.timeout_s
+            configs,
+            advice=False,
+            device=question.device,
+            timeout_s=question.timeout_s,
+            asked=question.asked,
         )
         # which environment it is shows with the first answers only
         if where == "live":

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from profharness.config import Config
+from profharness.config import AUTO, SDP_BACKENDS, Config, Setting, sdpa_setting
 from profharness.dispatch.perturb import Choose, Oracle, rounded_up, with_dims
 from profharness.dispatch.predict import Verdict
 from profharness.rows import Refusal
@@ -128,23 +128,18 @@ CHANGES = (
            "call it under torch.inference_mode(), if no gradients are needed"),
 )  # fmt: skip
 TORCH_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}
-SDP_BACKENDS = {
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "math": "MATH",
-}
 
 
-def call_code(before: Config, after: Config, backend: str | None = None) -> str:
+def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
     """Code that has `before`'s tensors and makes `after`'s call, with an output of the shape and
-    dtype of `before`'s. backend: only that one may run it (`sdpa_kernel`).
+    dtype of `before`'s. backend: only what that name permits may run it (`sdpa_kernel`).
     """
     imports = ["import torch", "import torch.nn.functional as F"]
     contexts = ["torch.inference_mode()"] if before.bwd and not after.bwd else []
-    if backend is not None:
+    setting = sdpa_setting(backend)
+    if setting is not None:
         imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
-        contexts.append(f"sdpa_kernel([SDPBackend.{SDP_BACKENDS[backend]}])")
+        contexts.append(setting_code(setting))
     call = f"out = F.scaled_dot_product_attention({', '.join(['q', 'k', 'v', *_arguments(after)])})"
     if contexts:
         call = f"with {', '.join(contexts)}:\n    {call}"
@@ -156,6 +151,12 @@ def call_code(before: Config, after: Config, backend: str | None = None) -> str:
     if before.dtype != after.dtype:
         lines.append(f"out = out.to({TORCH_DTYPES[str(before.dtype)]})")
     return "\n".join(lines)
+
+
+def setting_code(setting: Setting) -> str:
+    """The call of `sdpa_kernel` that permits these backends."""
+    members = ", ".join(f"SDPBackend.{SDP_BACKENDS[name]}" for name in setting.backends)
+    return f"sdpa_kernel([{members}]{', set_priority=True' if setting.ordered else ''})"
 
 
 def _arguments(config: Config) -> Iterator[str]:
@@ -230,8 +231,8 @@ class Advice:
 
     change is a sentence, code the Python to write. config is the changed config's label, None where
     the grammar cannot say it. verified: asked again, with the change, the backend was eligible
-    (None: could not be asked). choice: what `auto` takes then. gain: time before over time after,
-    where both were measured. steps: the names of the changes.
+    (None: could not be asked). choice: what `auto`, or the setting asked about, takes then. gain:
+    time before over time after, where both were measured. steps: the names of the changes.
     """
 
     change: str
@@ -256,9 +257,12 @@ class _State:
         return self.answer.reasons[0].code if self.answer.reasons else "no_text"
 
 
-def advise(config: Config, backend: str, oracle: Oracle, choose: Choose) -> tuple[Advice, ...]:
+def advise(
+    config: Config, backend: str, oracle: Oracle, choose: Choose, asked: str = AUTO
+) -> tuple[Advice, ...]:
     """At most three ways, of as few changes as there are; none where the backend runs anyhow, where
-    nothing is known, or where no change helps.
+    nothing is known, or where no change helps. asked: `auto`, or the setting under which `choose`
+    answers, which the code then sets too.
 
     config's dtype must be filled in. Ways outside of the grammar have verified None and come last.
     """
@@ -266,9 +270,11 @@ def advise(config: Config, backend: str, oracle: Oracle, choose: Choose) -> tupl
     if answer.eligible is None:
         return ()
     if answer.eligible:
-        return () if choose(config) == backend else (_name_it(config, backend),)
+        return () if choose(config) == backend else (_name_it(config, backend, asked),)
     start = _State(config, answer)
-    ways = [_way(config, state, backend, choose) for state in _search(start, backend, oracle)]
+    ways = [
+        _way(config, state, backend, choose, asked) for state in _search(start, backend, oracle)
+    ]
     if (outside := OUTSIDE.get(start.code)) and (advice := outside(config, backend)):
         ways.append(advice)
     return tuple(ways[:MOST])
@@ -308,13 +314,13 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
     return states
 
 
-def _way(config: Config, state: _State, backend: str, choose: Choose) -> Advice:
-    """Where auto takes another backend even then, the code also names the wanted one."""
+def _way(config: Config, state: _State, backend: str, choose: Choose, asked: str) -> Advice:
+    """Where another backend is taken even then, the code also names the wanted one."""
     choice = choose(state.config)
-    named = None if choice == backend else backend
+    named = asked if choice == backend else backend
     sentences = list(state.sentences)
-    if named:
-        sentences.append(f"then name {backend} with sdpa_kernel, since auto takes {choice}")
+    if named != asked:
+        sentences.append(f"then name {backend} with sdpa_kernel, since {asked} takes {choice}")
     return Advice(
         change="; ".join(sentences),
         code=call_code(config, state.config, named),
@@ -325,13 +331,12 @@ def _way(config: Config, state: _State, backend: str, choose: Choose) -> Advice:
     )
 
 
-def _name_it(config: Config, backend: str) -> Advice:
-    """Eligible, but not what auto takes. The one verified way: asked under sdpa_kernel it is."""
-    name = SDP_BACKENDS[backend]
+def _name_it(config: Config, backend: str, asked: str) -> Advice:
+    """Eligible, but not what is taken. The one verified way: asked under sdpa_kernel it is."""
     return Advice(
-        change=f"nothing to change: {backend} can take it, but auto prefers another; allow {backend} alone with "
-        "sdpa_kernel (PyTorch 2.8 and newer: or put it first and keep the others as a fallback, with "
-        f"sdpa_kernel([SDPBackend.{name}, SDPBackend.MATH], set_priority=True))",
+        change=f"nothing to change: {backend} can take it, but {asked} prefers another; allow {backend} alone with "
+        "sdpa_kernel (PyTorch 2.6 and newer: or put it first and keep the others as a fallback, with "
+        f"{setting_code(Setting((backend, 'math'), ordered=True))})",
         code=call_code(config, config, backend),
         config=config.label,
         verified=True,

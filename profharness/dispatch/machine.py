@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from profharness.config import SDPA_BACKENDS, Config
+from profharness.config import SDPA_BACKENDS, Config, Setting
 from profharness.devices import find_gpu
 from profharness.errors import UsageError
 
@@ -258,9 +258,10 @@ class AttentionParams:
     [batch_kv, kv_heads_v, seq_kv, head_dim_v]; None means the same as batch, kv_heads and head_dim.
     requires_grad: any of the three requires a gradient and grad mode is on. storage_offset_bytes
     counts from the start of the storage, the same for all three. enabled: backends whose runtime
-    flag is on. ndim other than 4 stands for inputs with fewer or more dimensions. nested: all three
-    are nested tensors of the strided layout, seq lengths are then the longest ones. scaled: the
-    call has the argument `scale`.
+    flag is on. priority: what the caller put first in the order (`set_priority=True`). ndim other
+    than 4 stands for inputs with fewer or more dimensions. nested: all three are nested tensors of
+    the strided layout, seq lengths are then the longest ones. scaled: the call has the argument
+    `scale`.
     """
 
     batch: int
@@ -286,6 +287,7 @@ class AttentionParams:
     deterministic: str = "off"
     nested: bool = False
     enabled: frozenset[str] = frozenset(SDPA_BACKENDS)
+    priority: tuple[str, ...] = ()
     flash_impl: str = "FA2"
     scaled: bool = False
 
@@ -369,6 +371,17 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
         deterministic="error" if config.deterministic else "off",
         scaled=config.scale is not None,
     )
+
+
+SETS_PRIORITY: Release = (2, 6)  # the first whose sdpa_kernel has set_priority
+
+
+def permitted(params: AttentionParams, setting: Setting | None) -> AttentionParams:
+    """The call under a setting of the caller's; None leaves all as it is."""
+    if setting is None:
+        return params
+    priority = setting.backends if setting.ordered else ()
+    return replace(params, enabled=frozenset(setting.backends), priority=priority)
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:

@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from profharness.config import Config
-from profharness.dispatch.machine import AttentionParams, Machine, from_config
+from profharness.config import Config, Setting
+from profharness.dispatch.machine import AttentionParams, Machine, from_config, permitted
 from profharness.dispatch.predict import Verdict, judge, predict
 from profharness.rows import Refusal
 
@@ -204,6 +204,6 @@ def rule_oracle(
     return ask
 
 
-def rule_choice(machine: Machine, device: str = "cuda") -> Choose:
-    """What `auto` takes by the rules."""
-    return lambda config: predict(from_config(config, device), machine).choice
+def rule_choice(machine: Machine, device: str = "cuda", setting: Setting | None = None) -> Choose:
+    """What `auto`, or a call under a setting, takes by the rules."""
+    return lambda config: predict(permitted(from_config(config, device), setting), machine).choice

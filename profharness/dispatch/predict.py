@@ -9,15 +9,17 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from profharness.config import SDPA_BACKENDS, Config
+from profharness.config import AUTO, SDPA_BACKENDS, Config, sdpa_setting
 from profharness.dispatch.checks import hazards
 from profharness.dispatch.early import EARLY
 from profharness.dispatch.machine import (
+    SETS_PRIORITY,
     AttentionParams,
     Machine,
     Release,
     from_config,
     machine_of,
+    permitted,
     release_text,
     rules_know,
     with_flags,
@@ -289,9 +291,9 @@ def predict(params: AttentionParams, machine: Machine) -> Prediction:
 
 
 def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -> str | None:
-    """What the rules say of a cell of a run: for `auto` and `all-disabled` the backend that PyTorch
-    takes, or `none` where it raises; for a forced backend `eligible` or `refused`. None where they
-    cannot tell, and for backends that PyTorch's dispatcher does not know.
+    """What the rules say of a cell of a run: where PyTorch chooses (`auto`, `all-disabled`, a set, an
+    order) the backend that it takes, or `none` where it raises; for a forced backend `eligible` or
+    `refused`. None where they cannot tell, and for backends that PyTorch's dispatcher does not know.
     """
     if not rules_know(environment):
         return None
@@ -301,11 +303,12 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
         alone = replace(params, enabled=frozenset({backend}))
         eligible = judge(backend, alone, machine).eligible
         return None if eligible is None else "eligible" if eligible else "refused"
-    if backend == "all-disabled":
-        params = replace(params, enabled=frozenset({"cudnn"}))
-    elif backend != "auto":
+    setting = sdpa_setting(backend)
+    if setting is None and backend != AUTO:
         return None
-    choice = predict(params, machine).choice
+    if setting is not None and setting.ordered and machine.torch < SETS_PRIORITY:
+        return None
+    choice = predict(permitted(params, setting), machine).choice
     return None if choice == "unknown" else choice
 
 
@@ -342,12 +345,18 @@ def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str
 
 def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
     """The orders that are possible; more than one where a fact is missing, none for an unknown
-    release.
+    release. On a CPU PyTorch has an order of its own, which no caller changes.
     """
     if not machine.known:
         return ()
     if params.device == "cpu":
         return (CPU_ORDER if machine.torch >= (2, 1) else ("math",),)
+    orders = _own_orders(params, machine)
+    return tuple({tuple(dict.fromkeys((*params.priority, *order))): None for order in orders})
+
+
+def _own_orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
+    """Those that PyTorch itself may have on CUDA."""
     row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
     if machine.cudnn_preferred is False and machine.torch >= (2, 9):
         return (row.otherwise,)

@@ -19,7 +19,7 @@ import msgspec
 
 from profharness.backends import BACKENDS, find_backend
 from profharness.backends.sources import implementation_names
-from profharness.config import Config, parse_config
+from profharness.config import AUTO, Config, parse_config
 from profharness.devices import PEAKS_FILE, Peaks
 from profharness.dispatch.advice import ANSWERS_FILE, LiveAnswer
 from profharness.errors import CaptureError, UsageError
@@ -205,14 +205,15 @@ def ask(
     advice: bool = True,
     timeout_s: float = 120,
     progress: AskProgress | None = None,
+    asked: str = AUTO,
 ) -> list[ProbeResult]:
-    """One answer a config, in that order. device is `cuda`, `cpu` or `auto`; timeout_s the
-    seconds that one config may take.
+    """One answer a config, in that order; asked is `auto` or a set or order of backends. device is
+    `cuda`, `cpu` or `auto`; timeout_s the seconds that one config may take.
 
     A config whose process died or took too long has no answer. Raises CaptureError if no process
     starts.
     """
-    cells = tuple(Cell(f"c{index:04d}", config, "auto") for index, config in enumerate(configs, 1))
+    cells = tuple(Cell(f"c{index:04d}", config, asked) for index, config in enumerate(configs, 1))
     if not cells:
         return []
     environment: dict[str, Any] = {}

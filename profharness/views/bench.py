@@ -321,7 +321,7 @@ def _regret(answer: Benched) -> Iterator[Block]:
 def _remark(loss: Loss) -> str:
     if loss.real:
         return ""
-    if loss.choice == loss.best:
+    if loss.alike:
         return "the same one"
     if loss.verdict == "unknown":
         return f"not told apart: {loss.why_open}"

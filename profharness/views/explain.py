@@ -18,6 +18,7 @@ from profharness.answers.explain.rules import (
     explanation_record,
     unread,
 )
+from profharness.config import AUTO, SDPA_BACKENDS, sdpa_setting
 from profharness.dispatch.advice import Advice, BackendAnswer
 from profharness.views.document import Block, Code, Column, Document, Heading, Note, Table
 
@@ -64,22 +65,23 @@ def answer_blocks(
     for side in answer.backends:
         for advice in side.advice:
             if full or side.eligible is not True or side.backend in named or advice.gain:
-                blocks += _advice(side.backend, advice)
+                blocks += _advice(side.backend, advice, answer.asked)
     blocks += [Note(text, "caveat", "warning") for text in answer.caveats]
     return blocks
 
 
 def verdict(answer: Explanation) -> str:
-    """One sentence: what `auto` runs, why, and why not each of the others."""
+    """One sentence: what `auto` or the setting runs, why, and why not each of the others."""
     choice = chosen(answer)
     if _nothing_known(answer):
-        return "what auto runs is not known, nor which backends take this config."
+        return f"what {answer.asked} runs is not known, nor which backends take this config."
     if choice == "unknown":
-        lead = "what auto runs is not known"
+        lead = f"what {answer.asked} runs is not known"
     elif choice == "none":
         lead = _why_none(answer)
     else:
-        lead = f"auto runs {choice}, because {_because(choice, answer)}"
+        lead = f"{answer.asked} runs {choice}, because {_because(choice, answer)}"
+    allowed = _permitted(answer)
     others = [
         f"{side.backend} would be refused: "
         + (side.reasons[0].message.rstrip(".") if side.reasons else "no reason given")
@@ -87,6 +89,7 @@ def verdict(answer: Explanation) -> str:
         if side.backend != choice
         and side.eligible is False
         and (not answer.priority_order or side.backend in answer.priority_order)
+        and side.backend in allowed
     ]
     later = [side.backend for side in answer.backends if side.backend != choice and side.eligible]
     if later and choice not in ("unknown", "none"):
@@ -97,6 +100,8 @@ def verdict(answer: Explanation) -> str:
         for side in answer.backends
         if side.eligible is None
     ]
+    if ruled_out := [name for name in SDPA_BACKENDS if name not in allowed]:
+        others.append(f"{_and(ruled_out)} {'is' if len(ruled_out) == 1 else 'are'} not permitted")
     return "; ".join([lead, *others]) + "."
 
 
@@ -108,9 +113,10 @@ def _nothing_known(answer: Explanation) -> bool:
 def _why_none(answer: Explanation) -> str:
     taking = [side.backend for side in answer.backends if side.eligible]
     if not taking:
-        return "auto raises, because no backend takes this config"
+        which = "no backend" if answer.asked == AUTO else "no backend of it"
+        return f"{answer.asked} raises, because {which} takes this config"
     takes = "takes" if len(taking) == 1 else "take"
-    return f"auto raises: PyTorch settles on math, though {_and(taking)} alone {takes} this config"
+    return f"{answer.asked} raises: PyTorch settles on math, though {_and(taking)} alone {takes} this config"
 
 
 def _because(choice: str, answer: Explanation) -> str:
@@ -123,8 +129,16 @@ def _because(choice: str, answer: Explanation) -> str:
     refused = {side.backend for side in answer.backends if side.eligible is False}
     if not refused.issuperset(before):
         return "PyTorch says so"
+    before = tuple(name for name in before if name in _permitted(answer))
+    if not before:
+        return "it is the first of them in the priority order and takes this config"
     come, are = ("comes", "is") if len(before) == 1 else ("come", "are")
     return f"{_and(before)}, which {come} before it in the priority order, {are} refused"
+
+
+def _permitted(answer: Explanation) -> tuple[str, ...]:
+    setting = sdpa_setting(answer.asked)
+    return SDPA_BACKENDS if setting is None else setting.backends
 
 
 def _and(names: Sequence[str]) -> str:
@@ -155,12 +169,12 @@ def _witnesses(answer: Explanation) -> Note:
     return Note(text, "agree") if answer.agree else Note(f"mismatch: {text}", "agree", "warning")
 
 
-def _advice(backend: str, advice: Advice) -> list[Block]:
+def _advice(backend: str, advice: Advice, asked: str) -> list[Block]:
     parts = [advice.change.rstrip(".")]
     if advice.verified is not None:
         parts.append(f"asked again: {'eligible' if advice.verified else 'still refused'}")
     if advice.choice:
-        parts.append(f"auto then runs {advice.choice}")
+        parts.append(f"{asked} then runs {advice.choice}")
     if advice.gain is not None:
         factor, word = (advice.gain, "faster") if advice.gain >= 1 else (1 / advice.gain, "slower")
         parts.append(
@@ -203,7 +217,9 @@ def matrix_document(
     records = []
     for matrix in matrices:
         first = matrix[0].explanation
-        blocks.append(Heading(first.config, first.environment.get("gpu") or "CPU"))
+        where = first.environment.get("gpu") or "CPU"
+        asked = "" if first.asked == AUTO else f", {first.asked}"
+        blocks.append(Heading(first.config, f"{where}{asked}"))
         rows, notes = [], []
         for row in matrix:
             answer = row.explanation
@@ -218,6 +234,8 @@ def matrix_document(
         missing = unread(row.explanation for row in matrix)
         if not notes and not (missing and first.predicted == "unknown"):
             notes.append(Note(f"the choice is {first.predicted} in all of them"))
+        errors = dict.fromkeys(row.explanation.error for row in matrix)
+        notes += [Note(error, "caveat", "warning") for error in errors if error]
         blocks += [*notes, *([Note(missing, "caveat", "warning")] if missing else ())]
         if full:
             blocks += [b for row in matrix for b in answer_blocks(row.explanation, full=True)]

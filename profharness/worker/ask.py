@@ -18,10 +18,11 @@ import msgspec
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from profharness.config import SDPA_BACKENDS, Config
+from profharness.backends import BACKENDS, find_backend
+from profharness.backends.base import Backend
+from profharness.config import AUTO, SDP_BACKENDS, SDPA_BACKENDS, Config, sdpa_setting
 from profharness.dispatch.advice import (
     ANSWERS_FILE,
-    SDP_BACKENDS,
     BackendAnswer,
     LiveAnswer,
     advise,
@@ -74,37 +75,47 @@ class LiveDispatch:
 
     def answer(self, cell: Cell) -> LiveAnswer:
         """All answers about one config; what goes wrong is its `error`."""
-        config = cell.config.resolve(self.device)
+        config, asked = cell.config.resolve(self.device), find_backend(cell.backend)
+        if reason := asked.absent():
+            return LiveAnswer(cell.cell, config.label, error=reason)
+        setting = sdpa_setting(asked.name)
+        permitted = SDPA_BACKENDS if setting is None else setting.backends
         try:
-            choice, order = self.choose(config), self.priority_order()
-            advised = [name for name in SDPA_BACKENDS if name != "math" or choice == "none"]
+            choice = self.choose(config, asked)
+            with asked.context():
+                order = self.priority_order()
+            advised = [name for name in permitted if name != "math" or choice == "none"]
             backends = tuple(
-                self.backend(config, name, advice=self.advice and name in advised)
+                self.backend(config, name, asked, advice=self.advice and name in advised)
+                if name in permitted
+                else BackendAnswer(name, False, (_disabled(name),))
                 for name in SDPA_BACKENDS
             )
             return LiveAnswer(cell.cell, config.label, choice, order, backends)
         except Exception as error:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
 
-    def backend(self, config: Config, name: str, *, advice: bool) -> BackendAnswer:
+    def backend(self, config: Config, name: str, asked: Backend, *, advice: bool) -> BackendAnswer:
         """One backend: eligible or not, why not, and what would help."""
         oracle = cache(self.ask)  # blockers and advice share many questions
         eligible = oracle(config, name).eligible
 
         def choose(changed: Config) -> str:
             try:
-                return self.choose(changed)
+                return self.choose(changed, asked)
             except RuntimeError:
                 return "unknown"
 
-        advised = advise(config, name, oracle, choose) if advice else ()
+        advised = advise(config, name, oracle, choose, asked.name) if advice else ()
         can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
         reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
 
-    def choose(self, config: Config) -> str:
-        """What `auto` takes, nothing launched; `none` where PyTorch refuses. Raises other errors."""
-        with _deterministic(config), recorded_warnings([]):
+    def choose(self, config: Config, asked: Backend = BACKENDS[AUTO]) -> str:
+        """What `auto`, or a setting, takes, nothing launched; `none` where PyTorch refuses. Raises
+        other errors.
+        """
+        with _deterministic(config), recorded_warnings([]), asked.context():
             return self._fused_choice(config) or "none"
 
     def priority_order(self) -> tuple[str, ...]:
@@ -116,8 +127,7 @@ class LiveDispatch:
     def ask(self, config: Config, backend: str) -> Verdict:
         """Whether PyTorch would take `backend` alone; None where the inputs cannot be made."""
         if self.environment.get(f"sdp_{backend}") is False:
-            text = f"{backend} attention has been runtime disabled."
-            return Verdict(False, (Refusal("runtime_disabled", text),))
+            return Verdict(False, (_disabled(backend),))
         warnings: list[str] = []
         try:
             with (
@@ -209,6 +219,10 @@ def _deterministic(config: Config) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def _disabled(backend: str) -> Refusal:
+    return Refusal("runtime_disabled", f"{backend} attention has been runtime disabled.")
 
 
 def _failure(error: BaseException, config: Config) -> str:

@@ -15,6 +15,7 @@ import torch.nn.attention as torch_attention
 
 from profharness.backends.base import Attention, RefusedError, needs_module
 from profharness.backends.sources import find_implementation
+from profharness.config import SDP_BACKENDS, Setting
 from profharness.rows import REPLACEMENTS
 
 PLAIN_MISSING = (
@@ -25,10 +26,23 @@ FA4_REMEDY = "pip install flash-attn-4"
 needs_triton = needs_module("triton", "pip install triton")
 
 
-def only(name: str) -> AbstractContextManager[None]:
-    """SDPA limited to one member of SDPBackend."""
-    backend = getattr(torch_attention.SDPBackend, name)
-    return torch_attention.sdpa_kernel([backend])  # type: ignore[no-any-return]
+def only(setting: Setting) -> AbstractContextManager[None]:
+    """SDPA limited to these backends, and in their order where that is set. On CUDA the process must
+    have made a choice before (`environment.collect` does), which replaces the order of priorities once.
+    """
+    members = [getattr(torch_attention.SDPBackend, SDP_BACKENDS[name]) for name in setting.backends]
+    order = {"set_priority": True} if setting.ordered else {}
+    return torch_attention.sdpa_kernel(members, **order)  # type: ignore[no-any-return]
+
+
+def priority_absent() -> str | None:
+    """Why sdpa_kernel of this torch cannot set an order, or None."""
+    if "set_priority" in inspect.signature(torch_attention.sdpa_kernel).parameters:
+        return None
+    return (
+        f"an order of backends needs torch >= 2.6 (sdpa_kernel's set_priority); this is "
+        f"{torch.__version__}; joined by + they are the same set without an order"
+    )
 
 
 @contextlib.contextmanager
@@ -53,7 +67,7 @@ def activated(impl: str) -> Iterator[None]:
         text = f"{impl} cannot be activated: {type(error).__name__}: {error}"
         raise RefusedError("absent", text) from error
     try:
-        with only("FLASH_ATTENTION"):
+        with only(Setting(("flash",))):
             yield
     finally:
         torch_attention.restore_flash_attention_impl()

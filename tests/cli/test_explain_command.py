@@ -300,7 +300,7 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
         (("--measure", "--torch", "2.8", "--gpu", "H100"), "choose one"),
         (("--device", "cpu", "--gpu", "H100"), "write --gpu cpu"),
         (("--backend", "warp"), "PyTorch's own backends"),
-        (("--backend", "auto"), "PyTorch's own backends"),
+        (("--backend", "naive"), "PyTorch's own backends"),
     ],
 )
 def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:

@@ -8,8 +8,7 @@ from functools import partial
 
 from profharness.answers.analyze.figures import DERIVED, MEASURED, Facts, Finding, Remedy, percent
 from profharness.answers.roles import GEMMS
-from profharness.config import OWN_CHOICE, Config
-from profharness.dispatch.advice import SDP_BACKENDS
+from profharness.config import OWN_CHOICE, SDP_BACKENDS, Config
 
 NEAR_PEAK = 0.6  # of a peak from which that resource is what limits
 HALF = 0.5

@@ -4,7 +4,7 @@ backends that a question about a bench means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +19,18 @@ from profharness.answers.bench.rows import (
     bench_rows,
     run_cells,
 )
-from profharness.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends
-from profharness.config import DTYPES, OWN_CHOICE, Config, parse_config
+from profharness.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends, stored_names
+from profharness.config import (
+    DTYPES,
+    OWN_CHOICE,
+    Config,
+    leaves_choice,
+    parse_config,
+    sdpa_setting,
+)
 from profharness.costs import CONVENTIONS
 from profharness.devices import Peaks
-from profharness.dispatch.advice import SDP_BACKENDS, call_code
+from profharness.dispatch.advice import call_code
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import MEASUREMENTS, CellRow, RunRow
 from profharness.run import PRECISION
@@ -80,7 +87,7 @@ def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] |
     return [
         backend
         for name in names
-        for backend in expand_backends([name], DEFAULT_BACKENDS)
+        for backend in stored_names(expand_backends([name], DEFAULT_BACKENDS))
         if backend in held or name not in (ALL, KERNELS)
     ]
 
@@ -113,7 +120,7 @@ class Winner:
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What `auto` cost on a config. regret is its median over the best one's, less 1. real: the
-    samples show that `auto` is slower, and choice is not best.
+    samples show that `auto` is slower, and choice is not what the best one ran (best_ran).
     """
 
     config: str
@@ -126,11 +133,17 @@ class Loss:
     code: str
     verdict: stats.Speed = "same"
     why_open: str = ""
+    best_ran: str | None = None
+
+    @property
+    def alike(self) -> bool:
+        """Whether the best one is what `auto` took, under another name."""
+        return self.choice is not None and self.choice == self.best_ran
 
     @property
     def open(self) -> bool:
         """Whether it is not known that `auto` is slower, or not."""
-        return self.verdict == "unknown" and self.choice != self.best
+        return self.verdict == "unknown" and not self.alike
 
 
 @dataclass(frozen=True)
@@ -208,12 +221,12 @@ def benched(
         return samples[row.config, row.backend][ranking]
 
     figures = [row for row in rows if row.measurement == ranking]
-    asked = {cell.config: cell for cell in reversed(cells) if cell.backend == CHOSEN}
+    asked = {(cell.config, cell.backend): cell for cell in cells}
     winners, losses = [], []
     for label in dict.fromkeys(row.config for row in figures):
         alike = [row for row in figures if row.config == label and row.ranked]
         winners += [_winner(alike, samples_of)] if alike else []
-        losses += _losses(alike, asked.get(label), samples_of)
+        losses += _losses(alike, asked, samples_of)
     losses.sort(key=lambda loss: -loss.regret)
     against_config = baseline is not None
     conclusions = conclude(figures, winners, losses, samples_of, against_config=against_config)
@@ -264,13 +277,19 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
     )
 
 
-def _losses(alike: Sequence[BenchRow], asked: CellRow | None, samples_of: SamplesOf) -> list[Loss]:
-    """The loss of `auto` on one config, asked is its cell; none where it was not timed, or alone."""
+def _losses(
+    alike: Sequence[BenchRow],
+    cells: Mapping[tuple[str, str], CellRow],
+    samples_of: SamplesOf,
+) -> list[Loss]:
+    """The loss of `auto` on one config; none where it was not timed, or alone."""
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
     others = [row for row in alike if row.backend not in OWN_CHOICE]
-    if chosen is None or asked is None or not others:
+    if chosen is None or not others:
         return []
     best = _best(others)
+    asked, taken = cells[chosen.config, CHOSEN], cells[best.config, best.backend]
+    ran = backend_that_ran(taken) if leaves_choice(best.backend) else best.backend
     chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
     verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
     loss = Loss(
@@ -280,10 +299,11 @@ def _losses(alike: Sequence[BenchRow], asked: CellRow | None, samples_of: Sample
         best=best.backend,
         best_ns=best_ns,
         regret=max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
-        real=verdict == "slower" and is_another(best.backend, asked),
+        real=verdict == "slower" and is_another(ran or best.backend, asked),
         code=selecting(best),
         verdict=verdict,
         why_open=why_open(best, chosen) if verdict == "unknown" else "",
+        best_ran=ran,
     )
     return [loss]
 
@@ -297,7 +317,7 @@ def selecting(row: BenchRow) -> str:
     config = parse_config(row.config)
     if row.backend == CHOSEN:
         return call_code(config, config)
-    if row.backend in SDP_BACKENDS:
+    if sdpa_setting(row.backend) is not None:
         return call_code(config, config, row.backend)
     return (
         f"# {row.backend} is none of scaled_dot_product_attention's backends: call it itself\n"

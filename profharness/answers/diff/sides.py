@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from profharness.answers.diff.model import BACKEND_CHANGED, Diff, DiffRow, LayerDiff, Program, Side
 from profharness.answers.observed import Observed
-from profharness.config import Config, parse_config
+from profharness.config import Config, parse_config, setting_name
 from profharness.errors import NotFoundError
 from profharness.store import Need, Selection, Store
 
@@ -27,11 +27,17 @@ def find_sides(
     `latest` is the newest run with kernels; where that finds no two sides, with times, else with
     attention calls, traced or counted. Raises NotFoundError.
     """
-    texts = baseline, candidate
+    texts = _stored_text(baseline), _stored_text(candidate)
     for need in NEEDS:
         with contextlib.suppress(NotFoundError):
             return _find_sides(store, texts, configs, need)
     return _find_sides(store, texts, configs, "times")  # whose error says most
+
+
+def _stored_text(text: str) -> str:
+    """A side's text with a set or an order of backends as cells name it."""
+    run, colon, backend = text.rpartition(":")
+    return f"{run}{colon}{setting_name(backend)}"
 
 
 def _find_sides(

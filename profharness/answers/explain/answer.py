@@ -17,7 +17,7 @@ from profharness.answers.agreement import (
     replacement_text,
 )
 from profharness.answers.explain.rules import Explanation, Place, chosen, explain_by_rule, settle
-from profharness.config import Config, parse_config
+from profharness.config import AUTO, Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.errors import CaptureError
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow
@@ -35,14 +35,15 @@ def explain_all(
     device: str = "auto",
     timeout_s: float = 120.0,
     store: Path | None = None,
+    asked: str = AUTO,
 ) -> list[Explanation]:
-    """One answer per config and place; without places PyTorch on this machine is asked. backends
-    limits the advice; a store adds what was seen and the gains. Raises CaptureError if PyTorch
+    """One answer per config and place, for `auto` or a setting; without places PyTorch on this machine
+    is asked. backends limits the advice; a store adds what was seen and the gains. Raises CaptureError if PyTorch
     cannot be asked at all.
     """
     if places:
         answers = [
-            explain_by_rule(config, place, backends=backends, advice=advice)
+            explain_by_rule(config, place, backends=backends, advice=advice, asked=asked)
             for config in configs
             for place in places
         ]
@@ -50,7 +51,12 @@ def explain_all(
         from profharness.answers.explain.live import explain_live  # starts a worker, torch too
 
         answers = explain_live(
-            configs, backends=backends, advice=advice, device=device, timeout_s=timeout_s
+            configs,
+            backends=backends,
+            advice=advice,
+            device=device,
+            timeout_s=timeout_s,
+            asked=asked,
         )
     return answers if store is None else with_store(answers, store)
 
@@ -101,7 +107,7 @@ def _advised(answer: Explanation) -> list[tuple[str, str]]:
 
 def _joined(answer: Explanation, memory: _Memory) -> Explanation:
     cells = memory.cells(answer.config, answer.environment)
-    seen = (_seen(cell, memory) for cell in cells if cell.backend == "auto")
+    seen = (_seen(cell, memory) for cell in cells if cell.backend == answer.asked)
     # what torch.compile put in the place of the plain form
     caveats = (
         f"{cell.backend}: {replacement_text(taken.took)}, in run {cell.run}"
@@ -149,11 +155,11 @@ def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _Memor
     """Time before over after, from the newest run with both, else from two on alike machines."""
     if advice.config is None or advice.gain is not None:
         return advice
-    before = _timed(memory.cells(answer.config, answer.environment), ("auto", chosen(answer)))
+    before = _timed(memory.cells(answer.config, answer.environment), (answer.asked, chosen(answer)))
     advised = memory.cells(advice.config, answer.environment)
     after = _timed(advised, (backend,))
     if advice.choice == backend:
-        after = after or _timed(advised, ("auto",))
+        after = after or _timed(advised, (answer.asked,))
     pairs = [(old, new) for old in before for new in after]
     pairs.sort(key=lambda pair: pair[0].run != pair[1].run)
     for old, new in pairs:
@@ -191,7 +197,7 @@ def to_measure(answers: Sequence[Explanation]) -> dict[tuple[str, ...], list[Con
     backends_of: dict[Config, dict[str, None]] = {}
     for answer in answers:
         for backend, label in _advised(answer):
-            backends_of.setdefault(parse_config(answer.config), {})["auto"] = None
+            backends_of.setdefault(parse_config(answer.config), {})[answer.asked] = None
             backends_of.setdefault(parse_config(label), {})[backend] = None
     jobs: dict[tuple[str, ...], list[Config]] = {}
     for config, backends in backends_of.items():

@@ -9,15 +9,16 @@ from typing import Any
 from profharness.answers.explain.rules import (
     ALLOW_SET,
     COMPILED,
+    CPU_IGNORES,
     LEGACY,
     Explanation,
     settle,
     sides_by_rule,
 )
-from profharness.config import SDPA_BACKENDS, Config
+from profharness.config import AUTO, SDPA_BACKENDS, Config, sdpa_setting
 from profharness.dispatch.advice import BackendAnswer, LiveAnswer
 from profharness.dispatch.checks import hazards
-from profharness.dispatch.machine import from_config, machine_of, with_flags
+from profharness.dispatch.machine import from_config, machine_of, permitted, with_flags
 from profharness.dispatch.predict import predict
 from profharness.runner.probe import AskProgress, ProbeResult, ask
 
@@ -40,11 +41,14 @@ def explain_live(
     device: str = "auto",
     timeout_s: float = 120.0,
     progress: AskProgress | None = None,
+    asked: str = AUTO,
 ) -> list[Explanation]:
-    """One answer a config from PyTorch on this machine. backends limits the advice. Raises
-    CaptureError if no worker starts or answers.
+    """One answer a config from PyTorch on this machine, for `auto` or a setting. backends limits the
+    advice. Raises CaptureError if no worker starts or answers.
     """
-    results = ask(configs, device=device, advice=advice, timeout_s=timeout_s, progress=progress)
+    results = ask(
+        configs, device=device, advice=advice, timeout_s=timeout_s, progress=progress, asked=asked
+    )
     return [_explanation(result, backends or SDPA_BACKENDS) for result in results]
 
 
@@ -53,7 +57,8 @@ def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
     device = str(environment.get("device_type", "cpu"))
     config = result.cell.config.resolve(device)
     machine = machine_of(environment)
-    params = with_flags(environment)(from_config(config, device))
+    asked = result.cell.backend
+    params = permitted(with_flags(environment)(from_config(config, device)), sdpa_setting(asked))
     prediction = predict(params, machine)
     answer = result.answer
     if answer is None:
@@ -74,8 +79,10 @@ def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
         caveats=(
             *hazards(answer.choice or prediction.choice, params, machine),
             *_caveats(environment, answer.backends),
+            *((CPU_IGNORES,) if params.priority and device == "cpu" else ()),
         ),
         error=answer.error,
+        asked=asked,
     )
     return settle(explanation)
 

@@ -13,12 +13,20 @@ from typing import Any
 
 import msgspec
 
-from profharness.config import SDPA_BACKENDS, Config
+from profharness.config import (
+    AUTO,
+    SDPA_BACKENDS,
+    Config,
+    leaves_choice,
+    sdpa_setting,
+    setting_name,
+)
 from profharness.devices import GPUS, find_gpu
 from profharness.dispatch.advice import BackendAnswer, advise
 from profharness.dispatch.early import doubts
 from profharness.dispatch.machine import (
     RELEASES,
+    SETS_PRIORITY,
     AttentionParams,
     Machine,
     Release,
@@ -27,6 +35,7 @@ from profharness.dispatch.machine import (
     machine_for,
     parse_release,
     parse_releases,
+    permitted,
     release_text,
 )
 from profharness.dispatch.perturb import rule_choice, rule_oracle
@@ -39,7 +48,8 @@ SCHEMA = "profharness.explain/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One config's answer. source is `live` (PyTorch was asked) or `rules`.
+    """One config's answer. source is `live` (PyTorch was asked) or `rules`. asked: `auto`, or the
+    set or order of backends that the call may take.
 
     predicted is what the rules say, choice what PyTorch says (None where it was not asked),
     observed what a stored run's op or kernels show; each a backend, `none` (PyTorch raises) or
@@ -58,6 +68,7 @@ class Explanation:
     backends: tuple[BackendAnswer, ...]
     caveats: tuple[str, ...] = ()
     error: str | None = None
+    asked: str = AUTO
 
 
 FIELDS = tuple(field.name for field in fields(Explanation))
@@ -79,6 +90,7 @@ def flat_record(answer: Explanation) -> dict[str, Any]:
     facts = ("torch", "device_type", "gpu", "capability", "cudnn")
     row: dict[str, Any] = {
         "config": answer.config,
+        "asked": answer.asked,
         "source": answer.source,
         **{name: environment.get(name) for name in facts},
         "priority_order": " > ".join(answer.priority_order) or None,
@@ -100,11 +112,12 @@ def environment_text(answer: Explanation) -> str:
     device = environment.get("gpu") or {"cpu": "CPU"}.get(str(environment.get("device_type")))
     parts += [str(device)] if device else []
     parts += [f"cuDNN {environment['cudnn']}"] if environment.get("cudnn") else []
-    return ", ".join([*parts, "by rule" if answer.source == "rules" else "live"])
+    parts += ["by rule" if answer.source == "rules" else "live"]
+    return ", ".join([*parts, *([answer.asked] if answer.asked != AUTO else [])])
 
 
 def chosen(answer: Explanation) -> str:
-    """What `auto` takes: PyTorch's own answer, or that of the rules if only they were asked."""
+    """What is taken: PyTorch's own answer, or that of the rules if only they were asked."""
     return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
 
 
@@ -235,34 +248,73 @@ class MatrixRow:
     changes: tuple[str, ...] = ()
 
 
+def asked_about(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The setting that backends name (`flash+math`, `cudnn>flash`; `auto` where none does), and the
+    backends that limit the advice. Raises UsageError for several settings, and for what is no backend of
+    PyTorch's.
+    """
+    settings = [setting_name(name) for name in names if leaves_choice(name)]
+    if len(settings) > 1:
+        raise UsageError(
+            f"explain answers for one setting at a time, not for {' and '.join(settings)}; ask twice"
+        )
+    single = tuple(name for name in names if not leaves_choice(name))
+    for name in single:
+        if name not in SDPA_BACKENDS:
+            raise UsageError(
+                f"--backend {name!r}: advice is on PyTorch's own backends: "
+                f"{', '.join(SDPA_BACKENDS)}; or a set such as flash+math"
+            )
+    return (settings[0] if settings else AUTO), single
+
+
 def explain_by_rule(
-    config: Config, place: Place, *, backends: Sequence[str] = (), advice: bool = True
+    config: Config,
+    place: Place,
+    *,
+    backends: Sequence[str] = (),
+    advice: bool = True,
+    asked: str = AUTO,
 ) -> Explanation:
-    """What the rules say of a config on a place. backends limits the advice."""
+    """What the rules say of a config on a place, for `auto` or a setting. backends limits the advice."""
     config = config.resolve(place.device)
-    machine, device = place.machine, place.device
-    params = from_config(config, device)
+    machine, device, setting = place.machine, place.device, sdpa_setting(asked)
+    params = permitted(from_config(config, device), setting)
     prediction = predict(params, machine)
     order = prediction.priority_order or (SDPA_BACKENDS if device == "cuda" else CPU_ORDER)
     sides = sides_by_rule(prediction, order)
     if advice:
-        oracle, choose = rule_oracle(machine, device), rule_choice(machine, device)
+        oracle, choose = rule_oracle(machine, device), rule_choice(machine, device, setting)
         advised = SDPA_BACKENDS if prediction.choice == "none" else FUSED_BACKENDS
         sides = [
-            replace(side, advice=advise(config, side.backend, oracle, choose))
-            if side.backend in (backends or advised)
+            replace(side, advice=advise(config, side.backend, oracle, choose, asked))
+            if side.backend in (backends or advised) and side.backend in params.enabled
             else side
             for side in sides
         ]
+    early = _sets_no_order(asked, machine)
     return Explanation(
         config=config.label,
         environment=place.environment,
         source="rules",
-        priority_order=prediction.priority_order,
-        predicted=prediction.choice,
+        priority_order=() if early else prediction.priority_order,
+        predicted="unknown" if early else prediction.choice,
         backends=tuple(sides),
         caveats=(*prediction.hazards, *_caveats(place, params, prediction)),
+        error=NO_ORDER if early else None,
+        asked=asked,
     )
+
+
+NO_ORDER = (
+    "PyTorch before 2.6 sets no order: its sdpa_kernel has no set_priority; joined by + the backends "
+    "are the same set without an order"
+)
+
+
+def _sets_no_order(asked: str, machine: Machine) -> bool:
+    setting = sdpa_setting(asked)
+    return setting is not None and setting.ordered and machine.torch < SETS_PRIORITY
 
 
 def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendAnswer]:
@@ -276,15 +328,17 @@ def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendA
     return sides
 
 
-def choices_by_rule(configs: Sequence[Config], place: Place) -> list[str]:
-    """Only what `auto` takes, one answer a config."""
-    choose = rule_choice(place.machine, place.device)
+def choices_by_rule(configs: Sequence[Config], place: Place, asked: str = AUTO) -> list[str]:
+    """Only what `auto` or a setting takes, one answer a config."""
+    if _sets_no_order(asked, place.machine):
+        return ["unknown"] * len(configs)
+    choose = rule_choice(place.machine, place.device, sdpa_setting(asked))
     return [choose(config) for config in configs]
 
 
-def matrix(config: Config, places: Sequence[Place]) -> list[MatrixRow]:
+def matrix(config: Config, places: Sequence[Place], asked: str = AUTO) -> list[MatrixRow]:
     """One config over several releases."""
-    answers = [explain_by_rule(config, place, advice=False) for place in places]
+    answers = [explain_by_rule(config, place, advice=False, asked=asked) for place in places]
     rows = [
         MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
         for before, after in pairwise(answers)
@@ -320,8 +374,9 @@ COMPILED = (
 )
 ALLOW_SET = (
     "sdpa_kernel([...]) says which backends are allowed, not in which order, unless set_priority=True "
-    "(PyTorch 2.8 and newer)."
+    "(PyTorch 2.6 and newer)."
 )
+CPU_IGNORES = "On a CPU PyTorch keeps its own order (flash, then math), whatever order is set."
 LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
@@ -348,6 +403,8 @@ def _caveats(place: Place, params: AttentionParams, prediction: Prediction) -> I
     if machine.known:
         yield from doubts(machine.torch)
     yield COMPILED
+    if params.priority and not on_gpu:
+        yield CPU_IGNORES
     if on_gpu and not (machine.known and machine.torch < (2, 3)):
         yield from (ALLOW_SET, LEGACY)
 
