@@ -425,7 +425,8 @@ def bench(
     """Time the backends of each config in turns: one row per cell and measurement, times in ns.
 
     Backends and progress are as for `capture`. With run nothing is measured, a stored run answers.
-    precision None: 0.01, or what the stored run was measured with. The whole answer is in the
+    baseline is a backend or a config that speed-ups are told against. precision None: 0.01, or what the
+    stored run was measured with. The whole answer is in the
     frame's `attrs["answer"]`. Raises UsageError, or CaptureError when no worker starts.
     """
     options = BenchOptions(

@@ -385,7 +385,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
     answer.check_convention(options.convention)
     precision = PRECISION if options.precision is None else options.precision
     plan = make_plan(options.measurements, precision, options.max_time_s, options.iterations)
-    baseline = None if options.baseline is None else parse_config(options.baseline)
+    baseline = answer.parse_baseline(options.baseline)
     if options.run is not None:
         if options.verify:
             raise UsageError("--verify measures; leave --run out, or use profharness verify")
@@ -413,8 +413,11 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
         processes=min(options.processes, options.iterations or options.processes),
     )
     capture_options = CaptureOptions(out=options.out, protocol=protocol, bench=plan)
+    backends = options.backends
+    if isinstance(baseline, str):
+        backends = (*(backends or (ALL,)), baseline)
     with listener.progress() as progress:
-        captured = bench_into_store(configs, options.backends, store, capture_options, progress)
+        captured = bench_into_store(configs, backends, store, capture_options, progress)
     for warning in [text for result in captured.ingested for text in result.warnings]:
         listener.say(f"warning: {warning}")
     if options.verify:

@@ -92,7 +92,12 @@ def _check_output(ctx: click.Context, option: click.Parameter, output: Path | No
     show_default=True,
     help="Time that sampling one cell may take.",
 )
-@click.option("--baseline", metavar="CONFIG", help="What speed-ups are told against.")
+@click.option(
+    "--baseline",
+    metavar="BACKEND",
+    help="What speed-ups are told against: a backend, on each config, or a config.  [default: naive, "
+    "else math]",
+)
 @click.option(
     "--convention",
     type=click.Choice(["exact", "flash-attention"]),
@@ -156,6 +161,7 @@ def command(
     Examples:
       profharness bench --config 8,4,128,2048 --backend all,naive --explain
       profharness bench --config '32,8,{128:2048:*2},64' --baseline 32,8,512,64
+      profharness bench --config '1,8,{256:4096:*2},64' --backend all --baseline auto
       profharness bench --config 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
       profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
     """

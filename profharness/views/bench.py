@@ -63,13 +63,14 @@ COLUMNS = (
     Column("gbs", "GB/s", "figures", right=True),
     Column("efficiency", "eff%", right=True),
     Column("queries", "Mquery/s", "count", right=True),
+    Column("sequences", "sequences/s", "figures", right=True),
     Column("speedup", "speed-up", "ratio", right=True),
     Column("verified", "verified"),
     Column("mark", ""),
 )
 OPTIONAL = (
     *("status", "apart", *GPU_MEASUREMENTS, EVENT, HOST),
-    *("tflops", "gbs", "efficiency", "speedup", "verified", "mark"),
+    *("tflops", "gbs", "efficiency", "sequences", "speedup", "verified", "mark"),
 )
 LOSS_COLUMNS = (
     Column("config", "config"),
@@ -91,7 +92,7 @@ def bench_document(
     environment, replaced = answer.environment, replacements(answer.cells)
     device = environment.get("gpu") or environment.get("cpu") or "unknown device"
     blocks: list[Block] = [
-        Heading(f"run {answer.run}", f"{device}, torch {environment.get('torch')}"),
+        Heading(f"run {answer.run}", ", ".join(_opening_facts(answer, str(device)))),
         _main_table(answer),
         *(_charts(answer) if charts else ()),
         Note(_header(answer), "figures"),
@@ -165,13 +166,25 @@ def _header(answer: Benched) -> str:
     )
 
 
+def _opening_facts(answer: Benched, device: str) -> list[str]:
+    """On what, when, from how many samples, and what speed-ups are told against."""
+    facts = [device, f"torch {answer.environment.get('torch')}", answer.created[:10]]
+    facts.append(_sample_counts(answer))
+    baselines = dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline)
+    facts += [f"baseline {' or '.join(baselines)}"] if baselines else []
+    return [fact for fact in facts if fact]
+
+
+def _sample_counts(answer: Benched) -> str:
+    counts = [row.samples for row in answer.figures()]
+    least, most = min(counts, default=0), max(counts, default=0)
+    text = f"{least if least == most else f'{least} to {most}'} samples a figure"
+    return text if counts else ""
+
+
 def _measured(answer: Benched) -> str:
     """What it takes to measure the same again: when, how, and on what."""
-    counts = [row.samples for row in answer.figures()]
-    parts = [answer.created]
-    if counts:
-        least, most = min(counts), max(counts)
-        parts.append(f"{least if least == most else f'{least} to {most}'} samples a figure")
+    parts = [answer.created, _sample_counts(answer)]
     if several := max((row.processes or 0 for row in answer.figures()), default=0):
         parts.append(f"in {several} process{'es' if several > 1 else ''}")
     for key, text in (("warmup", "warm-up calls {}"), ("seed", "seed {}")):
@@ -192,6 +205,7 @@ def _main_table(answer: Benched) -> Table:
         if row.measurement != answer.ranking
     }
     hosts = {(row.config, row.backend): row.host_ns for row in answer.rows if row.host_ns}
+    batches = {parse_config(row.config).batch for row in answer.figures()}
     numbers = {place: number for number, place in enumerate(_doubtful(answer), start=1)}
     lines = []
     for row in answer.ranking_rows():
@@ -199,6 +213,8 @@ def _main_table(answer: Benched) -> Table:
         for name in (*GPU_MEASUREMENTS, EVENT):
             values[name] = others.get((row.config, row.backend, name), "")
         values[HOST] = hosts.get((row.config, row.backend), "")
+        # one batch makes it the inverse of the time
+        values["sequences"] = row.sequences_per_s if len(batches) > 1 else ""
         lines.append(values)
     shown = {key for line in lines for key, value in line.items() if value not in ("", None)}
     columns = [column for column in COLUMNS if column.key in shown or column.key not in OPTIONAL]

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from written_samples import L4, STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
 
-from profharness.answers.bench.answer import bench_configs, benched
+from profharness.answers.bench.answer import bench_configs, benched, parse_baseline
 from profharness.answers.bench.rows import (
     BenchRow,
     clock_doubts,
     with_regret,
     with_speedup,
 )
-from profharness.config import expand_configs, parse_config
+from profharness.config import Config, expand_configs, parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, Refusal
 from profharness.store import ingest_path, open_store, query
@@ -169,6 +169,57 @@ def test_speed_up_against_a_baseline_config_of_the_same_dtype(tmp_path: Path) ->
     assert rows["fp16", "s512", "math"].speedup == pytest.approx(320 / 2868)
     assert rows["fp16", "s512", "auto"].baseline == "b32-h8-s512-d64-fp16 auto"
     assert any("ratios of latencies" in text for text in found.conclusions)
+
+
+def test_speed_up_against_a_backend_on_each_config(tmp_path: Path) -> None:
+    times = {
+        ("1,1,16,64,fp16", "auto"): 100_000,
+        ("1,1,16,64,fp16", "flash"): 50_000,
+        ("1,1,16,64,fp16", "math"): 400_000,
+        ("2,1,16,64,fp16", "auto"): 100_000,
+        ("2,1,16,64,fp16", "math"): 50_000,
+        ("4,1,16,64,fp16", "math"): 50_000,
+    }
+    cells = [
+        replace(cell(text, backend, {"graph": steady(time)}), choice="flash")
+        for (text, backend), time in times.items()
+    ]
+    found = answer(tmp_path, cells, baseline="auto")
+    rows = {(row.config[:2], row.backend): row for row in found.rows}
+    assert {row.baseline for row in found.rows} == {"auto", None}
+    assert [rows["b1", name].speedup for name in ("auto", "flash", "math")] == [1.0, 2.0, 0.25]
+    assert rows["b2", "math"].speedup == 2.0
+    assert (rows["b4", "math"].speedup, rows["b4", "math"].baseline) == (None, None)
+    (math,) = [text for text in found.conclusions if ", math is" in text]
+    assert math.startswith("against auto, of 2 configs, math is faster on 1 (2.00x, b2-h1-")
+    assert "slower on 1 (4.00x, b1-h1-" in math
+    (flash,) = [text for text in found.conclusions if ", flash is" in text]
+    assert flash.endswith("flash is the backend that ran there anyhow on 1")
+    document = bench_document(found)
+    assert "baseline auto" in RENDERERS["table"](document).splitlines()[0]
+    assert "sequences/s" in RENDERERS["table"](document)
+
+
+def test_a_baseline_backend_stays_beside_the_ones_asked_for(tmp_path: Path) -> None:
+    cells = [cell(STUDY, name, {"graph": steady(50_000)}) for name in ("auto", "flash", "math")]
+    found = answer(tmp_path, cells, baseline="auto", backends=["math"])
+    assert [row.backend for row in found.rows] == ["auto", "math"]
+    with (
+        open_store(tmp_path / "store.db") as store,
+        pytest.raises(NotFoundError, match="no cell of backend cudnn"),
+    ):
+        benched(store, baseline="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("1,2,64,16", Config), ("b1-h2-s64-d16-fp32", Config), ("auto", str), ("math+flash", str)],
+)
+def test_a_baseline_is_a_config_or_a_backend(text: str, kind: type) -> None:
+    assert isinstance(parse_baseline(text), kind)
+    assert parse_baseline("math+flash") == "flash+math"
+    with pytest.raises(UsageError, match="no backend"):
+        parse_baseline("nonsense")
 
 
 def test_a_baseline_that_was_not_timed_is_told(tmp_path: Path) -> None:

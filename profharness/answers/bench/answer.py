@@ -4,22 +4,32 @@ backends that a question about a bench means.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from profharness import stats
-from profharness.answers.agreement import backend_that_ran, is_another
+from profharness.answers.agreement import backend_that_ran
 from profharness.answers.bench.rows import (
     CHOSEN,
     REFERENCES,
+    Baseline,
     BenchRow,
     Samples,
     all_samples,
     bench_rows,
     run_cells,
 )
-from profharness.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends, stored_names
+from profharness.backends import (
+    ALL,
+    DEFAULT_BACKENDS,
+    KERNELS,
+    expand_backends,
+    find_backend,
+    stored_names,
+)
 from profharness.config import (
     DTYPES,
     OWN_CHOICE,
@@ -37,19 +47,28 @@ from profharness.run import PRECISION
 from profharness.store import Need, Selection, Store
 
 
+def parse_baseline(text: str | None) -> Baseline | None:
+    """A config where the text has the form of one, else the name of a backend. Raises UsageError for
+    neither.
+    """
+    if text is None or "," in text or re.match(r"\d|b\d+-h\d+-", text):
+        return None if text is None else parse_config(text)
+    return find_backend(text).name
+
+
 def bench_configs(
     configs: Sequence[Config],
     dtypes: Sequence[str] = (),
-    baseline: Config | None = None,
+    baseline: Baseline | None = None,
     device_type: str | None = None,
 ) -> list[Config]:
-    """The configs in each of the dtypes, the baseline first. With device_type a dtype left out and
+    """The configs in each of the dtypes, a config that is the baseline first. With device_type a dtype left out and
     the device's default are one config. Raises UsageError for an unknown dtype or no config at all.
     """
     _check_dtypes(dtypes)
     if not configs:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
-    ahead = [baseline] if baseline is not None and baseline not in configs else []
+    ahead = [baseline] if isinstance(baseline, Config) and baseline not in configs else []
     unique: dict[Config, Config] = {}
     for config in [*ahead, *configs]:
         for dtype in dtypes or (None,):
@@ -98,8 +117,14 @@ def _check_dtypes(names: Sequence[str]) -> None:
             raise UsageError(f"no dtype {name!r}; known are {', '.join(DTYPES)}")
 
 
+def what_ran(cell: CellRow) -> str | None:
+    """The backend of a cell; where PyTorch chooses, the one that ran, None where that is not told."""
+    return backend_that_ran(cell) if leaves_choice(cell.backend) else cell.backend
+
+
 TIMED: tuple[Need, ...] = ("times", "run")  # the first that any run has
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
+Ran = Mapping[tuple[str, str], str | None]  # what ran, by config and backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +220,7 @@ def benched(
     run: str | None = None,
     *,
     convention: str = "exact",
-    baseline: Config | None = None,
+    baseline: Baseline | None = None,
     precision: float | None = None,
     configs: Sequence[Config] | None = None,
     backends: Sequence[str] | None = None,
@@ -221,15 +246,14 @@ def benched(
         return samples[row.config, row.backend][ranking]
 
     figures = [row for row in rows if row.measurement == ranking]
-    asked = {(cell.config, cell.backend): cell for cell in cells}
+    ran = {(cell.config, cell.backend): what_ran(cell) for cell in cells}
     winners, losses = [], []
     for label in dict.fromkeys(row.config for row in figures):
         alike = [row for row in figures if row.config == label and row.ranked]
         winners += [_winner(alike, samples_of)] if alike else []
-        losses += _losses(alike, asked, samples_of)
+        losses += _losses(alike, ran, samples_of)
     losses.sort(key=lambda loss: -loss.regret)
-    against_config = baseline is not None
-    conclusions = conclude(figures, winners, losses, samples_of, against_config=against_config)
+    conclusions = conclude(figures, winners, losses, samples_of, ran, baseline)
     return Benched(
         run=name,
         rows=tuple(rows),
@@ -277,33 +301,28 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
     )
 
 
-def _losses(
-    alike: Sequence[BenchRow],
-    cells: Mapping[tuple[str, str], CellRow],
-    samples_of: SamplesOf,
-) -> list[Loss]:
+def _losses(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> list[Loss]:
     """The loss of `auto` on one config; none where it was not timed, or alone."""
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
     others = [row for row in alike if row.backend not in OWN_CHOICE]
     if chosen is None or not others:
         return []
     best = _best(others)
-    asked, taken = cells[chosen.config, CHOSEN], cells[best.config, best.backend]
-    ran = backend_that_ran(taken) if leaves_choice(best.backend) else best.backend
+    choice, best_ran = ran[chosen.config, CHOSEN], ran[best.config, best.backend]
     chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
     verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
     loss = Loss(
         config=chosen.config,
-        choice=backend_that_ran(asked),
+        choice=choice,
         chosen_ns=chosen_ns,
         best=best.backend,
         best_ns=best_ns,
         regret=max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
-        real=verdict == "slower" and is_another(ran or best.backend, asked),
+        real=verdict == "slower" and (choice is None or choice != best_ran),
         code=selecting(best),
         verdict=verdict,
         why_open=why_open(best, chosen) if verdict == "unknown" else "",
-        best_ran=ran,
+        best_ran=best_ran,
     )
     return [loss]
 
@@ -343,11 +362,11 @@ def conclude(
     winners: Sequence[Winner],
     losses: Sequence[Loss],
     samples_of: SamplesOf,
-    *,
-    against_config: bool = False,
+    ran: Ran,
+    baseline: Baseline | None = None,
 ) -> list[str]:
     """Sentences that follow from the rows of the ranking measurement. losses come the largest
-    first. against_config: speed-ups are against a config.
+    first. baseline: what speed-ups are told against, if it was named.
     """
     ranked = [row for row in figures if row.ranked]
     sentences = []
@@ -356,12 +375,15 @@ def conclude(
     if len(winners) <= SHOWN_WINNERS:
         timed = [row.config for row in ranked]
         sentences += [_fastest(row) for row in winners if timed.count(row.config) > 1]
-    sentences += _against_plain(ranked, samples_of)
+    if isinstance(baseline, str):
+        sentences += _against_backend(ranked, baseline, samples_of, ran)
+    else:
+        sentences += _against_plain(ranked, samples_of)
     sentences += _regret_sentences(losses)
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
     if wrong:
         sentences.append(f"not ranked, for its output is wrong: {', '.join(wrong)}")
-    if against_config:
+    if isinstance(baseline, Config):
         sentences.append(
             "speed-ups against another config are ratios of latencies; where the work differs, "
             "FLOP/s say which is used better"
@@ -416,6 +438,55 @@ def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[st
                 f"{row.baseline}, but they are not told apart: {why_open(plain, row)}"
             )
     return sentences
+
+
+def _against_backend(
+    ranked: Sequence[BenchRow], baseline: str, samples_of: SamplesOf, ran: Ran
+) -> list[str]:
+    """One sentence a backend: on how many configs it is faster or slower than the baseline. Where
+    both ran the same backend no verdict is told: the two are one, measured twice.
+    """
+    plain = {row.config: row for row in ranked if row.backend == baseline}
+    sentences = []
+    for backend in dict.fromkeys(row.backend for row in ranked if row.backend != baseline):
+        verdicts: dict[str, list[BenchRow]] = {}
+        own = [row for row in ranked if row.backend == backend and row.config in plain]
+        for row in own:
+            base = plain[row.config]
+            verdict: str = stats.compare(samples_of(base), samples_of(row)).verdict
+            taken = ran[row.config, row.backend]
+            if taken is not None and taken == ran[base.config, base.backend]:
+                verdict = _ONE
+            verdicts.setdefault(verdict, []).append(row)
+        parts = [
+            f"{words} on {len(rows)}{_furthest(rows, verdict)}"
+            for verdict, words in _WORDS.items()
+            if (rows := verdicts.get(verdict))
+        ]
+        if parts:
+            counted = f"of {len(own)} config{'s' if len(own) > 1 else ''}"
+            sentences.append(f"against {baseline}, {counted}, {backend} is {', '.join(parts)}")
+    return sentences
+
+
+_ONE = "one"
+_WORDS: dict[str, str] = {
+    "faster": "faster",
+    "slower": "slower",
+    "same": f"as fast (within {WITHIN})",
+    "unknown": "not told apart",
+    _ONE: "the backend that ran there anyhow",
+}
+
+
+def _furthest(rows: Sequence[BenchRow], verdict: str) -> str:
+    """The config on which a backend differs most from the baseline; empty where it does not."""
+    if verdict not in ("faster", "slower"):
+        return ""
+    row = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
+    ratio = row.speedup or 1
+    factor = ratio if verdict == "faster" else 1 / ratio
+    return f" ({'up to ' if len(rows) > 1 else ''}{factor:.2f}x, {row.config})"
 
 
 def _regret_sentences(losses: Sequence[Loss]) -> list[str]:

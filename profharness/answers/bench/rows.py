@@ -125,6 +125,7 @@ def _is_wide(interval: tuple[float, float], median: float, precision: float) -> 
 CHOSEN = "auto"
 # (config, backend) to measurement to ns a call
 Samples = dict[tuple[str, str], dict[str, tuple[int, ...]]]
+Baseline = Config | str  # a config, or the name of a backend
 REFERENCES = ("naive", "math")  # speed-ups are against the first of these without a baseline
 
 
@@ -190,11 +191,9 @@ def bench_rows(
     samples: Samples,
     convention: str,
     precision: float,
-    baseline: Config | None,
+    baseline: Baseline | None,
 ) -> list[BenchRow]:
-    """The rows of a run's cells in their order. Speed-ups are against baseline on `auto`, else
-    against `naive` or `math`.
-    """
+    """The rows of a run's cells in their order. Speed-ups are as `with_speedup` says."""
     peaks, tf32 = store.peaks(run), bool(store.environment(run).get("tf32"))
     right = store.verdicts(run)
     rows = []
@@ -249,22 +248,24 @@ def run_cells(
     run: str,
     configs: Sequence[Config] | None = None,
     backends: Sequence[str] | None = None,
-    baseline: Config | None = None,
+    baseline: Baseline | None = None,
 ) -> list[CellRow]:
-    """The cells of a run on the configs (and the baseline) and backends asked for. Of equal ones
+    """The cells of a run on the configs and backends asked for, and of the baseline. Of equal ones
     the first counts. Raises NotFoundError for what the run does not have.
     """
     cells: dict[tuple[str, str], CellRow] = {}
     for cell in with_predictions(store, store.cells(run)):
         cells.setdefault((cell.config, cell.backend), cell)
     held = {label: parse_config(label) for label, _ in cells}
-    named = [("the baseline", baseline)] if baseline is not None else []
+    named = [("the baseline", baseline)] if isinstance(baseline, Config) else []
+    if isinstance(baseline, str) and backends is not None:
+        backends = list(dict.fromkeys([baseline, *backends]))
     named += [("config", config) for config in configs or ()]
     for what, config in named:
         if not any(map(config.matches, held.values())):
             raise NotFoundError(f"run {run} has no cell of {what} {config}; it has {_few(held)}")
     names = dict.fromkeys(backend for _, backend in cells)
-    for name in backends or ():
+    for name in backends or ((baseline,) if isinstance(baseline, str) else ()):
         if name not in names:
             raise NotFoundError(f"run {run} has no cell of backend {name}; it has {_few(names)}")
     kept = [
@@ -328,23 +329,24 @@ def rates_of(
     return Rates(work / seconds, moved / seconds, efficiency, against, work, moved, peaks, rate)
 
 
-def with_speedup(rows: Sequence[BenchRow], baseline: Config | None = None) -> list[BenchRow]:
-    """The rows with speed-ups against the baseline on `auto` or the row's backend, else `naive` or
-    `math`.
+def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> list[BenchRow]:
+    """The rows with speed-ups: against a backend on the same config, against a config on `auto` or the
+    row's backend, else against `naive` or `math`.
     """
     medians = {
         (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked
     }
     result = []
     for row in rows:
-        places = [(row.config, name) for name in REFERENCES]
-        if baseline is not None:
+        references = (baseline,) if isinstance(baseline, str) else REFERENCES
+        places = [(row.config, name) for name in references]
+        if isinstance(baseline, Config):
             dtype = baseline.dtype or parse_config(row.config).dtype
             label = replace(baseline, dtype=dtype).label
             places = [(label, CHOSEN), (label, row.backend)]
         place = next((place for place in places if (*place, row.measurement) in medians), None)
         if row.ranked and place and row.median_ns and (ns := medians[*place, row.measurement]):
-            text = place[1] if baseline is None else " ".join(place)
+            text = " ".join(place) if isinstance(baseline, Config) else place[1]
             row = replace(row, speedup=ns / row.median_ns, baseline=text)
         result.append(row)
     return result
