@@ -36,9 +36,8 @@ from profharness.parse.columns import (
     NeedExactTimes,
     Spool,
     Tables,
-    make_device,
-    whole,
 )
+from profharness.parse.devices import make_device
 from profharness.parse.graphs import replayed
 from profharness.parse.ops import MODULE
 from profharness.parse.packed import is_packed
@@ -452,19 +451,23 @@ def _scalar(value: object) -> bool:
     return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < 1 << 62)
 
 
-def devices(header: dict[str, Any]) -> tuple[Device, ...]:
-    """deviceProperties as Devices; an entry without the essentials is left out."""
-    rows = header.get("deviceProperties")
-    made = (
+def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
+    """(deviceProperties as Devices, warnings); an entry without the essentials is left out."""
+    rows = header.get("deviceProperties", [])
+    given = rows if isinstance(rows, list) else [rows]
+    made = [
         make_device(
-            whole(row.get("id")),
+            row.get("id"),
             row.get("name"),
-            {field: whole(row.get(key)) for field, key in DEVICE_KEYS.items()},
+            {field: row.get(key) for field, key in DEVICE_KEYS.items()},
         )
-        for row in (rows if isinstance(rows, list) else ())
+        for row in given
         if isinstance(row, dict)
-    )
-    return tuple(device for device in made if device)
+    ]
+    doubts = [text for _, texts in made for text in texts]
+    if len(made) < len(given):
+        doubts.append(f"deviceProperties: {len(given) - len(made)} of {len(given)} are no device")
+    return tuple(device for device, _ in made if device), doubts
 
 
 def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
@@ -509,6 +512,7 @@ def _assemble(
 ) -> Trace:
     tables = source.tables
     base, doubt = time_base(header)
+    gpus, odd = devices(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     ranges, calls, steps = link.contexts(tables, link.flows(tables.arrows), threads, base)
     calls = replayed(source, calls, steps, threads, base)
@@ -528,7 +532,7 @@ def _assemble(
     folded, apis = stacks.folded(), list(tables.apis)
     return Trace(
         profiler="torch",
-        devices=devices(header),
+        devices=gpus,
         environment=environment(header),
         kernels=[kernels[i][1] for i in kernel_ids.order],
         kernel_kinds=[kernels[i][0] for i in kernel_ids.order],
@@ -543,7 +547,13 @@ def _assemble(
         skipped=tables.skipped,
         batches=output.file.read,
         close=stack.pop_all().close,
-        warnings=(*warnings, *doubt, *_skipped(tables), *doubts.texts(output.file.rows, stacks)),
+        warnings=(
+            *warnings,
+            *doubt,
+            *odd,
+            *_skipped(tables),
+            *doubts.texts(output.file.rows, stacks),
+        ),
         calls=calls.calls,
         call_spans=calls.spans,
         steps=steps,

@@ -9,7 +9,7 @@ import tempfile
 import types
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.devices import Device
 from profharness.parse.ops import Detail, has_arguments, is_detailed
 from profharness.parse.packed import without_room
 
@@ -31,7 +30,6 @@ Triple = tuple[int, int, int]
 EXACT_LIMIT = float(1 << 43)  # µs; below it a double still rounds to the right nanosecond
 MAX_NS = 1 << 61
 MAX_INT = (1 << 63) - 1
-CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 MAX_TEXT = 200  # characters of a text from a header
 MAX_ARGUMENTS = 4096  # different arguments of ops that are remembered
 
@@ -195,15 +193,6 @@ def whole(value: object) -> int | None:
     """A number from a file where it is an integer from 0 to 2**62 - 1, else None."""
     is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
     return cast(int, value) if is_whole else None
-
-
-def make_device(index: int | None, name: object, limits: Mapping[str, int | None]) -> Device | None:
-    """A Device of fields by name; None without an index, a name or one of the core figures."""
-    core = [limits[field] for field in CORE_FIELDS]
-    if None in (index, *core) or not isinstance(name, str):
-        return None
-    values: dict[str, Any] = {**limits, "index": index, "warp_size": limits["warp_size"] or 32}
-    return Device(name=name[:MAX_TEXT], **values)
 
 
 class Collector:

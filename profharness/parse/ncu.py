@@ -13,8 +13,9 @@ import numpy as np
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
-from profharness.parse.columns import MAX_NS, Ids, make_device, whole
+from profharness.parse.columns import MAX_NS, Ids, whole
 from profharness.parse.demangle import canonical_names
+from profharness.parse.devices import make_device
 from profharness.parse.ncu_csv import (
     CONSTANTS,
     DEFAULT_DOMAIN,
@@ -113,13 +114,14 @@ def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Tra
         "start_ns": starts,
         "duration_ns": durations,
     }
+    devices, odd = _devices(launches)
     unknown = [NONE] * len(launches)
     batch = LaunchBatch(
         *(np.array(columns.get(item.name, unknown), np.int64) for item in fields(LaunchBatch))
     )
     return Trace(
         profiler="ncu",
-        devices=_devices(launches),
+        devices=devices,
         environment=environment,
         kernels=list(kernels),
         kernel_kinds=["kernel"] * len(kernels),
@@ -131,7 +133,7 @@ def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Tra
         skipped=report.skipped,
         batches=lambda: iter([batch] if launches else []),
         close=lambda: None,
-        warnings=(*report.warnings, *intricate, *_warnings(report, durations)),
+        warnings=(*report.warnings, *odd, *intricate, *_warnings(report, durations)),
         metrics=_metrics(report, durations, path),
     )
 
@@ -213,8 +215,10 @@ def _ranges(
     return ranges, inner, cells
 
 
-def _devices(launches: list[NcuLaunch]) -> tuple[Device, ...]:
+def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
+    """(the GPUs, warnings on what they cannot have)."""
     devices: dict[int, Device] = {}
+    warnings: dict[str, None] = {}
     for launch in launches:
         if launch.device not in devices:
             limits = {
@@ -222,9 +226,11 @@ def _devices(launches: list[NcuLaunch]) -> tuple[Device, ...]:
                 for field, attribute in _DEVICE_FIELDS.items()
             }
             name = launch.texts.get(f"{DEVICE_PREFIX}display_name") or None
-            if device := make_device(launch.device, name, limits):
+            device, texts = make_device(launch.device, name, limits)
+            warnings |= dict.fromkeys(texts)
+            if device:
                 devices[launch.device] = device
-    return tuple(devices[index] for index in sorted(devices))
+    return tuple(devices[index] for index in sorted(devices)), list(warnings)
 
 
 def _metrics(report: NcuReport, durations: list[int], path: Path) -> Metrics | None:

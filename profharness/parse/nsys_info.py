@@ -10,7 +10,8 @@ from typing import Any
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
-from profharness.parse.columns import CORE_FIELDS, MAX_NS, MAX_TEXT, make_device, whole
+from profharness.parse.columns import MAX_NS, MAX_TEXT, whole
+from profharness.parse.devices import CORE_FIELDS, make_device
 from profharness.parse.nsys_export import META_TABLES, Export
 
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -176,17 +177,18 @@ def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
     if not by_index:
         for row in rows:
             by_index.setdefault(row["id"] if row["cuDevice"] is None else row["cuDevice"], row)
-    made = (_device(*pair) for pair in sorted(by_index.items(), key=lambda pair: str(pair[0])))
-    return tuple(device for device in made if device), doubt
+    made = [_device(*pair) for pair in sorted(by_index.items(), key=lambda pair: str(pair[0]))]
+    doubt += [text for _, texts in made for text in texts]
+    return tuple(device for device, _ in made if device), doubt
 
 
-def _device(index: object, row: dict[str, Any]) -> Device | None:
-    limits = {field: whole(row[key]) for field, key in GPU_KEYS.items()}
+def _device(index: object, row: dict[str, Any]) -> tuple[Device | None, list[str]]:
+    limits = {field: row[key] for field, key in GPU_KEYS.items()}
     for field in limits.keys() - CORE_FIELDS:
         limits[field] = limits[field] or None  # nsys writes 0 for what it does not know
-    warp, warps = limits["warp_size"], whole(row["maxWarpsPerSm"])
-    limits["max_threads_per_sm"] = whole(warp * warps) if warp and warps else None
-    return make_device(whole(index), row["name"], limits)
+    warp, warps = whole(limits["warp_size"]), whole(row["maxWarpsPerSm"])
+    limits["max_threads_per_sm"] = warp * warps if warp and warps else None
+    return make_device(index, row["name"], limits)
 
 
 def diagnostics(export: Export) -> list[str]:

@@ -219,6 +219,7 @@ def test_half_characters_of_the_header_are_replaced(tmp_path: Path) -> None:
     )
     with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
         assert trace.devices[0].name == "\ufffd H200 \U0001f600"
+        assert trace.warnings[0] == "device 0: its name holds what is no character"
         assert trace.environment["trace_id"] == "\ufffd"
     (result,) = ingest_path(tmp_path / "s.db", path)
     assert result.launches == 1
@@ -265,7 +266,32 @@ def test_header_with_bad_values(tmp_path: Path) -> None:
     assert trace.environment == {"distributedInfo": {"backend": "nccl", "rank": 1}}
     assert trace.devices == ()
     assert "baseTimeNanoseconds" in trace.warnings[0]
+    assert trace.warnings[1:3] == (
+        "device None: name cannot be 3; it is left out",
+        "deviceProperties: 1 of 3 are no device",
+    )
     trace.close()
+
+
+def test_what_no_gpu_has_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    device = {"id": 0, "name": "H200", "numSms": 132, "computeMajor": 9, "computeMinor": 0}
+    odd = {"warpSize": 1 << 60, "totalGlobalMem": 1 << 51, "regsPerBlock": "64k", "numSms": 132}
+    path = tmp_path / "t.json"
+    header = {"deviceProperties": [device | odd, device | {"id": 1, "numSms": -1}]}
+    path.write_text(json.dumps(header | {"traceEvents": [json.loads(GOOD)]}))
+    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+        (kept,) = trace.devices
+        assert (kept.warp_size, kept.total_memory_bytes, kept.registers_per_block) == (
+            32,
+            None,
+            None,
+        )
+        assert [text.partition(";")[0] for text in trace.warnings[:4]] == [
+            f"device 0: total_memory_bytes cannot be {1 << 51}",
+            "device 0: registers_per_block cannot be 64k",
+            f"device 0: warp_size cannot be {1 << 60}",
+            "device 1: num_sms cannot be -1",
+        ]
 
 
 def test_other_tools_files_are_refused_by_name(tmp_path: Path) -> None:
