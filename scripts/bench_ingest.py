@@ -12,10 +12,15 @@ import tempfile
 from pathlib import Path
 
 from _frame import cost, in_turns, parser
-from make_trace import DEFAULT, make_trace
+from make_trace import DEFAULT, STACKED, make_trace
 
 MADE_BYTES = 10**8
-PROFILES = ("attention", "stack")
+# what is made: a trace of attention alone, and one program recorded without stacks and with them
+MADE = {
+    "attention": (DEFAULT, "attention"),
+    "program": (STACKED, "bare"),
+    "program with stacks": (STACKED, "attention"),
+}
 CPU = "cpu = lambda: sum(sum(resource.getrusage(who)[:2]) for who in (0, -1))\nbefore = cpu()"
 PARSE = "trace = parse_chrome(path); list(map(len, (b.kernel for b in trace.batches())))"
 SUBJECTS = {
@@ -34,7 +39,7 @@ def main() -> None:
         "trace",
         type=Path,
         nargs="*",
-        help="by default one of 100 MB each is made, without and with stacks",
+        help="by default some of 100 MB each are made: attention, and a program without and with stacks",
     )
     made.add_argument("--parse-only", action="store_true", help="leave the store out")
     made.add_argument("--hta", action="store_true", help="HolisticTraceAnalysis too")
@@ -42,9 +47,11 @@ def main() -> None:
     ours = "parse" if options.parse_only else "ingest"
     subjects = ["json.load", ours, *(["hta"] if options.hta else [])]
     with tempfile.TemporaryDirectory() as folder:
-        traces = options.trace or [Path(folder) / f"{profile}.json" for profile in PROFILES]
-        for profile, path in zip(PROFILES, () if options.trace else traces, strict=False):
-            make_trace(DEFAULT, path, MADE_BYTES, profile)
+        traces = options.trace or [Path(folder) / f"{name}.json" for name in MADE]
+        for (source, profile), path in zip(
+            MADE.values(), () if options.trace else traces, strict=False
+        ):
+            make_trace(source, path, MADE_BYTES, profile)
         print(
             f"{'trace':28} {'what':10} {'median s':>9} {'per 100 MB':>11} {'MB RSS':>8} "
             f"{'json.load / it':>15}"

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 SEPARATOR = b"\n  },\n  {\n"
 OPEN = b'"traceEvents": [\n'
@@ -21,12 +22,19 @@ NUMBER = re.compile(
     rb"(-?\d+)(?:\.(\d{1,3}))?"
 )
 DEVICE_CATS = (b'"cat": "cuda', b'"cat": "kernel"', b'"cat": "gpu_', b'"cat": "ac2g"')
+# as it is; without its Python frames; without shapes; with invented Python frames
+PROFILES = ("attention", "bare", "train", "stack")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 SHAPES = re.compile(
     rb', "(?:Concrete Inputs|Input type|Input Strides|Input Dims)": \[[^\n]*\](?=, "|\n)'
 )
 THREAD = re.compile(rb'"pid": (\S+), "tid": (\S+),\s+"ts": ([\d.]+), "dur": ([\d.]+)')
-DEFAULT = Path(__file__).resolve().parents[1] / "tests" / "data" / "kineto_h200.json.gz"
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT = ROOT / "tests" / "data" / "kineto_h200.json.gz"
+STACKED = (
+    ROOT / "traces" / "models" / "llama_train.json.gz"
+)  # one real step, with its Python frames
+FRAME = b'"cat": "python_function"'
 
 Piece = tuple[bytes, bytes, int]  # literal text, key, number that shifts
 
@@ -35,10 +43,27 @@ def read_events(path: Path) -> tuple[bytes, list[bytes]]:
     """Header up to the first event, and the body of each event without its outer braces' lines."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     head, _, body = data.partition(OPEN)
-    if not body:
-        raise SystemExit(f"{path}: not in libkineto's own layout")
+    if not body:  # a scrubbed copy has another layout
+        return laid_out(json.loads(data))
     body = body[body.index(b"{\n") + 2 : body.rindex(b"\n  }\n  ]")]
     return head, body.split(SEPARATOR)
+
+
+def laid_out(trace: dict[str, Any]) -> tuple[bytes, list[bytes]]:
+    """Header and bodies of the events of any trace, as libkineto spaces them."""
+    events = trace.pop("traceEvents")
+    trace.pop("traceName", None)
+    return (json.dumps(trace, indent=2)[:-2] + ",\n  ").encode(), list(map(body_of, events))
+
+
+def body_of(event: dict[str, Any]) -> bytes:
+    """An event without its outer braces' lines; times with three digits."""
+    times = [f'"{key}": {event[key]:.3f}' for key in ("ts", "dur") if key in event]
+    plain = {key: value for key, value in event.items() if key not in ("ts", "dur", "args")}
+    lines = [json.dumps(plain)[1:-1], ", ".join(times)]
+    if "args" in event:
+        lines.append(f'"args": {{\n      {json.dumps(event["args"])[1:-1]}\n    }}')
+    return ("    " + ",\n    ".join(filter(None, lines))).encode()
 
 
 def stack_events(event: bytes, number: int) -> Iterator[bytes]:
@@ -67,6 +92,8 @@ def sections(events: list[bytes], profile: str) -> list[list[bytes]]:
     host = [e for e in events if b'"cat"' in e and not any(c in e for c in DEVICE_CATS)]
     device = [e for e in events if any(c in e for c in DEVICE_CATS)]
     meta = [e for e in events if b'"cat"' not in e]
+    if profile == "bare":
+        host = [event for event in host if FRAME not in event]
     if profile == "train":
         host = [SHAPES.sub(b"", event) for event in host]
     frames: list[bytes] = []
@@ -152,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", type=parse_size, default="100MB")
-    parser.add_argument("--profile", choices=("attention", "train", "stack"), default="attention")
+    parser.add_argument("--profile", choices=PROFILES, default="attention")
     parser.add_argument("--source", type=Path, default=DEFAULT)
     options = parser.parse_args()
     make_trace(options.source, options.out, options.size, options.profile)
