@@ -21,7 +21,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -275,6 +275,8 @@ class Campaign:
     deaths: int = 0
     ran: int = 0
     stage: Row = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self) -> int:
         """Measure until the time or the cells are over; the number of cells written."""
@@ -289,6 +291,9 @@ class Campaign:
             self.with_worker(Worker(self.options.device, self.scratch / "worker.log"))
         while self.reading:
             self.collect(wait=True)
+        spent = sorted(self.spent.items(), key=lambda item: -item[1])
+        parts = (f"{name} {seconds:.1f}" for name, seconds in spent)
+        print(f"seconds of the worker: {', '.join(parts)}", flush=True)
         return self.shard.count - 1 if self.shard else 0
 
     def is_going(self) -> bool:
@@ -326,6 +331,10 @@ class Campaign:
 
     def take(self, message: Row) -> None:
         """Something that the worker said."""
+        now, at = time.monotonic(), self.stage.get("cell")
+        backend = "" if at is None else self.waiting[0].cells[at]["backend"]
+        self.spent[f"{self.stage.get('stage', 'start')} {backend}".strip()] += now - self.since
+        self.since = now
         if "environment" in message:
             if self.shard is None:
                 self.open(message["environment"])
