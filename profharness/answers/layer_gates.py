@@ -159,7 +159,9 @@ def _math(rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _eager(rows: Sequence[LayerRow]) -> Iterator[str]:
-    return (_place(row) for row in rows if row.kind == "eager")
+    """Attention in plain products, which flex_attention without torch.compile is too."""
+    unfused = "flex", "eager"
+    return (_place(row) for row in rows if row.kind == "eager" or (row.kind, row.mode) == unfused)
 
 
 def _noop(rows: Sequence[LayerRow]) -> Iterator[str]:

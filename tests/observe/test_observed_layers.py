@@ -140,7 +140,10 @@ with torch.inference_mode():  # without it the trace has autograd's op around th
 def test_flex_attention_that_was_not_compiled_is_told_from_eager_attention(tmp_path: Path) -> None:
     done = observe(tmp_path, write(tmp_path, FLEX), options=("--steps", "1", "--warmup", "1"))
     assert done.code == 0, done.stderr
-    (row,) = the_map(tmp_path / "profharness.db").rows
+    layers = the_map(tmp_path / "profharness.db")
+    with pytest.raises(GateError, match=r"eager-attention: \{0-1\}"):
+        check_gates(layers, parse_gates(["eager-attention"], []))
+    (row,) = layers.rows
     assert (row.module, row.mode, row.ran, row.calls) == ("{0-1}", "eager", "flex", 2)
     assert row.program_calls == 8 and row.config is None and not row.replayable
     assert "without torch.compile" in row.reasons[1]
