@@ -57,6 +57,7 @@ CODES = {
     "--fail-on": (0, 3),
     "nsys,ncu": (1,),
     "--profiler ncu": (1,),
+    "--profiler torch,ncu": (1,),
 }
 # Sampling goes on until an interval is small; here nobody looks at the interval.
 SHORTER = {
