@@ -65,6 +65,8 @@ def command(
     Each finding is measured (a counter or a timing) or derived (a formula or a launch
     configuration), and names its figures. TFLOP/s and GB/s rest on exact FLOPs and compulsory
     bytes over the time of the column `of`. Configs that differ in one number give a sweep table.
+    What several configs have in common is told once, and the best backend for training, prefill,
+    decoding and little memory is named.
 
     \b
     Examples:

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from profharness.answers.analyze.answer import sweep
 from profharness.answers.analyze.figures import (
     FIELDS,
     SCHEMA,
     CellAnalysis,
-    Evidence,
     analyze_record,
 )
+from profharness.answers.analyze.sweeps import changed_problems, drops, sweep
 from profharness.devices import Peaks
 from profharness.views.bench import roofline_chart
 from profharness.views.devices import device_blocks, device_record
@@ -25,11 +24,10 @@ from profharness.views.document import (
     Heading,
     Note,
     Table,
-    status_note,
 )
+from profharness.views.findings import advice_blocks, cell_notes, common_blocks
 from profharness.views.layers import short_module
 
-EVIDENCE_SHOWN = 4
 MB = 1e6
 _COLUMNS: dict[str, Column] = {
     column.key: column
@@ -107,6 +105,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     """
     blocks: list[Block] = [Note(text) for text in _peak_notes(analyses)]
     several = len({analysis.run for analysis in analyses}) > 1
+    common, covered = ([], frozenset()) if full else common_blocks(analyses)
     for run, config in dict.fromkeys((analysis.run, analysis.config) for analysis in analyses):
         own = [
             analysis for analysis in analyses if (analysis.run, analysis.config) == (run, config)
@@ -126,11 +125,12 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         for analysis in own:
             module = short_module(analysis.module) if len(own) > 1 else None
             label = f"{module} {analysis.backend}" if module else analysis.backend
-            blocks += _notes(analysis, label, full=full)
+            blocks += cell_notes(analysis, label, full=full, covered=covered)
+    blocks += [*common, *advice_blocks(analyses)]
     sweeps = sweep(analyses)
     for name, group in sweeps:
         blocks += _sweep(name, group)
-    blocks += _sweep_charts(sweeps)
+    blocks += [*_changed_problems(analyses), *_sweep_charts(sweeps)]
     blocks += [*_roofline(analyses), *_traffic_roofline(analyses)]
     devices = {each.machine.name: each.machine.facts() for each in analyses if each.machine.name}
     for name, facts in devices.items():
@@ -141,21 +141,6 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     }
     records = tuple(map(analyze_record, analyses))
     return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra)
-
-
-def evidence_text(evidence: Sequence[Evidence], shown: int | None = None) -> str:
-    """`name value unit (source); …` of the first ones, for reading."""
-    parts = [
-        f"{item.name} {_value(item.value)}{' ' + item.unit if item.unit else ''} ({item.source})"
-        for item in evidence[:shown]
-    ]
-    return "; ".join(parts)
-
-
-def _value(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
 
 
 def _peaks(analyses: Sequence[CellAnalysis]) -> list[Peaks]:
@@ -237,30 +222,6 @@ def _counter_rows(own: Sequence[CellAnalysis]) -> list[dict[str, Any]]:
     return rows
 
 
-def _notes(analysis: CellAnalysis, label: str, *, full: bool) -> list[Note]:
-    if analysis.status != "ok":
-        return [status_note(analysis.status, analysis.message or "no reason recorded", label)]
-    named = analysis.finding("bottleneck")
-    shown = [
-        finding
-        for finding in analysis.findings
-        if full
-        or finding is named
-        or (finding.severity != "note" and (named is None or finding.evidence != named.evidence))
-    ]
-    notes = []
-    for finding in shown:
-        evidence = evidence_text(finding.evidence, None if full else EVIDENCE_SHOWN)
-        level = "warning" if finding.severity == "major" else "note"
-        notes.append(Note(f"{finding.sentence} [{finding.grade}: {evidence}]", label, level))
-    for rank, remedy in enumerate(analysis.remedies, start=1):
-        most = "Measured:" if remedy.findings == ("faster_backend",) else "At most"
-        gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
-        because = ", ".join(remedy.findings)
-        notes.append(Note(f"{remedy.text}{gain} [{because}]", f"{label}, remedy {rank}"))
-    return notes
-
-
 def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
     first = group[0]
     title = {"seq_len_kv": "seq_len"}.get(name, name)
@@ -270,6 +231,25 @@ def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
     return [
         Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}"),
         _filled(columns, rows),
+        *(
+            Note(f"TFLOP/s fall {drop.factor:.1f} times from {title} {drop.before} to {drop.after}")
+            for drop in drops(name, group)
+        ),
+    ]
+
+
+def _changed_problems(analyses: Sequence[CellAnalysis]) -> list[Note]:
+    """A warning for configs that one could take for a sweep over head_dim."""
+    return [
+        Note(
+            f"head_dim is {', '.join(map(str, each.head_dims))} here, and batch x heads x queries x keys "
+            f"is {', '.join(f'{count:,}' for count in each.scores)} with it: these configs differ in "
+            "how much can run at once too, so a change of TFLOP/s over them is not of head_dim alone "
+            "(a set, as in --config 'B,H,S,{512,1024}', keeps the rest)",
+            each.backend,
+            "warning",
+        )
+        for each in changed_problems(analyses)
     ]
 
 

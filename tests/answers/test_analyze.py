@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from profharness.answers.analyze.answer import analyze, analyze_all, sweep
+from profharness.answers.analyze.answer import analyze, analyze_all
 from profharness.answers.analyze.figures import (
     DERIVED,
     MEASURED,
@@ -21,6 +21,7 @@ from profharness.answers.analyze.figures import (
     machine_of,
 )
 from profharness.answers.analyze.rules import score_traffic
+from profharness.answers.analyze.sweeps import sweep
 from profharness.config import parse_config
 from profharness.devices import Device, Peaks, data_sheet
 from profharness.rows import CellRow, KernelRow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +26,7 @@ from profharness.answers.analyze.figures import (
 )
 from profharness.answers.analyze.remedies import bottleneck, remedies
 from profharness.answers.analyze.rules import OF_EAGER, RULES, kv_places
-from profharness.config import OWN_CHOICE, Config, parse_config
+from profharness.config import OWN_CHOICE, parse_config
 from profharness.devices import DATA_SHEET
 from profharness.devices import MEASURED as MEASURED_PEAKS
 from profharness.environment import gpu_name
@@ -41,7 +41,6 @@ ANALYZED: tuple[Need, ...] = (
     "traced attention calls",
     "attention calls",
 )  # the first there is
-SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 
 
 def analyze(
@@ -109,50 +108,12 @@ def analyze_all(
         and cell.backend not in OWN_CHOICE
         and (cell.config, cell.backend) not in wrong
     ]
-    return [
-        analyze(
-            cell,
-            by_cell.get(cell.cell, []),
-            machine,
-            [
-                analysis
-                for analysis in ranked
-                if analysis.config == cell.config and analysis.run == cell.run
-            ],
-        )
-        for cell in cells
-    ]
-
-
-def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
-    """Cells of one backend whose configs differ in one number, under its name and in its order."""
-    sweeps: list[tuple[str, list[CellAnalysis]]] = []
-    done = [analysis for analysis in analyses if analysis.figures is not None]
-    for name in SWEPT:
-        groups: dict[tuple[object, ...], list[CellAnalysis]] = {}
-        for analysis in done:
-            groups.setdefault(_but(analysis, name), []).append(analysis)
-        for group in groups.values():
-            values = {getattr(analysis.config, name) for analysis in group}
-            if len(group) > 1 and len(values) == len(group):
-                group.sort(key=lambda analysis: getattr(analysis.config, name))
-                sweeps.append((name, group))
-    return sweeps
-
-
-def _but(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
-    """What two cells of one sweep have in common."""
-    config = analysis.config
-    same_length = config.seq_len_q == config.seq_len_kv
-    same_heads = config.num_heads == config.num_kv_heads
-    left_out = {name}
-    # one number is swept where both lengths are the same
-    if name == "seq_len_kv" and same_length:
-        left_out.add("seq_len_q")
-    if name == "num_heads" and same_heads:
-        left_out.add("num_kv_heads")
-    values = [getattr(config, field.name) for field in fields(Config) if field.name not in left_out]
-    return (analysis.run, analysis.backend, same_length, same_heads, *values)
+    analyses = []
+    for cell in cells:
+        others = [each for each in ranked if (each.config, each.run) == (cell.config, cell.run)]
+        analysis = analyze(cell, by_cell.get(cell.cell, []), machine, others)
+        analyses.append(replace(analysis, wrong=(cell.config, cell.backend) in wrong))
+    return analyses
 
 
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:

@@ -232,7 +232,8 @@ class Figures:
 class CellAnalysis:
     """Everything about one cell. bottleneck is one word, None where nothing decides; its finding
     holds the evidence. kv_places (`shared`, `L1`, `L2`, with sizes) hold K and V of one head, None where sizes
-    are unknown. module names the layers of a program, None in a capture.
+    are unknown. module names the layers of a program, None in a capture. wrong: a check found its
+    results wrong.
     """
 
     run: str
@@ -251,6 +252,7 @@ class CellAnalysis:
     main: KernelFigures | None = None
     kv_places: tuple[str, ...] | None = None
     module: str | None = None
+    wrong: bool = False
 
     def finding(self, code: str) -> Finding | None:
         """The finding with this code, None if it was not made."""

@@ -198,15 +198,19 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
     (("idle_warps",), "Even out the work of the blocks, or give the device more of them."),
 )
 
+BESIDE = {"idle_warps": "few_blocks"}
+"""A finding -> the one whose remedy is its own too: warps are idle where blocks are missing."""
+
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
     """Remedies for findings that are more than a note, the largest known gain first, then major
     ones.
     """
+    told = {code for code, finding in findings.items() if finding.severity != "note"}
     helpful = []
     for codes, text in REMEDIES:
-        mine = [code for code in codes if code in findings and findings[code].severity != "note"]
-        if not mine or mine[0] != codes[0]:
+        mine = [code for code in codes if code in told]
+        if not mine or mine[0] != codes[0] or BESIDE.get(mine[0]) in told:
             continue
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
         said = text if isinstance(text, str) else text(config, backend)

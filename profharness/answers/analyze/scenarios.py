@@ -1,0 +1,106 @@
+"""Which backend is best for what one does with attention: training, prefill, decoding, little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from profharness.answers.analyze.figures import CellAnalysis, Figures
+from profharness.config import OWN_CHOICE, Config
+from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
+
+TIE = 1.03  # a ratio of medians below which two backends are as good as each other
+FEW_QUERIES = 4  # keys a query, from which a call is a step of decoding
+SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "training": (lambda config: config.bwd, "2,8,1024,64,causal,bwd"),
+    "prefill": (
+        lambda config: not config.bwd and not _decodes(config),
+        "2,8,1024,64,causal",
+    ),
+    "decode": (
+        lambda config: not config.bwd and _decodes(config),
+        "1,32,1,128,bf16,kv_heads=8,seq_kv=4096",
+    ),
+}
+"""What a config is for, and a config to capture where a store has none."""
+LITTLE_MEMORY = "little memory"
+_TIMES: dict[str, Callable[[Figures], float | None]] = {
+    GRAPH: lambda figures: figures.graph_ns,
+    COLD: lambda figures: figures.cold_ns,
+    EVENT: lambda figures: figures.event_ns,
+    EAGER: lambda figures: figures.eager_ns,
+    WALL: lambda figures: figures.wall_ns,
+}
+
+
+def _decodes(config: Config) -> bool:
+    return config.seq_len_q * FEW_QUERIES <= config.seq_len_kv
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The best backends of one config for a scenario, of those that were measured alike. value is
+    the best one's, in ns or bytes; factor is that of runner_up over it, None where all are as good.
+    """
+
+    scenario: str
+    run: str
+    config: Config
+    measurement: str
+    best: tuple[str, ...]
+    value: float
+    runner_up: str | None
+    factor: float | None
+
+
+def choices(analyses: Sequence[CellAnalysis]) -> list[Choice]:
+    """The best backends of every config that several backends computed, scenario by scenario."""
+    groups: dict[tuple[str, Config], list[CellAnalysis]] = {}
+    for analysis in analyses:
+        # what auto took stands there under its own name
+        if not analysis.figures or analysis.module is not None or analysis.wrong:
+            continue
+        if analysis.backend not in OWN_CHOICE:
+            groups.setdefault((analysis.run, analysis.config), []).append(analysis)
+    made: list[Choice] = []
+    for scenario, (holds, _) in SCENARIOS.items():
+        for (run, config), group in groups.items():
+            if holds(config) and (common := _common_times(group)):
+                made += _choice(scenario, run, config, *common)
+    for (run, config), group in groups.items():
+        peaks = {each.backend: each.figures and each.figures.peak_memory_bytes for each in group}
+        known = {backend: float(peak) for backend, peak in peaks.items() if peak}
+        made += _choice(LITTLE_MEMORY, run, config, "peak memory", known)
+    return made
+
+
+def missing(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
+    """The scenarios that no config here is of, with a config that would be."""
+    configs = {analysis.config for analysis in analyses}
+    return {
+        scenario: example
+        for scenario, (holds, example) in SCENARIOS.items()
+        if not any(map(holds, configs))
+    }
+
+
+def _common_times(group: Sequence[CellAnalysis]) -> tuple[str, dict[str, float]] | None:
+    """The first measurement that all have, with their medians."""
+    for name, time in _TIMES.items():
+        times = {each.backend: each.figures and time(each.figures) for each in group}
+        if all(times.values()):
+            return name, {backend: float(value) for backend, value in times.items() if value}
+    return None
+
+
+def _choice(
+    scenario: str, run: str, config: Config, measurement: str, values: dict[str, float]
+) -> list[Choice]:
+    if len(values) < 2:
+        return []
+    ranked = sorted(values, key=lambda backend: values[backend])
+    least = values[ranked[0]]
+    best = tuple(backend for backend in ranked if values[backend] < TIE * least)
+    behind = next((backend for backend in ranked if backend not in best), None)
+    factor = values[behind] / least if behind else None
+    return [Choice(scenario, run, config, measurement, best, least, behind, factor)]

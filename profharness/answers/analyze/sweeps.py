@@ -1,0 +1,102 @@
+"""Sweeps: cells of one backend whose configs differ in one number, where they drop, and what is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+from profharness.answers.analyze.figures import CellAnalysis
+from profharness.config import Config
+
+SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
+DROP = 1.5  # of the rate from one value to the next, below which it is no drop
+MANY_DIMS = 3  # head dims from which one could take configs for a sweep
+
+
+def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
+    """Cells of one backend whose configs differ in one number, under its name and in its order."""
+    sweeps: list[tuple[str, list[CellAnalysis]]] = []
+    done = [analysis for analysis in analyses if analysis.figures is not None]
+    for name in SWEPT:
+        groups: dict[tuple[object, ...], list[CellAnalysis]] = {}
+        for analysis in done:
+            groups.setdefault(_but(analysis, name), []).append(analysis)
+        for group in groups.values():
+            values = {getattr(analysis.config, name) for analysis in group}
+            if len(group) > 1 and len(values) == len(group):
+                group.sort(key=lambda analysis: getattr(analysis.config, name))
+                sweeps.append((name, group))
+    return sweeps
+
+
+def _but(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
+    """What two cells of one sweep have in common."""
+    config = analysis.config
+    same_length = config.seq_len_q == config.seq_len_kv
+    same_heads = config.num_heads == config.num_kv_heads
+    left_out = {name}
+    # one number is swept where both lengths are the same
+    if name == "seq_len_kv" and same_length:
+        left_out.add("seq_len_q")
+    if name == "num_heads" and same_heads:
+        left_out.add("num_kv_heads")
+    values = [getattr(config, field.name) for field in fields(Config) if field.name not in left_out]
+    return (analysis.run, analysis.backend, same_length, same_heads, *values)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Where the rate of a sweep falls from one value to the next, and by how much."""
+
+    before: int
+    after: int
+    factor: float
+
+
+def drops(name: str, group: Sequence[CellAnalysis]) -> list[Drop]:
+    """The drops of the FLOP rate over one sweep, in its order."""
+    found: list[Drop] = []
+    for one, other in pairwise(group):
+        before, after = (each.figures and each.figures.flops_per_s for each in (one, other))
+        if before and after and before >= DROP * after:
+            values = getattr(one.config, name), getattr(other.config, name)
+            found.append(Drop(*values, before / after))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedProblem:
+    """Configs of one backend whose head dims differ, and their number of scores with them: a change
+    of the rate over them is not of head_dim alone.
+    """
+
+    backend: str
+    head_dims: tuple[int, ...]
+    scores: tuple[int, ...]
+
+
+def changed_problems(analyses: Sequence[CellAnalysis]) -> list[ChangedProblem]:
+    """What looks like a sweep over head_dim and is none, backend by backend."""
+    groups: dict[tuple[object, ...], list[Config]] = {}
+    for analysis in analyses:
+        config = analysis.config
+        if analysis.figures is not None:
+            key = (analysis.run, analysis.backend, config.dtype, config.bwd, config.causal)
+            groups.setdefault(key, []).append(config)
+    changed = []
+    for place, configs in groups.items():
+        by_dim = {config.head_dim: _scores(config) for config in sorted(configs, key=_head_dim)}
+        several = len(by_dim) == len(configs) >= MANY_DIMS
+        if several and len(set(by_dim.values())) > 1:
+            changed.append(ChangedProblem(str(place[1]), tuple(by_dim), tuple(by_dim.values())))
+    return changed
+
+
+def _head_dim(config: Config) -> int:
+    return config.head_dim
+
+
+def _scores(config: Config) -> int:
+    """How many scores a call computes: what it can share out, whatever head_dim is."""
+    return config.batch * config.num_heads * config.seq_len_q * config.seq_len_kv
