@@ -17,7 +17,7 @@ import profharness
 from profharness import config, kernel_names, stats
 from profharness import run as record
 from profharness.answers.agreement import check_expected_names
-from profharness.answers.diff.model import VERDICTS, DiffRow
+from profharness.answers.diff.model import COSTS, VERDICTS, DiffRow
 from profharness.backends import ALL, KERNELS, find_backend
 from profharness.cli.main import COMMANDS, cli
 from profharness.store import ingest_path, open_store
@@ -101,7 +101,7 @@ def test_a_shown_command_parses(line: str, tmp_path: Path, monkeypatch: pytest.M
         assert name in (ALL, KERNELS) or find_backend(name)
     check_expected_names([e for text in given.get("expect", ()) for e in text.split(",")])
     for name in (each for text in given.get("fail_on", ()) for each in text.split(",")):
-        assert name in VERDICTS
+        assert name in (*VERDICTS, *COSTS)
 
 
 def test_a_wrong_command_would_not_parse() -> None:

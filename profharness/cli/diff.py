@@ -8,7 +8,7 @@ import click
 
 from profharness import stats
 from profharness.answers.diff.answer import diff_cells
-from profharness.answers.diff.model import BACKEND_CHANGED, VERDICTS
+from profharness.answers.diff.model import BACKEND_CHANGED, COSTS, VERDICTS
 from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.cli._options import (
     complete_sides,
@@ -22,7 +22,7 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.store import open_store
-from profharness.views.diff import diff_document, layer_text
+from profharness.views.diff import cost_text, diff_document, layer_text
 
 
 @click.command()
@@ -33,8 +33,9 @@ from profharness.views.diff import diff_document, layer_text
     "--fail-on",
     multiple=True,
     metavar="VERDICT",
-    help="Exit 3 if a row has this verdict: slower, changed, removed, … or, of programs, if another "
-    "backend computes a layer: backend-changed. Repeatable, or by commas.",
+    help="Exit 3 if a row has this verdict: slower, changed, removed, …; if the candidate takes more "
+    "memory or launches, or has refused what the baseline runs: memory, launches, refused; or, of "
+    "programs, if another backend computes a layer: backend-changed. Repeatable, or by commas.",
 )
 @click.option(
     "--threshold",
@@ -68,12 +69,13 @@ def command(
     \b
     Examples:
       profharness diff flash math --config 2,8,512,64 --fail-on slower
+      profharness diff latest~1 latest --fail-on memory,launches,refused
       profharness diff latest~1 latest --fail-on backend-changed
     """
     verdicts = frozenset(split_names(fail_on))
     for name in split_names(fail_on):
-        if name not in (*VERDICTS, BACKEND_CHANGED):
-            names = ", ".join((*VERDICTS, BACKEND_CHANGED))
+        if name not in (*VERDICTS, *COSTS, BACKEND_CHANGED):
+            names = ", ".join((*VERDICTS, *COSTS, BACKEND_CHANGED))
             raise UsageError(f"--fail-on {name!r}: not one of {names}")
     configs = read_configs(config, configs_file)
     with open_store(store) as opened:
@@ -89,6 +91,10 @@ def command(
     lines = [
         f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"
         for row in diff.fails(verdicts)
+    ]
+    lines += [
+        f"{row.config} {row.backend_candidate or ''} {row.what}: {cost_text(row)}"
+        for row in diff.failing_costs(verdicts)
     ]
     lines += [
         f"{row.name}: {'; '.join((layer_text(row), *row.reasons))}"

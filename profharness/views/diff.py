@@ -9,9 +9,27 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from profharness.answers.diff.model import Diff, DiffRow, LayerDiff, LayerSide
+from profharness.answers.diff.model import (
+    LAUNCHES,
+    MEMORY,
+    REFUSED,
+    Cost,
+    Diff,
+    DiffRow,
+    LayerDiff,
+    LayerSide,
+)
 from profharness.rows import KernelRow
-from profharness.views.document import MISSING, Block, Column, Document, Heading, Note, Table
+from profharness.views.document import (
+    FORMATS,
+    MISSING,
+    Block,
+    Column,
+    Document,
+    Heading,
+    Note,
+    Table,
+)
 from profharness.views.kernels import COLUMNS as KERNEL_COLUMNS
 from profharness.views.layers import short_module
 
@@ -48,6 +66,8 @@ LAYER_COLUMNS = (
     Column("verdict", "verdict"),
 )
 
+# not as the roles of kernels are called
+COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
 UNTOLD = "whether the environments are the same is not told: a side does not name its PyTorch"
 
 
@@ -66,14 +86,19 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     blocks += _layer_blocks(diff.layers, full)
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
+    costs: dict[tuple[str, ...], list[Cost]] = {}
+    for cost in diff.costs:
+        # that a side refuses stands in the row of how the cells ended
+        if cost.verdict != "same" and cost.what != REFUSED:
+            costs.setdefault(pair(cost), []).append(cost)
     same = [
         key
         for key, rows in groups.items()
-        if all(row.verdict == "same" and not row.changed for row in rows)
+        if all(row.verdict == "same" and not row.changed for row in rows) and key not in costs
     ]
     for key, rows in groups.items():
         if not changed_first or key not in same:
-            blocks += _config_blocks(rows, full)
+            blocks += [*_config_blocks(rows, full), *map(_cost_note, costs.get(key, ()))]
     if changed_first and same:
         blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
         blocks += [Note(_pair_text(*key)) for key in same]
@@ -85,6 +110,22 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         fields=FIELDS,
         records=tuple(plain["rows"]),
         extra={key: value for key, value in plain.items() if key not in ("schema", "rows")},
+    )
+
+
+def cost_text(cost: Cost) -> str:
+    """The verdict on a cost, and both sides' values."""
+    if cost.what == REFUSED:
+        return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
+    kind, unit = ("kib", " KiB at the peak") if cost.what == MEMORY else ("count", " a call")
+    before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
+    ratio = "" if cost.ratio is None else f", {cost.ratio:.2f}x"
+    return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
+
+
+def _cost_note(cost: Cost) -> Note:
+    return Note(
+        cost_text(cost), COST_NAMES[cost.what], "warning" if cost.verdict == "more" else "note"
     )
 
 

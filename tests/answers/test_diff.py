@@ -313,3 +313,58 @@ def test_swapping_and_completeness(
     for wanted, rows, name in ((a, left, "baseline"), (b, right, "candidate")):
         given_rows = Counter(r for r in rows if wanted in (None, r.backend))
         assert Counter(k for row in there.rows for k in getattr(row, name)) == given_rows
+
+
+PEAKS = (10_000_000, 10_090_000, 10_110_000, 9_000_000)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "verdict"),
+    [((0, 0), "same"), ((0, 1), "same"), ((0, 2), "more"), ((0, 3), "less"), ((2, 0), "less")],
+)
+def test_peak_memory_has_a_verdict_of_its_own(peaks: tuple[int, int], verdict: str) -> None:
+    """More than 1 % counts: peaks repeat to the byte."""
+    cells = [replace(cell(SQUARE, "flash"), peak_memory_bytes=PEAKS[place]) for place in peaks]
+    diff = diff_cells(*(side("flash", cells=(one_cell,)) for one_cell in cells))
+    (cost,) = (cost for cost in diff.costs if cost.what == "memory")
+    assert (cost.baseline, cost.candidate, cost.verdict) == (
+        *map(PEAKS.__getitem__, peaks),
+        verdict,
+    )
+    assert bool(diff.failing_costs({"memory"})) == (verdict == "more")
+    assert not diff.failing_costs({"launches", "refused"})
+    assert one(diff, SQUARE, "attention").verdict == "same"
+
+
+def test_launches_of_a_call_have_a_verdict_of_their_own() -> None:
+    diff = diff_cells(side("flash"), side("math"))
+    costs = {cost.config: cost for cost in diff.costs if cost.what == "launches"}
+    assert (costs[SQUARE].baseline, costs[SQUARE].candidate) == (2, 14)
+    assert costs[SQUARE].verdict == "more" and costs[SQUARE].ratio == 7
+    assert costs[SQUARE] in diff.failing_costs({"launches"})
+    back = diff_cells(side("math"), side("flash"))
+    assert not back.failing_costs({"launches"})
+    same = diff_cells(side("flash"), side("flash"))
+    assert {cost.verdict for cost in same.costs} == {"same"}
+
+
+def test_what_one_side_refuses_is_told_and_what_both_refuse_is_not() -> None:
+    ran = cell(SQUARE, "flash")
+    refused = replace(ran, status="refused", refusals=(Refusal("dtype", "no"),))
+    died = replace(ran, status="crashed")
+
+    def verdict(first: CellRow, second: CellRow) -> list[str]:
+        diff = diff_cells(side("flash", cells=(first,)), side("flash", cells=(second,)))
+        assert bool(diff.failing_costs({"refused"})) == ((first, second) == (ran, refused))
+        return [cost.verdict for cost in diff.costs if cost.what == "refused"]
+
+    assert verdict(ran, refused) == ["refused"]
+    assert verdict(refused, ran) == ["accepted"]
+    assert verdict(refused, refused) == verdict(ran, ran) == ["same"]
+    assert verdict(ran, died) == []  # nothing was refused; `changed` tells it
+
+
+def test_costs_stand_in_the_json_where_there_are_any() -> None:
+    costs = diff_cells(side("flash"), side("math")).to_json()["costs"]
+    assert {cost["what"] for cost in costs} == {"launches", "refused"}
+    assert "costs" not in diff_cells(side("flash", cells=()), side("math", cells=())).to_json()

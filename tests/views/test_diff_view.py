@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from view_rows import CONFIG, kernel
 
-from profharness.answers.diff.model import Change, Diff, DiffRow, EnvChange
+from profharness.answers.diff.model import Change, Cost, Diff, DiffRow, EnvChange
 from profharness.views.diff import diff_document
 from profharness.views.renderers import RENDERERS
 
@@ -62,3 +63,17 @@ def test_json_is_the_diffs_own() -> None:
 
 def test_full_shows_whole_names() -> None:
     assert kernel().kernel in RENDERERS["table"](diff_document(sample(), full=True))
+
+
+def test_memory_and_launches_that_differ_are_told_with_their_config() -> None:
+    costs = (
+        Cost(CONFIG, "flash", "auto", "memory", 1024.0, 3072.0, "more", 3.0),
+        Cost(CONFIG, "flash", "auto", "launches", 1.0, 1.0, "same", 1.0),
+        Cost(CONFIG, "flash", "auto", "refused", "ok", "ok", "same"),
+    )
+    text = RENDERERS["table"](diff_document(replace(sample(), costs=costs)))
+    assert "more: 1.0 → 3.0 KiB at the peak, 3.00x" in text
+    assert "a call" not in text
+    same = DiffRow(CONFIG, "flash", "auto", "call", verdict="same")
+    short = diff_document(Diff("a", "b", (), (same,), costs=costs), changed_first=True)
+    assert "peak memory" in RENDERERS["table"](short)

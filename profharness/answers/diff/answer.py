@@ -9,11 +9,13 @@ from typing import Any
 
 from profharness import stats
 from profharness.answers.bench.rows import clock_doubts
+from profharness.answers.diff.costs import launch_cost, memory_cost, refusal_cost
 from profharness.answers.diff.layers import diff_layers
 from profharness.answers.diff.model import (
     MIN_LAUNCHES,
     RESOLUTION_NS,
     Change,
+    Cost,
     Diff,
     DiffRow,
     Side,
@@ -77,14 +79,32 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     by_config = baseline.backend is not None
     base, cand = _cells(baseline, by_config), _cells(candidate, by_config)
     rows: list[DiffRow] = []
+    costs: list[Cost] = []
     # no union of sets: rows keep the order of the sides
     for key in [*base, *(key for key in cand if key not in base)]:
         rows += _diff_pair(baseline, candidate, base.get(key), cand.get(key), threshold)
+        if key in base and key in cand:
+            costs += _costs(base[key], cand[key])
     changed = environment_changes(baseline.environment, candidate.environment)
     before, after = baseline.program, candidate.program
     layers = diff_layers(before, after, threshold) if before and after else ()
     described = all(side.environment.get("torch") for side in (baseline, candidate))
-    return Diff(baseline.label, candidate.label, tuple(changed), tuple(rows), layers, described)
+    return Diff(
+        *(baseline.label, candidate.label, tuple(changed), tuple(rows), layers, described),
+        costs=tuple(costs),
+    )
+
+
+def _costs(base: _Cell, cand: _Cell) -> Iterable[Cost]:
+    """What a cell of both sides takes besides time."""
+    if base.cell is None or cand.cell is None:
+        return
+    cells = base.cell, cand.cell
+    profilers = common_profiler(base.kernels, cand.kernels)
+    kernels = base.of(profilers[0]), cand.of(profilers[1])
+    yield from refusal_cost(*cells)
+    yield from memory_cost(*cells)
+    yield from launch_cost(*cells, kernels, (_least(kernels[0]), _least(kernels[1])))
 
 
 def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:

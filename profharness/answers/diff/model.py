@@ -17,6 +17,9 @@ Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "un
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 BACKEND_CHANGED = "backend-changed"
 """What a gate calls a layer that another backend computes."""
+CostVerdict = Literal["same", "more", "less", "refused", "accepted"]
+COSTS = MEMORY, LAUNCHES, REFUSED = "memory", "launches", "refused"
+"""What a gate calls a candidate that takes more memory or launches, or refuses what the baseline runs."""
 SCHEMA = "profharness.diff/1"
 MIN_LAUNCHES = 3
 RESOLUTION_NS = 64  # two ticks of the 32 ns clock that device timestamps are read from
@@ -94,6 +97,22 @@ class DiffRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """One of COSTS of one config on both sides: bytes at the peak, launches a call, or how the cells
+    ended. ratio is candidate over baseline. `accepted`: the baseline alone refuses.
+    """
+
+    config: str
+    backend_baseline: str | None
+    backend_candidate: str | None
+    what: str
+    baseline: float | str
+    candidate: float | str
+    verdict: CostVerdict
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSide:
     """Like calls of like layers on one side. module has the layers' numbers in braces. calls are
     those of a step, None without a recorded one; forward_ns and backward_ns the medians of one call's
@@ -156,6 +175,7 @@ class Diff:
     rows: tuple[DiffRow, ...]
     layers: tuple[LayerDiff, ...] = ()
     environment_told: bool = True
+    costs: tuple[Cost, ...] = ()
 
     def verdicts(self) -> Counter[str]:
         """How many rows have each verdict."""
@@ -164,6 +184,10 @@ class Diff:
     def fails(self, on: Set[str]) -> list[DiffRow]:
         """The rows whose verdict is in on; `changed` also meets changed rows with another verdict."""
         return [row for row in self.rows if row.verdict in on or (row.changed and "changed" in on)]
+
+    def failing_costs(self, on: Set[str]) -> list[Cost]:
+        """What is in on, and more on the candidate or refused by it alone."""
+        return [row for row in self.costs if row.what in on and row.verdict in ("more", REFUSED)]
 
     def failing_layers(self, on: Set[str]) -> list[LayerDiff]:
         """The layers whose verdict or speed is in on; BACKEND_CHANGED meets those of another backend."""
@@ -176,12 +200,13 @@ class Diff:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists and scalars under schema `profharness.diff/1`; `layers` where there are
-        any, `environment_told` where it is false.
+        """Plain dicts, lists and scalars under schema `profharness.diff/1`; `layers` and `costs` where
+        there are any, `environment_told` where it is false.
         """
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
-        if not self.layers:
-            del plain["layers"]
+        for name in ("layers", "costs"):
+            if not plain[name]:
+                del plain[name]
         if self.environment_told:
             del plain["environment_told"]
         return {"schema": SCHEMA, **plain}

@@ -127,6 +127,7 @@ def nothing_compared(
     judged: set[str] = set()
     for _, group in groupby(diff.rows, pair):
         judged |= _judged(list(group))
+    judged |= {cost.what for cost in diff.costs}
     for row in diff.layers:
         judged |= _judged_layer(row)
     open_ones = [name for name in verdicts if name not in judged] if verdicts else []
