@@ -5,8 +5,10 @@ Importing this module raises MissingExtraError without the extra `report`.
 from __future__ import annotations
 
 import html
+import itertools
 import re
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,18 +34,41 @@ finally:
 # Each has a contrast of at least 3 to 1 on the light and on the dark background (a test holds it);
 # hues after Okabe and Ito, which stay apart for the colour-blind.
 PALETTE = ("#0080c8", "#d55e00", "#008f68", "#b0609a", "#a37700", "#5d7fd0", "#c04848", "#777777")
-BACKEND_COLORS = {
-    "auto": "#777777",
-    "flash": "#0080c8",
-    "efficient": "#008f68",
-    "cudnn": "#d55e00",
-    "math": "#b0609a",
-    "all-disabled": "#a37700",
-    "none": "#c04848",
+BLUE, ORANGE, GREEN, PURPLE, BROWN, INDIGO, RED, GREY = PALETTE
+SHAPES = (
+    *("circle", "square", "diamond", "triangle-up", "triangle-down", "cross"),
+    *("triangle-right", "triangle-left"),
+)
+STYLES = {
+    "auto": (GREY, "circle"),
+    "flash": (BLUE, "square"),
+    "efficient": (GREEN, "diamond"),
+    "cudnn": (ORANGE, "triangle-up"),
+    "math": (PURPLE, "triangle-down"),
+    "all-disabled": (BROWN, "cross"),
+    "none": (RED, "circle"),
+    "naive": (BROWN, "circle"),
+    "naive-compiled": (BROWN, "square"),
+    "single_query": (INDIGO, "triangle-up"),
+    "tiled": (RED, "diamond"),
+    "flash_triton": (GREEN, "triangle-right"),
+    "flex": (INDIGO, "circle"),
+    "flex-flash": (INDIGO, "square"),
+    "varlen": (GREEN, "circle"),
+    "fa3": (BLUE, "circle"),
+    "fa4": (BLUE, "diamond"),
+    "flash-attn": (BLUE, "triangle-up"),
+    "xformers": (PURPLE, "circle"),
+    "sage": (ORANGE, "circle"),
+    "flashinfer": (ORANGE, "diamond"),
 }
+"""The colour and the shape of a backend in every chart, no two alike."""
+OTHER_STYLES = tuple(
+    style for style in itertools.product(PALETTE, SHAPES) if style not in STYLES.values()
+)
+OF_BACKENDS = ("lines", "dots", "roofline")  # the kinds of chart whose series are backends
 LIGHT, DARK = ("#ffffff", "#1b1b1b"), ("#14171c", "#e4e6ea")  # background and ink of each theme
 INK = "#0a0b0c"  # stands for the ink of the page until the SVG is finished
-SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
 WIDTH = 620
 STEP = 22  # pixels a row of a chart with labels
 MAX_LABEL = 320
@@ -105,10 +130,24 @@ def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
 def series_colors(names: Sequence[str]) -> list[str]:
     """A colour for each name, the same for a backend in every chart."""
     # the colour of a backend that is shown goes to no other series
-    free = [color for color in PALETTE if color not in map(BACKEND_COLORS.get, names)]
-    rest = [name for name in names if name not in BACKEND_COLORS]
-    given = {name: (free or PALETTE)[n % len(free or PALETTE)] for n, name in enumerate(rest)}
-    return [BACKEND_COLORS.get(name) or given[name] for name in names]
+    taken = {STYLES[name][0] for name in names if name in STYLES}
+    free = [color for color in PALETTE if color not in taken] or PALETTE
+    rest = [name for name in names if name not in STYLES]
+    given = {name: free[n % len(free)] for n, name in enumerate(rest)}
+    return [STYLES[name][0] if name in STYLES else given[name] for name in names]
+
+
+def backend_styles(names: Sequence[str]) -> list[tuple[str, str]]:
+    """A colour and a shape for each backend, the same in every chart; those of an implementation that
+    STYLES does not have follow from its name. No two in one chart are alike.
+    """
+    styles: dict[str, tuple[str, str]] = {}
+    for name in names:
+        place = zlib.crc32(name.encode()) % len(OTHER_STYLES)
+        choices = (*OTHER_STYLES[place:], *OTHER_STYLES[:place])
+        free = (style for style in choices if style not in styles.values())
+        styles[name] = STYLES.get(name) or next(free, choices[0])
+    return list(styles.values())
 
 
 def _printable(chart: Chart) -> Chart:
@@ -148,7 +187,10 @@ def _labels(chart: Chart) -> list[Any]:
 
 def _color(chart: Chart) -> Any:
     names = _names(chart)
-    scale = alt.Scale(domain=names, range=series_colors(names))
+    colors = series_colors(names)
+    if chart.kind in OF_BACKENDS:
+        colors = [color for color, _ in backend_styles(names)]
+    scale = alt.Scale(domain=names, range=colors)
     return alt.Color("series:N", title=None, scale=scale)
 
 
@@ -156,6 +198,8 @@ def _shape(chart: Chart) -> Any:
     """A shape a series too, so that colour is not the only thing that tells them apart."""
     names = _names(chart)
     shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
+    if chart.kind in OF_BACKENDS:
+        shapes = [shape for _, shape in backend_styles(names)]
     return alt.Shape("series:N", title=None, scale=alt.Scale(domain=names, range=shapes))
 
 

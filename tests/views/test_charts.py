@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,20 +13,24 @@ from chart_samples import BACKENDS, NASTY, SAMPLES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from profharness.backends import BACKENDS as REGISTRY
 from profharness.views.bench import latency_charts
 from profharness.views.charts import (
-    BACKEND_COLORS,
     DARK,
     DRAWERS,
     LIGHT,
+    OF_BACKENDS,
     PALETTE,
+    STYLES,
     altair_chart,
+    backend_styles,
     draw_png,
     draw_svg,
     series_colors,
 )
 from profharness.views.document import KINDS, Chart
 
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 SVG = "{http://www.w3.org/2000/svg}"
 WHITE = "#ffffff"  # the words on the tiles of a map
 
@@ -134,7 +139,7 @@ def test_a_png_is_one_and_its_size_follows_the_scale() -> None:
     assert width[1] == pytest.approx(2 * width[0], abs=2)
 
 
-@pytest.mark.parametrize("color", sorted({*PALETTE, *BACKEND_COLORS.values()}))
+@pytest.mark.parametrize("color", PALETTE)
 def test_colors_are_seen_on_both_backgrounds(color: str) -> None:
     for background, _ in (LIGHT, DARK):
         assert contrast(color, background) >= 3
@@ -151,13 +156,32 @@ def test_a_backend_keeps_its_color() -> None:
     assert series_colors(["flash", "mine", "math"])[2] == alone[0]
 
 
-@given(st.lists(st.sampled_from([*BACKEND_COLORS, "mine", "yours", "third"]), unique=True))
+@given(st.lists(st.sampled_from(["auto", "math", "mine", "yours", "third"]), unique=True))
 def test_a_few_series_have_different_colors(names: list[str]) -> None:
-    own = [name for name in names if name not in BACKEND_COLORS]
-    found = series_colors(names)
-    assert len(found) == len(names)
-    if len(names) <= len(PALETTE) and len(own) <= len(PALETTE) - len(names) + len(own):
-        assert len(set(found)) == len(names)
+    assert len(set(series_colors(names))) == len(names)
+
+
+@given(
+    st.lists(st.one_of(st.sampled_from([*STYLES]), st.text(max_size=3)), unique=True, max_size=30)
+)
+def test_no_two_backends_of_a_chart_look_alike(names: list[str]) -> None:
+    assert len(set(backend_styles(names))) == len(names)
+
+
+def test_a_backend_looks_alike_in_every_chart() -> None:
+    every = dict(zip([*STYLES, "mine"], backend_styles([*STYLES, "mine"]), strict=True))
+    for name, style in every.items():
+        assert backend_styles(["math", name])[-1] == style
+    implementations = {path.stem for path in KERNELS.glob("[!_]*.py")}
+    assert {*REGISTRY, *implementations} <= {*STYLES}
+
+
+@pytest.mark.parametrize("kind", OF_BACKENDS)
+def test_a_chart_of_backends_is_drawn_in_their_colors(kind: str) -> None:
+    names = dict.fromkeys(str(row[SAMPLES[kind].series]) for row in SAMPLES[kind].rows)
+    svg = draw_svg(SAMPLES[kind])
+    for color, _ in backend_styles([*names]):
+        assert f'stroke="{color}"' in svg
 
 
 def test_a_wrong_chart_is_refused() -> None:
