@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
 import click
 
 from profharness import stats
 from profharness.answers.diff.answer import diff_cells
-from profharness.answers.diff.model import BACKEND_CHANGED, COSTS, VERDICTS
+from profharness.answers.diff.model import BACKEND_CHANGED, COSTS, VERDICTS, Diff
 from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.cli._options import (
     complete_sides,
@@ -88,6 +89,18 @@ def command(
     emit(diff_document(diff, full=full), format_, output, force=force)
     # a set's order would differ from run to run
     gate = f"--fail-on {','.join(sorted(verdicts))}"
+    lines = _failing(diff, verdicts)
+    if lines:
+        lines += [empty] if empty else []
+        raise GateError(f"{gate} is met: " + "\n  ".join(lines))
+    if empty and verdicts:
+        raise GateError(f"{gate}: {empty}")
+    if empty:
+        hint(f"warning: {empty}")
+
+
+def _failing(diff: Diff, verdicts: Set[str]) -> list[str]:
+    """A line for each row, cost and layer that a gate is about."""
     lines = [
         f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"
         for row in diff.fails(verdicts)
@@ -100,10 +113,4 @@ def command(
         f"{row.name}: {'; '.join((layer_text(row), *row.reasons))}"
         for row in diff.failing_layers(verdicts)
     ]
-    if lines:
-        lines += [empty] if empty else []
-        raise GateError(f"{gate} is met: " + "\n  ".join(lines))
-    if empty and verdicts:
-        raise GateError(f"{gate}: {empty}")
-    if empty:
-        hint(f"warning: {empty}")
+    return lines

@@ -14,12 +14,12 @@ from profharness.answers.bench.answer import benched
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import OF_A_FILE, Diff
 from profharness.answers.diff.sides import find_sides
+from profharness.answers.summary import Summary, summarize_run
 from profharness.config import parse_config
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import Problem
 from profharness.store import Store
 from profharness.views.bench import (
-    MEANS,
     bench_document,
     latency_charts,
     lengthless,
@@ -27,7 +27,8 @@ from profharness.views.bench import (
 )
 from profharness.views.devices import device_blocks
 from profharness.views.diff import diff_document
-from profharness.views.document import Block, Chart, Column, Document, Heading, Note, Table
+from profharness.views.document import Block, Chart, Code, Column, Document, Heading, Note, Table
+from profharness.views.glossary import glossary_blocks
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
 from profharness.views.steps import math_blocks
 from profharness.views.verify import verify_document
@@ -69,10 +70,10 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
-    extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": []}
+    extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": [], "summary": []}
     if len(runs) == 2:
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
-        blocks += diff_blocks(diff)
+        blocks += [*change_blocks(diff), *diff_blocks(diff)]
         extra["diff"] = diff.to_json()
     for run in runs:
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
@@ -84,7 +85,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["runs"].append({"run": run, "environment": store.environment(run)})
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
-    blocks += meaning_blocks()
+    blocks += glossary_blocks(blocks)
     title = f"{f'Run {runs[0]}' if len(runs) == 1 else f'{len(runs)} runs'}: attention kernels"
     return Document(SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra)
 
@@ -100,11 +101,13 @@ def _run_blocks(
     """The sections of one run in reading order: what came of it first, where it ran last."""
     environment, wrong = store.environment(run), store.wrong(run)
     name, medians = charted_medians(cells)
-    blocks: list[Block] = [*problem_blocks(store.problems(run)), *cell_blocks(cells)]
-    blocks += selection_blocks(cells)
-    blocks += latency_blocks(cells, latency_charts(medians, name))
+    summary = summarize_run(store, run, cells)
+    extra["summary"].append({"run": run, "sentences": list(summary.sentences)})
+    blocks: list[Block] = [*summary_blocks(summary), *latency_charts(medians, name)]
     tf32 = bool(environment.get("tf32"))
     blocks += rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong)
+    blocks += [*problem_blocks(store.problems(run)), *selection_blocks(cells)]
+    blocks += [*cell_blocks(cells), *latency_blocks(cells)]
     if bench is None:
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     if bench:
@@ -134,6 +137,27 @@ def _deeper(blocks: Sequence[Block]) -> list[Block]:
         replace(block, level=block.level + 1) if isinstance(block, Heading) else block
         for block in blocks
     ]
+
+
+def summary_blocks(summary: Summary) -> list[Block]:
+    """The answer ahead of all else; nothing for a run without cells."""
+    if not summary.sentences:
+        return []
+    code = [Code(summary.code)] if summary.code else []
+    return [Heading("In short"), *map(Note, summary.sentences), *code]
+
+
+def change_blocks(diff: Diff) -> list[Block]:
+    """How many of the compared are how, in a sentence each."""
+    verdicts = ", ".join(f"{count} {name}" for name, count in diff.verdicts().most_common())
+    sentences = [f"{diff.baseline} → {diff.candidate}: {verdicts or 'nothing pairs'}."]
+    costs = Counter(f"{row.what} {row.verdict}" for row in diff.costs if row.verdict != "same")
+    if diff.costs:
+        told = ", ".join(f"{name} on {count}" for name, count in costs.most_common())
+        sentences.append(f"Peak memory, launches and refusals: {told or 'the same'}.")
+    keys = ", ".join(change.key for change in diff.environment if change.explains)
+    sentences.append(f"Of the environment these can explain it: {keys or 'nothing that is known'}.")
+    return [Heading("In short"), *map(Note, sentences)]
 
 
 def diff_blocks(diff: Diff) -> list[Block]:
@@ -192,8 +216,8 @@ def cell_blocks(cells: Sequence[CellRow]) -> list[Block]:
     return [Heading("Cells", detail), Table(CELL_COLUMNS, tuple(rows))]
 
 
-def latency_blocks(cells: Sequence[CellRow], charts: Sequence[Chart]) -> list[Block]:
-    """The table of all measurements below the charts of one."""
+def latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
+    """The table of all measurements."""
     rows = [
         {"config": cell.config, "backend": cell.backend} | figures
         for cell in cells
@@ -207,7 +231,7 @@ def latency_blocks(cells: Sequence[CellRow], charts: Sequence[Chart]) -> list[Bl
         least = fastest[row["config"], row["measurement"]]
         row["against"] = row["median_ns"] / least if least > 0 else None
     heading = Heading("Latency", "without a profiler, raw samples")
-    return [heading, *charts, Table.of(LATENCY_COLUMNS, rows)] if rows else []
+    return [heading, Table.of(LATENCY_COLUMNS, rows)] if rows else []
 
 
 def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
@@ -293,18 +317,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)
-
-
-def meaning_blocks() -> list[Block]:
-    """What the numbers mean, for somebody who sees a report for the first time."""
-    return [
-        Heading("What the numbers mean"),
-        *(Note(f"{MEANS[name]}; no profiler running", name) for name in CALL_MEASUREMENTS),
-        Note(
-            "kernel times come from the profiler and leave the gaps between kernels out", "kernels"
-        ),
-        Note("the median over all samples; p10 and p90 hold the middle 80 % of them", "median"),
-        Note("the median over that of the fastest backend of the same config", "to fastest"),
-        Note("theoretical: what registers, shared memory and block size leave room for", "occ%"),
-        Note("a - is what a profiler cannot know; it is never a zero", "-"),
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from profharness.rows import Refusal
 from profharness.run import Cell, Check, Problem, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.views.bench import latency_charts, rate_blocks, shape_family
-from profharness.views.document import Chart, Document, Heading, Note, Table
+from profharness.views.document import Chart, Code, Column, Document, Heading, Note, Table
+from profharness.views.glossary import GLOSSARY, glossary_blocks
 from profharness.views.renderers import RENDERERS
 from profharness.views.report import (
     FIELDS,
@@ -55,8 +57,9 @@ def swept(tmp_path: Path) -> Path:
                 refusals = (Refusal("memory", "too <large>"),)
                 cells.append(Cell(ident, config, name, "refused", refusals=refusals))
                 continue
-            samples = [factor * 1000 * 4**place + n for n in range(7)]
             choice = "math" if name == "math" or length == 128 else "flash"
+            times = 4 if choice == "math" and name == "auto" else factor
+            samples = [times * 1000 * 4**place + n for n in range(7)]
             cells.append(Cell(ident, config, name, "ok", choice=choice, samples={"event": samples}))
     folder = tmp_path / "swept"
     folder.mkdir()
@@ -90,8 +93,8 @@ def invoke(*args: object) -> Result:
 def test_a_run_with_traces_has_its_sections(captured: Path) -> None:
     document = report(captured)
     assert headings(document) == [
-        *("Cells", "Selection map", "Latency", "Kernels", "Steps of math", "Disagreements"),
-        *("Device", "Environment", "What the numbers mean"),
+        *("In short", "Selection map", "Cells", "Latency", "Kernels", "Steps of math"),
+        *("Disagreements", "Device", "Environment", "What the words mean"),
     ]
     assert {chart.kind for chart in charts(document).values()} == {
         "map",
@@ -105,8 +108,8 @@ def test_a_run_with_traces_has_its_sections(captured: Path) -> None:
 def test_two_runs_have_a_part_each_and_a_diff(captured: Path) -> None:
     document = report(captured, "latest~1", "latest", "latest")
     names = headings(document)
-    assert names[0] == "What changed"
-    assert [name.split()[0] for name in names[1:]] == ["Run", "Run", "What"]
+    assert names[:2] == ["In short", "What changed"]
+    assert [name.split()[0] for name in names[2:]] == ["Run", "Run", "What"]
     chart = next(each for each in charts(document).values() if each.kind == "dumbbell")
     assert {row["side"] for row in chart.rows} == {"baseline", "candidate"}
     assert len(document.extra["runs"]) == 2 and document.extra["diff"]["rows"]
@@ -154,9 +157,48 @@ def test_a_sweep_is_drawn_as_lines(swept: Path) -> None:
     assert mine["TFLOP/s"] == pytest.approx(flops / 16.003e-6 / 1e12)
 
 
-def test_problems_come_first_and_reasons_are_told(swept: Path) -> None:
+def notes_below(document: Document, heading: str) -> list[str]:
+    """The notes between a heading and the next block that is none."""
+    place = next(n for n, b in enumerate(document.blocks) if getattr(b, "text", "") == heading)
+    below = itertools.takewhile(lambda b: isinstance(b, Note), document.blocks[place + 1 :])
+    return [block.text for block in below if isinstance(block, Note)]
+
+
+def test_the_answer_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> None:
+    document = report(captured)
+    told = notes_below(document, "In short")
+    assert 3 <= len(told) <= 6
+    assert told[0].startswith("4 configs on 6 backends") and "24 cells: 20 ok, 4 refused" in told[0]
+    assert "NVIDIA H200, torch 2.11" in told[0]
+    assert "cudnn 1 of 4 (head_dim_multiple)" in told[1]
+    assert told[2] == "auto took cudnn on 3 configs, flash on 1 config."
+    assert "nothing to change" in told[3]
+    assert [item["sentences"] for item in document.extra["summary"]] == [told]
+    # charts stand ahead of all tables
+    kinds = [type(block) for block in document.blocks]
+    assert kinds.index(Chart) < kinds.index(Table)
+
+    told = notes_below(report(swept), "In short")
+    assert "math on 1 config" in told[2]
+    assert any("was slower than the fastest other backend on 1 of 3" in text for text in told)
+    assert "To change: select flash on 1 config" in told[-2] and "1 problem" in told[-1]
+    assert any(isinstance(block, Code) for block in report(swept).blocks)
+
+
+def test_the_glossary_has_the_words_of_the_page_alone() -> None:
+    columns = (Column("waves", "waves"), Column("a", "occ%"))
+    blocks = [Heading("A"), Table(columns, ((1.0, 2.0),)), Note("regret% of them")]
+    heading, *notes = glossary_blocks(blocks)
+    assert isinstance(heading, Heading)
+    assert [note.label for note in notes if isinstance(note, Note)] == ["regret%", "waves", "occ%"]
+    assert glossary_blocks([Heading("paragraph, wavesome")]) == []
+    for word, meaning in GLOSSARY.items():
+        assert word and meaning and "\n" not in meaning
+
+
+def test_problems_come_early_and_reasons_are_told(swept: Path) -> None:
     document = report(swept)
-    assert headings(document)[0] == "Problems"
+    assert headings(document)[1] == "Problems"
     assert Note("no rights; ask root", "ncu no_counters", "error") in document.blocks
     assert "too &lt;large&gt;" in RENDERERS["html"](document)
 
@@ -259,7 +301,7 @@ def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
     code = (  # a fresh process
         "import sys\nfrom profharness.cli.report import command\n"
         f"command.main(['--store', {str(swept)!r}, '--no-charts', '-o', 'o.html'], standalone_mode=False)\n"
-        "assert not {'altair', 'vl_convert', 'scipy', 'pandas', 'torch'} & set(sys.modules)"
+        "assert not {'altair', 'vl_convert', 'pandas', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert "<svg" not in (tmp_path / "o.html").read_text()

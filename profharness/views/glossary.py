@@ -1,0 +1,71 @@
+"""The special words of pages, a line each. What tokens of kernel names mean stands in kernel_names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from profharness.rows import CALL_MEASUREMENTS
+from profharness.views.bench import MEANS
+from profharness.views.document import Block, Chart, Heading, Note, Table
+
+GLOSSARY = {
+    **{name: f"{MEANS[name]}; no profiler running" for name in CALL_MEASUREMENTS},
+    "kernel": "a function that runs on the GPU; on a CPU an ATen op stands for it. Kernel times come from "
+    "the profiler and leave the gaps between kernels out",
+    "launch": "one execution of a kernel",
+    "n/call": "launches of a kernel in one call",
+    "cell": "one config on one backend",
+    "refused": "the backend does not take this config; that is an answer, not an error",
+    "ran": "the backend whose op and kernels the trace shows",
+    "rules say": "what PyTorch's dispatch rules, as tables, say of this config and machine",
+    "role": "what a kernel computes within its call: attention, softmax, dQ, …",
+    "regret%": "how much longer auto took than the fastest correct other backend",
+    "waves": "blocks of a launch over the blocks that the GPU holds at once; a part of a wave leaves SMs idle",
+    "grid": "the number of blocks of a launch, in three dimensions",
+    "block": "the threads of a block, in three dimensions",
+    "smem KiB": "shared memory of a block, static and dynamic",
+    "regs": "registers of a thread",
+    "occ%": "theoretical occupancy: what registers, shared memory and block size leave room for",
+    "share%": "the part of the call's kernel time",
+    "peak KiB": "memory that a call holds at its peak, inputs left out",
+    "median": "the median over all samples; p10 and p90 hold the middle 80 % of them",
+    "to fastest": "the median over that of the fastest backend of the same config",
+    "±%": "half the 95 % interval of the median",
+    "eff%": "the rate over the peak that binds first",
+    "speed-up": "the baseline's time over this one",
+    "ratio": "the candidate's time over the baseline's",
+    "roofline": "the rate that bandwidth allows at an intensity, up to the peak rate",
+    "intensity": "FLOPs a byte that has to be moved",
+    "-": "what a profiler cannot know; it is never a zero",
+}
+
+
+def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
+    """The words that the blocks use, with their meanings; nothing where they use none."""
+    text = "\n".join(_texts(blocks))
+    notes = [
+        Note(meaning, word)
+        for word, meaning in GLOSSARY.items()
+        if re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", text)
+    ]
+    return [Heading("What the words mean"), *notes] if notes else []
+
+
+def _texts(blocks: Iterable[Block]) -> Iterator[str]:
+    """What people read, but for code."""
+    for block in blocks:
+        if isinstance(block, Heading):
+            yield f"{block.text}\n{block.detail}"
+        elif isinstance(block, Note):
+            yield f"{block.label}\n{block.text}"
+        elif isinstance(block, Chart):
+            yield f"{block.title}\n{block.x_title}\n{block.y_title}\n{block.kind}"
+        elif isinstance(block, Table):
+            yield "\n".join(column.title for column in block.columns)
+            yield "\n".join(
+                "-" if value is None else value
+                for row in block.rows
+                for value in row
+                if value is None or isinstance(value, str)
+            )
