@@ -8,13 +8,16 @@ from typing import Any
 __version__ = "0.1.0"
 
 _API = (
-    *("analyze", "bench", "capture", "cells", "diff", "explain", "export", "ingest", "kernels"),
+    *("analyze", "bench", "capture", "cells", "diff", "explain", "explain_kernel", "export"),
     *(
+        "ingest",
+        "kernels",
         "launches",
         "list_backends",
         "observe",
         "query",
         "report",
+        "repro",
         "resume",
         "run_doctor",
         "runs",

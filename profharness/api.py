@@ -24,6 +24,7 @@ from profharness.answers.diff.sides import find_sides
 from profharness.answers.explain.answer import explain_all
 from profharness.answers.explain.rules import asked_about, flat_record, named_places
 from profharness.answers.export import find_exported, write_run_file
+from profharness.answers.repro import asked_cell, repro_script, stored_cell
 from profharness.backends import stored_names
 from profharness.cases import VerificationRow
 from profharness.config import AUTO, Config, expand_configs, split_names
@@ -59,6 +60,7 @@ from profharness.runner.supervise import Progress, Step
 from profharness.scrub import scrub
 from profharness.store import KERNELS_ELSE_CELLS, Selection, open_store
 from profharness.views.diff import FIELDS as DIFF_FIELDS
+from profharness.views.explain_kernel import described, name_record
 from profharness.views.renderers import RENDERERS
 from profharness.views.report import report_document
 
@@ -355,6 +357,16 @@ def explain(
     return _frame(map(flat_record, answers), answers=answers, unknown_releases=unknown)
 
 
+def explain_kernel(names: Names) -> pd.DataFrame:
+    """One row per name of a kernel: what made it, what its parts mean, and what it leaves open.
+
+    A name is whole, mangled or demangled, or short as `kernels` has it. Raises UsageError for an
+    empty one.
+    """
+    texts = [names] if isinstance(names, str) else [*names]
+    return _frame([name_record(description) for description in described(texts)])
+
+
 def analyze(
     configs: Configs = None,
     backends: Names | None = None,
@@ -493,6 +505,44 @@ def report(
         text = RENDERERS[name](report_document(opened, runs or ("latest",), bench=bench))
     if path is not None:
         with atomic_file(Path(path), force=force) as file:
+            file.write(text.encode())
+    return text
+
+
+def repro(
+    configs: Configs = None,
+    backend: str = "",
+    *,
+    run: str | None = None,
+    seed: int | None = None,
+    device: str = "auto",
+    output: PathLike | None = None,
+    force: bool = False,
+    store: PathLike | None = None,
+) -> str:
+    """One cell as a Python script that needs torch alone, also written to output.
+
+    Without run, config and backend (`auto`, if left out) say what to call, and no store is read;
+    with it they choose a cell of that run. seed and device: None and `auto` for those of the run.
+    Raises UsageError unless one cell is meant.
+    """
+    require_device(device)
+    if output is not None:
+        check_output(Path(output), force=force)
+    asked, names = config_list(configs), split_names(backend)
+    if run is None:
+        cell = asked_cell(asked, names)
+    else:
+        with open_store(store_path(store)) as opened:
+            cell = stored_cell(opened, Selection(run, asked, stored_names(names)))
+    cell = dataclasses.replace(
+        cell,
+        device=cell.device if device == "auto" else device,
+        seed=cell.seed if seed is None else seed,
+    )
+    text = repro_script(cell)
+    if output is not None:
+        with atomic_file(Path(output), force=force) as file:
             file.write(text.encode())
     return text
 

@@ -285,3 +285,20 @@ def test_the_rest_of_the_commands_are_functions_too(tmp_path: Path) -> None:
     assert copy == tmp_path / "copy" and (copy / "run.json").exists()
     for name in ("list_backends", "resume", "report", "run_doctor", "scrub_run"):
         assert name in dir(profharness) and callable(getattr(profharness, name))
+
+
+def test_a_kernel_s_name_and_a_cell_s_script_are_functions_too(tmp_path: Path) -> None:
+    short = "flash_fwd_splitkv_kernel<64,64x256,w4>"
+    frame = profharness.explain_kernel([short, "nobody_knows"])
+    assert list(frame["library"])[1] == "unknown" and frame["head_dim"][0] == 64
+    assert profharness.explain_kernel(short)["name"][0] == short
+    with pytest.raises(UsageError, match="NAME is empty"):
+        profharness.explain_kernel([" "])
+    path = tmp_path / "repro.py"
+    text = profharness.repro("1,2,8,16,fp32", "math", seed=7, device="cpu", output=path)
+    assert path.read_text() == text and "SEED = 7" in text and 'DEVICE = "cpu"' in text
+    for wrong in ({"configs": ["1,1,8,8", "1,1,9,8"]}, {}, {"configs": "1,1,8,8", "device": "tpu"}):
+        with pytest.raises(UsageError):
+            profharness.repro(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        profharness.repro("1,2,8,16", output=path)

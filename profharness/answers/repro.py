@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ class ReproCell:
     device: str = "auto"
     seed: int = 0
     record: tuple[str, ...] = ()
+
+
+def asked_cell(configs: Sequence[Config], backends: Sequence[str]) -> ReproCell:
+    """The cell of a question without a run. Raises UsageError unless it names one."""
+    if len(configs) != 1:
+        told = f"{len(configs)} configs" if configs else "no config"
+        raise UsageError(f"a script is of one cell, and this names {told}; give one --config")
+    if len(backends) > 1:
+        raise UsageError(f"a script is of one cell; give one --backend, not {','.join(backends)}")
+    return ReproCell(configs[0], backends[0] if backends else "auto")
 
 
 def stored_cell(store: Store, selection: Selection) -> ReproCell:

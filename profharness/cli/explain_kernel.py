@@ -7,9 +7,7 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import emit, output_options
-from profharness.errors import UsageError
-from profharness.kernel_names.parts import describe
-from profharness.views.explain_kernel import names_document
+from profharness.views.explain_kernel import described, names_document
 
 
 @click.command()
@@ -29,6 +27,4 @@ def command(names: tuple[str, ...], format_: str | None, output: Path | None, fo
       profharness explain-kernel cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64
       profharness explain-kernel fmha_cutlassF_f16_aligned_64x64_rf_sm80 --format json
     """
-    if not all(name.strip() for name in names):
-        raise UsageError("NAME is empty; give a kernel's name as `profharness kernels` shows it")
-    emit(names_document([describe(name) for name in names]), format_, output, force=force)
+    emit(names_document(described(names)), format_, output, force=force)

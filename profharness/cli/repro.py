@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.repro import ReproCell, repro_script, stored_cell
+from profharness.answers.repro import asked_cell, repro_script, stored_cell
 from profharness.backends import stored_names
 from profharness.cli._options import (
     backend_option,
@@ -20,8 +20,7 @@ from profharness.cli._options import (
     read_configs,
     store_option,
 )
-from profharness.config import Config, split_names
-from profharness.errors import UsageError
+from profharness.config import split_names
 from profharness.files import atomic_file
 from profharness.run import SEEDS
 from profharness.store import Selection, open_store
@@ -74,7 +73,7 @@ def command(
     """
     configs, backends = read_configs(config, configs_file), split_names(backend)
     if run is None:
-        cell = _asked(configs, backends)
+        cell = asked_cell(configs, backends)
     else:
         with open_store(store) as opened:
             cell = stored_cell(opened, Selection(run, configs, stored_names(backends)))
@@ -90,13 +89,3 @@ def command(
     with atomic_file(output, force=force) as file:
         file.write(text)
     hint(f"wrote {output}; run it with: python {output}")
-
-
-def _asked(configs: list[Config], backends: tuple[str, ...]) -> ReproCell:
-    """The cell of a command line without a run. Raises UsageError unless it names one."""
-    if len(configs) != 1:
-        told = f"{len(configs)} configs" if configs else "no config"
-        raise UsageError(f"a script is of one cell, and this names {told}; give one --config")
-    if len(backends) > 1:
-        raise UsageError(f"a script is of one cell; give one --backend, not {','.join(backends)}")
-    return ReproCell(configs[0], backends[0] if backends else "auto")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from profharness.errors import UsageError
 from profharness.kernel_names import canonical
-from profharness.kernel_names.parts import FACTS, Description
+from profharness.kernel_names.parts import FACTS, Description, describe
 from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
 
 SCHEMA = "profharness.kernel_name/1"
@@ -20,6 +21,13 @@ COLUMNS = (
     Column("parameter", "is"),
     Column("meaning", "means"),
 )
+
+
+def described(names: Sequence[str]) -> list[Description]:
+    """What each name means. Raises UsageError for an empty one."""
+    if not all(name.strip() for name in names):
+        raise UsageError("NAME is empty; give a kernel's name as `profharness kernels` shows it")
+    return [describe(name) for name in names]
 
 
 def names_document(descriptions: Sequence[Description]) -> Document:
