@@ -1,6 +1,5 @@
-"""A cell as a Python script that needs nothing of profharness: the same inputs, the same call.
-
-What worker/inputs.py makes is written here as text; a test holds the two together.
+"""A cell as a Python script that needs nothing of profharness: the same inputs, the same call, by the
+operations of backends/inputs.py.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ from profharness.answers.repro_texts import (
 )
 from profharness.backends import find_backend
 from profharness.backends.base import Backend, outside_contract
+from profharness.backends.inputs import (
+    build_inputs,
+    call_arguments,
+    choice_arguments,
+    leaf_names,
+)
 from profharness.backends.sources import find_implementation, fingerprint, parts_of
 from profharness.config import Config, parse_config, sdpa_setting
 from profharness.dispatch.advice import TORCH_DTYPES, setting_code
@@ -128,7 +134,7 @@ def repro_script(cell: ReproCell) -> str:
         deterministic=config.deterministic,
         setup=setup,
         inputs="\n".join(_inputs(config)),
-        arguments=_arguments(config, with_mask=backend.load is None),
+        arguments=_arguments(config, own=backend.load is not None),
         choice="" if backend.load is not None else _choice(config),
         call=_call(config),
         names=", ".join(f'"{name}"' for name in _result_names(config)),
@@ -207,89 +213,75 @@ def _literal(text: str) -> str:
     return repr(text)
 
 
+@dataclass
+class Text:
+    """A tensor as the expression that makes it. lines are the statements that go ahead of that."""
+
+    text: str
+    lines: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _then(self, operation: str, *arguments: object) -> Text:
+        named = ", ".join(map(repr, arguments))
+        return Text(f"{self.text}.{operation}({named})", self.lines)
+
+    as_strided = partialmethod(_then, "as_strided")
+    expand = partialmethod(_then, "expand")
+    requires_grad_ = partialmethod(_then, "requires_grad_")
+    transpose = partialmethod(_then, "transpose")
+    view = partialmethod(_then, "view")
+
+    def __getitem__(self, index: object) -> Text:
+        return Text(f"{self.text}[{_index(index)}]", self.lines)
+
+    def __setitem__(self, index: object, value: object) -> None:
+        self.lines += [f"mask = {self.text}", f"mask[{_index(index)}] = {value!r}"]
+        self.text = "mask"
+
+
+def _index(index: object) -> str:
+    if isinstance(index, tuple):
+        return ", ".join(map(_index, index))
+    if isinstance(index, slice):
+        ends = ["" if end is None else str(end) for end in (index.start, index.stop)]
+        return ":".join([*ends, *([] if index.step is None else [str(index.step)])])
+    return "..." if index is Ellipsis else repr(index)
+
+
 def _inputs(config: Config) -> Iterable[str]:
     """Statements in the order in which the worker draws its random numbers."""
-    keys = (config.key_batch, config.num_kv_heads, config.seq_len_kv)
-    shapes = {
-        "query": (config.batch, config.num_heads, config.seq_len_q, config.head_dim),
-        "key": (*keys, config.head_dim),
-        "value": (*keys, config.value_dim),
-    }
-    strides = (config.q_strides, config.k_strides, config.v_strides)
-    gradient = ".requires_grad_()" if config.bwd else ""
-    for (name, shape), own in zip(shapes.items(), strides, strict=True):
-        yield f"{name} = {_laid_out(config.layout, shape, own, 'normal')}{gradient}"
-    if config.bwd:
-        output = (config.output_batch, config.num_heads, config.seq_len_q, config.value_dim)
-        yield f"grad = normal{output}"
-    yield from _mask(config)
+
+    def filled(name: str) -> Callable[..., Text]:
+        return lambda *shape: Text(f"{name}({', '.join(map(str, shape))})")
+
+    inputs = build_inputs(config, filled("normal"), filled("kept"))
+    for name in (item.name for item in fields(inputs)):
+        made = getattr(inputs, name)
+        if isinstance(made, Text):
+            yield from made.lines
+        if repr(made) != name and (name == "mask" or made is not None):
+            yield f"{name} = {made!r}"
 
 
-def _laid_out(
-    layout: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, function: str
-) -> str:
-    if strides:
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        return f"{function}({elements}).as_strided({shape}, {strides})"
-    if layout == "contiguous":
-        return f"{function}{shape}"
-    batch, heads, rows, head_dim = shape
-    texts: dict[str, Callable[[], str]] = {
-        "bshd": lambda: f"{function}{(batch, rows, heads, head_dim)}.transpose(1, 2)",
-        "strided_last": lambda: f"{function}{(batch, heads, rows, 2 * head_dim)}[..., ::2]",
-        "offset1": lambda: f"{function}({batch * heads * rows * head_dim + 1})[1:].view({shape})",
-        "broadcast_batch": lambda: f"{function}{(1, heads, rows, head_dim)}.expand({shape})",
-    }
-    return texts[layout]()
+def _arguments(config: Config, *, own: bool) -> str:
+    return _keywords(call_arguments(config, Text("mask"), own=own))
 
 
-def _mask(config: Config) -> Iterable[str]:
-    if config.mask == "none":
-        yield "mask = None"
-        return
-    shape, strides = config.mask_dims, config.mask_strides
-    if config.mask.startswith("float"):
-        gradient = ".requires_grad_()" if config.mask == "float_grad" else ""
-        yield f"mask = {_laid_out('contiguous', shape, strides, 'normal')}{gradient}"
-        return
-    yield f"mask = {_laid_out('contiguous', shape, strides, 'kept')}"
-    if strides:  # a dimension of stride 0 cannot be written as a whole
-        stored = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
-        yield f"mask = mask.as_strided({stored}, {strides})"
-    yield "mask[..., 0] = True  # every row has something to attend to"
-    if strides:
-        yield f"mask = mask.as_strided({shape}, {strides})"
-
-
-def _arguments(config: Config, *, with_mask: bool) -> str:
-    grouped = config.num_kv_heads != config.num_heads
-    parts = [f"is_causal={config.causal}", f"scale={config.scale!r}"]
-    if with_mask:
-        parts += ["attn_mask=mask", f"dropout_p={config.dropout!r}"]
-    if grouped or not with_mask:
-        parts.append(f"enable_gqa={grouped}")
-    return ", ".join(parts)
+def _keywords(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def _choice(config: Config) -> str:
-    grouped = config.num_kv_heads != config.num_heads
-    arguments = (
-        f"attn_mask=mask, dropout_p={config.dropout!r}, is_causal={config.causal}, "
-        f"scale={config.scale!r}, enable_gqa={grouped}"
-    )
-    return f"    print_choice({arguments})\n"
+    return f"    print_choice({_keywords(choice_arguments(config, Text('mask')))})\n"
 
 
 def _call(config: Config) -> str:
     if not config.bwd:
         return "(forward(),)"
-    leaves = ", ".join(_leaves(config))
-    return f"torch.autograd.grad(forward(), ({leaves}), grad)"
-
-
-def _leaves(config: Config) -> list[str]:
-    return ["query", "key", "value", *(["mask"] if config.mask == "float_grad" else [])]
+    return f"torch.autograd.grad(forward(), ({', '.join(leaf_names(config))}), grad)"
 
 
 def _result_names(config: Config) -> list[str]:
-    return [f"grad_{name}" for name in _leaves(config)] if config.bwd else ["output"]
+    return [f"grad_{name}" for name in leaf_names(config)] if config.bwd else ["output"]

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from profharness import stats
+from profharness.backends.inputs import Inputs
 from profharness.config import Config
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, WALL
 from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
 from profharness.worker import timing
 from profharness.worker.cell import Attempt, with_torch_profiler, without
 from profharness.worker.failures import failure, unless_dead
-from profharness.worker.inputs import Inputs, make_call, make_inputs
+from profharness.worker.inputs import make_call, make_inputs
 from profharness.worker.program import Program, Write
 from profharness.worker.timing import over_time
 from profharness.worker.workspace import Workspace, open_workspace

@@ -24,6 +24,7 @@ from torch.autograd.profiler import profile, record_function
 
 from profharness.backends import find_backend
 from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
+from profharness.backends.inputs import Inputs
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
@@ -39,7 +40,6 @@ from profharness.worker.failures import (
     unless_dead,
 )
 from profharness.worker.inputs import (
-    Inputs,
     check_output,
     fused_choice,
     make_call,

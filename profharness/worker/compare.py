@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from profharness.backends.inputs import Inputs
 from profharness.config import Config
 from profharness.run import Check
-from profharness.worker.inputs import Inputs
 from profharness.worker.reference import (
     ORDERS,
     Attended,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from profharness.backends.inputs import Inputs, output_shape
 from profharness.config import Config
-from profharness.worker.inputs import Inputs, output_shape
 
 MAX_SCORES = 1 << 24  # scores held at once; fp64 and a few temporaries of them stay below 1 GiB
 ORDERS = ("plain", "scaled_first", "reversed")

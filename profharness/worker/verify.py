@@ -11,6 +11,7 @@ import torch
 
 from profharness.backends import find_backend
 from profharness.backends.base import Attention, Backend, RefusedError
+from profharness.backends.inputs import Inputs
 from profharness.cases import values_of
 from profharness.config import Config
 from profharness.run import Cell, Check
@@ -35,7 +36,7 @@ from profharness.worker.failures import (
     recorded_warnings,
     unless_dead,
 )
-from profharness.worker.inputs import Inputs, check_output, make_forward, make_inputs
+from profharness.worker.inputs import check_output, make_forward, make_inputs
 from profharness.worker.program import Program, Stage, run_each
 from profharness.worker.reference import GRADIENTS
 from profharness.worker.workspace import Workspace, open_workspace
