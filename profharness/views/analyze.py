@@ -340,7 +340,9 @@ def _roofs(analyses: Iterable[CellAnalysis]) -> _Roofs:
 def _traffic_roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
     """All cells that ncu saw, a point for each memory whose bytes it counted."""
     rows = [
-        point | {"backend": f"{point['backend']}, {point['level']} bytes"}
+        # a series a memory, so that marks tell which is which; a point's label names its cell
+        point
+        | {"backend": f"{point['level']} bytes", "label": f"{point['backend']} {point['label']}"}
         for analysis in analyses
         for point in traffic_points(analysis)
     ]

@@ -106,15 +106,27 @@ def test_bank_conflicts_are_a_part_of_the_passes(conflicts: float, severity: str
         assert f"{conflicts:.1f} %" in finding.sentence
 
 
-def test_hit_rates_are_told_and_few_hits_count_where_dram_is_read_again() -> None:
-    rates = {L1_HIT_RATE: 12.5, L2_HIT_RATE: 40.0}
-    calm = counted(**rates).finding("hit_rates")
-    assert calm is not None and calm.severity == "note"
-    assert "the L1 12.5 % and the L2 40.0 % had" in calm.sentence
-    again = counted(**rates, **{DRAM_READ: 5e7, DRAM_WRITE: 5e6})
-    finding = again.finding("hit_rates")
-    assert finding is not None and finding.severity == "minor"
-    assert again.kernels[0].dram_bytes_per_s == pytest.approx(5.5e7 / 10_000 * 1e9)
+def test_hit_rates_are_a_note_for_ncu_starts_with_cold_caches() -> None:
+    finding = counted(**{L1_HIT_RATE: 12.5, L2_HIT_RATE: 40.0}).finding("hit_rates")
+    assert finding is not None and finding.severity == "note"
+    assert "the L1 12.5 % and the L2 40.0 % had" in finding.sentence
+
+
+def test_dram_bytes_are_told_over_the_time_that_ncu_saw() -> None:
+    analysis = counted(**{DRAM_READ: 5e7, DRAM_WRITE: 5e6})
+    assert analysis.kernels[0].dram_bytes_per_s == pytest.approx(5.5e7 / 10_000 * 1e9)
+
+
+@pytest.mark.parametrize(("backend", "helped"), [("mine", True), ("math", False)])
+def test_only_the_author_of_a_kernel_can_mend_its_bank_conflicts(
+    backend: str, helped: bool
+) -> None:
+    metrics = {BANK_CONFLICTS: (60.0, ""), SHARED_WAVEFRONTS: (100.0, "")}
+    row = kernel((128, 1, 1))
+    rows = [row, replace(row, profiler="ncu", metrics=metrics)]
+    analysis = analyze(cell("b2-h8-s512-d64-fp16", backend), rows, MACHINE)
+    assert analysis.finding("bank_conflicts") is not None
+    assert any("swizzle" in remedy.text for remedy in analysis.remedies) == helped
 
 
 def test_the_state_that_most_warps_wait_in_is_named_with_what_helps() -> None:

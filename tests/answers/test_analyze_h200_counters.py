@@ -114,7 +114,10 @@ def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traf
     charts = {block.title: block for block in document.blocks if isinstance(block, Chart)}
     rows = charts["Roofline on measured traffic"].rows
     assert len(rows) == sum(len(traffic_points(analysis)) for analysis in cells.values())
-    assert {row["backend"] for row in rows} >= {"flash, compulsory bytes", "flash, L2 bytes"}
+    assert {row["backend"] for row in rows} == {
+        f"{level} bytes" for level in ("compulsory", "DRAM", "L2", "L1")
+    }
+    assert f"flash {SQUARE}" in {row["label"] for row in rows}
 
 
 def test_what_shared_memory_leaves_of_the_l1_is_never_less_than_ncu_saw(store: Path) -> None:

@@ -200,6 +200,8 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
 
 BESIDE = {"idle_warps": "few_blocks"}
 """A finding -> the one whose remedy is its own too: warps are idle where blocks are missing."""
+OF_AN_AUTHOR = ("no_tensor_cores", "uncoalesced", "bank_conflicts")
+"""Findings whose remedy only the author of a kernel can follow; PyTorch's own are as they are."""
 
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
@@ -211,6 +213,8 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
     for codes, text in REMEDIES:
         mine = [code for code in codes if code in told]
         if not mine or mine[0] != codes[0] or BESIDE.get(mine[0]) in told:
+            continue
+        if mine[0] in OF_AN_AUTHOR and backend in (*SDP_BACKENDS, *OWN_CHOICE):
             continue
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
         said = text if isinstance(text, str) else text(config, backend)
