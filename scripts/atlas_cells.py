@@ -40,8 +40,8 @@ SHORTEST_US = (
 LONGEST_US = 20_000.0
 OVERLONG = 3  # a few cells may take so many times the longest
 COSTLY_US = 6_000  # cells that take longer are kept with a probability of this over their time
-MATH_BYTES = 20e9
-INPUT_BYTES = 6e9
+MATH_BYTES = 10e9
+INPUT_BYTES = 3e9
 REFUSED_SHARE = 0.1  # of the cells that the rules say are refused
 # FLOP/s and bytes/s that bound the work of a cell; a config's own time is measured, these only plan.
 RATES = {"cudnn": 5e14, "flash": 3e14, "efficient": 1.5e14, "math": 4e13}
@@ -181,7 +181,8 @@ def time_us(config: Config, backend: str) -> float:
         steps = phases(config, "fp32")
         moved = float(sum(step.bytes for step in steps))
         work = sum(step.flops for step in steps if step.matmul)
-    return LAUNCH_US + 1e6 * max(work / rate, moved / BYTES_RATE)
+    launches = (6 if backend == "math" else 1) * (2 if config.bwd else 1)
+    return launches * LAUNCH_US + 1e6 * max(work / rate, moved / BYTES_RATE)
 
 
 def math_bytes(config: Config) -> float:

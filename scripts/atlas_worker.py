@@ -8,6 +8,8 @@ of JSON each. It ends with its parent, and at the end of its input.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import json
 import math
 import os
@@ -15,8 +17,10 @@ import re
 import statistics
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,13 +47,16 @@ ENVIRONMENT = (
     "sdp_efficient", "sdp_math", "sdp_cudnn", "priority_order", "flash_attention_impl",
     "fp16_reduction_math", "tf32",
 )  # fmt: skip
-POOL_BYTES = 7 << 30  # of each dtype on a GPU, all inputs of the largest config
+POOL_BYTES = 1 << 28  # of a dtype's pool at first, which doubles as long as
+POOL_MOST = 3 << 30  # it has not this
 ALIGNED = 256  # bytes; where each tensor begins, as the allocator would place it
 GRAPH_MS = 0.2  # a replay takes at least this, or has GRAPH_CALLS calls
 GRAPH_CALLS = 100
 REPLAYS = 5
+CAPTURE = "captur"  # an error that says so has cost the graph and not the context
+UNREADY = 5  # after so many failures a backend's calls are captured after their first call only
 LONG_MS = 2.0  # calls that take longer are made fewer times
-RESERVED_BYTES = 60 << 30  # beyond this the allocator's memory is given back between two cells
+KEPT_SHARE = 0.75  # of the GPU's memory; beyond it the allocators give back between two cells
 MAX_TEXT = 240
 
 
@@ -75,13 +82,14 @@ class Pool:
         self.taken[dtype] = end + -end % (ALIGNED // item)
         flat = self.flats.get(dtype)
         if flat is None or flat.numel() < end:
-            flat = self.flats[dtype] = None
-            flat = self.flats[dtype] = self._filled(dtype, item, end)
+            least = POOL_BYTES // item if self.device == "cuda" else 1 << 16
+            double = 0 if flat is None else min(2 * flat.numel(), POOL_MOST // item)
+            enough = max(end, least, double)
+            flat = self.flats[dtype] = self._filled(dtype, enough)
         return flat[begin:end].view(shape)
 
-    def _filled(self, dtype: Any, item: int, needed: int) -> Any:
-        least = POOL_BYTES // item if self.device == "cuda" else 1 << 16
-        flat = torch.empty(max(needed, least), dtype=dtype, device=self.device)
+    def _filled(self, dtype: Any, elements: int) -> Any:
+        flat = torch.empty(elements, dtype=dtype, device=self.device)
         return flat.bernoulli_(0.75) if dtype == torch.bool else flat.normal_()
 
     def inputs(self, config: Config) -> Inputs:
@@ -120,10 +128,11 @@ class Graphs:
         self.keeper = self.capture(lambda: torch.empty(1, device="cuda").zero_(), 1)
 
     def capture(self, call: Callable[[], Any], calls: int) -> Any:
+        """Nothing is launched. A first call may load kernels, which only relaxed capture allows."""
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.handle)
+            graph.capture_begin(pool=self.handle, capture_error_mode="relaxed")
             try:
                 for _ in range(calls):
                     call()
@@ -132,21 +141,10 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(self.stream)
         return graph
 
-    def time_us(self, call: Callable[[], Any], eager_ms: float) -> float:
-        """The median time of a call in replays of one graph. eager_ms, of a call outside of a graph,
-        may be mostly the CPU's.
-        """
-        calls = max(1, min(GRAPH_CALLS, math.ceil(GRAPH_MS / eager_ms)))
-        while True:
-            graph = self.capture(call, calls)
-            graph.replay()
-            once = elapsed_ms(graph.replay)
-            if once >= GRAPH_MS or calls == GRAPH_CALLS:
-                break
-            calls = min(GRAPH_CALLS, math.ceil(1.3 * calls * GRAPH_MS / max(once, 1e-3)))
-        replays = REPLAYS if once < LONG_MS else 2
-        times = [once, *(elapsed_ms(graph.replay) for _ in range(replays))]
-        return statistics.median(times) * 1e3 / calls
+
+def calls_for(call_ms: float) -> int:
+    """How many calls of that length a graph holds."""
+    return max(1, min(GRAPH_CALLS, math.ceil(GRAPH_MS / max(call_ms, 1e-3))))
 
 
 @dataclass
@@ -158,7 +156,11 @@ class Trial:
     config: Config
     call: Callable[[], Any]
     result: dict[str, Any]
+    estimate_ms: float = 0.0
     eager_ms: float = 0.0
+    graph: Any = None  # with this many calls
+    calls: int = 0
+    failure: str = ""  # why it has no graph
 
 
 @dataclass
@@ -167,34 +169,86 @@ class Bench:
 
     device: str
     say: Callable[[dict[str, Any]], None]
+    lock: Path
+    workers: int = 1
     pool: Pool = field(init=False)
     graphs: Graphs | None = None
+    unready: Counter[str] = field(default_factory=Counter)  # captures that failed
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.device)
         if self.device == "cuda":
             self.graphs = Graphs()
+            self.open_libraries(self.graphs)
+
+    def open_libraries(self, graphs: Graphs) -> None:
+        """Handles and workspaces of cuBLAS and cuDNN, which a capture should not be the first to need."""
+        for dtype, name in itertools.product(DTYPES, ("math", "cudnn", "math")):
+            config = parse_config(f"2,2,64,64,{dtype},bwd")
+            with contextlib.suppress(RuntimeError), find_backend(name).context():
+                call = make_call(config, self.pool.inputs(config))
+                call()
+                with torch.cuda.stream(graphs.stream):
+                    call()
+        torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def turn(self, stage: str, number: int) -> Iterator[None]:
+        """The GPU for this process alone; it is idle before and afterwards."""
+        self.say({"stage": "wait", "cell": number})
+        with self.lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self.say({"stage": stage, "cell": number})
+            yield
+            if self.graphs is not None:
+                torch.cuda.synchronize()
 
     def measure(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         """The results of a batch; its trace lies under the path it names."""
         trials = []
         for number, cell in enumerate(batch["cells"]):
-            self.say({"stage": "call", "cell": number})
-            trial = self.begin(f"c{number:04}", cell)
-            self.attempt(trial, self.first)
-            graphed = self.graphs is not None and cell.get("graph", True)
-            if trial.result["status"] == "ok" and graphed:
-                self.say({"stage": "graph", "cell": number})
-                self.attempt(trial, self.graph)
+            trial = self.begin(number, cell)
             trials.append(trial)
+            graphed = self.graphs is not None and cell.get("graph", True)
+            early = trial.result["choice"] is not None and self.unready[trial.backend] < UNREADY
+            if graphed and early:
+                # plans and kernels are made and loaded here, while another process has the GPU
+                self.say({"stage": "graph", "cell": number})
+                self.attempt(trial, self.capture)
+            with self.turn("call", number):
+                self.attempt(trial, self.first)
+            if graphed and trial.result["status"] == "ok":
+                self.graph(trial, number)
+            trial.graph = None
         self.profile(trials, batch["trace"])
         return [trial.result for trial in trials]
 
-    def begin(self, name: str, cell: dict[str, Any]) -> Trial:
+    def graph(self, trial: Trial, number: int) -> None:
+        """The graph's time; a graph that turns out too short, or could not be, is made once more."""
+        for last in (False, True):
+            if trial.graph is None:
+                self.say({"stage": "graph", "cell": number})
+                self.attempt(trial, self.capture)
+            if trial.graph is None:
+                trial.result["message"] = trial.failure
+                return
+            with self.turn("replay", number):
+                self.attempt(trial, self.replay)
+            us = trial.result["graph_us"]
+            if us is None:
+                trial.result["message"] = trial.failure
+                return
+            if last or us * trial.calls > 500 * GRAPH_MS or trial.calls == GRAPH_CALLS:
+                return
+            trial.estimate_ms, trial.graph = us / 1e3, None
+
+    def begin(self, number: int, cell: dict[str, Any]) -> Trial:
         """The cell's call on views of the pool; nothing is launched but the mask's first column."""
         config = parse_config(cell["config"])
         result = {"status": "ok", "choice": None, "graph_us": None, "peak_bytes": None}
-        trial = Trial(name, cell["backend"], config, lambda: None, result)
+        trial = Trial(f"c{number:04}", cell["backend"], config, lambda: None, result)
+        trial.estimate_ms = cell["estimate_us"] / 1e3
+        self.say({"stage": "inputs", "cell": number})
         self.attempt(trial, self.prepare)
         return trial
 
@@ -219,7 +273,7 @@ class Bench:
                     step(trial, texts)
                 return
             except Exception as error:
-                if context_is_dead(error):
+                if context_is_dead(error) and not (step == self.capture and CAPTURE in str(error)):
                     print(
                         f"{trial.config} on {trial.backend}: {error}", file=sys.stderr, flush=True
                     )
@@ -234,8 +288,11 @@ class Bench:
     ) -> None:
         if trial.result["status"] != "ok":
             return
-        if self.graphs is not None and step == self.graph:  # the cell itself is fine
-            trial.result["message"] = f"no graph: {text_of(str(error))}"
+        if step in (self.capture, self.replay):  # the cell itself may be fine
+            trial.failure = f"no graph: {text_of(str(error))}"
+            if step == self.capture:
+                self.unready[trial.backend] += 1
+                self.give_back()  # the allocator may still think that it captures
             return
         if is_refusal(error):
             reasons = refusals(trial.backend, texts, error)
@@ -252,8 +309,6 @@ class Bench:
         if self.graphs is None:
             trial.call()
             return
-        if torch.cuda.memory_reserved() > RESERVED_BYTES:
-            self.give_back()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trial.call()
@@ -261,9 +316,24 @@ class Bench:
         trial.result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
         trial.eager_ms = max(1e-3, elapsed_ms(trial.call))
 
-    def graph(self, trial: Trial, _: list[str]) -> None:
+    def capture(self, trial: Trial, _: list[str]) -> None:
         assert self.graphs is not None
-        trial.result["graph_us"] = round(self.graphs.time_us(trial.call, trial.eager_ms), 3)
+        self.limit_memory()
+        trial.calls = calls_for(trial.estimate_ms)
+        trial.graph = self.graphs.capture(trial.call, trial.calls)
+
+    def replay(self, trial: Trial, _: list[str]) -> None:
+        trial.graph.replay()
+        once = elapsed_ms(trial.graph.replay)
+        replays = REPLAYS if once < LONG_MS else 2
+        times = [once, *(elapsed_ms(trial.graph.replay) for _ in range(replays))]
+        trial.result["graph_us"] = round(statistics.median(times) * 1e3 / trial.calls, 3)
+
+    def limit_memory(self) -> None:
+        """Give back what the allocator keeps where it is more than this process's part."""
+        whole = torch.cuda.get_device_properties(0).total_memory
+        if torch.cuda.memory_reserved() > KEPT_SHARE * whole / self.workers:
+            self.give_back()
 
     def give_back(self) -> None:
         if self.graphs is not None:
@@ -277,8 +347,8 @@ class Bench:
         with profile(use_kineto=True, use_device=device) as session:
             for number, trial in enumerate(trials):
                 if trial.result["status"] == "ok":
-                    self.say({"stage": "profile", "cell": number})
-                    self.attempt(trial, self.in_ranges)
+                    with self.turn("profile", number):
+                        self.attempt(trial, self.in_ranges)
         self.say({"stage": "export", "cell": None})
         if any(trial.result["status"] == "ok" for trial in trials):
             session.export_chrome_trace(path)
@@ -290,7 +360,7 @@ class Bench:
             with record_function(cell_range(trial.name)):
                 trial.call()
         if self.graphs is not None:
-            torch.cuda.synchronize()  # the launch queue is empty again, and an error is this cell's
+            torch.cuda.synchronize()  # an error is this cell's
 
 
 def text_of(text: str) -> str:
@@ -305,8 +375,13 @@ def batches() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """argv: the device, and the process id of the parent."""
-    device, parent = sys.argv[1], int(sys.argv[2])
+    """argv: the device, the parent's process id, the file to lock, and how many workers there are."""
+    device, parent, lock, workers = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        Path(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints
@@ -317,7 +392,7 @@ def main() -> None:
 
     keys = collect(device)
     say({"environment": {name: keys[name] for name in ENVIRONMENT if name in keys}})
-    bench = Bench(device, say)
+    bench = Bench(device, say, lock, workers)
     for batch in batches():
         say({"batch": batch["batch"], "cells": bench.measure(batch)})
     os._exit(0)

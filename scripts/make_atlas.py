@@ -9,6 +9,7 @@ docs/atlas.md describes. A call that is cut off loses its last batch; the next o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -38,14 +39,16 @@ from profharness.worker.program import end_with
 
 VERSION = 1
 WORKER = Path(__file__).with_name("atlas_worker.py")
-CELLS_A_BATCH = 64
-QUEUED = 2  # batches that the worker has: the one at work, and the next
+CELLS_A_BATCH = 32
+WORKERS = (
+    5  # while one measures, the others plan: cuDNN takes up to seconds of the CPU for a config
+)
 SILENCE_S = 60  # a step that takes longer is a hang
 START_S = 120  # the first line: torch and CUDA load
 DEATHS = 3  # workers in turn that die without a result
 PARSERS = 4
 UNLIKELY = 150  # where of so many cells none ran, something else is wrong
-LAST_S = 8  # before the end no batch is begun: one takes seconds, and its trace has to be read
+LAST_S = 15  # before the end no batch is begun: one takes seconds, and its trace has to be read
 OF_THE_MACHINE = (
     "device_type",
     "gpu",
@@ -203,49 +206,6 @@ def new_shard(folder: Path, environment: Row, seed: int) -> Shard:
 
 
 @dataclass
-class Worker:
-    """The measuring process. What it says comes into `said`, None at its end."""
-
-    device: str
-    log: Path
-    said: queue.Queue[Row | None] = field(default_factory=queue.Queue)
-    process: subprocess.Popen[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        with self.log.open("a") as log:
-            argv = [sys.executable, str(WORKER), self.device, str(os.getpid())]
-            self.process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            try:
-                self.said.put(json.loads(line))
-            except ValueError:
-                break  # it died in the middle of a line
-        self.said.put(None)
-
-    def ask(self, message: Row) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except OSError:
-            pass  # it is dead, which is seen by its silence
-
-    def end(self) -> int:
-        """Its exit code, after it has been killed if it still runs."""
-        self.process.kill()
-        code = self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return code
-
-
-@dataclass
 class Batch:
     number: int
     cells: list[Row]
@@ -253,6 +213,63 @@ class Batch:
 
     def message(self) -> Row:
         return {"batch": self.number, "cells": self.cells, "trace": self.trace}
+
+
+@dataclass(eq=False)
+class Worker:
+    """A measuring process. What it says comes into `said` with itself, None at its end. batch is what
+    it is at, stage the step that it told last, since when it did.
+    """
+
+    argv: list[str]
+    log: Path
+    said: queue.Queue[tuple[Worker, Row | None]]
+    process: subprocess.Popen[str] = field(init=False)
+    batch: Batch | None = None
+    stage: Row = field(default_factory=lambda: {"stage": "start"})
+    since: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                self.said.put((self, json.loads(line)))
+            except ValueError:
+                break  # it died in the middle of a line
+        self.said.put((self, None))
+
+    @property
+    def is_ready(self) -> bool:
+        return self.batch is None and self.stage["stage"] != "start"
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may be silent; another one that hangs may keep it waiting for the GPU."""
+        return {"start": START_S, "wait": 2 * SILENCE_S}.get(self.stage["stage"], SILENCE_S)
+
+    def ask(self, batch: Batch) -> None:
+        """Hand it a batch."""
+        self.batch, self.since = batch, time.monotonic()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it is dead, which is seen by its end
+            self.process.stdin.write(json.dumps(batch.message()) + "\n")
+            self.process.stdin.flush()
+
+    def end(self) -> int:
+        """Its exit code, after it has been killed if it still runs."""
+        self.process.kill()
+        code = self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        return code
 
 
 @dataclass
@@ -268,14 +285,13 @@ class Campaign:
     cells: Iterator[list[Cell]] = field(default_factory=lambda: iter(()))
     done: set[tuple[str, str]] = field(default_factory=set)
     again: deque[list[Row]] = field(default_factory=deque)
-    waiting: deque[Batch] = field(default_factory=deque)
+    said: queue.Queue[tuple[Worker, Row | None]] = field(default_factory=queue.Queue)
+    workers: list[Worker] = field(default_factory=list)
     reading: list[Future[list[Row]]] = field(default_factory=list)
     batches: int = 0
     left: int = sys.maxsize
     deaths: int = 0
     ran: int = 0
-    stage: Row = field(default_factory=dict)
-    since: float = field(default_factory=time.monotonic)
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self) -> int:
@@ -287,64 +303,70 @@ class Campaign:
             }
         if self.done:
             print(f"{len(self.done)} cells are there already", flush=True)
-        while self.is_going():
-            self.with_worker(Worker(self.options.device, self.scratch / "worker.log"))
+        try:
+            while self.workers or self.is_going():
+                self.step()
+        finally:
+            for worker in self.workers:
+                worker.end()
         while self.reading:
             self.collect(wait=True)
         spent = sorted(self.spent.items(), key=lambda item: -item[1])
         parts = (f"{name} {seconds:.1f}" for name, seconds in spent)
-        print(f"seconds of the worker: {', '.join(parts)}", flush=True)
+        print(f"seconds of the workers: {', '.join(parts)}", flush=True)
         return self.shard.count - 1 if self.shard else 0
 
     def is_going(self) -> bool:
         return time.monotonic() < self.deadline and (self.left > 0 or bool(self.again))
 
-    def with_worker(self, worker: Worker) -> None:
-        """Keep a worker busy until it dies or the time is over."""
-        self.waiting.clear()
-        self.stage = {}
-        limit = START_S
-        try:
-            while True:
-                if self.shard is not None:
-                    while len(self.waiting) < QUEUED and self.is_going() and (batch := self.next()):
-                        self.waiting.append(batch)
-                        worker.ask(batch.message())
-                    if not self.waiting:
-                        return
-                try:
-                    over = max(1.0, self.deadline + LAST_S - time.monotonic())
-                    message = worker.said.get(timeout=min(limit, over))
-                except queue.Empty:
-                    if time.monotonic() > self.deadline:
-                        return
-                    self.lose(f"no answer within {limit} s")
-                    return
-                if message is None:
-                    self.lose(f"the process ended with {worker.process.wait()}")
-                    return
-                limit = SILENCE_S
-                self.take(message)
-                self.collect()
-        finally:
-            worker.end()
+    def start(self) -> Worker:
+        device, lock = self.options.device, self.scratch / "gpu.lock"
+        argv = [sys.executable, str(WORKER), device, str(os.getpid()), str(lock)]
+        return Worker([*argv, str(self.options.workers)], self.scratch / "worker.log", self.said)
 
-    def take(self, message: Row) -> None:
-        """Something that the worker said."""
-        now, at = time.monotonic(), self.stage.get("cell")
-        backend = "" if at is None else self.waiting[0].cells[at]["backend"]
-        self.spent[f"{self.stage.get('stage', 'start')} {backend}".strip()] += now - self.since
-        self.since = now
+    def step(self) -> None:
+        """Keep the workers busy, and take what comes next from any of them."""
+        while self.is_going() and len(self.workers) < self.options.workers:
+            self.workers.append(self.start())
+        for worker in self.workers:
+            if worker.is_ready and self.is_going() and (batch := self.next()):
+                worker.ask(batch)
+        if not self.is_going():  # those that have nothing to do go, all of them when it is too late
+            late = time.monotonic() > self.deadline + LAST_S
+            for worker in [each for each in self.workers if late or each.batch is None]:
+                self.workers.remove(worker)
+                worker.end()
+        with contextlib.suppress(queue.Empty):
+            worker, message = self.said.get(timeout=0.2)
+            if worker in self.workers:
+                if message is None:
+                    self.lose(worker, f"the process ended with {worker.process.wait()}")
+                else:
+                    self.take(worker, message)
+        for worker in [*self.workers]:
+            silent = time.monotonic() - worker.since
+            if not worker.is_ready and self.said.empty() and silent > worker.limit_s:
+                self.lose(worker, f"no answer within {worker.limit_s} s")
+        self.collect()
+
+    def take(self, worker: Worker, message: Row) -> None:
+        """Something that a worker said."""
+        now, at = time.monotonic(), worker.stage.get("cell")
+        backend = worker.batch.cells[at]["backend"] if worker.batch and at is not None else ""
+        self.spent[f"{worker.stage['stage']} {backend}".strip()] += now - worker.since
+        worker.since = now
         if "environment" in message:
+            worker.stage = {"stage": "batch"}
             if self.shard is None:
                 self.open(message["environment"])
         elif "stage" in message:
-            self.stage = message
+            worker.stage = message
         else:
-            batch = self.waiting.popleft()
-            self.stage, self.deaths = {}, 0
-            future = self.parsers.submit(rows_of, batch.cells, message["cells"], batch.trace)
-            self.reading.append(future)
+            batch, worker.batch, worker.stage = worker.batch, None, {"stage": "batch"}
+            assert batch is not None
+            self.deaths = 0
+            results = message["cells"]
+            self.reading.append(self.parsers.submit(rows_of, batch.cells, results, batch.trace))
 
     def open(self, environment: Row) -> None:
         """Plan for the machine that answered. What a CPU runs is planned as for an H200."""
@@ -377,44 +399,43 @@ class Campaign:
         path = self.scratch / f"{self.batches}.json"
         return Batch(self.batches, rows, str(path)) if rows else None
 
-    def lose(self, reason: str) -> None:
+    def lose(self, worker: Worker, reason: str) -> None:
         """A worker is gone: the cell that it was at has this for a result, unless its graph alone was
-        to blame; the others of its batches are to be done again.
+        to blame; the others of its batch are to be done again.
         """
+        self.workers.remove(worker)
+        worker.end()
         text = (self.scratch / "worker.log").read_text(errors="replace")[-1500:]
-        print(f"worker lost: {reason} at {self.stage}: {text}", file=sys.stderr, flush=True)
+        print(f"worker lost: {reason} at {worker.stage}: {text}", file=sys.stderr, flush=True)
         self.deaths += 1
-        if self.deaths >= DEATHS or self.shard is None:
+        if self.deaths >= DEATHS * self.options.workers or self.shard is None:
             raise ProfharnessError(
                 f"{self.deaths} workers in turn were lost ({reason}); what they wrote stands above"
             )
-        at = self.stage.get("cell")
-        for index, batch in enumerate(self.waiting):
-            cells = batch.cells
-            if index == 0 and at is not None:
-                cell, cells = cells[at], cells[:at] + cells[at + 1 :]
-                if self.stage["stage"] == "graph" and cell.get("graph", True):
-                    cells.append(cell | {"graph": False})
-                else:
-                    message = f"{reason}, in its step {self.stage['stage']}"
-                    self.shard.write(
-                        [
-                            {name: cell[name] for name in ("config", "backend", "regime")}
-                            | {"status": "error", "choice": None, "message": message}
-                        ]
-                    )
-                self.deaths = 0
-            elif index == 0 and len(cells) > 1:  # the profiler's own: by halves
-                self.again.append(cells[: len(cells) // 2])
-                cells = cells[len(cells) // 2 :]
-            if cells:
-                self.again.append(cells)
+        if worker.batch is None:
+            return
+        cells, at, stage = worker.batch.cells, worker.stage.get("cell"), worker.stage["stage"]
+        if at is None and len(cells) > 1:  # the profiler's own: by halves
+            self.again.append(cells[: len(cells) // 2])
+            cells = cells[len(cells) // 2 :]
+        elif at is not None:
+            cell, cells = cells[at], cells[:at] + cells[at + 1 :]
+            if stage in ("graph", "replay") and cell.get("graph", True):
+                cells.append(cell | {"graph": False})
+            else:
+                row = {name: cell[name] for name in ("config", "backend", "regime")}
+                message = f"{reason}, in its step {stage}"
+                self.shard.write([row | {"status": "error", "choice": None, "message": message}])
+        if cells:
+            self.again.append(cells)
 
     def collect(self, *, wait: bool = False) -> None:
         """Write the batches whose traces are read."""
         assert self.shard is not None or not self.reading
         while self.reading and (wait or self.reading[0].done()):
             rows = self.reading.pop(0).result()
+            if self.options.workers > 1:  # others had the memory: left for a call of its own
+                rows = [row for row in rows if row["status"] != "oom"]
             if self.shard is not None:
                 self.shard.write(rows)
                 self.ran += sum(row["status"] == "ok" for row in rows)
@@ -505,6 +526,7 @@ def main(words: list[str] | None = None) -> int:
             command.add_argument("--seconds", type=float, default=540)
             command.add_argument("--seed", type=int, default=0)
             command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+            command.add_argument("--workers", type=int, default=WORKERS)
             command.add_argument("--batch", type=int, default=CELLS_A_BATCH, help="cells a trace")
             command.add_argument("--cells", type=int, default=0, help="no more than about so many")
             command.add_argument(

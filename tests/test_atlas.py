@@ -101,7 +101,18 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def started(folder: Path, cells: int) -> subprocess.Popen[bytes]:
-    words = ("--device", "cpu", "--longest", "5.2", "--batch", "6", "--cells", str(cells))
+    words = (
+        "--device",
+        "cpu",
+        "--longest",
+        "5.2",
+        "--workers",
+        "1",
+        "--batch",
+        "6",
+        "--cells",
+        str(cells),
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder.parent)}
     argv = [sys.executable, str(ROOT / "scripts" / "make_atlas.py"), "measure", str(folder)]
     return subprocess.Popen(
@@ -147,7 +158,9 @@ def test_a_call_goes_on_after_a_kill_and_a_dead_worker_costs_one_cell(tmp_path: 
         shard.write('{"config": "b1-h')  # where a disk was slower
     second = started(folder, cells=40)
     try:
-        wait_for_lines(second, folder, len(kept))
+        while len(make_atlas.shards_of(folder)) < 2:  # the worker is there, and has its first batch
+            assert second.poll() is None
+            time.sleep(0.02)
         (worker,) = (pid for pid, argv in children(second).items() if "atlas_worker" in argv)
         os.kill(worker, signal.SIGKILL)
         assert second.wait() == 0
