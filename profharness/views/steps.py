@@ -33,16 +33,20 @@ from profharness.views.document import (
     Table,
     status_note,
 )
+from profharness.views.kernels import COLUMNS as KERNEL_COLUMNS
 
 SCHEMA = "profharness.steps/1"
 CALL_TIMES = (EAGER, HOST, COLD, EVENT, WALL)
 BY_CALL = tuple(f"{name}_ns" for name in CALL_TIMES)
+LAUNCH = ("grid", "block", "shared_bytes", "occupancy")
 FIELDS = (
     *("run", "config", "backend", "cell", "profiler", "step", "launches_per_call", "mean_ns"),
     *("call_ns", "share", "kernels", "tile"),
     # of the whole call, the same in all steps of a cell
     *("kernels_ns", "graph_ns", *BY_CALL, "speedup", "peak_memory_bytes"),
     *("peak_over_output", "score_matrices", "growth"),
+    # of the step's longest kernel, as tile is
+    *LAUNCH,
 )
 GAPS = "launch gaps"
 WAITING = "waiting for the host"
@@ -85,6 +89,7 @@ STEP_COLUMNS = (
     Column("call_ns", "µs/call", "us", right=True),
     Column("share", "share%", "percent", right=True),
     Column("tile", "tile"),
+    *(KERNEL_COLUMNS[name] for name in LAUNCH),
     Column("kernels", "kernels", "names", shrink=True),
 )
 MATH_COLUMNS = (
@@ -111,7 +116,8 @@ BACKEND_COLUMNS = (
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of one cell, times in ns. share is of the eager call, of an older run's event sample or
-    the CPU's clock, else of the kernels; None for what an eager call does not hold. tile is that of its longest kernel.
+    the CPU's clock, else of the kernels; None for what an eager call does not hold. tile, and what
+    follows kernels and profiler, is that of its longest kernel.
     """
 
     backend: str
@@ -123,6 +129,10 @@ class Step:
     tile: str | None
     kernels: tuple[str, ...]
     profiler: str | None
+    grid: tuple[int, int, int] | None = None
+    block: tuple[int, int, int] | None = None
+    shared_bytes: int | None = None
+    occupancy: float | None = None
 
 
 def steps_of(cell: CellRow, rows: Sequence[KernelRow], *, full: bool = False) -> list[Step]:
@@ -180,7 +190,12 @@ def steps_document(
         shown = [step for cell in own for step in steps[cell.cell]]
         blocks.append(Heading(label))
         if shown:
-            blocks.append(Table.of(columns, shown))
+            told = [
+                column
+                for column in columns
+                if column.key not in LAUNCH or any(getattr(step, column.key) for step in shown)
+            ]
+            blocks.append(Table.of(told, shown))
         of_cell = _backends(config, own, steps, rows_of)
         blocks += _backend_blocks(config, own, of_cell, rows_of)
         for cell in own:
@@ -218,6 +233,7 @@ def _step(
         tile=parse_kernel_name(longest.kernel, longest.kernel_kind).tile,
         kernels=tuple(dict.fromkeys(map(name_of, rows))),
         profiler=longest.profiler,
+        **{name: getattr(longest, name) for name in LAUNCH},
     )
 
 

@@ -103,6 +103,11 @@ def test_records_of_steps_have_what_the_table_of_backends_has(store: Path) -> No
     assert square["score_matrices"] == square["peak_memory_bytes"] / (16 * 512 * 512 * 4)
     own = [row for row in records if row["cell"] == square["cell"] and row["kernels"]]
     assert square["kernels_ns"] == pytest.approx(sum(row["call_ns"] for row in own))
+    # a step has the launch of its longest kernel, and what is no kernel has none
+    off = [row for row in records if (row["config"], row["backend"]) == (LABEL, "all-disabled")]
+    assert (off[0]["grid"], off[0]["block"]) == ((64, 1, 1), (384, 1, 1))
+    assert (off[0]["shared_bytes"], off[0]["occupancy"]) == (134144, 0.1875)
+    assert {row["grid"] is None for row in off if not row["kernels"]} == {True}
     # one query: scores are a row a head, and the peak is of K and V, repeated and cast
     assert (decode["growth"], by_cell[DECODE, "flash"]["growth"]) == ("S_kv", "S_q")
     assert decode["score_matrices"] is None and decode["peak_over_output"] > 1000

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from profharness.answers.repro import ReproCell, repro_script
 from profharness.cli.main import cli
 from profharness.config import parse_config
 from profharness.processes import WORKER_SCRIPT
@@ -97,6 +98,15 @@ def test_one_interpreter_runs_and_the_one_that_is_not_there_is_told_first(
     assert capture(tmp_path, "--resume", str(folder))[0] == 0
     assert read_run(folder).cells[0].samples["wall"]
     assert not (folder / "python").exists()
+
+
+def test_a_cell_as_a_script_needs_torch_alone(tmp_path: Path, torch_alone: Path) -> None:
+    config = parse_config("1,2,8,16,bwd,mask=bool,layout=strided_last")
+    path = tmp_path / "repro.py"
+    path.write_text(repro_script(ReproCell(config, "math", "cpu")))
+    done = subprocess.run([torch_alone, "-I", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "grad_value: (1, 2, 8, 16) torch.float32 sha256" in done.stdout
 
 
 def test_without_torch_nothing_is_measured(tmp_path: Path) -> None:
