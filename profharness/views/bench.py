@@ -8,6 +8,7 @@ from typing import Any
 
 from profharness.answers.agreement import replacement_notes, replacements
 from profharness.answers.bench.answer import Benched, Loss
+from profharness.answers.bench.axes import AXES, LENGTH, Axis, Sweep
 from profharness.answers.bench.rows import BenchRow
 from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
@@ -15,6 +16,7 @@ from profharness.devices import Peaks, flop_peak
 from profharness.dispatch.predict import every_refusal
 from profharness.rows import COLD, EAGER, EVENT, GPU_MEASUREMENTS, GRAPH, HOST, KERNEL, WALL
 from profharness.stats import THRESHOLD
+from profharness.views.axes import axis_blocks, axis_charts, sweep_charts
 from profharness.views.document import (
     Block,
     Chart,
@@ -103,6 +105,7 @@ def bench_document(
         *_failed(answer, explain),
         *_doubts(answer),
         *_regret(answer),
+        *axis_blocks(answer),
         *([Heading("Conclusion")] if answer.conclusions else ()),
         *(Note(text) for text in answer.conclusions),
     ]
@@ -120,6 +123,8 @@ def bench_document(
             "winners": [record(winner) for winner in answer.winners],
             "losses": [record(loss) for loss in answer.losses],
             "conclusions": list(answer.conclusions),
+            "axes": [record(sweep) for sweep in answer.sweeps],
+            "dtypes": [record(pair) for pair in answer.dtypes],
             "replaced": [record(entry) for entry in replaced],
             "cells": [record(cell, CELL_FIELDS) for cell in answer.cells],
             "environment": environment,
@@ -128,7 +133,7 @@ def bench_document(
 
 
 def _charts(answer: Benched) -> Iterator[Block]:
-    """Latency and rates over sequence length, and the roofline; a wrong backend is in none."""
+    """Latency, rates and memory over each axis, and the roofline; a wrong backend is in none."""
     medians = [
         (row.config, row.backend, row.median_ns)
         for row in answer.ranking_rows()
@@ -140,8 +145,10 @@ def _charts(answer: Benched) -> Iterator[Block]:
         for row in answer.ranking_rows()
         if row.low_ns and row.high_ns
     }
-    yield from latency_charts(medians, answer.ranking, intervals)
-    yield from rate_blocks(medians, answer.ranking, answer.peaks, tf32=tf32)
+    every: dict[str, Any] = {"axes": AXES, "found": answer.sweeps}
+    yield from latency_charts(medians, answer.ranking, intervals, **every)
+    yield from rate_blocks(medians, answer.ranking, answer.peaks, tf32=tf32, **every)
+    yield from axis_charts(answer)
 
 
 def _records(answer: Benched, raw: bool) -> Iterator[dict[str, Any]]:
@@ -348,46 +355,29 @@ def latency_charts(
     medians: Sequence[tuple[str, str, float]],
     measurement: str,
     intervals: Mapping[tuple[str, str], tuple[float, float]] | None = None,
+    *,
+    axes: Sequence[Axis] = (LENGTH,),
+    found: Sequence[Sweep] = (),
 ) -> list[Chart]:
-    """Lines over sequence length for each sweep, dots for other configs; medians: label, backend,
-    ns; intervals: the ns from and to, by label and backend.
+    """Lines over the axes for each sweep, dots for other configs; medians: label, backend, ns;
+    intervals: the ns from and to, by label and backend. Crossovers in found are marked.
     """
     rows: list[dict[str, Any]] = []
     for label, backend, ns in medians:
         if ns > 0:
-            row = {
-                "label": label,
-                "config": parse_config(label),
-                "backend": backend,
-                "µs": ns / 1e3,
-            }
+            row = {"label": label, "backend": backend, "µs": ns / 1e3}
             low, high = (intervals or {}).get((label, backend), (None, None))
             row |= {"low": low and low / 1e3, "high": high and high / 1e3}
             rows.append(row)
-    charts = sweep_charts(rows, "Latency", "µs", measurement)
-    swept = sweeps([row["config"] for row in rows]).values()
-    points = tuple(row for row in rows if not any(row["config"] in group for group in swept))
+    charts = sweep_charts(
+        rows, "Latency", "µs", measurement, axes=axes, found=found, events=("crossover", "end")
+    )
+    swept = {row["label"] for chart in charts for row in chart.rows}
+    points = tuple(row for row in rows if row["label"] not in swept)
     if points:
         title = f"Latency by config and backend ({measurement})"
-        axes = ("µs", "label", "backend", "µs")
-        charts.append(Chart("dots", title, points, *axes, low="low", high="high"))
-    return charts
-
-
-def sweep_charts(
-    rows: Sequence[dict[str, Any]], what: str, unit: str, measurement: str
-) -> list[Chart]:
-    """Lines over sequence length, one chart for each sweep; rows have `config`, `backend` and the
-    unit.
-    """
-    charts = []
-    for name, members in sweeps([row["config"] for row in rows]).items():
-        points = tuple(
-            row | {"seq_len": row["config"].seq_len_kv} for row in rows if row["config"] in members
-        )
-        title = f"{what} over sequence length, {name} ({measurement})"
-        axes = ("seq_len", unit, "backend", "sequence length", unit)
-        charts.append(Chart("lines", title, points, *axes, low="low", high="high", label="label"))
+        keys = ("µs", "label", "backend", "µs")
+        charts.append(Chart("dots", title, points, *keys, low="low", high="high"))
     return charts
 
 
@@ -395,7 +385,10 @@ def roofline_chart(
     title: str,
     rows: Sequence[dict[str, Any]],
     roofs: Iterable[tuple[str, Peaks, float]],
-    **texts: str,
+    *,
+    caption: str = "",
+    x_title: str = "",
+    y_title: str = "",
 ) -> list[Chart]:
     """Rates below the roofs (label, peaks, FLOP/s) of their devices; empty where no roof is known.
     Roofs of the same height are one, so that no label covers another.
@@ -407,22 +400,8 @@ def roofline_chart(
     merged = tuple(Roof("; ".join(names), *key) for key, names in labels.items())
     if not rows or not merged:
         return []
-    axes = ("intensity", "flops_per_s", "backend")
-    return [Chart("roofline", title, tuple(rows), *axes, roofs=merged, label="label", **texts)]
-
-
-def sweeps(configs: Iterable[Config]) -> dict[str, set[Config]]:
-    """Configs that differ in their sequence lengths alone, two or more, under what they share."""
-    groups: dict[str, set[Config]] = {}
-    for config in configs:
-        groups.setdefault(shape_family(config), set()).add(config)
-    return {name: group for name, group in groups.items() if len(group) > 1}
-
-
-def shape_family(config: Config) -> str:
-    """The label without sequence lengths; a decode step (one query) is a family of its own."""
-    square = config.seq_len_q == config.seq_len_kv
-    return lengthless(config) + ("" if square else f", sq{config.seq_len_q}")
+    keys = ("intensity", "flops_per_s", "backend", x_title, y_title, caption)
+    return [Chart("roofline", title, tuple(rows), *keys, roofs=merged, label="label")]
 
 
 def lengthless(config: Config) -> str:
@@ -436,9 +415,11 @@ def rate_blocks(
     *,
     tf32: bool = False,
     wrong: Set[tuple[str, str]] = frozenset(),
+    axes: Sequence[Axis] = (LENGTH,),
+    found: Sequence[Sweep] = (),
 ) -> list[Block]:
     """Charts of FLOP/s for medians: config label, backend, ns. wrong (config label, backend) is
-    left out. tf32: fp32 products may use the tensor cores.
+    left out. tf32: fp32 products may use the tensor cores. Drops in found are marked.
     """
     rows: list[dict[str, Any]] = [
         {
@@ -452,7 +433,10 @@ def rate_blocks(
         for label, backend, ns in medians
         if ns > 0 and (label, backend) not in wrong
     ]
-    blocks: list[Block] = list(sweep_charts(rows, "TFLOP/s", "TFLOP/s", measurement))
+    swept = sweep_charts(
+        rows, "TFLOP/s", "TFLOP/s", measurement, axes=axes, found=found, events=("drop",)
+    )
+    blocks: list[Block] = list(swept)
     if peaks is not None and rows:
         dtypes = dict.fromkeys(row["config"].dtype or "" for row in rows)
         rates = [rate for dtype in dtypes if (rate := flop_peak(peaks, dtype, tf32=tf32))]

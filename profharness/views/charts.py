@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,7 @@ OF_BACKENDS = ("lines", "dots", "roofline")  # the kinds of chart whose series a
 LIGHT, DARK = ("#ffffff", "#1b1b1b"), ("#14171c", "#e4e6ea")  # background and ink of each theme
 INK = "#0a0b0c"  # stands for the ink of the page until the SVG is finished
 WIDTH = 620
+LINES_HEIGHT, LANE = 340, 15  # pixels of `lines`, and of a line of text in it
 STEP = 22  # pixels a row of a chart with labels
 MAX_LABEL = 320
 # of the same widths, so that text takes the room that it was given when it is shown
@@ -157,9 +159,10 @@ def _printable(chart: Chart) -> Chart:
         return one_line(value) if isinstance(value, str) else value
 
     texts = {name: one_line(getattr(chart, name)) for name in ("title", "x_title", "y_title")}
+    marks = tuple(replace(mark, text=one_line(mark.text)) for mark in chart.marks)
     rows = tuple({key: clean(value) for key, value in row.items()} for row in chart.rows)
     roofs = tuple(replace(roof, label=one_line(roof.label)) for roof in chart.roofs)
-    return replace(chart, rows=rows, roofs=roofs, **texts)
+    return replace(chart, rows=rows, roofs=roofs, marks=marks, **texts)
 
 
 def _data(chart: Chart) -> Any:
@@ -261,18 +264,50 @@ def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
 def _lines(chart: Chart) -> Any:
     places = sorted({row["x"] for row in chart.plain_rows()})
     shown = places if len(places) <= 12 else ()
-    base = alt.Chart(_data(chart)).encode(
-        x=_log("X", "x", chart.x_title, values=shown),
-        y=_log("Y", "y", chart.y_title),
-        color=_color(chart),
-    )
+    axes = {"x": _log("X", "x", chart.x_title, values=shown), "y": _y_axis(chart)}
+    base = alt.Chart(_data(chart)).encode(**axes, color=_color(chart))
     # what lies below shows in the gaps of what lies above
     lines = [
         part.mark_line(aria=False, strokeDash=[8, 4 * place])
         for place, (part, _) in enumerate(_by_series(chart, base))
     ]
-    layers = alt.layer(*lines, *_intervals(chart, base, "y"), _points(chart, base, 60))
-    return layers.properties(width=WIDTH, height=340)
+    layers = alt.layer(
+        *_mark_layers(chart, axes["x"], places),
+        *lines,
+        *_intervals(chart, base, "y"),
+        _points(chart, base, 60),
+    )
+    return layers.properties(width=WIDTH, height=LINES_HEIGHT)
+
+
+def _y_axis(chart: Chart) -> Any:
+    """The axis of `lines`, with room above the points for a line of text for each mark."""
+    rows = chart.plain_rows()
+    if not chart.marks or not rows:
+        return _log("Y", "y", chart.y_title)
+    values = [value for row in rows for value in (row["y"], row["low"], row["high"]) if value]
+    low, high = min(values) / 1.2, max(values) * 1.2
+    share = min((len(chart.marks) + 0.5) * LANE / LINES_HEIGHT, 0.6)
+    return _log("Y", "y", chart.y_title, ends=(low, low * (high / low) ** (1 / (1 - share))))
+
+
+def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[Any]:
+    """A dashed line down from each mark's text; each text has a line of its own, beside its line."""
+    middle = math.sqrt(places[0] * places[-1]) if places else 0.0
+    for number, mark in enumerate(chart.marks):
+        top = (number + 0.6) * LANE
+        base = alt.Chart(alt.Data(values=[{"x": mark.x, "mark": mark.text}])).encode(x=axis)
+        right = mark.x <= middle
+        yield base.mark_rule(color=INK, strokeDash=[2, 4], opacity=0.5, aria=False).encode(
+            y=alt.value(top), y2=alt.value(LINES_HEIGHT)
+        )
+        yield base.mark_text(
+            color=INK,
+            align="left" if right else "right",
+            dx=5 if right else -5,
+            fontSize=11,
+            aria=False,
+        ).encode(y=alt.value(top), text="mark:N")
 
 
 def _dots(chart: Chart) -> Any:

@@ -30,10 +30,18 @@ class Roof:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A text at a place of the x axis of `lines`, such as where two lines cross."""
+
+    x: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
     """kind is a key of KINDS; x, y and series name keys of each row, in the unit of the axis title.
     low and high name those of an interval (of y in `lines`, of x in `dots`), label that of a text
-    which a mark says; rows may lack these. roofs belong to the kind `roofline`. Text formats leave
+    which a mark says; rows may lack these. roofs belong to the kind `roofline`, marks to `lines`. Text formats leave
     charts out: a table has their figures.
     """
 
@@ -50,6 +58,7 @@ class Chart:
     low: str = ""
     high: str = ""
     label: str = ""
+    marks: tuple[Mark, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,7 +29,7 @@ from profharness.views.charts import (
     draw_svg,
     series_colors,
 )
-from profharness.views.document import KINDS, Chart
+from profharness.views.document import KINDS, Chart, Mark
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -182,6 +183,25 @@ def test_a_chart_of_backends_is_drawn_in_their_colors(kind: str) -> None:
     svg = draw_svg(SAMPLES[kind])
     for color, _ in backend_styles([*names]):
         assert f'stroke="{color}"' in svg
+
+
+def test_marks_have_a_line_each_above_all_points() -> None:
+    sample = SAMPLES["lines"]
+    texts = ("math overtakes flash between 128 and 256", "flash does 3.1x less work at 512")
+    marks = (Mark(181.0, texts[0]), Mark(512, texts[1]))
+    svg = draw_svg(replace(sample, marks=marks))
+    tree = ElementTree.fromstring(svg)
+    shown = [each for each in tree.iter(f"{SVG}text") if (each.text or "") in texts]
+    assert sorted(each.text or "" for each in shown) == sorted(texts)
+    assert "NaN" not in svg
+    lanes = {float(re.findall(r"[-\d.]+", each.get("transform") or "")[1]) for each in shown}
+    assert len(lanes) == 2
+    heights = [
+        float(re.findall(r"[-\d.]+", mark.get("transform") or "")[1])
+        for mark in tree.iter(f"{SVG}path")
+        if mark.find(f"{SVG}title") is not None
+    ]
+    assert min(heights) > max(lanes)
 
 
 def test_a_wrong_chart_is_refused() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from profharness.answers.bench.axes import LENGTH, family
 from profharness.answers.diff.model import Diff, DiffRow, Verdict
 from profharness.cli._options import FORMATS, SUFFIX_FORMATS
 from profharness.cli.report import command
@@ -22,7 +23,7 @@ from profharness.errors import NotFoundError, UsageError
 from profharness.rows import Refusal
 from profharness.run import Cell, Check, Problem, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
-from profharness.views.bench import latency_charts, rate_blocks, shape_family
+from profharness.views.bench import latency_charts, rate_blocks
 from profharness.views.document import Chart, Code, Column, Document, Heading, Note, Table
 from profharness.views.glossary import GLOSSARY, glossary_blocks
 from profharness.views.renderers import RENDERERS
@@ -223,8 +224,8 @@ def test_what_is_wrong_has_no_rate() -> None:
 
 def test_decode_steps_are_a_family_of_their_own() -> None:
     square, decode = parse_config("1,8,256,64,fp16"), parse_config("1,8,1,64,fp16,seq_kv=256")
-    assert shape_family(square) == "b1-h8-d64-fp16"
-    assert shape_family(decode) != shape_family(square)
+    assert family(square.label, LENGTH.token) == "b1-h8-d64-fp16"
+    assert family(decode.label, LENGTH.token) == "b1-h8-sq1-d64-fp16"
     (chart,) = latency_charts([(each.label, "flash", 1.0) for each in (square, decode)], "event")
     assert chart.kind == "dots"
 

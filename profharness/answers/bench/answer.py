@@ -6,12 +6,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran
+from profharness.answers.bench.axes import (
+    DtypePair,
+    Ran,
+    SamplesOf,
+    Sweep,
+    dtype_pairs,
+    sweeps,
+)
 from profharness.answers.bench.rows import (
     CHOSEN,
     REFERENCES,
@@ -123,8 +131,6 @@ def what_ran(cell: CellRow) -> str | None:
 
 
 TIMED: tuple[Need, ...] = ("times", "run")  # the first that any run has
-SamplesOf = Callable[[BenchRow], tuple[int, ...]]
-Ran = Mapping[tuple[str, str], str | None]  # what ran, by config and backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +197,8 @@ class Benched:
     samples: Samples = field(default_factory=dict)
     created: str = ""
     protocol: dict[str, Any] = field(default_factory=dict)
+    sweeps: tuple[Sweep, ...] = ()
+    dtypes: tuple[DtypePair, ...] = ()
 
     def ranking_rows(self) -> list[BenchRow]:
         """One row a cell, by the measurement that ranks; cells without samples too."""
@@ -269,6 +277,8 @@ def benched(
         samples=samples,
         created=stored.created,
         protocol=store.protocol(name),
+        sweeps=sweeps(figures, samples_of, ran),
+        dtypes=dtype_pairs(figures, samples_of),
     )
 
 
