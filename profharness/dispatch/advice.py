@@ -140,10 +140,11 @@ def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
     if setting is not None:
         imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
         contexts.append(setting_code(setting))
+    first = [FIRST_CHOICE] if setting is not None and setting.ordered else []
     call = f"out = F.scaled_dot_product_attention({', '.join(['q', 'k', 'v', *_arguments(after)])})"
     if contexts:
         call = f"with {', '.join(contexts)}:\n    {call}"
-    lines = [*imports, "", *_before_call(before, after), call]
+    lines = [*imports, "", *_before_call(before, after), *first, call]
     if after.seq_len_q > before.seq_len_q:
         lines.append(f"out = out[:, :, :{before.seq_len_q}]")
     if after.value_dim > before.value_dim:
@@ -151,6 +152,9 @@ def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
     if before.dtype != after.dtype:
         lines.append(f"out = out.to({TORCH_DTYPES[str(before.dtype)]})")
     return "\n".join(lines)
+
+
+FIRST_CHOICE = "torch._fused_sdp_choice(q, k, v)  # a process's first choice would undo a set order"
 
 
 def setting_code(setting: Setting) -> str:

@@ -154,6 +154,10 @@ def test_explain_answers_for_a_setting() -> None:
     advised = {side.backend: side.advice for side in answer.backends if side.advice}
     assert list(advised) == ["flash"]
     assert "SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]" in advised["flash"][0].code
+    ordered = explain_by_rule(parse_config(MASKED), h100, asked="flash>math")
+    (way, *_) = next(side.advice for side in ordered.backends if side.advice)
+    assert way.code.index("_fused_sdp_choice") < way.code.index("set_priority=True")
+    assert any("make a call before" in text for text in ordered.caveats)
     (old,) = named_places("2.5", "H100")
     early = explain_by_rule(parse_config(PLAIN), old, asked="cudnn>flash")
     assert early.predicted == "unknown"

@@ -10,6 +10,7 @@ from profharness.answers.explain.rules import (
     ALLOW_SET,
     COMPILED,
     CPU_IGNORES,
+    FIRST_CHOICE,
     LEGACY,
     Explanation,
     settle,
@@ -79,12 +80,16 @@ def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
         caveats=(
             *hazards(answer.choice or prediction.choice, params, machine),
             *_caveats(environment, answer.backends),
-            *((CPU_IGNORES,) if params.priority and device == "cpu" else ()),
+            *((_of_order(device),) if params.priority else ()),
         ),
         error=answer.error,
         asked=asked,
     )
     return settle(explanation)
+
+
+def _of_order(device: str) -> str:
+    return FIRST_CHOICE if device == "cuda" else CPU_IGNORES
 
 
 def _deciding(environment: Mapping[str, Any]) -> dict[str, Any]:

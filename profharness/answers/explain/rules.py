@@ -376,6 +376,10 @@ ALLOW_SET = (
     "sdpa_kernel([...]) says which backends are allowed, not in which order, unless set_priority=True "
     "(PyTorch 2.6 and newer)."
 )
+FIRST_CHOICE = (
+    "The first choice of a process on CUDA puts PyTorch's own order in place of one that is set, and leaves "
+    "another one behind for auto (PyTorch 2.9 and newer): make a call before the order is set."
+)
 CPU_IGNORES = "On a CPU PyTorch keeps its own order (flash, then math), whatever order is set."
 LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
@@ -403,8 +407,8 @@ def _caveats(place: Place, params: AttentionParams, prediction: Prediction) -> I
     if machine.known:
         yield from doubts(machine.torch)
     yield COMPILED
-    if params.priority and not on_gpu:
-        yield CPU_IGNORES
+    if params.priority and (not on_gpu or machine.torch >= (2, 9)):
+        yield FIRST_CHOICE if on_gpu else CPU_IGNORES
     if on_gpu and not (machine.known and machine.torch < (2, 3)):
         yield from (ALLOW_SET, LEGACY)
 
