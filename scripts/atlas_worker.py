@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from profharness.backends import find_backend
+from profharness.backends.inputs import Inputs, build_inputs
 from profharness.config import Config, parse_config
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker.environment import backend_name, collect
@@ -37,7 +39,7 @@ from profharness.worker.failures import (
     recorded_warnings,
     refusals,
 )
-from profharness.worker.inputs import DTYPES, Inputs, fused_choice, make_call, output_shape
+from profharness.worker.inputs import DTYPES, fused_choice, make_call
 from profharness.worker.program import EXIT_DEAD_CONTEXT, end_with
 from profharness.worker.timing import elapsed_ms
 
@@ -93,24 +95,10 @@ class Pool:
         return flat.bernoulli_(0.75) if dtype == torch.bool else flat.normal_()
 
     def inputs(self, config: Config) -> Inputs:
-        """The tensors of a contiguous config, as `make_inputs` lays them out."""
+        """The tensors of a config."""
         self.empty()
         dtype = DTYPES[str(config.dtype)]
-
-        def leaf(*shape: int) -> Any:
-            return self.take(dtype, *shape).requires_grad_(config.bwd)
-
-        rows = (config.key_batch, config.num_kv_heads, config.seq_len_kv)
-        query = leaf(config.batch, config.num_heads, config.seq_len_q, config.head_dim)
-        key, value = leaf(*rows, config.head_dim), leaf(*rows, config.value_dim)
-        grad = self.take(dtype, *output_shape(config)) if config.bwd else None
-        mask = None
-        if config.mask.startswith("bool"):
-            mask = self.take(torch.bool, *config.mask_dims)
-            mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
-        elif config.mask != "none":
-            mask = self.take(dtype, *config.mask_dims)
-        return Inputs(query, key, value, mask, grad)
+        return build_inputs(config, partial(self.take, dtype), partial(self.take, torch.bool))
 
 
 class Graphs:
