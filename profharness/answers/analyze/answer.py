@@ -26,7 +26,7 @@ from profharness.answers.analyze.figures import (
 )
 from profharness.answers.analyze.remedies import bottleneck, remedies
 from profharness.answers.analyze.rules import OF_EAGER, RULES, kv_places
-from profharness.config import OWN_CHOICE, parse_config
+from profharness.config import leaves_choice, parse_config
 from profharness.devices import DATA_SHEET
 from profharness.devices import MEASURED as MEASURED_PEAKS
 from profharness.environment import gpu_name
@@ -105,7 +105,7 @@ def analyze_all(
         cell
         for cell in (cells if rivals is None else rivals)
         if cell.status == "ok"
-        and cell.backend not in OWN_CHOICE
+        and not leaves_choice(cell.backend)
         and (cell.config, cell.backend) not in wrong
     ]
     analyses = []

@@ -8,13 +8,11 @@ from functools import partial
 
 from profharness.answers.analyze.figures import DERIVED, MEASURED, Facts, Finding, Remedy, percent
 from profharness.answers.roles import GEMMS
-from profharness.config import OWN_CHOICE, SDP_BACKENDS, Config
+from profharness.config import SDP_BACKENDS, Config, leaves_choice
 
 NEAR_PEAK = 0.6  # of a peak from which that resource is what limits
 HALF = 0.5
 BESIDE_PRODUCTS = 0.4  # of the kernel time, from which the steps between products are what limits
-
-BY_MATH = ("math", *OWN_CHOICE)  # the unfused kernels of these are those of PyTorch's math
 
 Findings = Mapping[str, Finding]
 Bottleneck = tuple[str, Finding]  # the word, and the finding `bottleneck`
@@ -24,6 +22,11 @@ Text = str | Callable[[Config, str], str]
 def bottleneck(facts: Facts, findings: Findings) -> Bottleneck | None:
     """The word and the finding `bottleneck`; None where no figure decides."""
     return next((named for judge in _JUDGES if (named := judge(facts, findings))), None)
+
+
+def _by_math(backend: str) -> bool:
+    """Whether a backend's unfused kernels are those of PyTorch's math."""
+    return backend == "math" or leaves_choice(backend)
 
 
 def _named(word: str, text: str, finding: Finding) -> Bottleneck:
@@ -142,7 +145,7 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
         ("score_traffic", "fp32_products"),
         lambda _, backend: (
             "Let a fused backend take the call; `profharness explain` says what stands in its way."
-            if backend in BY_MATH
+            if _by_math(backend)
             else EAGER_REMEDY
             if backend == "eager"
             else "Compute softmax online, tile by tile, so that scores never leave the chip."
@@ -153,7 +156,7 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
         lambda config, backend: (
             "If it must be math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
             "computes in the inputs' dtype, at the price of accuracy."
-            if backend in BY_MATH
+            if _by_math(backend)
             else f"Hand {config.dtype} to the products; tensor cores add them up in fp32."
         ),
     ),
@@ -214,7 +217,7 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
         mine = [code for code in codes if code in told]
         if not mine or mine[0] != codes[0] or BESIDE.get(mine[0]) in told:
             continue
-        if mine[0] in OF_AN_AUTHOR and backend in (*SDP_BACKENDS, *OWN_CHOICE):
+        if mine[0] in OF_AN_AUTHOR and (backend in SDP_BACKENDS or leaves_choice(backend)):
             continue
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
         said = text if isinstance(text, str) else text(config, backend)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from profharness.answers.analyze.figures import CellAnalysis, Figures
-from profharness.config import OWN_CHOICE, Config
+from profharness.config import Config, leaves_choice
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 
 TIE = 1.03  # a ratio of medians below which two backends are as good as each other
@@ -60,7 +60,7 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[Choice]:
         # what auto took stands there under its own name
         if not analysis.figures or analysis.module is not None or analysis.wrong:
             continue
-        if analysis.backend not in OWN_CHOICE:
+        if not leaves_choice(analysis.backend):
             groups.setdefault((analysis.run, analysis.config), []).append(analysis)
     made: list[Choice] = []
     for scenario, (holds, _) in SCENARIOS.items():
