@@ -40,22 +40,15 @@ from profharness.worker.program import end_with
 VERSION = 1
 WORKER = Path(__file__).with_name("atlas_worker.py")
 CELLS_A_BATCH = 32
-WORKERS = (
-    5  # while one measures, the others plan: cuDNN takes up to seconds of the CPU for a config
-)
+WORKERS = 5  # while one measures, the others prepare: cuDNN can take a second for a new shape
 SILENCE_S = 60  # a step that takes longer is a hang
 START_S = 120  # the first line: torch and CUDA load
 DEATHS = 3  # workers in turn that die without a result
 PARSERS = 4
 UNLIKELY = 150  # where of so many cells none ran, something else is wrong
 LAST_S = 15  # before the end no batch is begun: one takes seconds, and its trace has to be read
-OF_THE_MACHINE = (
-    "device_type",
-    "gpu",
-    "torch",
-    "torch_cuda",
-    "cudnn",
-)  # a folder holds one machine
+# what a folder holds one of
+OF_THE_MACHINE = ("device_type", "gpu", "torch", "torch_cuda", "cudnn")
 KEPT = ("status", "choice", "graph_us", "peak_bytes", "message")
 Row = dict[str, Any]
 
