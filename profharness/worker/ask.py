@@ -32,7 +32,7 @@ from profharness.dispatch.perturb import Oracle, blockers, rule_oracle
 from profharness.dispatch.predict import CPU_ORDER, Verdict, clean, code, is_header
 from profharness.rows import Refusal
 from profharness.run import Cell
-from profharness.worker.environment import backend_name, priority_order
+from profharness.worker.environment import backend_name, priority_order, set_deterministic
 from profharness.worker.failures import is_oom, is_refusal, reasons_by_backend, recorded_warnings
 from profharness.worker.inputs import fused_choice, make_inputs
 from profharness.worker.program import Program, Stage, run_each
@@ -214,11 +214,11 @@ class StderrTap:
 def _deterministic(config: Config) -> Iterator[None]:
     """As the config says, but without its filling of new tensors, which would launch a kernel."""
     torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(config.deterministic)
+    set_deterministic(config.deterministic)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        set_deterministic(False)
 
 
 def _disabled(backend: str) -> Refusal:

@@ -21,6 +21,7 @@ from profharness.rows import COLD, EAGER, GRAPH, KERNEL, WALL
 from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
 from profharness.worker import timing
 from profharness.worker.cell import Attempt, with_torch_profiler, without
+from profharness.worker.environment import set_deterministic
 from profharness.worker.failures import failure, unless_dead
 from profharness.worker.inputs import make_call, make_inputs
 from profharness.worker.program import Program, Write
@@ -302,7 +303,7 @@ class _Group:
 
 def bench_group(cells: Sequence[Cell], workspace: Workspace, plan: BenchPlan, write: Write) -> None:
     """Bench the cells of one config. Raises DeadContextError where no other cell can follow."""
-    torch.use_deterministic_algorithms(cells[0].config.deterministic)
+    set_deterministic(cells[0].config.deterministic)
     group = _Group(cells[0].config, workspace, plan, write)
     contestants = []
     for cell in cells:

@@ -29,7 +29,7 @@ from profharness.rows import COLD, EAGER, GRAPH, KERNEL
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
-from profharness.worker.environment import backend_name
+from profharness.worker.environment import backend_name, set_deterministic
 from profharness.worker.failures import (
     RefusedBeforehandError,
     context_is_dead,
@@ -231,7 +231,7 @@ def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
     cell = replace(cell, config=cell.config.resolve(workspace.device))
     begin = time.perf_counter_ns()
     attempt = Attempt(cell, workspace, stage)
-    torch.use_deterministic_algorithms(cell.config.deterministic)
+    set_deterministic(cell.config.deterministic)
     # else deterministic mode fills every new tensor, by kernels that are not attention's
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:

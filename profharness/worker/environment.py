@@ -97,6 +97,14 @@ def priority_order() -> list[str] | None:
     return [backend_name(number) for number in order()] if order else None
 
 
+def set_deterministic(wanted: bool) -> None:
+    """Deterministic algorithms on or off. torch's function loads its compiler, which takes as long as
+    torch itself, so it is called only where something changes.
+    """
+    if torch.are_deterministic_algorithms_enabled() != wanted:
+        torch.use_deterministic_algorithms(wanted)
+
+
 def backend_name(number: int) -> str:
     """The name of an SDPBackend's number, as `_fused_sdp_choice` and the priority order give it."""
     names = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}

@@ -25,6 +25,7 @@ from profharness.worker.compare import (
     expect,
     poisoned,
 )
+from profharness.worker.environment import set_deterministic
 from profharness.worker.failures import (
     context_is_dead,
     error_text,
@@ -61,7 +62,7 @@ class Verifier:
         """The cell with its checks. Raises DeadContextError where no other cell can follow."""
         cell = replace(cell, config=cell.config.resolve(self.workspace.device))
         texts: list[str] = []
-        torch.use_deterministic_algorithms(cell.config.deterministic)
+        set_deterministic(cell.config.deterministic)
         try:
             checks, tuning = self._checks(cell, stage, texts)
         except Exception as error:
