@@ -1,22 +1,26 @@
-"""scripts/make_studies.py: what it asks of the command line can be asked, and runs on this CPU become a
-page.
-"""
+"""docs/studies/: every page is what its runs give, prose included; runs made here can be packed, read and asked."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
 from profharness.cli.main import COMMANDS
+from profharness.devices import Peaks
+from profharness.run import read_run
 
 ROOT = Path(__file__).parents[1]
-TINY = "1,2,16,16,fp32"
+PAGES = ROOT / "docs" / "studies"
+NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "README")
+pytestmark = pytest.mark.xdist_group("studies")  # unpacking and storing the runs takes seconds
 
 
 @pytest.fixture(scope="module")
@@ -29,82 +33,111 @@ def studies() -> Iterator[ModuleType]:
         sys.path.remove(str(ROOT / "scripts"))
 
 
+@pytest.fixture(scope="module")
+def runs(studies: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("studies")
+    studies.unpack(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_what_its_runs_give(
+    name: str, studies: ModuleType, runs: Path, tmp_path: Path
+) -> None:
+    """Text, figures in it, and pictures. `python scripts/make_studies.py write` makes them again."""
+    (study,) = (study for study in studies.STUDIES if study.name == name)
+    (page,) = studies.pages(runs, tmp_path, [study])
+    committed = PAGES / f"{name}.md"
+    assert page.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")
+    pictures = {path.name for path in tmp_path.glob("*.svg")}
+    assert pictures == {path.name for path in PAGES.glob(f"{name}-[0-9]*.svg")}
+
+
+def test_every_study_has_a_page_and_a_line(studies: ModuleType) -> None:
+    assert sorted(study.name for study in studies.STUDIES) == NAMES
+    index = (PAGES / "README.md").read_text(encoding="utf-8")
+    assert all(f"({name}.md)" in index for name in NAMES)
+
+
+def test_the_archive_is_small_and_holds_runs_alone(studies: ModuleType, runs: Path) -> None:
+    assert studies.PACKED.stat().st_size < 3_000_000
+    for study in studies.STUDIES:
+        for name in study.runs:
+            (first, *_) = sorted((runs / "runs" / study.name / name).glob("*/run.json"))
+            run = read_run(first.parent)
+            assert bool(run.traces) == (name in study.traced)
+            assert not {cell.status for cell in run.cells} - {"ok", "refused"}
+
+
 def test_every_command_line_can_be_read(studies: ModuleType) -> None:
     """Options and choices are checked by the commands themselves; nothing is run."""
-    names = []
-    for study in studies.STUDY_LIST:
-        runs = dict.fromkeys(study.measure, "20260101-000000-aaaa")
-        answers = [[word.format(**runs) for word in each.words] for each in study.answer]
-        for name, *rest in [*study.measure.values(), *answers]:
-            command = import_module(COMMANDS[name][0]).command
-            assert command.make_context(name, rest).params
-            names.append(name)
-    assert set(names) == {"capture", "bench", "kernels", "analyze", "diff"}
+    for study in studies.STUDIES:
+        for name, *rest in study.runs.values():
+            assert import_module(COMMANDS[name][0]).command.make_context(name, rest).params
+        for script, *_ in study.printed.values():
+            assert (ROOT / "scripts" / script).is_file()
 
 
-def test_every_step_is_measured_and_told(studies: ModuleType) -> None:
-    path = studies.large_head_dim
-    measured = path.capture_words()[path.capture_words().index("--backend") + 1].split(",")
-    told = {word for section in path.sections() for word in section.words}
-    for step in path.PATH:
-        assert step.backend in measured
-        assert step.backend in told
-        assert len(step.heading) > 0
-    timed = path.bench_words()[path.bench_words().index("--backend") + 1].split(",")
-    assert set(timed) >= set(measured)
-
-
-def test_real_runs_become_a_page(
-    studies: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_page_whose_data_say_otherwise_is_not_written(
+    studies: ModuleType, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path of two steps, the second a function of a file, captured and benched here."""
-    path = studies.large_head_dim
-    monkeypatch.setattr(path, "SHAPE", TINY)
-    monkeypatch.setattr(path, "SEEN", ("auto", "math"))
-    monkeypatch.setattr(studies, "STUDIES", tmp_path / "docs")
-    (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "large-head-dim.md"
-    page.write_text(f"# Title\n\nKept.\n\n{studies.MARK}\nthrown away\n")
-    steps = (
-        path.Step("math", "The first way", "Said of it."),
-        path.Step("kernels/naive.py:attention", "The second way", "Said of that."),
+    study = replace(studies.STUDIES[0], name="backend-investigation")
+    monkeypatch.setattr(studies, "TEMPLATES", tmp_path)
+    template = tmp_path / "backend-investigation.md"
+    tiny = '"1,1,16,8192,fp32"'
+    template.write_text(
+        f'{{{{ claim(us({tiny}, "naive") < us({tiny}, "auto"), "It is faster") }}}}\n'
     )
-    backends = ("--backend", "math,kernels/naive.py:attention,auto")
-    quick = (
-        "--config",
-        TINY,
-        *backends,
-        "--device",
-        "cpu",
-        "--iterations",
-        "5",
-        "--processes",
-        "1",
+    (page,) = studies.pages(runs, tmp_path / "..", [study])
+    assert page.read_text().startswith("It is faster\n\n## Words\n")
+    page.unlink()
+    template.write_text(
+        f'{{{{ claim(us({tiny}, "naive") > us({tiny}, "auto"), "It is slower") }}}}\n'
     )
+    with pytest.raises(SystemExit, match="do not bear this out: It is slower"):
+        list(studies.pages(runs, tmp_path / "..", [study]))
+    template.write_text(f'{{{{ us({tiny}, "flash") }}}}\n')
+    with pytest.raises(SystemExit, match="0 rows of"):
+        list(studies.pages(runs, tmp_path / "..", [study]))
+
+
+def test_runs_made_here_are_packed_and_asked(studies: ModuleType, tmp_path: Path) -> None:
+    """One run keeps its traces, of the other the samples stay."""
+    tiny, quick = ("--config", "1,2,16,16,fp32"), ("--device", "cpu", "--backend", "auto,math")
+    bench = ("bench", *tiny, *quick, "--iterations", "5", "--processes", "1")
     study = studies.Study(
-        path.NAME,
-        {"capture": ("capture", *quick), "bench": ("bench", *quick)},
-        tuple(path.sections(steps)[number] for number in (0, 3, 4, 6)),
+        "tiny", {"look": ("capture", *tiny, *quick), "bench": bench}, {}, ("look",)
     )
-    (tmp_path / "runs").mkdir()
-    store = ("--store", str(tmp_path / "runs" / "store.db"))
-    for run, words in study.measure.items():
-        studies.profharness(*words, *store, "--out", str(study.place(tmp_path / "runs", run)))
-    studies.write(tmp_path / "runs", [study])
-    text = page.read_text()
-    assert text.startswith(
-        f"# Title\n\nKept.\n\n{studies.MARK}\n## 1. The first way\n\nSaid of it."
-    )
-    assert "thrown away" not in text
-    lines = text.splitlines()
-    headings = [line for line in lines if line.startswith("#")]
-    assert ("## 1. The first way" in headings, "## All steps and peers" in headings) == (True, True)
-    assert headings.count("# Title") == 1
-    assert not [line for line in headings[1:] if line.startswith("# ")]
-    for inside in ("Against step 1:", "### Kernels", "### Analysis"):
-        assert inside in lines
-    assert any("aten::bmm" in line or "| bmm" in line for line in lines)
-    assert not list((tmp_path / "docs").glob("*-report.md"))
+    measured, store = tmp_path / "measured", ("--store", str(tmp_path / "scratch.db"))
+    for name, words in study.runs.items():
+        studies.command(*words, *store, "--out", str(measured / "runs" / "tiny" / name))
+    peaks = Peaks("A processor", "measured", 1e11, {"fp32": 1e12}, None, None, "a test")
+    record = studies.Measured(peaks, {"cpu": "A processor"}, "2026-01-01T00:00:00+00:00")
+    (measured / "peaks.json").write_bytes(msgspec.json.encode(record))
+    studies.pack(measured, tmp_path / "packed.tar.xz", [study])
+    studies.unpack(tmp_path / "again", tmp_path / "packed.tar.xz")
+    figures = studies.Figures(study, tmp_path / "again", tmp_path)
+    (before,) = (measured / "runs" / "tiny" / "bench").glob("*/run.json")
+    assert figures.run("bench") == read_run(before.parent).run
+    samples = sorted(read_run(before.parent).cells[0].samples["wall"])
+    row = figures.row("bench --run {bench}", config="1,2,16,16,fp32", backend="auto")
+    assert row["median_ns"] == samples[2]
+    assert figures.us("1,2,16,16,fp32", "auto", "wall") == samples[2] / 1000
+    assert {row["backend"] for row in figures.rows("kernels --run {look}")} == {"auto", "math"}
+    assert figures.answer("bench --run {bench}").startswith("### Bench of run")
+    assert not list(tmp_path.glob("tiny-*.md"))
+
+
+def test_numbers_have_three_digits(studies: ModuleType) -> None:
+    given = (357.31, 8.2888, 0.87123, 1201.4, 15, 0.5)
+    assert [studies.digits(value) for value in given] == [
+        "357",
+        "8.29",
+        "0.871",
+        "1,201",
+        "15.0",
+        "0.500",
+    ]
 
 
 def test_code_keeps_its_hash_signs(studies: ModuleType) -> None:

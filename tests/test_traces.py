@@ -39,7 +39,7 @@ def test_checksums_are_those_of_the_readme() -> None:
         for line in (TRACES / "README.md").read_text().splitlines()
         if re.fullmatch(r"[0-9a-f]{64}  \S+", line)
     )
-    files = [path for path in TRACES.glob("*/*") if path.is_file()]
+    files = [path for path in TRACES.glob("*/**/*") if path.is_file()]
     found = {
         str(path.relative_to(TRACES)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
@@ -53,7 +53,7 @@ def test_nothing_private_is_in_them() -> None:
     # a folder at a time, so that the names of its files are looked at too
     folders = [path for path in TRACES.iterdir() if path.is_dir()]
     assert [str(finding) for folder in folders for finding in audit(folder)] == []
-    kept = re.compile(r"run\.json|[\w.-]+\.(?:json\.gz|sqlite|sqlite\.gz|csv|csv\.gz)")
+    kept = re.compile(r"run\.json|\d+\.jsonl|[\w.-]+\.(?:json\.gz|sqlite|sqlite\.gz|csv|csv\.gz)")
     assert [path for path in files if not kept.fullmatch(path.name)] == []
     private = re.compile(
         rb"host_name|traceName|trace_id|/root/|/home/|/tmp/|HOSTNAME|\bPATH=|\.local\b"

@@ -176,14 +176,18 @@ HASH_NAME = re.compile(rf"(?:.*_)?{_HASHES}(?:_.*)?", re.IGNORECASE)
 _HASH_BEFORE = re.compile(
     rf"(?:\b|_|\+){_HASHES}[\w-]*[\"'\\]*\s*[:=@+-]?\s*[\"'\\]*$", re.IGNORECASE
 )
+# An object whose members are such: `"backend_commit": {"naive": "…", "tiled": "…"}`.
+_HASHES_BEFORE = re.compile(rf"(?:\b|_){_HASHES}[\"\\]*\s*:\s*\{{[^{{}}]*$", re.IGNORECASE)
 HEX = re.compile(r"[0-9a-fA-F]{32,128}")
+CHANGED = ", changed"  # behind the commit of a work tree that is not as committed
 
 
 def _hide_key(match: re.Match[str]) -> str | None:
     """A long word that only a generator of keys makes: hexadecimal, or base64 of random bytes."""
     value = match[0].rstrip("=")
     if HEX.fullmatch(value):
-        named = _HASH_BEFORE.search(match.string[max(0, match.start() - 40) : match.start()])
+        before = match.string[max(0, match.start() - 2000) : match.start()]
+        named = _HASH_BEFORE.search(before[-40:]) or _HASHES_BEFORE.search(before)
         plain = value.isdecimal() or value.isalpha() or len(set(value.lower())) < 8
         return None if named or plain else HIDDEN
     return HIDDEN if len(value) >= 40 and _random(value) else None
@@ -222,7 +226,7 @@ def is_argument(before: object, value: object) -> bool:
 def is_hash(key: str, value: object) -> bool:
     """Whether a member of a JSON object is a hash of content by its name, such as `torch_git`."""
     named = isinstance(value, str) and HASH_NAME.fullmatch(key)
-    return bool(named and HEX.fullmatch(str(value)))
+    return bool(named and HEX.fullmatch(str(value).removesuffix(CHANGED)))
 
 
 _PART = r"(?:[\w.+@%~,$#{}-]|\\ )"

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from profharness.scrub.rules import (
+    HASH_NAME,
     HIDDEN,
     RULES,
     SECRET,
@@ -200,6 +201,9 @@ class Cleaner:
         """The value of an object's key, cleaned; a hash of content under the name of one is kept."""
         if is_secret(key, value):
             return HIDDEN
+        if isinstance(value, dict) and HASH_NAME.fullmatch(key):
+            hashes = {str(name): item for name, item in value.items() if is_hash(key, item)}
+            return self.clean_json(value) | {self.clean(name): hashes[name] for name in hashes}
         return value if is_hash(key, value) else self.clean_json(value)
 
 

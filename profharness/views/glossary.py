@@ -43,13 +43,18 @@ GLOSSARY = {
 
 def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
     """The words that the blocks use, with their meanings; nothing where they use none."""
-    text = "\n".join(_texts(blocks))
-    notes = [
-        Note(meaning, word)
+    words = words_of("\n".join(_texts(blocks)))
+    notes = [Note(meaning, word) for word, meaning in words.items()]
+    return [Heading("What the words mean"), *notes] if notes else []
+
+
+def words_of(text: str) -> dict[str, str]:
+    """The words of the glossary that a text uses, with their meanings."""
+    return {
+        word: meaning
         for word, meaning in GLOSSARY.items()
         if re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", text)
-    ]
-    return [Heading("What the words mean"), *notes] if notes else []
+    }
 
 
 def _texts(blocks: Iterable[Block]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,17 @@ def test_common_names_are_not_looked_for() -> None:
     assert private_names(["root", "vm", "localhost", "17"]) == frozenset()
     assert private_names(["blade17.intern"]) == {"blade17.intern", "blade17"}
     assert all(len(name) > 2 for name in machine_names())
+
+
+def test_commits_of_backends_stay_and_a_key_beside_them_goes() -> None:
+    commit = "ab195668fef5485c99d5cea017ac9bd57a5c5ab9"
+    environment = {
+        "backend_commit": {"naive": commit, "tiled": f"{commit}, changed"},
+        "backend_keys": {"naive": commit},
+    }
+    cleaned = CLEANER.clean_json(environment)
+    assert cleaned["backend_commit"] == environment["backend_commit"]
+    assert cleaned["backend_keys"] == {"naive": "<secret>"}
+    text = json.dumps(environment)
+    assert [match.text for match in CLEANER.find(text)] == ["<secret>"]
+    assert CLEANER.clean(json.dumps(cleaned)) == json.dumps(cleaned)
