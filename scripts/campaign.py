@@ -93,6 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout that is tried")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=30.0, help="for each kind")
+    parser.add_argument("--failures", type=int, help="a reader's kind ends after that many")
     parser.add_argument("--only", default="", help=f"of {','.join((*KINDS, *TRIALS))}")
     parser.add_argument("--engine", choices=("auto", "atheris", "seeded"), default="auto")
     parser.add_argument("--format", choices=("table", "md", "json"), default="table")
@@ -175,7 +176,7 @@ def fuzz(name: str, asked: argparse.Namespace) -> Figures:
     """
     figures = Figures(name)
     left, start = asked.seconds, 0
-    while left > 0:
+    while left > 0 and not enough(figures, asked):
         with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
             watch = Watch(figures, asked, Path(folder), start)
             watch.follow(left)
@@ -186,6 +187,11 @@ def fuzz(name: str, asked: argparse.Namespace) -> Figures:
         left -= time.monotonic() - watch.began
         start = watch.number
     return figures
+
+
+def enough(figures: Figures, asked: argparse.Namespace) -> bool:
+    """Whether as much has failed as was asked for."""
+    return asked.failures is not None and figures.failures.total() >= asked.failures
 
 
 @dataclass
@@ -237,6 +243,8 @@ class Watch:
             elif "end" in told:
                 running, self.number = False, told["end"] + 1
                 take(self.figures, self.asked, self.folder / f"input-{told['end']}", told)
+                if enough(self.figures, self.asked):
+                    return
         if running:
             self._failed(f"the process ended: {ending(process.wait())}")
 

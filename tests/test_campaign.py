@@ -31,7 +31,7 @@ def campaign(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("kind", [*READERS, *TRIALS])
 def test_a_part_of_the_campaign_finds_nothing(kind: str, tmp_path: Path) -> None:
-    words = ("--only", kind, "--seed", "1", "--seconds", "2", "--engine", "seeded")
+    words = ("--only", kind, "--seed", "1", "--seconds", "1", "--engine", "seeded")
     done = campaign(tmp_path / "out", *words, "--format", "json")
     (row,) = json.loads(done.stdout)
     if row["tried"] == "0":
@@ -58,7 +58,7 @@ def test_what_a_reader_does_wrong_is_seen_and_kept(line: str, tmp_path: Path) ->
     assert "\ndef read_csv_text(" in text
     reader.write_text(text + broken)
     out = tmp_path / "out"
-    words = ("--only", "ncu-csv", "--root", str(root), "--engine", "seeded", "--seconds", "2")
+    words = ("--only", "ncu-csv", "--root", str(root), "--engine", "seeded", "--failures", "1")
     done = campaign(out, *words)
     assert done.returncode == 1
     assert BROKEN[line] in done.stdout, done.stdout + done.stderr
