@@ -199,7 +199,7 @@ def find_layers(
         rows=tuple(rows),
         steps=tuple(steps),
         gaps=tuple(store.gaps(steps)),
-        caveats=_caveats(rows, place, observed),
+        caveats=(*_caveats(rows, place, observed), *store.warnings([run]).get(run, ())),
         place=place,
         gpu=next(
             (device.name for device in store.devices(run)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -17,6 +17,16 @@ import numpy as np
 from profharness.config import Config
 from profharness.errors import UsageError
 from profharness.parse.columns import Ints
+from profharness.parse.doubts import (
+    CONTRADICTED,
+    NO_SHAPES,
+    ORPHANS,
+    VARLEN,
+    doubt,
+    is_packed,
+    is_unlike_sdpa,
+    warnings,
+)
 from profharness.parse.intervals import Intervals, nothing
 from profharness.parse.ops import (
     BACKWARD,
@@ -38,23 +48,21 @@ from profharness.parse.ops import (
     UNFUSED_FLEX,
     Detail,
     Flow,
+    is_fused,
 )
 from profharness.parse.replay import POSITIONS, flag, replay_config, sizes, tensor_argument
+from profharness.parse.tree import Tree
 from profharness.trace import AttentionCall, CallSpan, Range, Step, TensorArgument
 
 PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # parts of their parent's attention
 MARKER = "profharness-attention:"  # a range with a module's dotted path
-NO_SHAPES = (
-    "the trace has no shapes; record it with record_shapes=True, "
-    "under nsys with --pytorch=autograd-shapes-nvtx"
-)
-MAX_DEPTH = 100  # modules in one another
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
     """Calls in order of their start, their stretches, and where those lie: thread, start, stop.
     Launches of CUDA graphs lie in none: rows are their numbers, ascending, row_spans their spans.
+    warnings say, with counts, what the trace contradicts itself in.
     """
 
     calls: tuple[AttentionCall, ...]
@@ -62,6 +70,7 @@ class Calls:
     intervals: Intervals
     rows: Ints = field(default_factory=lambda: nothing(0))
     row_spans: Ints = field(default_factory=lambda: nothing(0))
+    warnings: tuple[str, ...] = ()
 
     def lookup(self, thread: Ints, t: Ints, first: int | None = None) -> Ints:
         """For each (thread, t) the index of the span, -1 for none; first is the number of the first
@@ -73,40 +82,6 @@ class Calls:
             low, high = np.searchsorted(self.rows, [first, first + len(t)])
             spans[self.rows[low:high] - first] = self.row_spans[low:high]
         return spans
-
-
-class Tree:
-    """Spans of threads in order of (thread, start, longest first), and what encloses what."""
-
-    def __init__(self, spans: Iterable[Any]) -> None:
-        given = list(spans)
-        columns = ([getattr(span, name) for span in given] for name in ("thread", "start", "end"))
-        self.intervals = Intervals.build(*(np.array(column, np.int64) for column in columns))
-        self.spans = [given[row] for row in self.intervals.rows.tolist()]
-        self.above = self.intervals.enclosing().tolist()
-
-    def ancestors(self, at: int) -> Iterator[int]:
-        """What encloses a span, innermost first."""
-        while (at := self.above[at]) >= 0:
-            yield at
-
-    def below(self, own: Sequence[bool]) -> list[bool]:
-        """Whether anything that encloses a span is one of its own."""
-        result: list[bool] = []
-        for above in self.above:  # an index below the span's own
-            result.append(above >= 0 and (own[above] or result[above]))
-        return result
-
-    def around(self, moments: Iterable[tuple[int, int]]) -> list[list[Any]]:
-        """For each (thread, t) the spans open then, outermost first."""
-        threads, times = np.array(list(moments), np.int64).reshape(-1, 2).T
-        if not self.spans:
-            return [[] for _ in times]
-        innermost = self.intervals.innermost(threads, times)
-        chains = self.intervals.chains(innermost, times, MAX_DEPTH)
-        deepest = int((chains >= 0).any(axis=0).sum())
-        rows = chains[:, :deepest][:, ::-1].tolist()
-        return [[self.spans[at] for at in chain if at >= 0] for chain in rows]
 
 
 class _Context:
@@ -204,7 +179,8 @@ def find_calls(
         for index, draft in enumerate(drafts)
     ]
     evaluations = Tree(op for op in tree.spans if op.name.startswith(EVALUATION))
-    stretches += _backward(drafts, tree, evaluations, list(flows))
+    doubts = Counter[str]()
+    stretches += _backward(drafts, tree, evaluations, list(flows), doubts)
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
     last = max((op.end for op in tree.spans), default=0)
     steps = _steps(ranges, _outermost(context.modules, evaluations), base, last)
@@ -225,7 +201,8 @@ def find_calls(
     ]
     columns = np.array([stretch[2:] for stretch in stretches], np.int64).reshape(-1, 3).T
     spans = tuple(CallSpan(index, direction) for index, direction, *_ in stretches)
-    return Calls(tuple(calls), spans, Intervals.build(*columns)), steps
+    texts = warnings([draft.unsaid for draft in drafts], doubts, context.modules.overlaps())
+    return Calls(tuple(calls), spans, Intervals.build(*columns), warnings=texts), steps
 
 
 @cache
@@ -340,10 +317,10 @@ def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
     if inner is not None:
         place = POSITIONS.get(inner.name, ("", {}))[1].get("backward")
         flags["backward"] = place is not None and flag(inner, place)
-    unsaid = None
-    if tensors[0] is None and (packed := next((op for op in ops if sizes(op.dims, 0)), None)):
+    unsaid = doubt(described, names, places) if outer or inner else None
+    if tensors[0] is None and (packed := next(filter(is_packed, ops), None)):
         tensors = tuple(tensor_argument(packed, place) if place < 3 else None for place in range(4))
-        unsaid = "sequences of unequal length in one tensor (varlen), which no config says"
+        unsaid = VARLEN
     if kind == "custom":
         unsaid = (
             f"{described.name} is an op of a package; a config replays scaled_dot_product_attention"
@@ -403,27 +380,32 @@ def _plain(tree: Tree, places: Sequence[int], context: _Context) -> _Draft | Non
 
 
 def _backward(
-    drafts: Sequence[_Draft], tree: Tree, evaluations: Tree, flows: Sequence[Flow]
+    drafts: Sequence[_Draft],
+    tree: Tree,
+    evaluations: Tree,
+    flows: Sequence[Flow],
+    doubts: Counter[str],
 ) -> Iterator[tuple[int, str, int, int, int]]:
     """The stretches of the calls' backwards: where the arrows from a call's ops lead; without arrows
     by autograd's sequence numbers; in compiled code, which has neither, by shape from the end.
     """
-    forward = Intervals.build(
-        *np.array([(d.thread, d.start, d.end) for d in drafts], np.int64).reshape(-1, 3).T
-    )
-    taken = set()
-    arrows = np.array(flows, np.int64).reshape(-1, 4).T
-    owners = forward.innermost(arrows[0], arrows[1])
-    mine = np.flatnonzero(owners >= 0)
-    nodes = evaluations.intervals.innermost(*arrows[2:, mine])
-    for call, at in zip(forward.rows[owners[mine]].tolist(), nodes.tolist(), strict=True):
-        if at >= 0 and (key := evaluations.spans[at][1:4]) not in taken:
-            taken.add(key)
-            yield _stretch(call, evaluations.spans[at])
+    gradients = _gradients(tree)
+    around = (tree.spans[outer] for at, _ in gradients for outer in tree.ancestors(at))
+    computing = {span[1:4] for span in around if span.name.startswith(EVALUATION)}
+    arrived = _by_arrows(drafts, evaluations, flows)
+    taken = {node[1:4] for nodes in arrived.values() for node in nodes}
+    astray = not computing <= taken  # some arrow does not lead where attention's gradient is
+    for call, nodes in arrived.items():
+        keys = {node[1:4] for node in nodes}
+        if astray and is_fused(drafts[call].sdpa_op) and not keys & computing:
+            doubts[CONTRADICTED] += 1
+            taken -= keys
+            continue
+        yield from (_stretch(call, node) for node in nodes)
     open_calls = [index for index, draft in enumerate(drafts) if not draft.recompute]
     begin = [draft.start for draft in drafts].__getitem__
     parts: list[Detail] = []  # kernels before that of Inductor's template, of the same gradient
-    for at, op in _gradients(tree):
+    for at, op in gradients:
         if op.name.startswith(TRITON) and not op.name.startswith(TRITON_TEMPLATE):
             parts.append(op)
             continue
@@ -451,7 +433,30 @@ def _backward(
             yield _stretch(call, op if drafts[call].compiled else node)
             own = [part for part in parts if part.thread == op.thread and part.start >= node.start]
             yield from (_stretch(call, part) for part in own)
+        else:
+            doubts[ORPHANS] += 1
         parts.clear()
+
+
+def _by_arrows(
+    drafts: Sequence[_Draft], evaluations: Tree, flows: Sequence[Flow]
+) -> dict[int, list[Detail]]:
+    """The nodes of autograd that the arrows from each call's ops lead to, each of one call alone."""
+    forward = Intervals.build(
+        *np.array([(d.thread, d.start, d.end) for d in drafts], np.int64).reshape(-1, 3).T
+    )
+    arrows = np.array(flows, np.int64).reshape(-1, 4).T
+    owners = forward.innermost(arrows[0], arrows[1])
+    mine = np.flatnonzero(owners >= 0)
+    nodes = evaluations.intervals.innermost(*arrows[2:, mine]).tolist()
+    owner: dict[int, int] = {}
+    for call, at in zip(forward.rows[owners[mine]].tolist(), nodes, strict=True):
+        if at >= 0:
+            owner.setdefault(at, call)
+    found: dict[int, list[Detail]] = defaultdict(list)
+    for at, call in owner.items():
+        found[call].append(evaluations.spans[at])
+    return found
 
 
 def _gradients(tree: Tree) -> list[tuple[int, Detail]]:
@@ -509,7 +514,7 @@ def _replay_of(draft: _Draft, has_backward: bool) -> _Replay:
     flags = dict(draft.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
     config, reason = None, draft.unsaid
-    if draft.kind != "custom" and draft.tensors[0] is not None:
+    if draft.kind != "custom" and draft.tensors[0] is not None and not is_unlike_sdpa(reason):
         config, why = _replayed(draft.tensors, backward, tuple(flags.items()))
         if draft.kind in ("eager", "flex") and reason and why:  # a remark, and why there is none
             reason = f"{why}; {reason}"

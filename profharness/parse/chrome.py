@@ -553,6 +553,8 @@ def _assemble(
             *odd,
             *_skipped(tables),
             *doubts.texts(output.file.rows, stacks),
+            *link.lone_ends(tables.arrows),
+            *calls.warnings,
         ),
         calls=calls.calls,
         call_spans=calls.spans,

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from profharness.kernel_names import ATTENTION_FAMILIES, parse_kernel_name
-from profharness.parse.calls import Calls, Tree, module_names, step_at
+from profharness.parse.calls import Calls, module_names, step_at
 from profharness.parse.columns import GpuRows, Ints, LaunchRows
 from profharness.parse.intervals import nothing
 from profharness.parse.join import Source
+from profharness.parse.tree import Tree
 from profharness.trace import AttentionCall, CallSpan, Step
 
 _API = r"(?:cuda|cu|hip)"

@@ -4,6 +4,7 @@ time, and the result as launch batches in a temporary file.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
@@ -105,6 +106,16 @@ def flows(arrows: Iterable[Arrow]) -> list[Flow]:
     both = ((start, ends[key]) for key, start in starts.items() if key in ends)
     made = (Flow(start.thread, start.t, end.thread, end.t) for start, end in both)
     return sorted(made, key=lambda flow: flow.start)
+
+
+def lone_ends(arrows: Iterable[Arrow]) -> list[str]:
+    """A warning with the number of arrows that lack an end; none where all have both."""
+    sides = Counter((arrow.key, arrow.begins) for arrow in arrows)
+    lone = sum((key, not begins) not in sides for key, begins in sides)
+    text = (
+        f"{lone:,} arrows from forward to backward have one end alone: their backward is not told"
+    )
+    return [text] if lone else []
 
 
 def contexts(

@@ -136,7 +136,7 @@ def _parse(path: Path, shown: Path) -> Trace:
             skipped=source.tables.skipped,
             batches=output.file.read,
             close=stack.pop_all().close,
-            warnings=(*warnings, *doubts),
+            warnings=(*warnings, *doubts, *calls.warnings),
             calls=calls.calls,
             call_spans=calls.spans,
             steps=steps,

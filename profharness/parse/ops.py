@@ -34,6 +34,11 @@ TRITON, TRITON_TEMPLATE = "triton_", "triton_tem_"  # Inductor's kernels, and th
 MODULE = "nn.Module: "
 
 
+def is_fused(name: str | None) -> bool:
+    """Whether an op is fused attention of PyTorch's own, whose backward is one op."""
+    return bool(name and INNER.fullmatch(name)) and "math" not in str(name)
+
+
 @cache
 def is_detailed(name: str) -> bool:
     """Whether an op is kept on its own, beside the columns of all ops."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -62,7 +63,10 @@ def captured(at: float, dims: list[int], launched: int = 2) -> list[dict[str, An
     """A capture of one call and a kernel behind it."""
     shapes = [dims] * 3
     op = event("cpu_op", OP, at + 2, 3)
-    op["args"] = {"Input Dims": shapes, "Input type": ["float"] * 3}
+    strides = [[math.prod(dims[n + 1 :]) for n in range(4)]] * 3
+    values = ["", "", "", "", "0.", "False", ""]
+    op["args"] = {"Input Dims": shapes, "Input Strides": strides}
+    op["args"] |= {"Input type": ["float"] * 3, "Concrete Inputs": values}
     calls = [
         event("cuda_runtime", "cudaLaunchKernel", at + 3 + 4 * n, 1, correlation=int(at) + n)
         for n in range(launched)

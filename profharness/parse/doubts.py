@@ -1,0 +1,86 @@
+"""What a trace does not tell of its attention calls, or contradicts itself in: the reasons that calls
+are given, and warnings with counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from profharness.parse.ops import Detail
+from profharness.parse.replay import flag, sizes
+
+NO_SHAPES = (
+    "the trace has no shapes; record it with record_shapes=True, "
+    "under nsys with --pytorch=autograd-shapes-nvtx"
+)
+VARLEN = "sequences of unequal length in one tensor (varlen), which no config says"
+NESTED = "the trace does not tell the shapes of query, key and value, as of nested tensors"
+UNREADABLE = "the shapes in the trace are not those of query, key and value"
+NO_STRIDES = "the trace does not tell the strides of query, key and value"
+NO_CAUSAL = "the trace does not tell is_causal"
+BY_ITSELF = "{op} was called by itself; a config replays scaled_dot_product_attention"
+CUMULATED = 4  # the place of the cumulated lengths in the ops that take packed sequences
+
+ORPHANS = (
+    "no arrow leads from a forward in the trace to {n} backward ops of attention: their time is in no "
+    "layer"
+)
+CONTRADICTED = (
+    "the arrows of {n} attention calls lead to other backward ops: their backward is not told"
+)
+OVERLAPS = "{n} calls of modules begin in another and end after it: the layers may be wrong"
+
+
+def is_packed(op: Detail) -> bool:
+    """Whether an op took sequences of unequal length in one tensor."""
+    return bool(sizes(op.dims, CUMULATED))
+
+
+def is_unlike_sdpa(reason: str | None) -> bool:
+    """Whether a call's tensors lie in other places than in scaled_dot_product_attention."""
+    return reason == VARLEN or bool(reason and reason.endswith(BY_ITSELF.format(op="")))
+
+
+def doubt(op: Detail, names: str, places: Mapping[str, int]) -> str | None:
+    """What a config of an op's arguments would have to guess; None for nothing.
+
+    names: what stands in each place, places: those of its flags. nsys tells dims alone, which is said
+    of the dtype.
+    """
+    if not op.dims:
+        return NO_SHAPES
+    if not places:
+        return BY_ITSELF.format(op=op.name)
+    at = [names.find(name) for name in "qkv"]
+    if not any(op.dims[place] for place in at if place < len(op.dims)):
+        return NESTED
+    dims = [sizes(op.dims, place) for place in at]
+    if not all(dims):
+        return UNREADABLE
+    if not op.types:
+        return None
+    strides = [sizes(op.strides, place) for place in at]
+    if list(map(len, strides)) != list(map(len, dims)):
+        return NO_STRIDES
+    if "causal" in places and flag(op, places["causal"]) is None:
+        return NO_CAUSAL
+    return None
+
+
+def warnings(
+    reasons: Sequence[str | None], counted: Mapping[str, int], overlaps: int
+) -> tuple[str, ...]:
+    """A warning for each kind of doubt, with its count. reasons: one a call; overlaps: of modules."""
+    counts = {
+        text: f"{count:,} attention calls" for text, count in Counter(reasons).items() if text
+    }
+    damaged = [text for text in (UNREADABLE, NO_STRIDES, NO_CAUSAL) if text in counts]
+    some = reasons.count(NO_SHAPES)
+    texts = [f"{counts[text]}: {text}" for text in damaged]
+    if 0 < some < len(reasons):
+        texts.append(
+            f"{some:,} of {len(reasons):,} attention calls have no shapes, the others have"
+        )
+    numbers = {**counted, OVERLAPS: overlaps}
+    return (*texts, *(text.format(n=f"{n:,}") for text, n in numbers.items() if n))

@@ -1,0 +1,58 @@
+"""Spans of threads, and what encloses what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from profharness.parse.intervals import Intervals
+
+MAX_DEPTH = 100  # modules in one another
+
+
+class Tree:
+    """Spans of threads in order of (thread, start, longest first), and what encloses what."""
+
+    def __init__(self, spans: Iterable[Any]) -> None:
+        given = list(spans)
+        columns = ([getattr(span, name) for span in given] for name in ("thread", "start", "end"))
+        self.intervals = Intervals.build(*(np.array(column, np.int64) for column in columns))
+        self.spans = [given[row] for row in self.intervals.rows.tolist()]
+        self.above = self.intervals.enclosing().tolist()
+
+    def ancestors(self, at: int) -> Iterator[int]:
+        """What encloses a span, innermost first."""
+        while (at := self.above[at]) >= 0:
+            yield at
+
+    def overlaps(self) -> int:
+        """How many spans begin in one of their thread that ends before they do."""
+        count, thread, open_ends = 0, None, list[int]()
+        for span in self.spans:
+            if span.thread != thread:
+                thread, open_ends = span.thread, []
+            while open_ends and open_ends[-1] <= span.start:
+                open_ends.pop()
+            count += bool(open_ends) and open_ends[-1] < span.end
+            open_ends.append(span.end)
+        return count
+
+    def below(self, own: Sequence[bool]) -> list[bool]:
+        """Whether anything that encloses a span is one of its own."""
+        result: list[bool] = []
+        for above in self.above:  # an index below the span's own
+            result.append(above >= 0 and (own[above] or result[above]))
+        return result
+
+    def around(self, moments: Iterable[tuple[int, int]]) -> list[list[Any]]:
+        """For each (thread, t) the spans open then, outermost first."""
+        threads, times = np.array(list(moments), np.int64).reshape(-1, 2).T
+        if not self.spans:
+            return [[] for _ in times]
+        innermost = self.intervals.innermost(threads, times)
+        chains = self.intervals.chains(innermost, times, MAX_DEPTH)
+        deepest = int((chains >= 0).any(axis=0).sum())
+        rows = chains[:, :deepest][:, ::-1].tolist()
+        return [[self.spans[at] for at in chain if at >= 0] for chain in rows]
