@@ -550,4 +550,7 @@ def repeat(asked: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    # nohup and shells ignore signals of what they start in the background, and so would the trials
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

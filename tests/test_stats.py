@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -210,6 +211,15 @@ def test_processes_that_differ_as_much_are_no_slow_down() -> None:
     # 7.5 are expected, and more than 13 in one of 50 cases
     assert sum(each.verdict in ("slower", "faster") for each in both) <= 13 < alone / 2
     assert any("over 3 and 3 processes" in each.reason for each in both)
+
+
+def test_processes_whose_medians_are_all_alike_are_compared_without_a_warning() -> None:
+    alike = Series.of([1_000_003] * 30, [(each, 0, 10) for each in range(3)])
+    other = [1_100_000 + 1_000 * (each // 10) + each % 2 for each in range(30)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compared = compare(alike, Series.of(other, [(each, 0, 10) for each in range(3)]))
+    assert compared.verdict == "slower"
 
 
 def test_a_real_slow_down_of_five_percent_is_found() -> None:
