@@ -26,6 +26,7 @@ if _HIDDEN:
 try:
     import altair as alt
     import vl_convert
+    from altair.utils.schemapi import debug_mode
 except ImportError:
     raise MissingExtraError("drawing a chart", "report") from None
 finally:
@@ -69,6 +70,7 @@ OTHER_STYLES = tuple(
 )
 OF_BACKENDS = ("lines", "dots", "roofline")  # the kinds of chart whose series are backends
 LIGHT, DARK = ("#ffffff", "#1b1b1b"), ("#14171c", "#e4e6ea")  # background and ink of each theme
+DATA = alt.NamedData(name="rows")  # put in at the end: Altair copies what it holds dozens of times
 INK = "#0a0b0c"  # stands for the ink of the page until the SVG is finished
 WIDTH = 620
 LINES_HEIGHT, LANE = 340, 15  # pixels of `lines`, and of a line of text in it
@@ -107,12 +109,20 @@ def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
     )
 
 
+def chart_spec(chart: Chart) -> dict[str, Any]:
+    """The chart as Vega-Lite takes it, its rows in it. Nothing is validated: tests do that."""
+    with debug_mode(False):
+        spec: dict[str, Any] = altair_chart(chart).to_dict(validate=False)
+    spec.setdefault("datasets", {})[DATA.name] = _rows(_printable(chart))
+    return spec
+
+
 def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
     """The chart as one `<svg>` element with a `<title>` a mark. number keeps the ids of several
     charts apart. alone: a file whose colours follow the reader's theme.
     """
     # no address is allowed: a chart needs nothing from the network
-    svg = str(vl_convert.vegalite_to_svg(altair_chart(chart).to_dict(), allowed_base_urls=[]))
+    svg = str(vl_convert.vegalite_to_svg(chart_spec(chart), allowed_base_urls=[]))
     svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
     svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)
     if alone:
@@ -124,7 +134,7 @@ def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
 
 def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
     """The chart as a PNG on the light background."""
-    spec = altair_chart(chart).to_dict()
+    spec = chart_spec(chart)
     spec["config"]["background"] = LIGHT[0]
     return bytes(vl_convert.vegalite_to_png(spec, scale=scale, allowed_base_urls=[]))
 
@@ -165,7 +175,8 @@ def _printable(chart: Chart) -> Chart:
     return replace(chart, rows=rows, roofs=roofs, marks=marks, **texts)
 
 
-def _data(chart: Chart) -> Any:
+def _rows(chart: Chart) -> list[dict[str, Any]]:
+    """What the marks show, one row each."""
     rows, names = chart.plain_rows(), _names(chart)
     for row in rows:
         row["place"] = names.index(row["series"])
@@ -173,7 +184,7 @@ def _data(chart: Chart) -> Any:
         row["text"] = f"{row['series']}{about}: {_figure(row['y'])}, {_figure(row['x'])}"
         if row["low"] is not None:
             row["text"] += f", {_figure(row['low'])} to {_figure(row['high'])}"
-    return alt.Data(values=rows)
+    return rows
 
 
 def _figure(value: Any) -> str:
@@ -265,7 +276,7 @@ def _lines(chart: Chart) -> Any:
     places = sorted({row["x"] for row in chart.plain_rows()})
     shown = places if len(places) <= 12 else ()
     axes = {"x": _log("X", "x", chart.x_title, values=shown), "y": _y_axis(chart)}
-    base = alt.Chart(_data(chart)).encode(**axes, color=_color(chart))
+    base = alt.Chart(DATA).encode(**axes, color=_color(chart))
     # what lies below shows in the gaps of what lies above
     lines = [
         part.mark_line(aria=False, strokeDash=[8, 4 * place])
@@ -312,7 +323,7 @@ def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[A
 
 def _dots(chart: Chart) -> Any:
     axes = {"x": _log("X", "x", chart.x_title), "y": _rows_axis(chart)}
-    base = alt.Chart(_data(chart)).encode(**axes)
+    base = alt.Chart(DATA).encode(**axes)
     layers = alt.layer(*_intervals(chart, base, "x"), _points(chart, base, 70))
     return layers.properties(width=WIDTH, height=_height(chart))
 
@@ -323,7 +334,7 @@ def _height(chart: Chart) -> int:
 
 def _stack(chart: Chart) -> Any:
     return (
-        alt.Chart(_data(chart))
+        alt.Chart(DATA)
         .mark_bar()
         .encode(
             x=alt.X("x:Q", title=chart.x_title, stack="zero"),
@@ -343,7 +354,7 @@ def _map(chart: Chart) -> Any:
         sorted({row[axis] for row in rows}, key=lambda value: by_number(str(value)))
         for axis in ("x", "y")
     )
-    base = alt.Chart(_data(chart)).encode(
+    base = alt.Chart(DATA).encode(
         x=alt.X("x:O", title=chart.x_title, sort=places, axis=alt.Axis(labelAngle=0, orient="top")),
         y=alt.Y("y:N", title=chart.y_title or None, sort=labels),
     )
@@ -383,12 +394,12 @@ def _roofline(chart: Chart) -> Any:
         .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
         .encode(**axes, text="roof:N")
     )
-    points = _points(chart, alt.Chart(_data(chart)), 70, **axes)
+    points = _points(chart, alt.Chart(DATA), 70, **axes)
     return alt.layer(lines, texts, points).properties(width=WIDTH, height=360)
 
 
 def _dumbbell(chart: Chart) -> Any:
-    base = alt.Chart(_data(chart)).encode(x=_log("X", "x", chart.x_title), y=_rows_axis(chart))
+    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=_rows_axis(chart))
     bars = base.mark_line(color=INK, strokeWidth=2, opacity=0.5, aria=False).encode(detail="y:N")
     layers = bars + _points(chart, base, 80)
     return layers.properties(width=WIDTH, height=_height(chart))
