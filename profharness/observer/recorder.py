@@ -214,9 +214,12 @@ class Recorder:
         if self.total or self.compiled:
             self.window.step()
 
-    def flush(self) -> None:
-        """Write how often each template was called so far, and with what lengths."""
-        if not self.total:
+    def flush(self, *, final: bool = False) -> None:
+        """Write how often each template was called so far, and with what lengths.
+
+        final: nothing follows. A journal whose start promises such a line and that has none lacks calls.
+        """
+        if not self.total and not (final and self.templates):
             return
         self._gather()
         counts = [
@@ -224,7 +227,7 @@ class Recorder:
             for number, lengths in enumerate(self.lengths)
             if lengths
         ]
-        self.journal.write("counts", total=self.total, counts=counts)
+        self.journal.write("counts", total=self.total, counts=counts, final=final)
 
     def counts(self) -> list[int]:
         """The calls of each template so far."""
@@ -371,7 +374,7 @@ class Recorder:
         rank = {
             name.lower(): os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ
         }
-        self.journal.write("start", environment=facts.environment(), **rank)
+        self.journal.write("start", environment=facts.environment(), final_counts=True, **rank)
 
     def fail(self, error: BaseException) -> None:
         """Record nothing more, and say so once."""

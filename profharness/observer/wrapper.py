@@ -270,6 +270,6 @@ def _end(recorder: Recorder) -> None:
         return
     try:
         recorder.window.close()
-        recorder.flush()
+        recorder.flush(final=True)
     except Exception as error:
         recorder.fail(error)

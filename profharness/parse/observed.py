@@ -119,13 +119,19 @@ class _Template:
 @dataclass(frozen=True)
 class _Start:
     rank: str | None = None
+    final_counts: bool = False
 
 
 @dataclass(frozen=True)
 class _Counts:
     counts: tuple[tuple[_Number, _Number, tuple[tuple[_Number, ...], ...]], ...]
+    final: bool = False
 
 
+CUT_SHORT = (
+    "{n} process(es) ended without their last counts (killed, os._exit, or recording failed): "
+    "of their calls some are not counted"
+)
 _EVENTS: dict[str | None, Any] = {"template": _Template, "start": _Start, "counts": _Counts}
 
 
@@ -139,9 +145,10 @@ def read_journals(folder: Path) -> Journals:
     Raises TraceFormatError for a journal that cannot be read.
     """
     calls: list[ObservedCall] = []
-    warnings = []
+    warnings, cut_short = [], 0
     for path in observed_journals(folder):
-        templates, rank, counts, damaged = _journal(path)
+        templates, rank, counts, whole, damaged = _journal(path)
+        cut_short += not whole
         pid = int(path.stem) if path.stem.isdecimal() else 0
         for template in templates:
             count, lengths = counts.get(template.template, (0 if template.compiled else 1, ()))
@@ -149,16 +156,20 @@ def read_journals(folder: Path) -> Journals:
             calls.append(_call(template, count, told, pid, rank))
         if damaged:
             warnings.append(f"{path.name}: {damaged} line(s) cannot be read and are left out")
+    if cut_short:
+        warnings.append(CUT_SHORT.format(n=cut_short))
     if not calls:
         warnings.append("no process of the program recorded an attention call")
     return Journals(tuple(calls), tuple(warnings))
 
 
-def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], int]:
-    """(templates, rank, counts and lengths by template, lines that are no event)."""
+def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], bool, int]:
+    """(templates, rank, counts and lengths by template, whether these are the last ones, as far as is
+    told, lines that are no event).
+    """
     templates: list[_Template] = []
     counts: dict[int, Any] = {}
-    rank, damaged = None, 0
+    rank, damaged, whole = None, 0, True
     for row in observed_rows(path):
         name = (row or {}).get("event")
         try:
@@ -169,11 +180,13 @@ def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], i
         if isinstance(event, _Template):
             templates.append(event)
         elif isinstance(event, _Start):
+            whole = not event.final_counts
             told = event.rank or ""
             rank = int(told) if told.isdecimal() and len(told) < 10 else None
         elif isinstance(event, _Counts):  # each line has all counts so far
             counts = {number: (count, lengths) for number, count, lengths in event.counts}
-    return templates, rank, counts, damaged
+            whole = whole or event.final
+    return templates, rank, counts, whole, damaged
 
 
 def _call(

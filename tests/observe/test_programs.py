@@ -23,6 +23,7 @@ def test_a_script_keeps_its_streams_arguments_and_exit_code(tmp_path: Path) -> N
     )
     seen = observe(tmp_path, write(tmp_path, body), "a", "--steps", text="in\n")
     assert (seen.code, seen.stdout) == (7, "out ['a', '--steps'] in\n")
+    assert "warning" not in seen.stderr
     assert seen.stderr.splitlines()[0] == "err"
     assert seen.counts() == LAYERS
     assert seen.record["kind"] == "observe"
@@ -212,6 +213,7 @@ def test_a_program_that_is_killed_has_the_code_of_a_shell(tmp_path: Path) -> Non
     seen = observe(tmp_path, write(tmp_path, "infer(3)\nimport os\nos.kill(os.getpid(), 9)"))
     assert seen.code == 137
     assert set(seen.counts()) == set(LAYERS)
+    assert "warning: 1 process(es) ended without their last counts" in seen.stderr
 
 
 def test_a_failure_inside_is_said_once_and_the_program_goes_on(tmp_path: Path) -> None:
