@@ -214,6 +214,20 @@ print("held")
     assert (done.stdout, done.stderr) == ("held\n", "")
 
 
+def test_a_block_names_the_modules_whose_calls_it_does_not_see(tmp_path: Path) -> None:
+    body = (
+        "from torch.nn.functional import scaled_dot_product_attention as early\nimport profharness\n"
+        "q = torch.randn(1, 2, 4, 8)\nwith profharness.observe() as seen:\n    early(q, q, q)\n"
+        "assert not seen.calls"
+    )
+    program = write(tmp_path, body)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("profharness: __main__ imported scaled_dot_product_attention by")
+
+
 def test_the_fixture_is_there_for_tests_that_ask(tmp_path: Path) -> None:
     tests = (
         "def test_one(attention):\n    infer(1)\n    assert attention.backends == {'flash'}\n"
