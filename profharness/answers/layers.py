@@ -507,7 +507,10 @@ def _caveats(rows: Iterable[LayerRow], place: Place | None, observed: Observed) 
     if all(row.calls is None for row in kept):
         texts.append("No step was recorded: calls are counted, and there are no kernels and times.")
     elif live and not observed and not any(row.module for row in live):
-        texts.append("The trace has no modules: record it with with_stack=True.")
+        texts.append(
+            "The trace has no modules: record it with with_stack=True; nsys tells none, but under "
+            "`observe --profiler nsys` they are told."
+        )
     if place is None and any(row.ran == "math" for row in kept):
         texts.append("Why math ran depends on PyTorch's release: name it with --torch.")
     if all(row.forward_ns is None for row in kept) and any(row.calls is not None for row in kept):
