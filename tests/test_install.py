@@ -61,7 +61,7 @@ CODES = {
 }
 # Sampling goes on until an interval is small; here nobody looks at the interval.
 SHORTER = {
-    "profharness bench": "--max-time 0.1s --warmup 1 --processes 1",
+    "profharness bench": "--iterations 3 --warmup 1 --processes 1",
     "profharness verify": "--cases none",
     "profharness capture": "--samples 5",
 }

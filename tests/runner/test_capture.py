@@ -214,7 +214,7 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_words(tmp_path: Path) -
 @pytest.mark.skipif(sys.platform != "linux", reason="signals a process group")
 def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     argv = [
-        *(sys.executable, "-m", "profharness", "capture", "--config", "1,4,{512:1280:+64},64"),
+        *(sys.executable, "-m", "profharness", "capture", "--config", "1,4,{512:1280:+96},64"),
         *("--backend", "math", "--device", "cpu", "--out", str(tmp_path), "--samples", "5"),
         *("--store", str(tmp_path / "store.db")),
     ]
