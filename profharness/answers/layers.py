@@ -60,7 +60,8 @@ class LayerRow:
     program tells them, None else. points are the configs to time in place of the calls, each
     with the calls a step that it stands for. What follows is None until `regret_map` filled it in:
     the correct backend that is fastest, nanoseconds of one call on what ran and on that backend,
-    and what it saves a step, in all, forward and backward.
+    and what it saves a step, in all, forward and backward. dims are those of query, key, value and
+    mask where no config says them, None for one that the recording does not tell.
     """
 
     run: str
@@ -97,6 +98,7 @@ class LayerRow:
     choice: str | None = None
     site: str | None = None
     program_calls: int | None = None
+    dims: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ def module_name(call: CallRow) -> str | None:
 def _likeness(call: CallRow) -> tuple[Any, ...]:
     """What calls of one row have in common: decoding may have any length of keys."""
     config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
-    shapes = tuple(tuple(t["dims"]) for t in call.tensors if t) if config is None else ()
+    shapes = tuple(_dims(tensor) for tensor in call.tensors) if config is None else ()
     module = module_name(call)
     return (
         NUMBER.sub("{}", module) if module else None,
@@ -389,7 +391,12 @@ def _row(
         choice=kind.choice if kind else None,
         site=_site(kind),
         program_calls=made,
+        dims=() if middle else tuple(_dims(tensor) for tensor in first.tensors),
     )
+
+
+def _dims(tensor: Any) -> tuple[int, ...] | None:
+    return tuple(tensor["dims"]) if tensor else None
 
 
 def _points(configs: Sequence[Config], count: int) -> tuple[tuple[str, float], ...]:

@@ -4,7 +4,7 @@ would help, then the steps and where the GPU waited.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from profharness.answers.layers import NO_MASK, NO_MASK_EFFECT, LayerMap, LayerRow
@@ -113,8 +113,20 @@ def short_module(module: str | None) -> str | None:
     return ".".join(parts[-MODULES_SHOWN - numbered :])
 
 
+def _dims_text(dims: Sequence[Sequence[int] | None]) -> str | None:
+    """`dims q 8x64, k v 32x64` of what no config says; None where no dims are told."""
+    names: dict[str, list[str]] = {}
+    for name, sizes in zip(("q", "k", "v", "mask"), dims, strict=False):
+        if sizes:
+            names.setdefault("x".join(map(str, sizes)), []).append(name)
+    text = ", ".join(f"{' '.join(tensors)} {sizes}" for sizes, tensors in names.items())
+    return f"dims {text}" if text else None
+
+
 def _config(row: LayerRow) -> str | None:
-    if row.config is None or row.lengths is None or row.lengths[0] == row.lengths[1]:
+    if row.config is None:
+        return _dims_text(row.dims)
+    if row.lengths is None or row.lengths[0] == row.lengths[1]:
         return row.config
     return f"{row.config} (seq_kv {row.lengths[0]} to {row.lengths[1]})"
 

@@ -110,3 +110,14 @@ def test_what_is_not_there_is_named(store: Path, tmp_path: Path) -> None:
 )
 def test_numbers_of_layers_are_joined(names: list[str], text: str) -> None:
     assert numbered(names) == text
+
+
+def test_a_call_that_is_no_config_is_shown_with_its_dims(tmp_path: Path) -> None:
+    """nsys tells sizes and no dtype."""
+    report = Path(__file__).parents[1] / "data" / "llama_train.nsys.sqlite.gz"
+    store = ("--store", tmp_path / "s.db")
+    run("ingest", report, *store)
+    (row,) = json.loads(run("layers", "--format", "json", *store))["rows"]
+    assert row["config"] is None
+    assert row["dims"][:3] == [[2, 32, 1024, 64], [2, 8, 1024, 64], [2, 8, 1024, 64]]
+    assert "dims q 2x32x1024x64, k v 2x8x1024x64" in run("layers", *store)
