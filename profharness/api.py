@@ -305,7 +305,8 @@ def diff(
     """Paired rows of two sides (RUN, RUN:BACKEND, or a backend of the latest run) with verdicts.
 
     What changed in the environment is in the frame's `attrs["environment"]`, and the layers of two
-    programs that were traced in `attrs["layers"]`.
+    programs that were traced in `attrs["layers"]`; peak memory, launches and refusals of both sides
+    in `attrs["costs"]`.
     """
     chosen = config_list(configs)
     with open_store(store_path(store)) as opened:
@@ -313,9 +314,8 @@ def diff(
     record = diff_cells(
         *sides, threshold=stats.THRESHOLD if threshold is None else threshold
     ).to_json()
-    layers = list(record.get("layers", ()))
-    environment = list(record["environment"])
-    return _frame(record["rows"], list(DIFF_FIELDS), environment=environment, layers=layers)
+    beside = {name: list(record.get(name, ())) for name in ("environment", "layers", "costs")}
+    return _frame(record["rows"], list(DIFF_FIELDS), **beside)
 
 
 def explain(

@@ -134,6 +134,7 @@ def test_diff_has_a_verdict_per_row(store: Path) -> None:
     assert {"role", "verdict", "ratio"} <= set(rows.columns)
     assert "attention" in set(rows["role"])
     assert rows.attrs["environment"] == []
+    assert {cost["what"] for cost in rows.attrs["costs"]} >= {"launches", "refused"}
 
 
 def test_ingest_again_changes_nothing(store: Path) -> None:

@@ -11,6 +11,7 @@ from profharness.answers.analyze.figures import (
     SCHEMA,
     CellAnalysis,
     analyze_record,
+    kernels_past_l1,
 )
 from profharness.answers.analyze.sweeps import changed_problems, drops, sweep
 from profharness.devices import Peaks
@@ -316,13 +317,17 @@ def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
 
 def _past_l1(own: Sequence[CellAnalysis]) -> list[Note]:
     """Why some have no bytes of L1."""
-    names = [each.backend for each in own if each.figures and each.figures.past_l1]
-    if not names:
-        return []
-    text = (
-        "moves K and V past the L1 (TMA copies from the L2 to shared memory), so the L1 counts none"
-    )
-    return [Note(text, ", ".join(names))]
+    names: dict[str, list[str]] = {}
+    for each in own:
+        if each.figures is None or not each.figures.past_l1:
+            continue
+        kernels = kernels_past_l1(each.kernels)
+        products = [kernel.kernel for kernel in kernels if kernel.role != "attention"]
+        alone = bool(products) and len(products) == len(kernels)
+        what = f"the operands of {' and '.join(products)}" if alone else "K and V"
+        names.setdefault(what, []).append(each.backend)
+    how = "past the L1 (TMA copies from the L2 to shared memory), so the L1 counts none"
+    return [Note(f"moves {what} {how}", ", ".join(backends)) for what, backends in names.items()]
 
 
 _Roofs = list[tuple[str, Peaks, float]]

@@ -15,7 +15,7 @@ from profharness.devices import MEASURED, Peaks, l1_bytes
 from profharness.profilers.ncu_metrics import PRESETS, TENSOR_PIPE_OF_ADA
 from profharness.store import Selection, ingest_path, open_store
 from profharness.views.analyze import analyze_document, traffic_points
-from profharness.views.document import Chart, Heading
+from profharness.views.document import Chart, Heading, Note
 
 ARCHIVE = Path(__file__).parents[2] / "traces" / "counters.tar.xz"
 LIMITS = [
@@ -103,14 +103,20 @@ def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traf
 ) -> None:
     levels = {
         backend: [point["level"] for point in traffic_points(cells[SQUARE, backend])]
-        for backend in ("flash", "cudnn")
+        for backend in ("flash", "cudnn", "naive")
     }
     assert levels["flash"] == ["compulsory", "DRAM", "L2", "L1"]
-    assert levels["cudnn"] == ["compulsory", "DRAM", "L2"]
+    assert levels["cudnn"] == levels["naive"] == ["compulsory", "DRAM", "L2"]
+    past = {cell for cell, each in cells.items() if each.figures and each.figures.past_l1}
+    # cudnn's kernel for decoding has no TMA
+    assert past == {(SQUARE, "cudnn"), (SQUARE, "naive"), (DECODE, "naive")}
     math = {point["level"]: point for point in traffic_points(cells[SQUARE, "math"])}
     assert math["DRAM"]["ratio"] == pytest.approx(25.0, abs=0.1)
     assert math["L2"]["ratio"] > math["DRAM"]["ratio"] > 1
     document = analyze_document([*cells.values()])
+    notes = [block for block in document.blocks if isinstance(block, Note)]
+    (products,) = [note for note in notes if "past the L1" in note.text and "128x8" in note.text]
+    assert products.label == "naive" and "nvjet_sm90" in products.text
     charts = {block.title: block for block in document.blocks if isinstance(block, Chart)}
     rows = charts["Roofline on measured traffic"].rows
     assert len(rows) == sum(len(traffic_points(analysis)) for analysis in cells.values())

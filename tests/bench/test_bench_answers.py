@@ -248,3 +248,18 @@ def test_what_a_compiler_said_is_told(tmp_path: Path) -> None:
     assert 'k.cu(3): error: identifier "x" is undefined 1 error' in text
     assert "CUDA error: illegal" in text
     assert "Search for it" not in text
+
+
+def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path) -> None:
+    cells = [
+        cell(f"1,1,{length},64,fp16", backend, {"graph": steady(9_000)})
+        for length, backend in ((64, "flash"), (64, "math"), (128, "flash"))
+    ]
+    cells.append(cell("1,1,128,64,fp16", "math", {}, status="refused"))
+    found = answer(tmp_path, cells, baseline="math")
+    assert (
+        "no speed-up for 1 of 3 figures: the baseline math has no figure on their config"
+        in found.conclusions
+    )
+    with open_store(tmp_path / "store.db") as store:
+        assert "no speed-up" not in " ".join(benched(store).conclusions)

@@ -192,3 +192,28 @@ def test_a_real_run_without_a_sweep_says_nothing(tmp_path: Path) -> None:
     assert LENGTH.key not in {sweep.axis for sweep in found.sweeps}
     for sweep in found.sweeps:
         assert sweep.statement
+
+
+def test_auto_leads_where_what_it_took_was_not_timed_itself(tmp_path: Path) -> None:
+    cells = [
+        cell(f"2,4,{length},64,fp16", backend, {"graph": steady(ns)}, choice=took)
+        for length, backend, ns, took in (
+            *((256, "auto", 20_000, "cudnn"), (512, "auto", 40_000, "flash")),
+            *((256, "flash", 30_000, None), (512, "flash", 40_100, None)),
+            *((256, "math", 90_000, None), (512, "math", 180_000, None)),
+        )
+    ]
+    (sweep,) = answer(tmp_path, cells).sweeps
+    assert sweep.statement.startswith("the lowest median is that of auto at 256, flash at 512; ")
+    rate = 2 * 2 * 4 * 256**2 * 128 / 20_000e-9 / 1e12
+    assert f"the best rate goes from {rate:,.4g} TFLOP/s at 256" in sweep.statement
+
+
+def test_a_drop_that_samples_do_not_show_is_not_told(tmp_path: Path) -> None:
+    times = {256: [20_000, 21_000, 400_000], 512: [70_000, 650_000, 700_000]}
+    cells = [
+        cell(f"2,4,{length},64,fp16", "math", {"graph": samples * 2})
+        for length, samples in times.items()
+    ]
+    (sweep,) = answer(tmp_path, cells).sweeps
+    assert sweep.events == () and "Drops" not in sweep.statement

@@ -191,6 +191,7 @@ class Figures:
     """The figures of a cell. basis names the time behind the rates, of BASIS_SOURCE; duration_ns is
     its median. event_ns is an older run's, else cold_ns. Shares are of the peak. dram_bytes, l2_bytes
     and l1_bytes are those of a call that ncu counted, over ncu_ns, its own time with cold caches.
+    past_l1: l1_bytes lacks what some kernel copied by TMA.
     """
 
     basis: str | None
@@ -221,11 +222,7 @@ class Figures:
     l2_bytes: float | None = None
     l1_bytes: float | None = None
     ncu_ns: float | None = None
-
-    @property
-    def past_l1(self) -> bool:
-        """Whether the L1 counted less than must pass: copies by TMA go from the L2 to shared memory."""
-        return self.l1_bytes is not None and self.l1_bytes < self.compulsory_bytes
+    past_l1: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +393,7 @@ def cell_figures(
     flops_per_s = work / duration * 1e9 if duration else None
     bytes_per_s = moved / duration * 1e9 if duration else None
     dram, ncu_ns = _of_call(kernels, _dram_bytes), _of_call(kernels, lambda kernel: kernel.ncu_ns)
+    l1 = _of_call(kernels, lambda kernel: kernel.l1_bytes)
     top = peaks.bandwidth_bytes_per_s if peaks else None
     one_head = config.seq_len_kv * (config.head_dim + config.value_dim)
     return Figures(
@@ -425,9 +423,29 @@ def cell_figures(
         eager_ns=times.get(EAGER),
         host_ns=times.get(HOST),
         l2_bytes=_of_call(kernels, lambda kernel: kernel.l2_bytes),
-        l1_bytes=_of_call(kernels, lambda kernel: kernel.l1_bytes),
+        l1_bytes=l1,
         ncu_ns=ncu_ns,
+        past_l1=bool(kernels_past_l1(kernels)) or (l1 is not None and l1 < moved),
     )
+
+
+# Kernels that load by TMA count less than 0.001 of their L2 bytes in the L1 on an H200, others more
+# than 0.1; cold L2 reads of their own let the smallest ones come near, so they have to weigh something.
+PAST_L1 = 0.1
+
+
+def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
+    """Those with a tenth of the L2 bytes or more that went past the L1: copies by TMA go from the L2
+    to shared memory, and the L1 does not count them.
+    """
+    total = sum(kernel.l2_bytes or 0 for kernel in kernels)
+    return [
+        kernel
+        for kernel in kernels
+        if kernel.l1_bytes is not None
+        and kernel.l1_bytes < (kernel.l2_bytes or 0) * PAST_L1
+        and (kernel.l2_bytes or 0) >= total * PAST_L1
+    ]
 
 
 def phase_figures(

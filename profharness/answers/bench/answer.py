@@ -389,6 +389,7 @@ def conclude(
         sentences += _against_backend(ranked, baseline, samples_of, ran)
     else:
         sentences += _against_plain(ranked, samples_of)
+    sentences += _without_speedup(ranked, baseline)
     sentences += _regret_sentences(losses)
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
     if wrong:
@@ -477,6 +478,16 @@ def _against_backend(
             counted = f"of {len(own)} config{'s' if len(own) > 1 else ''}"
             sentences.append(f"against {baseline}, {counted}, {backend} is {', '.join(parts)}")
     return sentences
+
+
+def _without_speedup(ranked: Sequence[BenchRow], baseline: Baseline | None) -> list[str]:
+    """How many figures have no speed-up for want of the baseline's; none where none was named."""
+    lost = [row for row in ranked if row.speedup is None]
+    if baseline is None or not lost:
+        return []
+    where = " on their config" if isinstance(baseline, str) else ""
+    counted = f"{len(lost)} of {len(ranked)} figures"
+    return [f"no speed-up for {counted}: the baseline {baseline} has no figure{where}"]
 
 
 _ONE = "one"

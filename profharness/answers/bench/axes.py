@@ -139,10 +139,11 @@ def sweeps(rows: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> tuple[S
             lines = _lines(group, places)
             if not lines:
                 continue
-            events = (*_crossovers(lines, samples_of), *_drops(lines, ran))
+            rivals = _rivals(lines, ran)
+            events = (*_crossovers(lines, rivals, samples_of), *_drops(lines, samples_of, ran))
             growth = _growths(lines) if axis is LENGTH else ()
             values, labels = tuple(group), tuple(group.values())
-            told = _statement(lines, events)
+            told = _statement(rivals, events)
             sweep = Sweep(axis.key, axis.title, name, values, labels, events, told, growth)
             found.append(sweep)
     return tuple(found)
@@ -165,14 +166,25 @@ def _lines(group: Mapping[int, str], places: Mapping[tuple[str, str], BenchRow])
     return {backend: line for backend, line in lines.items() if len(line) > 1}
 
 
-def _own(lines: Lines) -> Lines:
-    """The lines without settings that take one of the others, where there are others."""
-    return {name: line for name, line in lines.items() if not leaves_choice(name)} or lines
+def _rivals(lines: Lines, ran: Ran) -> Lines:
+    """The lines without the values at which a setting took a backend that has a figure there itself:
+    the two are one, measured twice.
+    """
+
+    def is_another(row: BenchRow, value: int) -> bool:
+        took = ran.get((row.config, row.backend))
+        return not leaves_choice(row.backend) or value not in lines.get(took or "", {})
+
+    kept = {
+        name: {value: row for value, row in line.items() if is_another(row, value)}
+        for name, line in lines.items()
+    }
+    return {name: line for name, line in kept.items() if line}
 
 
-def _leaders(lines: Lines) -> dict[int, BenchRow]:
+def _leaders(rivals: Lines) -> dict[int, BenchRow]:
     leaders: dict[int, BenchRow] = {}
-    for line in _own(lines).values():
+    for line in rivals.values():
         for value, row in line.items():
             if value not in leaders or _ns(row) < _ns(leaders[value]):
                 leaders[value] = row
@@ -183,7 +195,7 @@ def _ns(row: BenchRow) -> float:
     return float(row.median_ns or 0)
 
 
-def _crossovers(lines: Lines, samples_of: SamplesOf) -> list[Event]:
+def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Event]:
     """Where the fastest backend becomes another one, as the samples show on both sides, or as it has no
     figure.
     """
@@ -194,7 +206,7 @@ def _crossovers(lines: Lines, samples_of: SamplesOf) -> list[Event]:
             return False
         return stats.compare(samples_of(rows[1]), samples_of(rows[0])).verdict == "faster"
 
-    events, leads = [], [(value, row.backend) for value, row in _leaders(lines).items()]
+    events, leads = [], [(value, row.backend) for value, row in _leaders(rivals).items()]
     place, leader = leads[0]
     for value, backend in leads[1:]:
         if value not in lines[leader]:
@@ -211,15 +223,18 @@ def _crossovers(lines: Lines, samples_of: SamplesOf) -> list[Event]:
     return events
 
 
-def _drops(lines: Lines, ran: Ran) -> list[Event]:
-    """Where a backend does much less work a second than at the value before, the largest first."""
+def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[Event]:
+    """Where a backend does much less work a second than at the value before, as the samples show;
+    the largest first.
+    """
     events = []
     for backend, line in lines.items():
         for (before, old), (after, new) in pairwise(line.items()):
             if not old.flops_per_s or not new.flops_per_s:
                 continue
             factor = old.flops_per_s / new.flops_per_s
-            if factor < DROP:
+            like_work = _stretched(samples_of(old), _ns(new) / _ns(old) / factor)
+            if factor < DROP or stats.compare(like_work, samples_of(new)).verdict != "slower":
                 continue
             took = [ran.get((row.config, backend)) for row in (old, new)]
             why = ""
@@ -230,17 +245,23 @@ def _drops(lines: Lines, ran: Ran) -> list[Event]:
     return sorted(events, key=lambda event: -(event.factor or 0))
 
 
+def _stretched(samples: Sequence[int], factor: float) -> stats.Series:
+    """The samples as they would be with so many times the work, done at the same rate."""
+    turns = samples.turns if isinstance(samples, stats.Series) else ()
+    return stats.Series.of((round(sample * factor) for sample in samples), turns)
+
+
 SHOWN_EVENTS = 4
 SUMMIT = 1.05  # a best rate between the ends that is higher than both by this factor is told
 
 
-def _statement(lines: Lines, events: Sequence[Event]) -> str:
+def _statement(rivals: Lines, events: Sequence[Event]) -> str:
     """One or two sentences: who leads at which values and at what rate, and what happens."""
-    leaders = _leaders(lines)
+    leaders = _leaders(rivals)
     values = list(leaders)
     crossings = [event for event in events if event.kind != "drop"]
     names = dict.fromkeys(row.backend for row in leaders.values())
-    if len(_own(lines)) == 1:
+    if len(rivals) == 1:
         lead = ""
     elif len(names) == 1:
         lead = f"{next(iter(names))} has the lowest median at all {len(values)} values; "

@@ -7,7 +7,16 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from profharness.answers.diff.model import BACKEND_CHANGED, Diff, DiffRow, LayerDiff, Program, Side
+from profharness.answers.diff.model import (
+    BACKEND_CHANGED,
+    LAUNCHES,
+    MEMORY,
+    Diff,
+    DiffRow,
+    LayerDiff,
+    Program,
+    Side,
+)
 from profharness.answers.observed import Observed
 from profharness.config import Config, parse_config, setting_name
 from profharness.errors import NotFoundError
@@ -116,6 +125,13 @@ def _program(store: Store, run: str, configs: Sequence[Config]) -> Program | Non
     return Program(tuple(calls), tuple(steps), device, tuple(untraced), observed)
 
 
+# why two sides with like cells may have no figure of this cost in common
+UNTOLD = {
+    LAUNCHES: "no config has launches that one profiler saw on both sides",
+    MEMORY: "no config has a peak of memory on both sides; cells that ran on a CPU have none",
+}
+
+
 def nothing_compared(
     diff: Diff, sides: Iterable[Side], verdicts: Collection[str] = ()
 ) -> str | None:
@@ -134,7 +150,11 @@ def nothing_compared(
     if judged and not open_ones:
         return None
     what = f" for {', '.join(sorted(open_ones))}" if judged else ""
-    return f"nothing to compare{what}: " + "; ".join(map(_has, sides))
+    if judged and all(name in UNTOLD for name in open_ones):
+        why = "; ".join(UNTOLD[name] for name in sorted(open_ones))
+    else:
+        why = "; ".join(map(_has, sides))
+    return f"nothing to compare{what}: {why}"
 
 
 def _judged(rows: Sequence[DiffRow]) -> set[str]:
