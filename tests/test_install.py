@@ -47,6 +47,7 @@ ELSEWHERE = {
 PYTHON_ELSEWHERE = (
     "def attention(",
     "import profharness\n\nwith profharness.observe",
+    "with profharness.observe() as seen",  # around a reader's model: tests/observe
     "from pathlib",
     "with torch.profiler",  # around a step of the reader's: tests/parse/test_calls.py
     "from emulator",
