@@ -260,8 +260,11 @@ class Figures:
     answers: dict[tuple[str, ...], list[dict[str, Any]]] = field(default_factory=dict)
 
     def run(self, name: str) -> str:
-        """The id of a run: the first of its folder, for what verified its outputs came later."""
-        place = self.folder / RUNS / self.study.name / name
+        """The id of a run: the first of its folder, for what verified its outputs came later.
+
+        STUDY/NAME is a run of another study.
+        """
+        place = self.folder / RUNS / (name if "/" in name else f"{self.study.name}/{name}")
         runs = [read_run(record.parent) for record in place.glob("*/run.json")]
         return min(runs, key=lambda run: (run.created, run.run)).run
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import re
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
+from string import Template
 from types import ModuleType
 
 import msgspec
@@ -20,7 +25,8 @@ from profharness.views import charts
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "studies"
-NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "README")
+NOT_STUDIES = ("README", "items")
+NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem not in NOT_STUDIES)
 pytestmark = pytest.mark.xdist_group("studies")  # unpacking and storing the runs takes seconds
 
 
@@ -84,6 +90,24 @@ def test_every_command_line_can_be_read(studies: ModuleType) -> None:
             assert import_module(COMMANDS[name][0]).command.make_context(name, rest).params
         for script, *_ in study.printed.values():
             assert (ROOT / "scripts" / script).is_file()
+
+
+def test_every_item_has_a_verdict_and_commands_that_can_be_read(runs: Path) -> None:
+    """What a run is named as is a run that is committed; only `no` and `partly` give a reason."""
+    text = (PAGES / "items.md").read_text(encoding="utf-8")
+    names = dict(re.findall(r"\b([A-Z]+)=(\d{8}-\d{6}-[0-9a-f]{4})\b", text))
+    stored = {path.parent.name for path in runs.glob("runs/*/*/*/run.json")}
+    assert set(names.values()) <= stored
+    rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    studies = [count for (count, *_), (after, *_) in pairwise([*rows, "1"]) if after == "1"]
+    assert studies == ["12", "26", "19", "13", "17"]
+    verdicts = Counter(verdict.partition(": ")[0] for *_, verdict in rows)
+    assert "{yes} yes, {partly} partly, {no} no".format(**verdicts) in text
+    assert all((verdict == "yes") == (": " not in verdict) for *_, verdict in rows)
+    for said in re.findall(r"`([^`]+)`", " ".join(answer for _, _, answer, _ in rows)):
+        name, *rest = shlex.split(Template(said).substitute(names))
+        if name in COMMANDS:
+            import_module(COMMANDS[name][0]).command.make_context(name, rest)
 
 
 def test_a_page_whose_data_say_otherwise_is_not_written(

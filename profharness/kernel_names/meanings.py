@@ -569,6 +569,7 @@ BRACKETS = tuple(
 WHOLE = tuple(
     (re.compile(pattern, re.ASCII), text)
     for pattern, text in (
+        (r"(Flash_(fwd|bwd)_kernel_traits<.*>)$", r"flash_\2_kernel<\1>"),
         (r"(?=FlashAttn(?:Fwd|Bwd)|prepare_varlen_num_blocks)", "flash::"),
         (r"(?=(?:Batch|Single)?(?:Prefill|Decode)With\w*KVCache)", "flashinfer::"),
         (r"(?=FlashAttention(?:Forward|Decode))", "flash_attn_cute_flash_fwd_"),

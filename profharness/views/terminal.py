@@ -27,6 +27,7 @@ from profharness.views.document import (
 
 GAP = 2
 MIN_SHRUNK = 12
+MAX_LABEL = 44  # of a note; longer labels run into its first line, and leave the others their room
 ROUNDS = 4  # of telling cut names apart; names of one kind need two
 _WORD_END = re.compile(r"[^\W_]*$")
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
@@ -51,7 +52,8 @@ def render_table(
         # rich would look for COLUMNS and NO_COLOR, which the caller has weighed already
         _environ={},
     )
-    label_width = max((len(b.label) for b in document.blocks if isinstance(b, Note)), default=0)
+    labels = (len(b.label) for b in document.blocks if isinstance(b, Note))
+    label_width = min(max(labels, default=0), MAX_LABEL)
     previous: Block | None = None
     for block in document.blocks:
         # a chart's figures stand in a table of the same document
@@ -175,7 +177,7 @@ def _fitting(text: str, width: int) -> str:
 
 def _print_note(console: Console, note: Note, label_width: int, width: int) -> None:
     indent = label_width + GAP if note.label else 0
-    lead = f"{one_line(note.label):<{indent}}"
+    lead = f"{one_line(note.label):<{label_width}}{' ' * GAP}" if note.label else ""
     body = textwrap.fill(
         one_line(note.text),
         width=max(width, indent + 20),

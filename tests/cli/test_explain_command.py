@@ -115,6 +115,13 @@ def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
     assert "cuDNN 91002 → 91900" in eleventh["changes"]  # type: ignore[operator]
 
 
+def test_a_release_whose_cudnn_is_not_known_tells_no_change_of_it() -> None:
+    args = ("--config", "2,8,512,64,fp16", "--torch", "2.1,2.2", "--gpu", "L4")
+    last = rows(*args)[-1]
+    assert "choice efficient → flash" in last["changes"]  # type: ignore[operator]
+    assert "None" not in told(*args)
+
+
 def test_several_configs_have_a_matrix_each_and_one_that_never_changes_says_so() -> None:
     out = told("--config", "2,8,512,{64,80},bf16", "--torch", "2.8,2.10", "--gpu", "A100")
     assert out.count("what changed") == 2

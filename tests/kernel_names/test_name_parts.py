@@ -112,6 +112,16 @@ def test_mangled_names_ops_and_transfers() -> None:
     assert describe("Memset (Device)").kernel.family == "memset"
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_traits_alone_are_said(direction: str) -> None:
+    """A study printed them without their kernel."""
+    found = describe(f"Flash_{direction}_kernel_traits<64, 128, 96, 4>")
+    assert found.kernel.family == ("flash" if direction == "fwd" else "flash_bwd")
+    parts = {part.parameter: part.token for part in found.parts}
+    names = ("kHeadDim", "kBlockM", "kBlockN", "kNWarps")
+    assert [parts[name] for name in names] == ["64", "128", "96", "4"]
+
+
 @pytest.mark.parametrize("name", ["foo_kernel", "void mine::attention<64>(int)", "<<<", "{0}"])
 def test_what_no_rule_knows_is_answered_so(name: str) -> None:
     found = describe(name)

@@ -113,6 +113,14 @@ def test_color_is_only_there_when_asked_for() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored).split() == plain.split()
 
 
+def test_one_long_label_leaves_the_other_notes_their_room() -> None:
+    notes = (Note("a b " * 30, "short"), Note("said", "long " * 19 + "long"))
+    text = RENDERERS["table"](Document("t/1", "t", notes, ("a",), ()))
+    assert len(text.splitlines()) == 4
+    assert max(map(len, text.splitlines())) <= 106
+    assert "long  said" in text
+
+
 def _document(text: str) -> Document:
     columns = (Column("name", "name", shrink=True), Column("count", "n", "count", right=True))
     blocks = (Heading(text), Table(columns, ((text, 1), ("x", 2))), Note(text, "on"))

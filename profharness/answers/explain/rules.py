@@ -364,7 +364,7 @@ def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
         lead = "no longer: " if new.eligible else ""
         changes.append(f"{name} {state}" + (f" ({lead}{reasons[0].code})" if reasons else ""))
     old_cudnn, new_cudnn = (answer.environment.get("cudnn") for answer in (before, after))
-    if changes and old_cudnn != new_cudnn:
+    if changes and None not in (old_cudnn, new_cudnn) and old_cudnn != new_cudnn:
         changes.append(f"cuDNN {old_cudnn} → {new_cudnn}")
     return tuple(changes)
 
