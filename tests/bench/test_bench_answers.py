@@ -263,3 +263,11 @@ def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path)
     )
     with open_store(tmp_path / "store.db") as store:
         assert "no speed-up" not in " ".join(benched(store).conclusions)
+
+
+def test_one_backend_measured_twice_is_not_called_as_fast(tmp_path: Path) -> None:
+    found = answer(tmp_path, regretful()[-2:])  # auto took flash, and lies 20 % above it
+    assert found.losses[0].regret > 0.19
+    assert found.conclusions[-1] == (
+        "auto took the fastest backend, or is as fast, on all 1 config(s)"
+    )

@@ -529,8 +529,14 @@ def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
             f"config(s): {reasons}{most}"
         )
     if not real and not unproven:
-        sentences.append(f"auto is as fast as the fastest backend on all {count} config(s)")
+        # of one backend that was measured twice the medians may lie apart
+        apart = any(loss.alike and loss.verdict != "same" for loss in losses)
+        alike = "took the fastest backend, or is as fast," if apart else _AS_FAST
+        sentences.append(f"auto {alike} on all {count} config(s)")
     return sentences
+
+
+_AS_FAST = "is as fast as the fastest backend"
 
 
 def _cost(loss: Loss) -> str:
