@@ -343,7 +343,7 @@ def test_an_answer_by_rule_imports_no_torch(tmp_path: Path) -> None:
 
 
 def test_help_has_examples() -> None:
-    assert told("--help").count("profharness explain --config") == 5
+    assert told("--help").count("profharness explain --config") == 6
 
 
 def test_live_on_the_cpu_with_the_gain_measured(tmp_path: Path) -> None:

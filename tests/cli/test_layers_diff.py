@@ -155,7 +155,7 @@ def test_captures_have_no_layers(tmp_path: Path) -> None:
         cli, ["diff", "flash", "cudnn", "--store", path, "--format", "json"]
     )
     assert set(json.loads(answer.stdout)) == {
-        *("schema", "rows", "baseline", "candidate", "environment"),
+        *("schema", "rows", "baseline", "candidate", "environment", "costs"),
     }
     gate = ["diff", "flash", "cudnn", "--store", path, "--fail-on", "backend-changed"]
     failed = CliRunner().invoke(cli, gate).exception
