@@ -22,7 +22,7 @@ NAMES = {
         "rows.MEASUREMENTS": set(rows.MEASUREMENTS) - {rows.EVENT},  # a name of older runs
     }.items()
 }
-DERIVED = {"config.SDPA_BACKENDS"}  # the keys of a table in its home
+DERIVED = {"config.SDPA_BACKENDS", "config.OWN_CHOICE"}  # of other names in their home
 # Lists of the same names that are facts of their own.
 OTHER_FACTS = {
     ("dispatch/predict.py", "config.SDPA_BACKENDS"): "the orders of preference, by release",
