@@ -11,6 +11,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
+CHANGED = ", changed"  # behind the commit of a work tree whose file is not as committed
+
 
 @dataclass(frozen=True)
 class Extra:

@@ -304,6 +304,11 @@ class CallRow:
         """`eager`, `compile` or, in whatever way it was captured, `graph`."""
         return "graph" if self.graph else "compile" if self.compiled else "eager"
 
+    @property
+    def dims(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Those of query, key, value and mask; None for a tensor that is not told."""
+        return tuple(tuple(tensor["dims"]) if tensor else None for tensor in self.tensors)
+
 
 ANY_BACKEND = "auto"  # what an observed call asked for where the program ruled out no backend
 UNTRACED = 0

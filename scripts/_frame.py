@@ -10,8 +10,9 @@ import os
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,13 +45,30 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
-def output(argv: Sequence[str]) -> str:
+def output(argv: Sequence[str], cwd: Path | None = None) -> str:
     """What a command printed; a failure ends the script with it."""
     environment = os.environ | {"LC_ALL": "C"}
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, env=environment, cwd=cwd
+    )
     if done.returncode:
         raise SystemExit(f"{argv} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def pack_files(folder: Path, files: Iterable[Path], target: Path) -> None:
+    """Write files below a folder into one tar.xz, whole or not at all, without owners and times."""
+
+    def bare(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = member.mtime = 0
+        member.uname = member.gname = ""
+        return member
+
+    partial = target.with_name(target.name + ".partial")
+    with tarfile.open(partial, "w:xz") as archive:
+        for path in sorted(files):
+            archive.add(path, str(path.relative_to(folder)), filter=bare)
+    partial.replace(target)
 
 
 def seconds(argv: Sequence[str]) -> float:

@@ -18,7 +18,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _frame import pack_files
 from atlas_cells import LONGEST_US, Cell, Sampler
 
 from profharness.dispatch.machine import Machine, machine_for, machine_of, release_text
@@ -489,17 +489,7 @@ def pack(options: argparse.Namespace) -> int:
     shards = shards_of(options.folder)
     if not shards:
         raise UsageError(f"{options.folder} has no shards (shard-*.jsonl) to pack")
-
-    def bare(info: tarfile.TarInfo) -> tarfile.TarInfo:
-        info.uid = info.gid = info.mtime = 0
-        info.uname = info.gname = ""
-        return info
-
-    partial = options.out.with_name(options.out.name + ".partial")
-    with tarfile.open(partial, "w:xz") as archive:
-        for path in shards:
-            archive.add(path, path.name, filter=bare)
-    partial.replace(options.out)
+    pack_files(options.folder, shards, options.out)
     print(f"{options.out}: {len(shards)} shards, {options.out.stat().st_size} bytes")
     return 0
 

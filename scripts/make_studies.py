@@ -18,7 +18,6 @@ import contextlib
 import io
 import json
 import shlex
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 
 import jinja2
 import msgspec
+from _frame import output, pack_files
 
 from profharness.cli.main import COMMANDS
 from profharness.config import SDPA_BACKENDS, parse_config
@@ -187,12 +187,9 @@ def measure(folder: Path, studies: Sequence[Study]) -> None:
 def timed(title: str, *words: str) -> str:
     """What a Python program printed; a failure ends the script with its output."""
     start = time.perf_counter()
-    argv = [sys.executable, *words]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(argv)} gave {done.returncode}:\n{done.stdout}{done.stderr}")
+    text = output([sys.executable, *words], cwd=ROOT)
     print(f"{title}: {time.perf_counter() - start:.0f} s", flush=True)
-    return done.stdout
+    return text
 
 
 def pack(folder: Path, target: Path = PACKED, studies: Sequence[Study] = STUDIES) -> None:
@@ -212,13 +209,7 @@ def pack(folder: Path, target: Path = PACKED, studies: Sequence[Study] = STUDIES
             (copy / PRINTED / path.name).write_bytes(path.read_bytes())
         (copy / PEAKS).write_bytes((folder / PEAKS).read_bytes())
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(target, "w:xz", preset=6) as archive:
-            for path in sorted(path for path in copy.rglob("*") if path.is_file()):
-                member = archive.gettarinfo(path, str(path.relative_to(copy)))
-                member.uid = member.gid = member.mtime = 0
-                member.uname = member.gname = ""
-                with path.open("rb") as data:
-                    archive.addfile(member, data)
+        pack_files(copy, (path for path in copy.rglob("*") if path.is_file()), target)
     print(f"{target}: {target.stat().st_size / 1e6:.2f} MB")
 
 

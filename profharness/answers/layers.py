@@ -259,7 +259,7 @@ def module_name(call: CallRow) -> str | None:
 def _likeness(call: CallRow) -> tuple[Any, ...]:
     """What calls of one row have in common: decoding may have any length of keys."""
     config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
-    shapes = tuple(_dims(tensor) for tensor in call.tensors) if config is None else ()
+    shapes = call.dims if config is None else ()
     module = module_name(call)
     return (
         NUMBER.sub("{}", module) if module else None,
@@ -391,12 +391,8 @@ def _row(
         choice=kind.choice if kind else None,
         site=_site(kind),
         program_calls=made,
-        dims=() if middle else tuple(_dims(tensor) for tensor in first.tensors),
+        dims=() if middle else first.dims,
     )
-
-
-def _dims(tensor: Any) -> tuple[int, ...] | None:
-    return tuple(tensor["dims"]) if tensor else None
 
 
 def _points(configs: Sequence[Config], count: int) -> tuple[tuple[str, float], ...]:

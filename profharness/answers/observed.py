@@ -126,7 +126,7 @@ def _key(kind: TemplateRow, lengths: tuple[int, ...]) -> Lengths:
 
 def _lengths(call: CallRow) -> tuple[int, ...]:
     """As the observer's recorder tells them."""
-    query, key = (tuple(tensor["dims"]) if tensor else () for tensor in call.tensors[:2])
+    query, key = (dims or () for dims in call.dims[:2])
     if len(query) < 3 or len(key) < 3:
         return ()
     return (query[0] if len(query) == 4 else 1, query[-2], key[-2])

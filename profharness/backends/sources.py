@@ -31,6 +31,7 @@ from profharness.backends.base import (
 )
 from profharness.backends.cuda_launch import local_files
 from profharness.config import Config
+from profharness.environment import CHANGED
 from profharness.errors import UsageError
 from profharness.processes import run_briefly
 
@@ -159,7 +160,7 @@ def commit(file: Path) -> str | None:
     )
     if not head or state is None:
         return None
-    return f"{head}, changed" if state else head
+    return f"{head}{CHANGED}" if state else head
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

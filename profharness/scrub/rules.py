@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import msgspec
 
-from profharness.environment import RELEVANT_VARIABLES
+from profharness.environment import CHANGED, RELEVANT_VARIABLES
 
 SECRET = "secret"
 HIDDEN = "<secret>"
@@ -179,7 +179,6 @@ _HASH_BEFORE = re.compile(
 # An object whose members are such: `"backend_commit": {"naive": "…", "tiled": "…"}`.
 _HASHES_BEFORE = re.compile(rf"(?:\b|_){_HASHES}[\"\\]*\s*:\s*\{{[^{{}}]*$", re.IGNORECASE)
 HEX = re.compile(r"[0-9a-fA-F]{32,128}")
-CHANGED = ", changed"  # behind the commit of a work tree that is not as committed
 
 
 def _hide_key(match: re.Match[str]) -> str | None:

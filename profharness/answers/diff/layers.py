@@ -117,7 +117,7 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
     decoding call has any number of keys.
     """
     if config is None:
-        dims = tuple(tuple(tensor["dims"]) for tensor in call.tensors if tensor)
+        dims = tuple(dims for dims in call.dims if dims is not None)
         return (call.op, dims), (call.op, dims)
     keys = None if phase_of(call) == "decode" else config.seq_len_kv
     core = (
