@@ -1,0 +1,99 @@
+"""A run folder as bytes, for a lane that does not see the campaign's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from profharness.errors import CaptureError
+
+BLOCK = 1 << 20
+
+
+def content_hash(folder: Path) -> str:
+    """The names and bytes of a folder's regular files as one hash. Hidden files do not count."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, path in _files(folder):
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def pack(folder: Path) -> bytes:
+    """The files that `content_hash` counts, as a tar file without owners and times."""
+    buffer = io.BytesIO()
+    # traces are compressed already
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, path in _files(folder):
+            member = tarfile.TarInfo(name)
+            member.size = path.stat().st_size
+            with path.open("rb") as file:
+                archive.addfile(member, file)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes, folder: Path, expected: str) -> bool:
+    """Make the folder of what `pack` returned, whole or not at all; False where it is there already.
+
+    Raises CaptureError for what leaves the folder, is no regular file, or has another hash.
+    """
+    if folder.exists():
+        return False
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.parcel")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        _extract(data, part)
+        if content_hash(part) != expected:
+            raise CaptureError(f"{folder.name}: what the lane sent has another hash than it said")
+        return _named(part, folder)
+    except (OSError, tarfile.TarError) as error:
+        raise CaptureError(f"{folder}: what the lane sent cannot be unpacked: {error}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _extract(data: bytes, part: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+        for member in archive:
+            name = PurePosixPath(member.name)
+            plain = member.isreg() and not member.issparse() and "\0" not in member.name
+            if not plain or name.is_absolute() or ".." in name.parts or not name.parts:
+                raise CaptureError(f"what the lane sent holds {member.name!r}, which is refused")
+            path = part.joinpath(*name.parts)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = archive.extractfile(member)
+            assert content is not None
+            # x: a name that comes twice is no folder that was packed here
+            with content, path.open("xb") as file:
+                shutil.copyfileobj(content, file, BLOCK)
+
+
+def _named(part: Path, folder: Path) -> bool:
+    """Give a whole folder its name; False where another has come first."""
+    try:
+        part.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        return False
+    return True
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The regular files below a folder with their names in it, in the order of these."""
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
+    for name in sorted(files):
+        if not any(part.startswith(".") for part in PurePosixPath(name).parts):
+            yield name, files[name]

@@ -1,0 +1,73 @@
+"""Run folders as bytes: what comes back is what was packed, and nothing leaves its folder."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from profharness.errors import CaptureError
+from profharness.jobs.parcel import content_hash, pack, unpack
+
+
+def run_folder(path: Path) -> Path:
+    (path / "sources").mkdir(parents=True)
+    (path / "run.json").write_text('{"run": "r"}')
+    (path / "sources" / "naive.py").write_text("x = 1\n")
+    (path / ".lock").write_text("process 1")
+    return path
+
+
+def archive(name: str, kind: bytes = tarfile.REGTYPE, count: int = 1) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as file:
+        for _ in range(count):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.size = kind, "/etc/passwd", 0
+            file.addfile(member, io.BytesIO())
+    return buffer.getvalue()
+
+
+def test_a_folder_comes_back_as_it_was_and_once(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "there" / "g1")
+    data, expected = pack(folder), content_hash(folder)
+    back = tmp_path / "here" / "g1"
+    assert unpack(data, back, expected)
+    assert content_hash(back) == expected
+    assert (back / "sources" / "naive.py").read_text() == "x = 1\n"
+    assert not (back / ".lock").exists()
+    assert not unpack(data, back, expected)
+    assert [path.name for path in back.parent.iterdir()] == ["g1"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        archive("../outside"),
+        archive("/outside"),
+        archive("a/../../outside"),
+        archive("link", tarfile.SYMTYPE),
+        archive("link", tarfile.LNKTYPE),
+        archive("pipe", tarfile.FIFOTYPE),
+        archive("twice", count=2),
+        b"no archive at all",
+        pack(Path(__file__).parent / "nowhere"),
+    ],
+)
+def test_what_would_leave_the_folder_or_is_another_one_is_refused(
+    tmp_path: Path, data: bytes
+) -> None:
+    with pytest.raises(CaptureError):
+        unpack(data, tmp_path / "campaign" / "g1", "0" * 32)
+    assert [path.name for path in tmp_path.rglob("*")] == ["campaign"]
+
+
+def test_the_hash_tells_names_and_bytes(tmp_path: Path) -> None:
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two")
+    assert content_hash(one) == content_hash(two)
+    (two / "run.json").write_text('{"run": "s"}')
+    assert content_hash(one) != content_hash(two)
+    (two / "run.json").unlink()
+    assert content_hash(one) != content_hash(two)
