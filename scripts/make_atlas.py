@@ -4,6 +4,7 @@ docs/atlas.md describes. A call that is cut off loses its last batch; the next o
     python scripts/make_atlas.py measure FOLDER --seconds 540 [--seed 0] [--device cuda]
     python scripts/make_atlas.py stats FOLDER
     python scripts/make_atlas.py pack FOLDER OUT.tar.xz
+    python scripts/make_atlas.py package SHARDS     a folder or an archive of shards
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 from _frame import pack_files
 from atlas_cells import LONGEST_US, Cell, Sampler
 
+from profharness.answers.atlas.data import PACKAGED, SUFFIX, read_shards, write_atlas
 from profharness.dispatch.machine import Machine, machine_for, machine_of, release_text
 from profharness.errors import ProfharnessError, UsageError
 from profharness.parse import open_trace
@@ -494,12 +496,21 @@ def pack(options: argparse.Namespace) -> int:
     return 0
 
 
+def package(options: argparse.Namespace) -> int:
+    """Make the file of the package from a folder or an archive of shards."""
+    atlas = read_shards(options.folder)
+    path = PACKAGED / f"{atlas.machine.name}{SUFFIX}"
+    write_atlas(atlas, path, force=True)
+    print(f"{path}: {len(atlas)} cells, {path.stat().st_size} bytes")
+    return 0
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    for function in (measure, stats, pack):
+    for function in (measure, stats, pack, package):
         command = commands.add_parser(function.__name__, help=function.__doc__)
         command.set_defaults(function=function)
         command.add_argument("folder", type=Path)

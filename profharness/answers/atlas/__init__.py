@@ -1,0 +1,1 @@
+"""What a GPU does with any attention: its measured cells, and the model between them (docs/atlas.md)."""
