@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
@@ -70,6 +71,13 @@ def _opened_nvml() -> Iterator[Any]:
         yield pynvml
     finally:
         pynvml.nvmlShutdown()
+
+
+def hashed_key(text: str) -> str:
+    """Stands for a host's name or a GPU's UUID where neither is to be kept."""
+    return blake2b(
+        text.lower().encode(errors="replace"), digest_size=6, person=b"profharness"
+    ).hexdigest()
 
 
 def driver_version() -> str | None:

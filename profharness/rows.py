@@ -84,7 +84,7 @@ class RunRow:
     """One stored run. source is `capture` (made by profharness) or `trace` (somebody's file).
 
     kind is the command that made it (`capture bench verify explain`), or `trace`. warnings tell what
-    was wrong with its traces.
+    was wrong with its traces. host_key and gpu_key are hashes; the last four are None where not told.
     """
 
     run: str
@@ -99,6 +99,10 @@ class RunRow:
     failed_cells: int
     launches: int
     warnings: tuple[str, ...] = ()
+    rank: int | None = None
+    world_size: int | None = None
+    host_key: str | None = None
+    gpu_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,3 +376,61 @@ class GapRow(NamedTuple):
     kernel_short: str
     op_path: str | None
     launch_ns: int | None
+
+
+class DeviceTime(NamedTuple):
+    """How long a GPU was busy between its first and its last launch of a trace. exposed_ns is the time
+    in which collectives ran and nothing else did.
+    """
+
+    device: int
+    launches: int
+    start_ns: int
+    end_ns: int
+    busy_ns: int
+    collective_ns: int
+    exposed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank of a job: a run, or of a run of several ranks the traces of one. rank is None where
+    nothing tells it; name is that of its file or folder. traces are row ids.
+    """
+
+    run: str
+    rank: int | None
+    world_size: int | None
+    host_key: str | None
+    gpu_key: str | None
+    name: str
+    created: str
+    device: str | None
+    environment: dict[str, Any]
+    traces: tuple[int, ...]
+    times: tuple[DeviceTime, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """`rank 3`, or the name of its file."""
+        return self.name if self.rank is None else f"rank {self.rank}"
+
+
+class RankKernel(NamedTuple):
+    """What a kernel's id stands for in a `RankLaunches`."""
+
+    name: str
+    short: str
+    family: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankLaunches:
+    """The launches of traces, summed up. groups are (trace, place, kernel, launch configuration,
+    launches, total_ns, cell) with ids; a total of -1 is not known. A place is a range, or a config on a backend.
+    """
+
+    groups: list[tuple[int, ...]]
+    places: dict[int, str]
+    kernels: dict[int, RankKernel]

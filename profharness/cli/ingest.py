@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+import profharness.store as stores
 from profharness.cli._options import hint, quiet_stdout, store_option
 from profharness.errors import ProfharnessError, shown
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
+from profharness.store.sources import find_sources
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -50,9 +52,6 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
       profharness ingest trace.json.gz traces/runs
       profharness ingest profile.nsys-rep counters.ncu-rep
     """
-    # loads the parsers, which --help does not need
-    from profharness.store.ingest import find_sources, ingest_path
-
     done = failed = warned = 0
     taken: list[str] = []
     for given in sources:
@@ -65,7 +64,7 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
         for source in paths:
             try:
                 with _progress(source) as progress:
-                    results = ingest_path(store, source, progress=progress)
+                    results = stores.ingest_path(store, source, progress=progress)
             except ProfharnessError as error:
                 failed += 1
                 hint(f"error: {error}")

@@ -26,7 +26,14 @@ from profharness.kernel_names.text import (
     template_arguments,
 )
 
-__all__ = ["ATTENTION_FAMILIES", "FAMILIES", "KernelName", "canonical", "parse_kernel_name"]
+__all__ = [
+    "ATTENTION_FAMILIES",
+    "COLLECTIVE",
+    "FAMILIES",
+    "KernelName",
+    "canonical",
+    "parse_kernel_name",
+]
 
 ATTENTION_FAMILIES = frozenset(
     family
@@ -34,6 +41,8 @@ ATTENTION_FAMILIES = frozenset(
     if family.startswith(("flash", "efficient", "cudnn", "flex", "fmha"))
 )
 """Families whose kernels do nothing but attention."""
+COLLECTIVE = "collective"
+"""The family of communication between GPUs."""
 _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)
 # ATen ops that stand for one kernel
 _GROUPS = {

@@ -14,13 +14,11 @@ from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
-import msgspec
 import xxhash
 
 from profharness.errors import StoreError, TraceFormatError, shown
-from profharness.parse import is_trace, open_trace, sniff
+from profharness.parse import open_trace
 from profharness.parse.observed import Journals, read_journals
-from profharness.parse.packed import open_file
 from profharness.profilers.ncu_metrics import QUERY_METRICS, unmeasured
 from profharness.run import (
     BENCH_FILE,
@@ -32,13 +30,11 @@ from profharness.run import (
     Problem,
     Protocol,
     Run,
-    TraceFile,
-    observed_journals,
     read_plan,
-    read_run,
     run_kind,
 )
 from profharness.store import growth
+from profharness.store.device_times import TIMED, DeviceTimes
 from profharness.store.insert import (
     CellTrace,
     Inserted,
@@ -49,6 +45,7 @@ from profharness.store.insert import (
     to_json,
 )
 from profharness.store.limits import check_record, check_tables
+from profharness.store.places import split_place
 from profharness.store.schema import (
     connect,
     damaged,
@@ -58,15 +55,13 @@ from profharness.store.schema import (
     transaction,
     waiting,
 )
+from profharness.store.sources import Raw, Source, find_sources, read_source
 from profharness.store.templates import insert_journals
 from profharness.trace import LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
 
-EXPECTED = "a run folder, a trace file, or a folder of these"
-CHUNK = 1 << 20
 UNREADABLE = "trace_unreadable"
-MAX_PATH, SHOWN_PATH = 1024, 60  # characters of a trace's path, in all and in a message
 LAST_SECOND = 253402300799.0  # of the year 9999, after which no date can be written
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
 
@@ -89,28 +84,6 @@ class IngestResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
-    """One raw trace of a source, its cells as run.json says; problem: why it cannot be read."""
-
-    profiler: str | None
-    name: str
-    path: Path
-    content_hash: str
-    cells: tuple[str, ...] = ()
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A source before it is parsed; run is None for a trace file that no run folder holds."""
-
-    path: Path
-    run: Run | None
-    raws: tuple[Raw, ...]
-    content_hash: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Parsed:
     raw: Raw
     trace: Trace
@@ -119,100 +92,6 @@ class _Parsed:
 
 class _RawError(Exception):
     """Reading a raw trace failed in the middle. args: the Raw, the TraceFormatError."""
-
-
-def find_sources(path: Path) -> list[Path]:
-    """The run folders and trace files of a path. Raises TraceFormatError if there is none."""
-    try:
-        if path.is_file() or (path / RUN_FILE).is_file():
-            return [path]
-        if not path.is_dir():
-            missing = "not a regular file" if path.exists() else "no such file or folder"
-            raise TraceFormatError(path, missing, expected=EXPECTED)
-        sources = list(_walk(path))
-    except OSError as error:
-        place = error.filename or path
-        raise TraceFormatError(place, f"cannot be read: {error.strerror}") from None
-    if not sources:
-        raise TraceFormatError(path, "nothing to ingest in this folder", expected=EXPECTED)
-    return sources
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    # a folder lists its files in any order
-    for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
-        # a link may lead back up
-        if entry.is_dir() and not entry.is_symlink():
-            try:
-                yield from [entry] if (entry / RUN_FILE).is_file() else list(_walk(entry))
-            except PermissionError:
-                yield entry  # who reads it says so
-        elif entry.is_file() and _is_wanted(entry):
-            yield entry
-
-
-def _is_wanted(file: Path) -> bool:
-    """Whether a file found in a folder is a source; who reads one that is locked says so."""
-    try:
-        return is_trace(file) and sniff(file) is not None
-    except TraceFormatError:
-        return True
-
-
-def _read_source(path: Path) -> Source:
-    """A run folder or trace file with its content hash, nothing parsed. Raises TraceFormatError."""
-    if path.is_file():
-        # a trace that is packed once more is the same trace
-        content_hash = _hash_file(path, packed=False)
-        return Source(path, None, (Raw(None, shown(path.name), path, content_hash),), content_hash)
-    run = read_run(path)
-    raws = tuple(_raw(path, trace) for trace in run.traces)
-    digest = xxhash.xxh3_128(msgspec.json.encode(run))
-    for raw in raws:
-        digest.update(raw.content_hash.encode())
-    for journal in observed_journals(path) if run.kind == OBSERVE else ():
-        digest.update(_hash_file(journal).encode())
-    return Source(path, run, raws, digest.hexdigest())
-
-
-def _hash_file(path: Path, *, packed: bool = True) -> str:
-    """XXH3-128 of the file's bytes, or with packed=False of what it packs, as hex.
-
-    Raises TraceFormatError if it cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    try:
-        with closing(path.open("rb") if packed else open_file(path)[0]) as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
-
-
-def _raw(folder: Path, trace: TraceFile) -> Raw:
-    path = folder / trace.path
-    try:
-        inside = path.resolve().is_relative_to(folder.resolve()) and len(trace.path) <= MAX_PATH
-    except (OSError, ValueError):  # a NUL, a loop of links
-        inside = False
-    if not inside:
-        shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
-        raise TraceFormatError(
-            folder / RUN_FILE,
-            f"names a trace outside of its folder, or that no file can be: {shown}",
-            expected="a path inside the run folder",
-        )
-    content_hash, problem = "", None
-    try:
-        if not path.is_file():
-            raise TraceFormatError(path, "named in run.json but missing", expected="a raw trace")
-        content_hash = _hash_file(path)
-    except OSError as error:
-        problem = f"{path}: cannot be read: {error.strerror}"
-    except TraceFormatError as error:
-        problem = str(error)
-    return Raw(trace.profiler, trace.path, path, content_hash, trace.cells, problem)
 
 
 def ingest_path(
@@ -234,7 +113,7 @@ def ingest_path(
         )
         for path in find_sources(source):
             try:
-                read = _read_source(path)
+                read = read_source(path)
                 results.append(_ingest(store, writer, read, progress))
             except TraceFormatError as error:
                 failures.append(error)
@@ -392,7 +271,8 @@ def _insert_run(
     connection: sqlite3.Connection, source: Source, name: str, parsed: list[_Parsed]
 ) -> int:
     run = source.run
-    environment = dict(run.environment) if run else dict(parsed[0].trace.environment)
+    told = run.environment if run else parsed[0].trace.environment
+    place, environment = split_place(told, None if run else source.path.name)
     devices = [device.name for item in parsed for device in item.trace.devices]
     recorded = environment.get("gpu") or environment.get("cpu")
     torch = environment.get("torch")
@@ -415,6 +295,7 @@ def _insert_run(
         "bench": to_json(asdict(plan)) if (plan := _bench_plan(source)) else None,
         "note": run.note if run else None,
         "profharness": run.profharness if run else None,
+        **asdict(place),
         "problems": to_json([asdict(problem) for problem in _problems(source)]),
         "warnings": "[]",  # known when all is inserted
     }
@@ -543,9 +424,17 @@ def _insert_raw(
         if progress:
             progress(raw.name, done, trace.num_launches)
 
+    times = DeviceTimes()
+    # the launches of a cell lie apart, and are timed alone
+    watched = cells is None and trace.profiler in TIMED
+    batches = times.watch(parsed.batches) if watched else parsed.batches
     try:
         trace_id = insert_row(connection, "traces", row)
-        return insert_trace(connection, trace_id, trace, parsed.batches, cells, advance)
+        inserted = insert_trace(connection, trace_id, trace, batches, cells, advance)
+        times.insert(
+            connection, trace_id, list(zip(trace.kernels, trace.kernel_kinds, strict=True))
+        )
+        return inserted
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
     except (ValueError, OverflowError) as error:

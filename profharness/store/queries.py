@@ -23,6 +23,8 @@ from profharness.rows import (
     KernelRow,
     LaunchRow,
     RangeRow,
+    RankLaunches,
+    RankRow,
     Refusal,
     RunRow,
     StepRow,
@@ -32,6 +34,7 @@ from profharness.rows import (
 )
 from profharness.stats import Series
 from profharness.store.calls import call_rows, gap_rows, step_rows, template_rows
+from profharness.store.ranks import rank_launches, rank_rows
 from profharness.store.schema import (
     connect,
     damaged,
@@ -132,6 +135,7 @@ class Store:
         rows = _records(
             self.connection,
             "SELECT run, created, source, kind, path, device, torch, profilers, warnings, "
+            "rank, world_size, host_key, gpu_key, "
             "(SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells, (SELECT count(*) "
             f"FROM cells c WHERE c.run_id = r.id AND c.status IN ({failed})) AS failed_cells, "
             "(SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches "
@@ -396,6 +400,16 @@ class Store:
             f"SELECT {columns} FROM kernel_launches WHERE {where}", values
         )
         return map(LaunchRow._make, rows)
+
+    def ranks(self, refs: Sequence[str] = ()) -> list[RankRow]:
+        """The ranks of a job, by their numbers. refs are runs, prefixes of runs or folders; none is
+        the newest job, one run the job that it is of. Raises NotFoundError.
+        """
+        return rank_rows(self.connection, self.path, refs)
+
+    def rank_launches(self, ranks: Sequence[RankRow]) -> RankLaunches:
+        """What the ranks launched, summed up by range, kernel and launch configuration."""
+        return rank_launches(self.connection, ranks)
 
     def protocol(self, run: str) -> dict[str, Any]:
         """How a run's cells were run, by the names of `run.Protocol`; empty for a foreign trace."""

@@ -11,9 +11,11 @@ from profharness.views.document import Block, Column, Document, Note, Table, rec
 RUN_FIELDS = (
     *("run", "created", "source", "device", "torch", "profilers"),
     *("cells", "failed_cells", "launches", "path", "kind", "warnings"),
+    *("rank", "world_size", "host_key", "gpu_key"),
 )
 RUN_COLUMNS = (
     Column("run", "run"),
+    Column("rank", "rank", right=True),
     Column("kind", "kind"),
     Column("created", "created"),
     Column("device", "device", shrink=True),
@@ -28,7 +30,9 @@ RUN_COLUMNS = (
 def runs_document(rows: Sequence[RunRow]) -> Document:
     """The answer of `profharness runs`, in the given order."""
     notes = warning_notes({row.run: row.warnings for row in rows if row.warnings})
-    blocks: tuple[Block, ...] = (Table.of(RUN_COLUMNS, rows), *notes) if rows else ()
+    ranked = any(row.rank is not None for row in rows)
+    columns = [column for column in RUN_COLUMNS if ranked or column.key != "rank"]
+    blocks: tuple[Block, ...] = (Table.of(columns, rows), *notes) if rows else ()
     records = tuple(record(row, RUN_FIELDS) for row in rows)
     return Document("profharness.runs/1", "Runs", blocks, RUN_FIELDS, records)
 

@@ -25,9 +25,9 @@ from profharness.profilers.ncu import check_file
 from profharness.rows import Refusal
 from profharness.run import BENCH_FILE, Cell, Problem, TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
-from profharness.store.ingest import find_sources
 from profharness.store.insert import insert_trace
 from profharness.store.schema import connect, transaction
+from profharness.store.sources import find_sources
 from profharness.views.report import report_document
 
 Folder = Callable[..., Path]

@@ -207,7 +207,7 @@ def test_a_million_launches_answer_at_once(tmp_path: Path) -> None:
         connection.execute("INSERT INTO environments VALUES (1, 'e', '{}')")
         connection.execute(
             "INSERT INTO runs VALUES (1, 'r', 'now', 'trace', 'trace', 'p', 'h', 1, NULL, NULL, "
-            "'[]', NULL, NULL, NULL, NULL, '[]', '[]')"
+            "'[]', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '[]', '[]')"
         )
         connection.execute(
             "INSERT INTO traces VALUES (1, 1, 'torch', 'p', 'h', ?, 0, 0, '{}', 1, ?)",

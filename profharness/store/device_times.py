@@ -1,0 +1,80 @@
+"""How long each GPU of a trace was busy, and with what, added up as its launches go by."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from profharness.kernel_names import COLLECTIVE
+from profharness.store.schema import insert_row
+from profharness.trace import LaunchBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Column = NDArray[np.int64]
+
+TIMED = ("torch", "nsys")  # ncu runs each kernel alone and lays them end to end
+
+
+class DeviceTimes:
+    """Keeps of each launch on a GPU its device, kernel, start and duration: 24 bytes."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Column, ...]] = []
+
+    def watch(self, batches: Iterable[LaunchBatch]) -> Iterator[LaunchBatch]:
+        """The batches as they are; call `insert` after the last one."""
+        for batch in batches:
+            timed = (batch.device >= 0) & (batch.duration_ns >= 0)
+            kept = (batch.device, batch.kernel, batch.start_ns, batch.duration_ns)
+            columns = tuple(column[timed] for column in kept)
+            self._blocks.append(
+                (columns[0].astype(np.int32), columns[1].astype(np.int32), *columns[2:])
+            )
+            yield batch
+
+    def insert(
+        self, connection: sqlite3.Connection, trace_id: int, kernels: Sequence[tuple[str, str]]
+    ) -> None:
+        """Insert a row a device. kernels are the names and kinds that the batches refer to, all of
+        them stored.
+        """
+        if not self._blocks:
+            return
+        device, kernel, start, duration = map(np.concatenate, zip(*self._blocks, strict=True))
+        families = (
+            connection.execute("SELECT family FROM kernels WHERE name = ? AND kind = ?", key)
+            for key in kernels
+        )
+        communicates = np.array([row.fetchone()[0] == COLLECTIVE for row in families], bool)[kernel]
+        for index in np.unique(device).tolist():
+            here = device == index
+            order = np.argsort(start[here], kind="stable")
+            begins, ends = start[here][order], (start[here] + duration[here])[order]
+            collective = communicates[here][order]
+            busy = _union(begins, ends)
+            row = {
+                "trace_id": trace_id,
+                "device": index,
+                "launches": len(begins),
+                "start_ns": int(begins[0]),
+                "end_ns": int(ends.max()),
+                "busy_ns": busy,
+                "collective_ns": _union(begins[collective], ends[collective]),
+                # while a collective ran and nothing else did
+                "exposed_ns": busy - _union(begins[~collective], ends[~collective]),
+            }
+            insert_row(connection, "device_times", row)
+
+
+def _union(begins: Column, ends: Column) -> int:
+    """ns that intervals in the order of their begins cover together."""
+    if not len(begins):
+        return 0
+    until = np.maximum.accumulate(ends)
+    covered = np.r_[begins[:1], until[:-1]]
+    return int(np.maximum(ends - np.maximum(begins, covered), 0).sum())

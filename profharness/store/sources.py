@@ -1,0 +1,136 @@
+"""What a path offers to the store: run folders and trace files, each with its content hash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from profharness.errors import TraceFormatError, shown
+from profharness.parse import is_trace, sniff
+from profharness.parse.packed import open_file
+from profharness.run import OBSERVE, RUN_FILE, Run, TraceFile, observed_journals, read_run
+
+EXPECTED = "a run folder, a trace file, or a folder of these"
+CHUNK = 1 << 20
+MAX_PATH, SHOWN_PATH = 1024, 60  # characters of a trace's path, in all and in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """One raw trace of a source, its cells as run.json says; problem: why it cannot be read."""
+
+    profiler: str | None
+    name: str
+    path: Path
+    content_hash: str
+    cells: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source before it is parsed; run is None for a trace file that no run folder holds."""
+
+    path: Path
+    run: Run | None
+    raws: tuple[Raw, ...]
+    content_hash: str
+
+
+def find_sources(path: Path) -> list[Path]:
+    """The run folders and trace files of a path. Raises TraceFormatError if there is none."""
+    try:
+        if path.is_file() or (path / RUN_FILE).is_file():
+            return [path]
+        if not path.is_dir():
+            missing = "not a regular file" if path.exists() else "no such file or folder"
+            raise TraceFormatError(path, missing, expected=EXPECTED)
+        sources = list(_walk(path))
+    except OSError as error:
+        place = error.filename or path
+        raise TraceFormatError(place, f"cannot be read: {error.strerror}") from None
+    if not sources:
+        raise TraceFormatError(path, "nothing to ingest in this folder", expected=EXPECTED)
+    return sources
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    # a folder lists its files in any order
+    for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
+        # a link may lead back up
+        if entry.is_dir() and not entry.is_symlink():
+            try:
+                yield from [entry] if (entry / RUN_FILE).is_file() else list(_walk(entry))
+            except PermissionError:
+                yield entry  # who reads it says so
+        elif entry.is_file() and _is_wanted(entry):
+            yield entry
+
+
+def _is_wanted(file: Path) -> bool:
+    """Whether a file found in a folder is a source; who reads one that is locked says so."""
+    try:
+        return is_trace(file) and sniff(file) is not None
+    except TraceFormatError:
+        return True
+
+
+def read_source(path: Path) -> Source:
+    """A run folder or trace file with its content hash, nothing parsed. Raises TraceFormatError."""
+    if path.is_file():
+        # a trace that is packed once more is the same trace
+        content_hash = _hash_file(path, packed=False)
+        return Source(path, None, (Raw(None, shown(path.name), path, content_hash),), content_hash)
+    run = read_run(path)
+    raws = tuple(_raw(path, trace) for trace in run.traces)
+    digest = xxhash.xxh3_128(msgspec.json.encode(run))
+    for raw in raws:
+        digest.update(raw.content_hash.encode())
+    for journal in observed_journals(path) if run.kind == OBSERVE else ():
+        digest.update(_hash_file(journal).encode())
+    return Source(path, run, raws, digest.hexdigest())
+
+
+def _hash_file(path: Path, *, packed: bool = True) -> str:
+    """XXH3-128 of the file's bytes, or with packed=False of what it packs, as hex.
+
+    Raises TraceFormatError if it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    try:
+        with closing(path.open("rb") if packed else open_file(path)[0]) as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def _raw(folder: Path, trace: TraceFile) -> Raw:
+    path = folder / trace.path
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve()) and len(trace.path) <= MAX_PATH
+    except (OSError, ValueError):  # a NUL, a loop of links
+        inside = False
+    if not inside:
+        shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
+        raise TraceFormatError(
+            folder / RUN_FILE,
+            f"names a trace outside of its folder, or that no file can be: {shown}",
+            expected="a path inside the run folder",
+        )
+    content_hash, problem = "", None
+    try:
+        if not path.is_file():
+            raise TraceFormatError(path, "named in run.json but missing", expected="a raw trace")
+        content_hash = _hash_file(path)
+    except OSError as error:
+        problem = f"{path}: cannot be read: {error.strerror}"
+    except TraceFormatError as error:
+        problem = str(error)
+    return Raw(trace.profiler, trace.path, path, content_hash, trace.cells, problem)

@@ -1,0 +1,287 @@
+"""The tables and views of the store, as SQLite keeps their text.
+
+The launches of a trace have consecutive ids, so a range of ids stands for an index on trace_id.
+"""
+
+from __future__ import annotations
+
+# peaks does not refer to environments: these go with the last run that has them, peaks stay.
+TABLES = """
+CREATE TABLE environments (
+    id INTEGER PRIMARY KEY, hash TEXT NOT NULL UNIQUE, data TEXT NOT NULL) STRICT;
+
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, run TEXT NOT NULL UNIQUE, created TEXT NOT NULL,
+    source TEXT NOT NULL CHECK (source IN ('capture', 'trace')), kind TEXT NOT NULL,
+    path TEXT NOT NULL,
+    content_hash TEXT NOT NULL, environment_id INTEGER NOT NULL REFERENCES environments(id),
+    device TEXT, torch TEXT, profilers TEXT NOT NULL, protocol TEXT, bench TEXT, note TEXT,
+    profharness TEXT, rank INTEGER, world_size INTEGER, host_key TEXT, gpu_key TEXT,
+    problems TEXT NOT NULL, warnings TEXT NOT NULL) STRICT;
+CREATE INDEX runs_created ON runs(created, id);
+CREATE INDEX runs_content ON runs(content_hash);
+CREATE INDEX runs_environment ON runs(environment_id);
+
+CREATE TABLE devices (
+    run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE, device_index INTEGER NOT NULL,
+    name TEXT NOT NULL, compute_major INTEGER NOT NULL, compute_minor INTEGER NOT NULL,
+    num_sms INTEGER NOT NULL, total_memory_bytes INTEGER, max_threads_per_block INTEGER,
+    max_threads_per_sm INTEGER, registers_per_block INTEGER, registers_per_sm INTEGER,
+    shared_bytes_per_block INTEGER, shared_bytes_per_block_optin INTEGER,
+    shared_bytes_per_sm INTEGER, warp_size INTEGER NOT NULL,
+    PRIMARY KEY (run_id, device_index)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE configs (
+    id INTEGER PRIMARY KEY, label TEXT NOT NULL, batch INTEGER NOT NULL, num_heads INTEGER NOT NULL,
+    num_kv_heads INTEGER NOT NULL, seq_len_q INTEGER NOT NULL, seq_len_kv INTEGER NOT NULL,
+    head_dim INTEGER NOT NULL, head_dim_v INTEGER, dtype TEXT, causal INTEGER NOT NULL,
+    mask TEXT NOT NULL, dropout REAL NOT NULL, scale REAL, layout TEXT NOT NULL,
+    bwd INTEGER NOT NULL, deterministic INTEGER NOT NULL, kv_batch INTEGER, mask_shape TEXT,
+    q_strides TEXT, k_strides TEXT, v_strides TEXT, mask_strides TEXT) STRICT;
+CREATE INDEX configs_label ON configs(label);
+
+CREATE TABLE cells (
+    id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+    cell TEXT NOT NULL, config_id INTEGER NOT NULL REFERENCES configs(id), backend TEXT NOT NULL,
+    status TEXT NOT NULL, message TEXT, choice TEXT, sdpa_op TEXT, iterations INTEGER NOT NULL,
+    peak_memory_bytes INTEGER, duration_ns INTEGER, clocks TEXT NOT NULL, warnings TEXT NOT NULL,
+    tuning TEXT, UNIQUE (run_id, cell)) STRICT;
+CREATE INDEX cells_config ON cells(config_id);
+
+CREATE TABLE samples (
+    cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, measurement TEXT NOT NULL,
+    ordinal INTEGER NOT NULL, duration_ns INTEGER NOT NULL, process INTEGER, turn INTEGER,
+    PRIMARY KEY (cell_id, measurement, ordinal)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE refusals (
+    cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
+    code TEXT NOT NULL, message TEXT NOT NULL, source TEXT NOT NULL,
+    PRIMARY KEY (cell_id, ordinal)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE verifications (
+    cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
+    asked TEXT NOT NULL, case_name TEXT NOT NULL, what TEXT NOT NULL, passed INTEGER, message TEXT,
+    error REAL, allowance REAL, relative_error REAL, relative_allowance REAL,
+    PRIMARY KEY (cell_id, ordinal)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE peaks (
+    id INTEGER PRIMARY KEY, device TEXT NOT NULL, created TEXT NOT NULL, bandwidth_bytes_per_s REAL,
+    flops_per_s TEXT NOT NULL, l2_bytes INTEGER, num_sms INTEGER, origin TEXT NOT NULL,
+    environment TEXT NOT NULL) STRICT;
+CREATE INDEX peaks_device ON peaks(device, id);
+
+CREATE TABLE traces (
+    id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+    profiler TEXT NOT NULL, path TEXT NOT NULL, content_hash TEXT NOT NULL,
+    launches INTEGER NOT NULL, dropped INTEGER NOT NULL, skipped INTEGER NOT NULL,
+    environment TEXT NOT NULL, first_launch_id INTEGER NOT NULL,
+    last_launch_id INTEGER NOT NULL) STRICT;
+CREATE INDEX traces_run ON traces(run_id);
+
+CREATE TABLE trace_cells (
+    trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    cell_id INTEGER NOT NULL REFERENCES cells(id) ON DELETE CASCADE, calls INTEGER NOT NULL,
+    start_ns INTEGER NOT NULL, launches INTEGER NOT NULL,
+    PRIMARY KEY (trace_id, cell_id)) STRICT, WITHOUT ROWID;
+CREATE INDEX trace_cells_cell ON trace_cells(cell_id);
+
+CREATE TABLE kernels (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, short TEXT NOT NULL,
+    family TEXT NOT NULL, backend TEXT, arch TEXT, dtype TEXT, head_dim INTEGER, tile_m INTEGER,
+    tile_n INTEGER, tile_k INTEGER, stages INTEGER, warps INTEGER, direction TEXT,
+    causal INTEGER, dropout INTEGER, UNIQUE (name, kind)) STRICT;
+
+CREATE TABLE launch_configs (
+    id INTEGER PRIMARY KEY, grid_x INTEGER, grid_y INTEGER, grid_z INTEGER, block_x INTEGER,
+    block_y INTEGER, block_z INTEGER, registers_per_thread INTEGER, static_shared_bytes INTEGER,
+    dynamic_shared_bytes INTEGER, shared_bytes INTEGER) STRICT;
+CREATE INDEX launch_configs_key ON launch_configs(
+    grid_x, grid_y, grid_z, block_x, registers_per_thread, shared_bytes);
+
+CREATE TABLE op_paths (id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, sdpa_op TEXT) STRICT;
+CREATE TABLE apis (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
+CREATE TABLE range_names (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
+
+CREATE TABLE ranges (
+    id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    name_id INTEGER NOT NULL REFERENCES range_names(id),
+    cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE, iteration INTEGER,
+    parent_id INTEGER REFERENCES ranges(id) DEFERRABLE INITIALLY DEFERRED,
+    start_ns INTEGER NOT NULL, duration_ns INTEGER NOT NULL, pid INTEGER NOT NULL,
+    tid INTEGER NOT NULL) STRICT;
+CREATE INDEX ranges_trace ON ranges(trace_id);
+CREATE INDEX ranges_cell ON ranges(cell_id) WHERE cell_id IS NOT NULL;
+CREATE INDEX ranges_parent ON ranges(parent_id) WHERE parent_id IS NOT NULL;
+
+CREATE TABLE launches (
+    id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE, iteration INTEGER,
+    kernel_id INTEGER NOT NULL REFERENCES kernels(id),
+    launch_config_id INTEGER NOT NULL REFERENCES launch_configs(id),
+    op_path_id INTEGER REFERENCES op_paths(id),
+    range_id INTEGER REFERENCES ranges(id) ON DELETE SET NULL,
+    api_id INTEGER REFERENCES apis(id), device INTEGER NOT NULL, stream INTEGER,
+    correlation INTEGER, graph_node INTEGER, pid INTEGER, tid INTEGER, launch_ns INTEGER,
+    start_ns INTEGER NOT NULL, duration_ns INTEGER, bytes INTEGER) STRICT;
+CREATE INDEX launches_cell ON launches(cell_id) WHERE cell_id IS NOT NULL;
+
+CREATE TABLE launch_groups (
+    id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    by_op INTEGER NOT NULL, cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE,
+    range_name_id INTEGER REFERENCES range_names(id),
+    kernel_id INTEGER NOT NULL REFERENCES kernels(id),
+    launch_config_id INTEGER NOT NULL REFERENCES launch_configs(id),
+    op_path_id INTEGER REFERENCES op_paths(id), device INTEGER NOT NULL, launches INTEGER NOT NULL,
+    total_ns INTEGER, median_ns INTEGER, min_ns INTEGER, max_ns INTEGER,
+    first_ns INTEGER NOT NULL) STRICT;
+CREATE INDEX launch_groups_trace ON launch_groups(trace_id, by_op);
+CREATE INDEX launch_groups_cell ON launch_groups(cell_id) WHERE cell_id IS NOT NULL;
+
+CREATE TABLE device_times (
+    trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE, device INTEGER NOT NULL,
+    launches INTEGER NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
+    busy_ns INTEGER NOT NULL, collective_ns INTEGER NOT NULL, exposed_ns INTEGER NOT NULL,
+    PRIMARY KEY (trace_id, device)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE steps (
+    trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
+    name TEXT NOT NULL, start_ns INTEGER NOT NULL, duration_ns INTEGER NOT NULL,
+    PRIMARY KEY (trace_id, ordinal)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE templates (
+    id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+    pid INTEGER NOT NULL, rank INTEGER, kind TEXT NOT NULL, op TEXT NOT NULL, name TEXT, path TEXT,
+    compiled INTEGER NOT NULL, recompute INTEGER NOT NULL, backward INTEGER NOT NULL,
+    modules TEXT NOT NULL, config_id INTEGER REFERENCES configs(id), reason TEXT, tensors TEXT NOT NULL,
+    calls INTEGER NOT NULL, lengths TEXT NOT NULL, asked TEXT, enabled TEXT NOT NULL, choice TEXT,
+    ran TEXT, mask TEXT, file TEXT, line INTEGER, function TEXT) STRICT;
+CREATE INDEX templates_run ON templates(run_id);
+
+CREATE TABLE calls (
+    id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
+    ordinal INTEGER NOT NULL, step INTEGER, kind TEXT NOT NULL, op TEXT NOT NULL, sdpa_op TEXT,
+    compiled INTEGER NOT NULL, graph INTEGER NOT NULL, recompute INTEGER NOT NULL,
+    backward INTEGER NOT NULL, path TEXT,
+    modules TEXT NOT NULL, config_id INTEGER REFERENCES configs(id), reason TEXT,
+    tensors TEXT NOT NULL, pid INTEGER NOT NULL, tid INTEGER NOT NULL, start_ns INTEGER NOT NULL,
+    duration_ns INTEGER NOT NULL, template_id INTEGER REFERENCES templates(id)) STRICT;
+CREATE INDEX calls_template ON calls(template_id) WHERE template_id IS NOT NULL;
+CREATE INDEX calls_trace ON calls(trace_id);
+CREATE INDEX calls_config ON calls(config_id) WHERE config_id IS NOT NULL;
+
+CREATE TABLE call_kernels (
+    call_id INTEGER NOT NULL REFERENCES calls(id) ON DELETE CASCADE, direction TEXT NOT NULL,
+    kernel_id INTEGER NOT NULL REFERENCES kernels(id),
+    launch_config_id INTEGER NOT NULL REFERENCES launch_configs(id), launches INTEGER NOT NULL,
+    total_ns INTEGER NOT NULL, first_ns INTEGER NOT NULL,
+    PRIMARY KEY (call_id, direction, kernel_id, launch_config_id)) STRICT, WITHOUT ROWID;
+
+CREATE TABLE metrics (
+    launch_id INTEGER NOT NULL REFERENCES launches(id) ON DELETE CASCADE, name TEXT NOT NULL,
+    value REAL NOT NULL, unit TEXT NOT NULL,
+    PRIMARY KEY (launch_id, name)) STRICT, WITHOUT ROWID
+"""
+
+
+_RESOURCES = """grid_x, grid_y, grid_z, block_x, block_y, block_z, registers_per_thread,
+    static_shared_bytes, dynamic_shared_bytes, shared_bytes"""
+_LAUNCHES_OF_TRACES = """FROM traces t JOIN runs r ON r.id = t.run_id
+    JOIN launches l ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
+    JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
+    LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id"""
+
+# kernel_groups and sample_summary serve the store itself; docs/design.md lists the other views.
+VIEWS = {
+    "kernel_launches": f"""
+        SELECT r.run, cf.label AS config, c.backend, t.profiler, rn.name AS range,
+            k.name AS kernel, k.short AS kernel_short, k.family, {_RESOURCES}, l.stream, l.device,
+            l.start_ns, l.duration_ns, k.kind AS kernel_kind, c.cell, l.iteration,
+            o.path AS op_path, o.sdpa_op, a.name AS api, l.correlation, l.graph_node, l.pid, l.tid,
+            l.launch_ns, l.bytes, l.id AS launch_id
+        {_LAUNCHES_OF_TRACES}
+        LEFT JOIN ranges g ON g.id = l.range_id LEFT JOIN range_names rn ON rn.id = g.name_id
+        LEFT JOIN op_paths o ON o.id = l.op_path_id LEFT JOIN apis a ON a.id = l.api_id""",
+    "kernel_groups": f"""
+        SELECT r.run, cf.label AS config, c.backend, t.profiler, rn.name AS range,
+            k.name AS kernel, k.short AS kernel_short, k.family, {_RESOURCES}, g.device,
+            g.launches, CAST(g.launches AS REAL) / tc.calls AS launches_per_call,
+            g.median_ns AS duration_ns, g.total_ns, g.min_ns, g.max_ns, g.first_ns,
+            k.kind AS kernel_kind, c.cell, c.status, o.path AS op_path, o.sdpa_op,
+            g.id AS group_id, g.by_op, g.trace_id, g.cell_id, g.range_name_id, g.kernel_id,
+            g.launch_config_id, g.op_path_id, c.config_id, r.id AS run_id, r.created
+        FROM launch_groups g JOIN traces t ON t.id = g.trace_id JOIN runs r ON r.id = t.run_id
+        JOIN kernels k ON k.id = g.kernel_id JOIN launch_configs lc ON lc.id = g.launch_config_id
+        LEFT JOIN cells c ON c.id = g.cell_id LEFT JOIN configs cf ON cf.id = c.config_id
+        LEFT JOIN trace_cells tc ON tc.trace_id = g.trace_id AND tc.cell_id = g.cell_id
+        LEFT JOIN range_names rn ON rn.id = g.range_name_id
+        LEFT JOIN op_paths o ON o.id = g.op_path_id""",
+    "kernel_summary": f"""
+        SELECT run, config, backend, profiler, range, kernel, kernel_short, family, {_RESOURCES},
+            device, launches, launches_per_call, duration_ns, total_ns, min_ns, max_ns, first_ns,
+            kernel_kind, cell, status, op_path, sdpa_op
+        FROM kernel_groups WHERE by_op = 0""",
+    "kernel_metrics": f"""
+        SELECT r.run, cf.label AS config, c.backend, c.cell, k.name AS kernel,
+            k.short AS kernel_short, lc.grid_x, lc.grid_y, lc.grid_z, lc.block_x, lc.block_y,
+            lc.block_z, m.name AS metric, m.value, m.unit, l.id AS launch_id
+        {_LAUNCHES_OF_TRACES} JOIN metrics m ON m.launch_id = l.id""",
+    "attention_calls": """
+        SELECT r.run, t.profiler, t.path AS trace, c.ordinal AS call, s.name AS step,
+            coalesce(c.path, (SELECT group_concat(m.value, '.') FROM json_each(c.modules) m))
+                AS module,
+            cf.label AS config, c.kind, c.op, c.sdpa_op,
+            CASE WHEN c.graph THEN 'graph' WHEN c.compiled THEN 'compile' ELSE 'eager' END
+                AS mode, c.recompute,
+            c.backward, sum(k.total_ns) FILTER (WHERE k.direction <> 'backward') AS forward_ns,
+            sum(k.total_ns) FILTER (WHERE k.direction = 'backward') AS backward_ns,
+            coalesce(sum(k.launches), 0) AS launches, c.reason,
+            c.config_id IS NOT NULL AND c.reason IS NULL AS replayable, c.start_ns, c.duration_ns,
+            o.asked, o.choice, o.mask, o.file, o.line
+        FROM calls c JOIN traces t ON t.id = c.trace_id JOIN runs r ON r.id = t.run_id
+        LEFT JOIN steps s ON s.trace_id = c.trace_id AND s.ordinal = c.step
+        LEFT JOIN configs cf ON cf.id = c.config_id LEFT JOIN call_kernels k ON k.call_id = c.id
+        LEFT JOIN templates o ON o.id = c.template_id
+        GROUP BY c.id""",
+    "observed_calls": """
+        SELECT r.run, o.pid, o.rank, coalesce(o.path, (
+                SELECT group_concat(m.value, '.') FROM json_each(o.modules) m)) AS module,
+            cf.label AS config, o.kind, CASE o.compiled WHEN 1 THEN 'compile' ELSE 'eager' END AS mode,
+            o.recompute, o.backward, o.calls, o.lengths, o.asked, o.enabled, o.choice, o.ran, o.mask,
+            o.file, o.line, o.function, o.reason FROM templates o JOIN runs r ON r.id = o.run_id
+        LEFT JOIN configs cf ON cf.id = o.config_id""",
+    "sample_summary": """
+        SELECT cell_id, measurement, count(*) AS samples, min(duration_ns) AS min_ns,
+            max(duration_ns) AS max_ns, avg(duration_ns) AS mean_ns,
+            avg(duration_ns) FILTER (WHERE place IN ((total + 1) / 2, total / 2 + 1)) AS median_ns
+        FROM (SELECT cell_id, measurement, duration_ns,
+                row_number() OVER (
+                    PARTITION BY cell_id, measurement ORDER BY duration_ns) AS place,
+                count(*) OVER (PARTITION BY cell_id, measurement) AS total
+            FROM samples)
+        GROUP BY cell_id, measurement""",
+    "cell_summary": """
+        SELECT r.run, c.cell, cf.label AS config, c.backend, c.status, c.message, c.choice,
+            c.sdpa_op, c.iterations,
+            (SELECT group_concat(code, ',') FROM
+                (SELECT code FROM refusals f WHERE f.cell_id = c.id ORDER BY f.ordinal)
+            ) AS refusal_codes,
+            coalesce(e.samples, o.samples) AS event_samples,
+            coalesce(e.median_ns, o.median_ns) AS event_median_ns,
+            coalesce(e.min_ns, o.min_ns) AS event_min_ns,
+            coalesce(e.max_ns, o.max_ns) AS event_max_ns,
+            g.samples AS graph_samples, g.median_ns AS graph_median_ns,
+            g.min_ns AS graph_min_ns, g.max_ns AS graph_max_ns, w.samples AS wall_samples,
+            w.median_ns AS wall_median_ns, w.min_ns AS wall_min_ns, w.max_ns AS wall_max_ns,
+            c.peak_memory_bytes, c.warnings,
+            o.samples AS cold_samples, o.median_ns AS cold_median_ns, o.min_ns AS cold_min_ns,
+            o.max_ns AS cold_max_ns, a.samples AS eager_samples, a.median_ns AS eager_median_ns,
+            a.min_ns AS eager_min_ns, a.max_ns AS eager_max_ns, h.samples AS host_samples,
+            h.median_ns AS host_median_ns, h.min_ns AS host_min_ns, h.max_ns AS host_max_ns
+        FROM cells c JOIN runs r ON r.id = c.run_id JOIN configs cf ON cf.id = c.config_id
+        LEFT JOIN sample_summary e ON e.cell_id = c.id AND e.measurement = 'event'
+        LEFT JOIN sample_summary g ON g.cell_id = c.id AND g.measurement = 'graph'
+        LEFT JOIN sample_summary w ON w.cell_id = c.id AND w.measurement = 'wall'
+        LEFT JOIN sample_summary o ON o.cell_id = c.id AND o.measurement = 'cold'
+        LEFT JOIN sample_summary a ON a.cell_id = c.id AND a.measurement = 'eager'
+        LEFT JOIN sample_summary h ON h.cell_id = c.id AND h.measurement = 'host'""",
+}

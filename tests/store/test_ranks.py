@@ -1,0 +1,93 @@
+"""Ranks of a job as the store has them: where each ran, and how long its GPUs were busy."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from make_ranks import Fleet, make_ranks, read
+
+from profharness.environment import hashed_key
+from profharness.store import Store, ingest_path, open_store
+from profharness.store.places import Place, split_place
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a job of four ranks, made from a real training step."""
+    folder = tmp_path_factory.mktemp("job")
+    make_ranks(read(), folder / "ranks", Fleet(4))
+    ingest_path(folder / "s.db", folder / "ranks")
+    return folder / "s.db"
+
+
+@pytest.fixture
+def store(job: Path) -> Store:
+    return open_store(job)
+
+
+def test_ranks_of_a_job_have_one_environment(store: Store) -> None:
+    with store:
+        rows = store.connection.execute("SELECT rank, world_size FROM runs ORDER BY rank")
+        assert rows.fetchall() == [(rank, 4) for rank in range(4)]
+        (data,) = store.connection.execute("SELECT data FROM environments").fetchall()
+        assert '"world_size":4' in data[0] and '"rank"' not in data[0]
+        assert [row.rank for row in store.runs()] == [3, 2, 1, 0]
+
+
+def test_a_device_is_as_busy_as_its_launches_say(store: Store) -> None:
+    """Each moment is counted that any launch covers; while the all-reduce runs nothing else does."""
+    with store:
+        for rank in store.ranks():
+            (time,) = rank.times
+            rows = store.connection.execute(
+                "SELECT l.start_ns, l.start_ns + l.duration_ns, k.family = 'collective' "
+                "FROM launches l JOIN kernels k ON k.id = l.kernel_id WHERE l.trace_id = ? "
+                "AND l.device >= 0",
+                rank.traces,
+            ).fetchall()
+            moments = sorted({moment for begin, end, _ in rows for moment in (begin, end)})
+            busy = sum(
+                after - before
+                for before, after in pairwise(moments)
+                if any(begin <= before and after <= end for begin, end, _ in rows)
+            )
+            (alone,) = [end - begin for begin, end, collective in rows if collective]
+            assert (time.collective_ns, time.exposed_ns) == (alone, alone)
+            assert (time.busy_ns, time.launches) == (busy, len(rows))
+            assert (time.start_ns, time.end_ns) == (moments[0], moments[-1])
+
+
+def test_the_ranks_of_a_job_are_found_from_any_of_them(job: Path, store: Store) -> None:
+    with store:
+        whole = store.ranks()
+        assert [row.label for row in whole] == [f"rank {rank}" for rank in range(4)]
+        assert store.ranks([whole[2].run]) == whole == store.ranks(["latest"])
+        assert store.ranks([str(job.parent / "ranks")]) == whole
+        assert store.ranks([whole[3].run, whole[0].run]) == [whole[0], whole[3]]
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "place"),
+    [
+        ({"rank": "3", "world_size": "8"}, None, Place(3, 8)),
+        ({"distributedInfo": {"rank": 1, "backend": "nccl"}}, None, Place(1)),
+        ({"gpu_key": "ab", "host_key": "cd", "torch": "2"}, None, Place(None, None, "cd", "ab")),
+        ({"rank": True, "world_size": -1}, None, Place()),
+        ({}, "step_rank-12.json.gz", Place(12)),
+        ({}, "franks7.json", Place()),
+        ({}, "rank1_rank2.json", Place()),
+        (
+            {},
+            "node7_4711.1790857026000000000.pt.trace.json.gz",
+            Place(host_key=hashed_key("node7")),
+        ),
+    ],
+)
+def test_a_place_is_what_the_environment_tells_else_the_name(
+    environment: dict[str, object], name: str | None, place: Place
+) -> None:
+    told, rest = split_place(environment, name)
+    assert told == place
+    assert not {"rank", "host_key", "gpu_key"} & rest.keys()
