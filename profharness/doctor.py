@@ -87,6 +87,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         ncu_reader(),
         check_extra("report"),
         check_extra("web"),
+        check_extra("mcp"),
         check_counters(read(DRIVER_PARAMETERS), privileged=may_administer()),
         check_tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
         *check_injection(os.environ.get("CUDA_INJECTION64_PATH")),

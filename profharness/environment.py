@@ -28,6 +28,7 @@ EXTRAS = {
         {"cuda.bindings": "cuda-bindings", "cuda.core": "cuda-core", "triton": "triton"},
         "backends in CUDA and Triton",
     ),
+    "mcp": Extra({"mcp": "mcp"}, "`profharness mcp`"),
     "ncu": Extra({"ncu_report": "ncu-report"}, "reading reports of Nsight Compute"),
     "report": Extra(
         {"altair": "altair", "vl_convert": "vl-convert-python"}, "charts in HTML and Markdown"

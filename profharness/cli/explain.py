@@ -49,19 +49,22 @@ from profharness.views.explain import (
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What the command line asks. places is empty where PyTorch itself is asked."""
+class Question:
+    """What is asked, in the words of the command line. places is empty where PyTorch itself is asked;
+    torch is the text that named them.
+    """
 
     configs: list[Config]
     asked: str
     backends: tuple[str, ...]
     places: list[Place]
-    bisect: str | None
-    full: bool
-    measure: bool
-    device: str
-    timeout_s: float
     store: Path
+    torch: str | None = None
+    bisect: str | None = None
+    full: bool = False
+    measure: bool = False
+    device: str = "auto"
+    timeout_s: float = 120.0
 
 
 @click.command()
@@ -148,15 +151,12 @@ def command(
         raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
     _check(torch is not None or gpu is not None, bisect, full, measure, device)
     places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
-    if len(places) > 1 and bisect is not None:
-        raise UsageError("--bisect takes one release; give --torch a single one")
-    question = _Question(
-        configs, asked, backends, places, bisect, full, measure, device, timeout_s, store
+    question = Question(
+        configs, asked, backends, places, store, torch, bisect, full, measure, device, timeout_s
     )
-    document, answers = _answered(question)
-    if unknown := [release_text(release) for release in skipped_releases(torch or "")]:
+    document, answers = answer_question(question)
+    if unknown := document.extra.get("unknown_releases"):
         hint(skipped_text(unknown))
-        document = replace(document, extra={**document.extra, "unknown_releases": unknown})
     # where PyTorch answers nothing, what the rules say is shown before the error
     emit(document, format_, output, force=force)
     if not places:
@@ -179,8 +179,17 @@ def _check(by_rule: bool, bisect: str | None, full: bool, measure: bool, device:
         numeric_name(bisect)
 
 
-def _answered(question: _Question) -> tuple[Document, list[Explanation]]:
-    """The result, and the answers that it is made of where PyTorch was asked one by one."""
+def answer_question(question: Question) -> tuple[Document, list[Explanation]]:
+    """The result, and the answers that it is made of where PyTorch was asked one by one. Raises
+    UsageError.
+    """
+    document, answers = _answered(question)
+    if unknown := [release_text(release) for release in skipped_releases(question.torch or "")]:
+        document = replace(document, extra={**document.extra, "unknown_releases": unknown})
+    return document, answers
+
+
+def _answered(question: Question) -> tuple[Document, list[Explanation]]:
     configs, places = question.configs, question.places
     full, backends = question.full, question.backends
     if question.bisect is not None:
@@ -211,8 +220,10 @@ def _answered(question: _Question) -> tuple[Document, list[Explanation]]:
     return map_document(maps, answers, where=environment_text(answers[0]), full=full), answers
 
 
-def _bisected(question: _Question, name: str) -> Document:
+def _bisected(question: Question, name: str) -> Document:
     places = question.places
+    if len(places) > 1:
+        raise UsageError("--bisect takes one release; give --torch a single one")
     asked = "" if question.asked == AUTO else f", {question.asked}"
     where = f"{places[0].text}, by rule{asked}" if places else "live"
 
@@ -238,7 +249,7 @@ def _bisected(question: _Question, name: str) -> Document:
     return bisect_document(bisections, where=where)
 
 
-def _measure(answers: Sequence[Explanation], question: _Question) -> None:
+def _measure(answers: Sequence[Explanation], question: Question) -> None:
     """Capture the asked configs on `auto` and the advised ones on their backends."""
     # loads what runs workers, which only --measure needs
     from profharness.jobs import capture_into_store

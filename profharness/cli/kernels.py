@@ -33,6 +33,7 @@ from profharness.views.document import Document
 from profharness.views.kernels import cell_notes, kernels_document, witness_document
 from profharness.views.runs import warning_notes, with_warnings
 
+EVERY_PROFILER = "all"
 NAMES = """
 Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
 the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows of a
@@ -47,7 +48,7 @@ block and the most splits that it combines; knob_7 is cuDNN's number of a varian
 @click.option(
     "--profiler",
     multiple=True,
-    type=click.Choice([*TRACE_PROFILERS, "all"]),
+    type=click.Choice([*TRACE_PROFILERS, EVERY_PROFILER]),
     help="Only what this profiler saw; all: every profiler side by side. Repeatable.  [default: the "
     "first of torch, nsys and ncu that the run has]",
 )
@@ -110,8 +111,7 @@ def command(
       profharness kernels --config 2,8,512,64 --profiler all
       profharness kernels --config 2,8,512,64 --steps
     """
-    side_by_side = "all" in profiler
-    profilers = TRACE_PROFILERS if side_by_side else profiler
+    profilers = TRACE_PROFILERS if EVERY_PROFILER in profiler else profiler
     expected = split_names(expect)
     check_expected_names(expected)
     if steps and len(profilers) > 1:
@@ -121,16 +121,28 @@ def command(
     # each profiler of a run saw the same launches: all their rows would count them again
     if not profiler:
         rows = _first_profiler(rows)
-    make = _steps_document if steps else witness_document if side_by_side else kernels_document
-    document = make(rows, cells, full=full)
-    warnings = _warnings(store, rows, cells)
-    document = with_warnings(document, warnings)
+    document = rows_document(store, rows, cells, profilers=profiler, steps=steps, full=full)
     emit(document, format_, output, force=force)
     _hint_layers(store, rows, cells)
     if chosen_format(format_, output) == "csv":
-        _hint_omitted(cells, warnings)
+        _hint_omitted(cells, _warnings(store, rows, cells))
     if expected:
         _judge(expected, rows, cells, every_run=run == ALL_RUNS)
+
+
+def rows_document(
+    store: Path,
+    rows: Sequence[KernelRow],
+    cells: Sequence[CellRow],
+    *,
+    profilers: Sequence[str] = (),
+    steps: bool = False,
+    full: bool = False,
+) -> Document:
+    """The selected rows as the answer of `kernels`. profilers: the names asked for, or `all`."""
+    side_by_side = EVERY_PROFILER in profilers
+    make = _steps_document if steps else witness_document if side_by_side else kernels_document
+    return with_warnings(make(rows, cells, full=full), _warnings(store, rows, cells))
 
 
 def _steps_document(

@@ -20,6 +20,7 @@ import click
 
 from profharness import __version__
 from profharness.errors import Interrupted, ProfharnessError
+from profharness.files import shell_command
 
 # name -> (module with a `command`, help line); the module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -34,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("profharness.cli.verify", "Hold backends against an fp64 reference."),
     "report": ("profharness.cli.report", "Write a report on runs: HTML with charts, Markdown, …"),
     "serve": ("profharness.cli.serve", "Show the store in a browser."),
+    "mcp": ("profharness.cli.mcp", "Serve the answers as tools to other programs."),
     "observe": ("profharness.cli.observe", "Run a program and record the attention in it."),
     "ingest": ("profharness.cli.ingest", "Take traces and run folders into the store."),
     "export": ("profharness.cli.export", "Write a run as a Chrome trace."),
@@ -222,8 +224,6 @@ def _going_on(folder: Path) -> str:
     """What of the run in that folder (which --out is a part of) is kept, and what finishes it in the
     store that was named and shows it as the command that was interrupted would have.
     """
-    from profharness.files import shell_command
-
     # loaded when an interrupt comes, which is seldom
     from profharness.run import read_run
 
