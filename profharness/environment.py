@@ -5,7 +5,9 @@ the variables that are recorded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import metadata
@@ -87,34 +89,119 @@ def driver_version() -> str | None:
         return None if nvml is None else _text(nvml.nvmlSystemGetDriverVersion())
 
 
-def gpu_present() -> bool:
-    """Whether there is an NVIDIA GPU."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+MIG = "MIG-"  # begins the UUID of an instance
+
+
+@dataclass(frozen=True)
+class VisibleGpu:
+    """One GPU, or MIG instance, that CUDA shows to this process. bus is its PCI address as sysfs has it."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+    bus: str
+
+    @property
+    def key(self) -> str:
+        """What is recorded of the UUID: the same for the same GPU, and not the UUID."""
+        return gpu_key(self.uuid)
+
+
+def gpu_key(uuid: str) -> str:
+    """The key of a GPU's UUID, 12 hex digits."""
+    return hashlib.sha256(f"profharness:{uuid}".encode()).hexdigest()[:12]
+
+
+def visible_gpus() -> tuple[VisibleGpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, else in that of their PCI addresses.
+    The MIG instances of a GPU stand in its place.
+    """
     with _opened_nvml() as nvml:
-        return nvml is not None and int(nvml.nvmlDeviceGetCount()) > 0
+        if nvml is None:
+            return ()
+        try:
+            count = range(nvml.nvmlDeviceGetCount())
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in count]
+            return _chosen([_instances(nvml, handle) for handle in handles])
+        except nvml.NVMLError:  # a GPU is lost
+            return ()
+
+
+def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:
+    """A GPU, then its MIG instances."""
+    parts = [handle]
+    with contextlib.suppress(Exception):  # no MIG on this GPU or driver
+        if nvml.nvmlDeviceGetMigMode(handle)[0]:
+            for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                with contextlib.suppress(nvml.NVMLError):  # a place without an instance
+                    parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+    bus = ""
+    with contextlib.suppress(Exception):
+        # sysfs writes four digits of the domain where NVML writes eight
+        bus = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
+    return [
+        VisibleGpu(
+            _text(nvml.nvmlDeviceGetUUID(part)),
+            _text(nvml.nvmlDeviceGetName(part)),
+            int(nvml.nvmlDeviceGetMemoryInfo(part).total),
+            bus,
+        )
+        for part in parts
+    ]
+
+
+def _chosen(gpus: Sequence[Sequence[VisibleGpu]]) -> tuple[VisibleGpu, ...]:
+    """What CUDA_VISIBLE_DEVICES names, by index or by how a UUID begins; a name that fits nothing
+    ends the list, as in CUDA.
+    """
+    # a GPU that is parted computes by its instances alone
+    whole = [gpu[1:] or gpu for gpu in gpus]
+    names = os.environ.get(VISIBLE)
+    if names is None:
+        return tuple(each for gpu in whole for each in gpu)
+    chosen: list[VisibleGpu] = []
+    for name in (name.strip() for name in names.split(",")):
+        if name.isdigit():
+            fitting = list(whole[int(name)][:1]) if int(name) < len(whole) else []
+        else:
+            every = [each for gpu in gpus for each in gpu] if name else []
+            fitting = [each for each in every if each.uuid.startswith(name)]
+        if len(fitting) != 1:
+            break
+        chosen += fitting
+    return tuple(chosen)
+
+
+def gpu_handle(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of the GPU with that UUID, of a MIG instance its whole GPU's. Raises NVMLError."""
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+    if uuid.startswith(MIG):
+        return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    return handle
+
+
+def gpu_present() -> bool:
+    """Whether there is an NVIDIA GPU for this process."""
+    return bool(visible_gpus())
 
 
 def gpu_name() -> str | None:
-    """The first GPU's name as CUDA gives it; None without one."""
-    with _opened_nvml() as nvml:
-        if nvml is None:
-            return None
-        try:
-            return _text(nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(0)))
-        except nvml.NVMLError:  # there is no GPU, or it is lost
-            return None
+    """The name of the first GPU for this process as CUDA gives it; None without one."""
+    return next((gpu.name for gpu in visible_gpus()), None)
 
 
 def _text(answer: str | bytes) -> str:
     return answer.decode() if isinstance(answer, bytes) else answer
 
 
-# The variables that change dispatch or speed; no others are recorded.
+# The variables that change dispatch or speed; no others are recorded. Not CUDA_VISIBLE_DEVICES: which
+# GPU it was stands in `gpu_key`.
 RELEVANT_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_MODULE_LOADING",
-    "CUDA_VISIBLE_DEVICES",
     "DISABLE_ADDMM_CUDA_LT",
     "MKL_NUM_THREADS",
     "NVIDIA_TF32_OVERRIDE",

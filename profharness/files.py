@@ -15,6 +15,7 @@ from profharness.errors import UsageError
 DEFAULT_STORE = "profharness.db"
 STORE_VARIABLE = "PROFHARNESS_STORE"  # names the store where none is given
 RUNS_FOLDER = Path("traces/runs")
+LOCKS = Path("/tmp")  # not TMPDIR: every user of the host has to look in the same place
 
 
 def shell_command(*arguments: str, store: Path) -> str:
@@ -63,6 +64,27 @@ def exclusive(path: Path) -> Iterator[str | None]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def opened_to_lock(path: Path) -> int | None:
+    """A descriptor to lock by, None where there can be no file: reading suffices, also for a file of
+    another user.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    # a sticky folder lets none open another's to create
+    for more in (0, os.O_CREAT | os.O_EXCL, 0):
+        with contextlib.suppress(OSError):
+            return os.open(path, flags | more, 0o644)
+    return None
+
+
+def locked_now(descriptor: int, kind: int) -> bool:
+    """Take a lock of a kind of `flock` if it can be had at once."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _is_file(descriptor: int, path: Path) -> bool:

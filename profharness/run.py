@@ -425,6 +425,18 @@ def turn_order(seed: int, config: str, round_number: int, count: int) -> list[in
 
 
 @dataclass(frozen=True)
+class Fleet:
+    """Where cells run. scheduler: `local`, `local:2`, the address of a cluster's, or `slurm:FILE`; None:
+    on this host, on all of its GPUs where there are several. gpus: the classes that each config runs
+    on, by name. insecure: a scheduler without TLS may be on another host.
+    """
+
+    scheduler: str | None = None
+    gpus: tuple[str, ...] = ()
+    insecure: bool = False
+
+
+@dataclass(frozen=True)
 class CaptureOptions:
     """Options besides configs and backends. out: the folder of the run folders; bench: time the
     backends of each config in turns, as this plan says; kind: the command, unless that is bench.
@@ -438,6 +450,7 @@ class CaptureOptions:
     bench: BenchPlan | None = None
     kind: str = "capture"
     python: str | None = None
+    fleet: Fleet = Fleet()
 
 
 @dataclass(frozen=True)
@@ -464,6 +477,7 @@ class VerifyOptions:
     grad: bool = False
     out: Path = RUNS_FOLDER
     protocol: Protocol = field(default_factory=Protocol)
+    fleet: Fleet = Fleet()
 
 
 @dataclass(frozen=True)
@@ -489,6 +503,7 @@ class BenchOptions:
     device: str = Protocol.device
     out: Path = RUNS_FOLDER
     processes: int = 3
+    fleet: Fleet = Fleet()
 
 
 def write_plan(folder: Path, plan: BenchPlan) -> None:

@@ -51,6 +51,7 @@ from profharness.run import (
     write_plan,
     write_run,
 )
+from profharness.runner.gpu_lock import gpu_held
 from profharness.runner.supervise import LOG_FILE, Progress, RunRecord, run_cells, worker_argv
 
 LOCK_FILE = ".lock"
@@ -73,20 +74,24 @@ def capture(
     and `resume` goes on with it.
     """
     options = options or CaptureOptions()
-    profilers = find_profilers(options.profilers)
     # all names are looked up before there is a folder, so that a wrong one leaves nothing behind
+    run, tools = plan_capture(configs, backends, options)
+    folder = write_folder(options.out, run, backends, options.python)
+    with locked(folder):
+        return _carry_out(folder, run, tools, progress)
+
+
+def plan_capture(
+    configs: Sequence[Config], backends: Sequence[str], options: CaptureOptions
+) -> tuple[Run, dict[str, Tool]]:
+    """The run of a capture, and the tools of its profilers. Raises as `capture` does."""
+    profilers = find_profilers(options.profilers)
     tools = require_tools(profilers)
     names = tuple(profiler.name for profiler in profilers)
-    cells = plan_cells(configs, backends)
     kind = options.kind if options.bench is None else "bench"
-    folder, run = make_run(
-        options.out, kind, options.protocol, cells, backends, names, options.note, options.bench
-    )
-    with locked(folder):
-        if options.python is not None:
-            with _writes(folder):
-                (folder / PYTHON_FILE).write_text(options.python, encoding="utf-8")
-        return _carry_out(folder, run, tools, progress)
+    cells = plan_cells(configs, backends)
+    run = new_run(kind, options.protocol, cells, names, options.note, options.bench)
+    return run, tools
 
 
 def verify(
@@ -101,11 +106,17 @@ def verify(
     A backend that is wrong, crashes or takes too long is a result. Raises as `capture` does.
     """
     options = options or VerifyOptions()
-    cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
-    protocol = replace(options.protocol, iterations=0, warmup=0, samples=0, processes=1)
-    folder, run = make_run(options.out, "verify", protocol, cells, backends)
+    run = plan_verify(configs, backends, options)
+    folder = write_folder(options.out, run, backends)
     with locked(folder):
         return _carry_out(folder, run, {}, progress)
+
+
+def plan_verify(configs: Sequence[Config], backends: Sequence[str], options: VerifyOptions) -> Run:
+    """The run of a verification. Raises as `verify` does."""
+    cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
+    protocol = replace(options.protocol, iterations=0, warmup=0, samples=0, processes=1)
+    return new_run("verify", protocol, cells)
 
 
 def resume(folder: Path, progress: Progress | None = None) -> Path:
@@ -121,6 +132,19 @@ def resume(folder: Path, progress: Progress | None = None) -> Path:
             raise UsageError(f"--resume: {reason}")
         tools = require_tools(find_profilers(run.profilers))
         return _carry_out(folder, run, tools, progress)
+
+
+def carry_on(folder: Path, progress: Progress | None = None) -> None:
+    """Run the cells of a folder of any kind that have no result yet, nothing where all have one.
+
+    Raises as `capture` does.
+    """
+    with locked(folder):
+        run = read_run(folder)
+        begun = (folder / JOURNAL_FILE).exists()
+        if begun or any(cell.status == "pending" for cell in run.cells):
+            tools = require_tools(find_profilers(run.profilers))
+            _carry_out(folder, run, tools, progress)
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:
@@ -187,19 +211,17 @@ def _require(configs: Sequence[Config]) -> None:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
 
 
-def make_run(
-    out: Path,
+def new_run(
     kind: str,
     protocol: Protocol,
     cells: tuple[Cell, ...],
-    backends: Sequence[str],
     profilers: tuple[str, ...] = (),
     note: str | None = None,
     bench: BenchPlan | None = None,
-) -> tuple[Path, Run]:
-    """A run and its folder in out, with the sources of its backends."""
+) -> Run:
+    """A run that nothing was done of."""
     now = datetime.now(UTC)
-    run = Run(
+    return Run(
         # two runs may begin in the same second
         run=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
         created=now.isoformat(timespec="seconds"),
@@ -211,7 +233,19 @@ def make_run(
         kind=kind,
         bench=bench,
     )
-    folder = out / run.run
+
+
+def write_folder(
+    out: Path,
+    run: Run,
+    backends: Sequence[str],
+    python: str | None = None,
+    name: str | None = None,
+) -> Path:
+    """Make the folder of a run in out, with the sources of its backends. Raises CaptureError, and leaves
+    nothing then. python: the interpreter of its worker; name: other than the run's id.
+    """
+    folder = out / (name or run.run)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -221,8 +255,10 @@ def make_run(
     # by the texts as given: the name of a file elsewhere does not say where it lies
     try:
         write_sources(folder, find_backends(backends).values())
-        if bench is not None:
-            write_plan(folder, bench)
+        if run.bench is not None:
+            write_plan(folder, run.bench)
+        if python is not None:
+            (folder / PYTHON_FILE).write_text(python, encoding="utf-8")
         write_run(folder, run)
     except (OSError, CaptureError) as error:
         # a folder without a whole record could neither be resumed nor taken in
@@ -231,7 +267,7 @@ def make_run(
         raise CaptureError(
             f"cannot write to {out}: {why}; nothing was run; choose another folder with --out"
         ) from None
-    return folder, run
+    return folder
 
 
 def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progress | None) -> Path:
@@ -242,18 +278,28 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
     profilers = find_profilers(run.profilers)
     inside = tuple(profiler.name for profiler in profilers if profiler.session is None)
     try:
-        with interrupts_name(folder), _writes(folder), deferred():
+        with (
+            interrupts_name(folder),
+            _writes(folder),
+            deferred(),
+            gpu_held(run.protocol.device, record.notify) as inherited,
+        ):
             if inside or not profilers:
                 command = partial(worker_argv, program=_program(folder, run), python=python)
                 for process in range(run.protocol.processes):
-                    cells = record.begin_pass(None, process)
                     run_cells(
-                        folder, cells, run.protocol, inside, record.add_entry, command=command
+                        folder,
+                        record.begin_pass(None, process),
+                        run.protocol,
+                        inside,
+                        record.add_entry,
+                        command=command,
+                        inherited=inherited,
                     )
             # after the plain pass, which tells which cells run at all
             for profiler in profilers:
                 if profiler.session is not None:
-                    _wrapped_pass(record, profiler, tools, python)
+                    _wrapped_pass(record, profiler, tools, python, inherited)
             # an interrupt that was put off is raised here, where it still names the folder
             let_through()
     finally:
@@ -312,7 +358,11 @@ def _code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
 
 
 def _wrapped_pass(
-    record: RunRecord, profiler: Profiler, tools: dict[str, Tool], python: str | None
+    record: RunRecord,
+    profiler: Profiler,
+    tools: dict[str, Tool],
+    python: str | None,
+    inherited: tuple[int, ...],
 ) -> None:
     """All cells under a profiler that wraps the worker. What goes wrong is a problem of the run."""
     protocol = replace(
@@ -331,6 +381,7 @@ def _wrapped_pass(
             lambda: open_session(profiler, tools, record.folder, protocol, record.notify),
             record.add_outcome,
             partial(worker_argv, python=python),
+            inherited,
         )
     except CaptureError as error:
         # what a session has found says more than that no worker started

@@ -29,7 +29,7 @@ from profharness.run import (
     observed_rows,
     write_run,
 )
-from profharness.runner.capture import make_run
+from profharness.runner.capture import new_run, write_folder
 
 OBSERVER = Path(__file__).resolve().parents[1] / "observer"
 FOLDER = "PROFHARNESS_OBSERVE"  # as observer/startup/sitecustomize.py reads it
@@ -63,7 +63,8 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     """
     tools = require_tools(find_profilers(["nsys"] if options.profiler == "nsys" else []))
     profilers = () if options.profiler == "none" else (options.profiler,)
-    folder, run = make_run(options.out, OBSERVE, NOT_CAPTURED, (), (), profilers, options.note)
+    run = new_run(OBSERVE, NOT_CAPTURED, (), profilers, options.note)
+    folder = write_folder(options.out, run, ())
     told = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
     (folder / OPTIONS_FILE).write_text(json.dumps(told), encoding="utf-8")
     environment = program_environment(os.environ, folder)

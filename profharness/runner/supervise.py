@@ -67,7 +67,7 @@ LOG_TAIL_BYTES = 4000
 @dataclass(frozen=True)
 class Step:
     """done of total cells have ended; cell is at a stage, or has its final status as one. notice is
-    a sentence on what the user has to wait for.
+    a sentence on what the user has to wait for. lane: where several run side by side, whose it is.
     """
 
     done: int
@@ -75,6 +75,7 @@ class Step:
     cell: Cell
     stage: str
     notice: str | None = None
+    lane: str = ""
 
 
 Progress = Callable[[Step], None]
@@ -145,6 +146,7 @@ class Start:
     ended: tuple[str, ...] = ()
     stopped: bool = False
     at_once: bool = False
+    inherited: tuple[int, ...] = ()  # descriptors that the worker keeps open
     reported_s: float = 0.0  # of the time that the worker was stopped
     remedy: str = "`profharness doctor` shows what is missing"
 
@@ -173,6 +175,7 @@ class Start:
                         self.folder / LOG_FILE,
                         self.session.environment(child_environment()) | mark,
                         short=True,
+                        pass_fds=self.inherited,
                     )
                     self.process.logs += self.session.logs
                 with stopped_together(self.process, mark):
@@ -309,9 +312,11 @@ def run_cells(
     make_session: Callable[[], Session] = Session,
     on_outcome: Callable[[Outcome], None] = lambda _: None,
     command: Callable[[Path], list[str]] = worker_argv,
+    inherited: tuple[int, ...] = (),
 ) -> None:
     """Run cells until each has an `end` entry in the journal. on_entry takes every entry, also
-    those written here, on_outcome what each start of the worker left.
+    those written here, on_outcome what each start of the worker left. inherited: descriptors that
+    the worker keeps open.
 
     Raises CaptureError when a worker cannot even start. On any exception (KeyboardInterrupt too)
     the worker is ended first, and nothing of it is left.
@@ -322,6 +327,7 @@ def run_cells(
         session = make_session()
         try:
             start = Start(folder, protocol, pending, journal, on_entry, session)
+            start.inherited = inherited
             start.plan(profilers)
             try:
                 start.run(command(folder))

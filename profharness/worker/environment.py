@@ -13,7 +13,14 @@ import torch
 import torch.nn.attention
 
 import profharness
-from profharness.environment import RELEVANT_VARIABLES, driver_version
+from profharness.environment import (
+    MIG,
+    RELEVANT_VARIABLES,
+    VISIBLE,
+    driver_version,
+    gpu_key,
+    visible_gpus,
+)
 
 
 def collect(device_type: str) -> dict[str, Any]:
@@ -56,9 +63,14 @@ def default_device() -> str:
 
 
 def gpu_uuid() -> str:
-    """The UUID of the GPU in use, as NVML spells it; empty where torch does not tell. Not recorded."""
+    """The UUID of the GPU in use, as NVML spells it; empty where nobody tells. Not recorded."""
+    named = os.environ.get(VISIBLE, "")
+    if named.startswith(MIG):  # which torch spells as a GPU's
+        return named.partition(",")[0].strip()
     uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
-    return f"GPU-{uuid.removeprefix('GPU-')}" if uuid else ""
+    if uuid:
+        return f"GPU-{uuid.removeprefix('GPU-')}"
+    return next((gpu.uuid for gpu in visible_gpus()), "")  # torch before 2.4
 
 
 def _cuda() -> dict[str, Any]:
@@ -72,6 +84,7 @@ def _cuda() -> dict[str, Any]:
         "gpu_memory_bytes": device.total_memory,
         "l2_bytes": getattr(device, "L2_cache_size", None),
         "cudnn": torch.backends.cudnn.version(),
+        **({"gpu_key": gpu_key(uuid)} if (uuid := gpu_uuid()) else {}),
         **({"driver": driver} if (driver := driver_version()) is not None else {}),
     }
 

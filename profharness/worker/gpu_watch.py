@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from profharness.environment import gpu_handle
+from profharness.files import LOCKS, locked_now, opened_to_lock
 from profharness.processes import STARTED_BY
 from profharness.run import GPU, Problem
 
-LOCKS = Path("/tmp")  # not TMPDIR: every user of the host has to look in the same place
 LOCK_TRIES = 50
 LOCK_PAUSE_S = 0.002
 PERIOD_S = 0.5
@@ -31,39 +32,18 @@ class GpuLock:
     """
 
     def __init__(self, uuid: str, folder: Path = LOCKS) -> None:
-        self._descriptor = _opened(folder / f"profharness-{uuid}.lock")
+        self._descriptor = opened_to_lock(folder / f"profharness-{uuid}.lock")
 
     def is_shared(self) -> bool:
         """Whether another process holds it too; False where there can be no lock file."""
         if self._descriptor is None:
             return False
-        shared = not _locked(self._descriptor, fcntl.LOCK_EX)
+        shared = not locked_now(self._descriptor, fcntl.LOCK_EX)
         for _ in range(LOCK_TRIES):
-            if _locked(self._descriptor, fcntl.LOCK_SH):
+            if locked_now(self._descriptor, fcntl.LOCK_SH):
                 break
             time.sleep(LOCK_PAUSE_S)  # the other one looks at this very moment
         return shared
-
-
-def _opened(path: Path) -> int | None:
-    """A descriptor to lock by: reading suffices, also for a file of another user."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    for more in (
-        0,
-        os.O_CREAT | os.O_EXCL,
-        0,
-    ):  # a sticky folder lets none open another's to create
-        with contextlib.suppress(OSError):
-            return os.open(path, flags | more, 0o644)
-    return None
-
-
-def _locked(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 class GpuWatch:
@@ -78,16 +58,18 @@ class GpuWatch:
         self._reported: set[str] = set()
 
     def begin(self, uuid: str, folder: Path = LOCKS) -> bool:
-        """Look at the GPU with that UUID (or the first one) from now on, the context being made; False
-        where NVML knows none.
+        """Look at the GPU with that UUID, or that the MIG instance with it is of, from now on, the
+        context being made; False where NVML does not know it.
         """
         try:
             devices = dict(_devices(self._nvml))
-            watched_uuid = uuid if uuid in devices else next(iter(devices))
+            watched_uuid = (
+                uuid if uuid in devices else _uuid(self._nvml, gpu_handle(self._nvml, uuid))
+            )
         except Exception:
             return False
         self._handle = devices[watched_uuid]
-        self._lock = GpuLock(watched_uuid, folder)
+        self._lock = GpuLock(uuid, folder)
         now = self._pids(self._handle)
         # those of a worker that has just died are gone by now
         self._others = (self._before.get(watched_uuid, set()) & now) - {os.getpid()}
@@ -168,8 +150,12 @@ def open_watch() -> GpuWatch | None:
 def _devices(nvml: Any) -> Iterator[tuple[str, Any]]:
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = nvml.nvmlDeviceGetUUID(handle)
-        yield uuid.decode() if isinstance(uuid, bytes) else str(uuid), handle
+        yield _uuid(nvml, handle), handle
+
+
+def _uuid(nvml: Any, handle: Any) -> str:
+    uuid = nvml.nvmlDeviceGetUUID(handle)
+    return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
 
 
 def _is_ours(pid: int) -> bool:

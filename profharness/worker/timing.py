@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from profharness.environment import gpu_handle
 from profharness.rows import COLD, EAGER, GRAPH, HOST, WALL
 from profharness.worker.environment import gpu_uuid
 
@@ -107,10 +108,7 @@ def _questions() -> Questions:
     import pynvml as nvml
 
     nvml.nvmlInit()
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid().encode())
-    except nvml.NVMLError:
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    handle = gpu_handle(nvml, gpu_uuid())
     return {
         "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
         "memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),

@@ -242,7 +242,7 @@ _EXPLAINS = {
     r"(env\.)?(CUBLAS_\w+|TORCH_BLAS_\w+|DISABLE_ADDMM_CUDA_LT)": "changes cuBLAS's choice of GEMM for"
     " math",
     r"(env\.)?CUDA_LAUNCH_BLOCKING": "makes every launch wait, which lengthens calls",
-    r"(env\.)?CUDA_\w+": "changes which device is used or how work is launched",
+    r"(env\.)?CUDA_\w+": "changes how work is launched",
     r"(env\.)?PYTORCH_(CUDA_)?ALLOC_CONF": "changes the cost of allocations inside a call",
     "cpu": "another processor launches at another pace, and runs CPU kernels at another speed",
     r"num_threads|(env\.)?(OMP|MKL)_NUM_THREADS": "changes the time of CPU kernels",
@@ -251,6 +251,8 @@ _EXPLAINS = {
 EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLAINS.items())
 # What a trace says of its own file, and not of the machine.
 OF_A_FILE = frozenset({"schemaVersion", "trace_id", "traceName", "displayTimeUnit"})
+# Which of several like GPUs it was; one of another kind differs in more than these.
+OF_ONE_GPU = frozenset({"gpu_key", "env.CUDA_VISIBLE_DEVICES"})
 UNIMPORTANT = re.compile(
     r"^(created|run|note|path|time(stamp)?|profharness|python|platform|host\w*)$"
 )
@@ -259,7 +261,7 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Every key but OF_A_FILE whose value differs, nested dicts flattened with dots. What a side does
+    """Every key but OF_A_FILE and OF_ONE_GPU whose value differs, nested dicts flattened with dots. What a side does
     not tell is no difference; of a section that both tell, such as `env`, a key may be missing: None.
     Keys that can explain other kernels or times come first.
     """
@@ -267,7 +269,7 @@ def environment_changes(
     base, cand = ({key: env[key] for key in both} for env in (base_env, cand_env))
     base, cand = flatten(base), flatten(cand)
     weighed = []
-    for key in (base.keys() | cand.keys()) - OF_A_FILE:
+    for key in (base.keys() | cand.keys()) - OF_A_FILE - OF_ONE_GPU:
         if base.get(key) != cand.get(key):
             weight, explains = _weight(key)
             weighed.append((weight, EnvChange(key, base.get(key), cand.get(key), explains)))

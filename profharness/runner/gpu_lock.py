@@ -1,0 +1,47 @@
+"""One measuring process a GPU: whoever runs cells on it holds a lock that the whole host sees."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from profharness.environment import VisibleGpu, visible_gpus
+from profharness.files import LOCKS, locked_now, opened_to_lock
+from profharness.processes import STEP_S, let_through
+
+
+@contextlib.contextmanager
+def gpu_held(
+    device: str, notify: Callable[[str], None], folder: Path = LOCKS
+) -> Iterator[tuple[int, ...]]:
+    """Hold the GPU that a worker with this device would take, and wait while another process has it;
+    notify gets a sentence on that. Nothing is held on a CPU, or where there can be no lock file.
+
+    Yields what children have to inherit: the lock lasts as long as one of them.
+    """
+    gpu = next(iter(visible_gpus()), None) if device != "cpu" else None
+    descriptor = opened_to_lock(lock_file(gpu, folder)) if gpu else None
+    if gpu is None or descriptor is None:
+        yield ()
+        return
+    try:
+        if not locked_now(descriptor, fcntl.LOCK_EX):
+            notify(
+                f"another profharness measures on {gpu.name} ({gpu.key}): waiting for its end; "
+                "CUDA_VISIBLE_DEVICES chooses another GPU"
+            )
+            while not locked_now(descriptor, fcntl.LOCK_EX):
+                let_through()
+                time.sleep(STEP_S)
+        yield (descriptor,)
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(gpu: VisibleGpu, folder: Path = LOCKS) -> Path:
+    """The file by whose lock a GPU is held."""
+    return folder / f"profharness-{gpu.key}.gpu"
