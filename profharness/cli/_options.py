@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -14,7 +15,13 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from profharness.config import Config, expand_configs, grammar_lines, parse_config_lines
+from profharness.config import (
+    Config,
+    expand_configs,
+    grammar_lines,
+    parse_config_lines,
+    split_names,
+)
 from profharness.environment import lacking
 from profharness.errors import MissingExtraError, ProfharnessError, UsageError
 from profharness.files import (
@@ -24,7 +31,7 @@ from profharness.files import (
     atomic_file,
     check_output,
 )
-from profharness.run import DEVICES, PROCESSES
+from profharness.run import DEVICES, PROCESSES, Fleet
 from profharness.views.document import Chart, Document
 from profharness.views.renderers import RENDERERS, render_markdown
 
@@ -150,6 +157,32 @@ def processes_option(default: int) -> Callable[[F], F]:
         help="Fresh worker processes that each time every cell; intervals and verdicts then know how "
         "much processes differ.",
     )
+
+
+def scheduler_options(function: F) -> F:
+    """--scheduler, --gpu and --insecure as `fleet: Fleet`."""
+
+    @functools.wraps(function)
+    def command(
+        *arguments: Any, scheduler: str | None, gpu: tuple[str, ...], insecure: bool, **rest: Any
+    ) -> Any:
+        return function(*arguments, fleet=Fleet(scheduler, split_names(gpu), insecure), **rest)
+
+    wrapped: Any = click.option(
+        "--insecure", is_flag=True, help="Let a scheduler on another host be without TLS."
+    )(command)
+    wrapped = click.option(
+        "--gpu",
+        multiple=True,
+        metavar="CLASS",
+        help="Run every config on each of these classes of GPU, such as H100,H200.",
+    )(wrapped)
+    return click.option(  # type: ignore[no-any-return]
+        "--scheduler",
+        metavar="WHERE",
+        help="Run on lanes side by side: local is one a visible GPU, local:2 is two. Default where "
+        "there are several GPUs.",
+    )(wrapped)
 
 
 def gate_options(function: F) -> F:
@@ -377,18 +410,21 @@ def capture_progress() -> Iterator[Progress]:
     )
     screen = console.Console(stderr=True)
     with progress.Progress(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task("starting the worker", total=None)
+        whole = bar.add_task("starting the worker", total=None)
+        # a lane has a row of its own below that of all cells
+        lanes: dict[str, progress.TaskID] = {}
 
         def show(step: Step) -> None:
             if step.notice is not None:
                 hint(step.notice)
                 return
-            bar.update(
-                task,
-                completed=step.done,
-                total=step.total,
-                description=f"{_place(step.cell)}: {step.stage}",
-            )
+            now = f"{_place(step.cell)}: {step.stage}"
+            if step.lane and step.lane not in lanes:
+                lanes[step.lane] = bar.add_task("", total=None)
+            if step.lane:
+                bar.update(lanes[step.lane], description=f"{step.lane}: {now}")
+                now = f"{len(lanes)} lanes"
+            bar.update(whole, completed=step.done, total=step.total, description=now)
 
         yield show
 
@@ -399,7 +435,8 @@ def _line(step: Step) -> None:
         hint(step.notice)
     # a log gets one line a cell, when it ends
     elif cell.status != "pending" and step.stage == cell.status:
-        hint(f"[{step.done}/{step.total}] {_place(cell)}: {step.stage}")
+        lane = f"{step.lane}: " if step.lane else ""
+        hint(f"[{step.done}/{step.total}] {lane}{_place(cell)}: {step.stage}")
 
 
 def _place(cell: Cell) -> str:

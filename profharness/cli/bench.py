@@ -26,6 +26,7 @@ from profharness.cli._options import (
     processes_option,
     read_configs,
     require_charts,
+    scheduler_options,
     store_option,
     timeout_option,
 )
@@ -80,6 +81,7 @@ def _check_output(ctx: click.Context, option: click.Parameter, output: Path | No
 )
 @click.option("--iterations", type=click.IntRange(1), help="Exactly so many samples each.")
 @processes_option(BenchOptions.processes)
+@scheduler_options
 @click.option(
     "--precision",
     metavar="PART",

@@ -17,6 +17,7 @@ from profharness.cli._options import (
     out_option,
     processes_option,
     read_configs,
+    scheduler_options,
     store_option,
     timeout_option,
 )
@@ -25,7 +26,7 @@ from profharness.errors import CaptureError, UsageError
 from profharness.files import shell_command
 from profharness.profilers.ncu_metrics import metric_names
 from profharness.rows import COUNTERS
-from profharness.run import GPU, LIMITS, CaptureOptions, Protocol
+from profharness.run import GPU, LIMITS, CaptureOptions, Fleet, Protocol
 from profharness.store import open_store
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ FAILED = ("crashed", "timeout", "oom", "error", "pending")
     help="Unprofiled timing samples; 0: none.",
 )
 @processes_option(Protocol.processes)
+@scheduler_options
 @timeout_option(Protocol.timeout_s, "Seconds that one cell may take.")
 @click.option(
     "--metrics",
@@ -150,7 +152,7 @@ def command(
             )
         folder = jobs.find_run_folder(resume_run, options["out"])
         with capture_progress() as progress:
-            captured = jobs.resume_into_store(folder, store, progress)
+            captured = jobs.resume_into_store(folder, store, progress, options["fleet"])
         _report([captured], store)
         return
     chosen = _options(**options)
@@ -171,6 +173,7 @@ def _options(
     metrics: tuple[str, ...],
     sections: tuple[str, ...],
     note: str | None,
+    fleet: Fleet,
     **protocol: Any,
 ) -> CaptureOptions:
     """Raises UsageError for counters without a profiler that takes them."""
@@ -180,7 +183,7 @@ def _options(
         names = ", ".join(COUNTERS)
         raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
     settings = Protocol(**protocol, metrics=metric_names(counters[0]), sections=counters[1])
-    return CaptureOptions(profilers, out, settings, note)
+    return CaptureOptions(profilers, out, settings, note, fleet=fleet)
 
 
 def _shown(everyday: dict[str, Config]) -> list[Config]:

@@ -17,12 +17,13 @@ from profharness.cli._options import (
     out_option,
     output_options,
     read_configs,
+    scheduler_options,
     store_option,
     timeout_option,
 )
 from profharness.config import split_names
 from profharness.errors import GateError, UsageError
-from profharness.run import Protocol, VerifyOptions
+from profharness.run import Fleet, Protocol, VerifyOptions
 from profharness.views.verify import verify_document
 
 
@@ -42,6 +43,7 @@ from profharness.views.verify import verify_document
     "--seed", type=int, default=Protocol.seed, show_default=True, help="Seed of the inputs."
 )
 @device_option
+@scheduler_options
 @out_option
 @output_options
 @store_option
@@ -55,6 +57,7 @@ def command(
     timeout_s: float,
     seed: int,
     device: str,
+    fleet: Fleet,
     out: Path,
     format_: str | None,
     output: Path | None,
@@ -83,7 +86,7 @@ def command(
     if not configs:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
-    options = VerifyOptions(split_names(cases) or VerifyOptions.cases, grad, out, protocol)
+    options = VerifyOptions(split_names(cases) or VerifyOptions.cases, grad, out, protocol, fleet)
     with capture_progress() as progress:
         verified = verify_into_store(configs, split_names(backend), store, options, progress)
     with measured("report", verified.run):

@@ -34,6 +34,9 @@ from profharness.errors import (
     TraceFormatError,
     UsageError,
 )
+from profharness.jobs import fleet
+from profharness.jobs.campaign import is_campaign
+from profharness.jobs.fleet import run_on_lanes
 from profharness.parse.observed import ObservedCall, read_observed
 from profharness.processes import STEP_S, deferred, let_through
 from profharness.profilers import find_profilers, require_tools
@@ -45,6 +48,7 @@ from profharness.run import (
     BenchOptions,
     BenchPlan,
     CaptureOptions,
+    Fleet,
     ObserveOptions,
     Protocol,
     Run,
@@ -57,7 +61,9 @@ from profharness.run import (
 from profharness.runner.capture import (
     capture,
     interrupts_name,
+    plan_capture,
     plan_cells,
+    plan_verify,
     resume,
     verify,
     why_not_resumed,
@@ -152,8 +158,20 @@ def capture_into_store(
     require_tools(find_profilers(options.profilers))
     require_store(store)
     with _opened_meanwhile(store):
-        folder = capture(configs, chosen, options, progress)
+        folder = _captured(configs, chosen, options, progress)
     return _take_in(folder, store)
+
+
+def _captured(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    options: CaptureOptions,
+    progress: Progress | None,
+) -> Path:
+    """The run folder of a capture on lanes, or in one process."""
+    run, _ = plan_capture(configs, backends, options)
+    asked = options.out, options.fleet, progress, options.python
+    return run_on_lanes(run, backends, *asked) or capture(configs, backends, options, progress)
 
 
 def capture_with_each(
@@ -254,7 +272,9 @@ def _latest_unfinished(out: Path) -> Path:
     """By the names, which begin with the time of the run."""
     reasons = []
     for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
-        reason = why_not_resumed(path.parent, read_run(path.parent))
+        folder = path.parent
+        check = fleet.why_not_resumed if is_campaign(folder) else why_not_resumed
+        reason = check(folder, read_run(folder))
         if reason is None:
             return path.parent
         reasons.append(reason)
@@ -283,11 +303,20 @@ def find_source(text: str, store: Path) -> Path:
     return source
 
 
-def resume_into_store(folder: Path, store: Path, progress: Progress | None = None) -> Captured:
-    """Finish an interrupted run and ingest it, in place of what the store had of it."""
+def resume_into_store(
+    folder: Path, store: Path, progress: Progress | None = None, lanes: Fleet | None = None
+) -> Captured:
+    """Finish an interrupted run and ingest it, in place of what the store had of it. lanes: those of a
+    campaign, of this host if none are named.
+    """
     require_store(store)
     with _opened_meanwhile(store):
-        resume(folder, progress)
+        if is_campaign(folder):
+            fleet.resume_on_lanes(folder, lanes or Fleet(), progress)
+        elif lanes is not None and lanes.scheduler is not None:
+            raise UsageError(f"--scheduler: {folder} is no campaign; leave it out")
+        else:
+            resume(folder, progress)
     return _take_in(folder, store)
 
 
@@ -358,7 +387,9 @@ def verify_into_store(
     check_protocol(options.protocol)
     chosen = every_backend(backends, default_backends(options.protocol.device))
     require_store(store)
-    folder = verify(configs, chosen, options, progress)
+    run = plan_verify(configs, chosen, options)
+    lanes = run_on_lanes(run, chosen, options.out, options.fleet, progress)
+    folder = lanes or verify(configs, chosen, options, progress)
     with interrupts_name(folder):
         (result,) = stores.ingest_path(store, folder)
     with open_store(store) as opened:
@@ -412,7 +443,9 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
         # a process without a sample has nothing to say
         processes=min(options.processes, options.iterations or options.processes),
     )
-    capture_options = CaptureOptions(out=options.out, protocol=protocol, bench=plan)
+    capture_options = CaptureOptions(
+        out=options.out, protocol=protocol, bench=plan, fleet=options.fleet
+    )
     backends = options.backends
     if isinstance(baseline, str):
         backends = (*(backends or (ALL,)), baseline)
@@ -421,7 +454,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
     for warning in [text for result in captured.ingested for text in result.warnings]:
         listener.say(f"warning: {warning}")
     if options.verify:
-        _verify(captured, store, listener)
+        _verify(captured, store, options.fleet, listener)
     with open_store(store) as opened:
         return answer.benched(
             opened,
@@ -466,11 +499,11 @@ def _timed_run(store: Store, options: BenchOptions) -> str:
     return store.find_run(Selection(options.run), *answer.TIMED)
 
 
-def _verify(captured: Captured, store: Path, listener: Listener) -> None:
+def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -> None:
     """Check the outputs of what was timed, on the configs as they are."""
     cells = [cell for cell in captured.run.cells if cell.status == "ok"]
     configs = list(dict.fromkeys(cell.config for cell in cells))
     backends = list(dict.fromkeys(cell.backend for cell in cells))
-    options = VerifyOptions((NONE,), False, captured.folder.parent, captured.run.protocol)
+    options = VerifyOptions((NONE,), False, captured.folder.parent, captured.run.protocol, lanes)
     with listener.progress() as progress:
         verify_into_store(configs, backends, store, options, progress)

@@ -1,0 +1,306 @@
+"""A campaign: a run whose cells are cut into groups that lanes run, each in a run folder of its own.
+
+The campaign's folder is a run folder too: its run.json has all cells, and takes their results from
+`groups/<group>` once those are whole. A group that is being run stands in `groups/<group>.<host>.part`.
+What is on disk is all the state there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from profharness.backends import find_backends, fingerprints
+from profharness.costs import compulsory_bytes, flops
+from profharness.errors import TraceFormatError
+from profharness.profilers import find_profilers
+from profharness.run import NOT_A_RECORD, RUN_FILE, Cell, Run, TraceFile, read_run, write_run
+from profharness.runner.capture import write_folder
+
+CAMPAIGN_FILE = "campaign.json"
+GROUPS_FOLDER = "groups"
+PART = ".part"
+SCHEMA = "profharness.campaign/1"
+GROUP_S = 30.0  # of estimated work in a process, so that its start is a tenth of it at most
+SMALLEST_S = 10.0  # where there are fewer such groups than lanes
+GROUPS_A_LANE = 20  # with so many the last ones to end cost 2.5 %
+# What a cell takes besides its calls, in seconds, and what a call of a device is reckoned by.
+PREPARED_S = {"capture": 0.15, "bench": 0.4, "verify": 0.3}
+TURNS_S = 0.2  # of one measurement of a bench that is soon precise
+CALLS = {"bench": 60, "verify": 20}
+FLOPS_PER_S, BYTES_PER_S = {"cuda": 1e14, "cpu": 2e10}, {"cuda": 1e12, "cpu": 5e9}
+WRAPPED_S = 2.0  # of a cell under nsys or ncu
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that one lane runs in a row. group: the hash of what is run and how; seconds: estimated."""
+
+    group: str
+    cells: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What campaign.json holds; cells, protocol and profilers stand in run.json. backends as they
+    were asked for; gpu: the class of GPU that may run it; python: another interpreter of the worker.
+    """
+
+    backends: tuple[str, ...]
+    groups: tuple[Group, ...]
+    gpu: str | None = None
+    python: str | None = None
+    schema: str = SCHEMA
+
+
+def cut_groups(
+    run: Run, backends: Sequence[str], lanes: int, gpu: str | None = None
+) -> list[Group]:
+    """All cells of a run in groups, longest first; all of one config are in one group.
+
+    A group has 30 s of estimated work or more in each process, where there is that much, and a lane
+    has 20 groups or more, where there are so many.
+    """
+    units = []
+    for _, unit in itertools.groupby(run.cells, key=lambda cell: cell.asked or cell.config.label):
+        cells = list(unit)
+        units.append((sum(estimate_s(cell, run) for cell in cells), cells))
+    units.sort(key=lambda unit: -unit[0])
+    total = sum(seconds for seconds, _ in units) / max(1, lanes)
+    processes = run.protocol.processes
+    enough = max(min(GROUP_S * processes, total), SMALLEST_S * processes, total / GROUPS_A_LANE)
+    groups: list[Group] = []
+    gathered: list[Cell] = []
+    seconds = 0.0
+    code = fingerprints(find_backends(backends).values())
+    for number, (more, cells) in enumerate(units, 1):
+        gathered += cells
+        seconds += more
+        if seconds >= enough or number == len(units):
+            # in the order of the run, in which configs were named
+            gathered.sort(key=lambda cell: cell.cell)
+            names = tuple(cell.cell for cell in gathered)
+            groups.append(Group(_hash(gathered, run, code, gpu), names, round(seconds, 3)))
+            gathered, seconds = [], 0.0
+    return groups
+
+
+def estimate_s(cell: Cell, run: Run) -> float:
+    """About how long a cell takes in all processes: by its FLOPs and bytes on a plain GPU, or a CPU."""
+    device = "cpu" if run.protocol.device == "cpu" else "cuda"
+    config = cell.config.resolve(device)
+    call = flops(config) / FLOPS_PER_S[device] + compulsory_bytes(config) / BYTES_PER_S[device]
+    kind = run.kind if run.kind in PREPARED_S else "capture"
+    protocol = run.protocol
+    if run.bench is not None:
+        turns = len(run.bench.on(device)) * (TURNS_S + CALLS["bench"] * call)
+        longest = run.bench.max_time_s / protocol.processes
+        return (PREPARED_S["bench"] + min(turns, longest)) * protocol.processes
+    calls = protocol.iterations + protocol.warmup + 3 * protocol.samples
+    wrapped = sum(profiler.session is not None for profiler in find_profilers(run.profilers))
+    own = PREPARED_S[kind] + CALLS.get(kind, calls) * call
+    return own * protocol.processes + WRAPPED_S * wrapped
+
+
+def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None) -> str:
+    """The same for the same work: configs, cases, backends and their code, how, and on what."""
+    work = [(cell.config.label, cell.backend, cell.case) for cell in cells]
+    used = {name: code[name] for name in sorted({cell.backend for cell in cells} & code.keys())}
+    asked = work, used, run.profilers, run.protocol, run.bench, run.kind, gpu
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked))[:16]
+
+
+def write_campaign(folder: Path, campaign: Campaign) -> None:
+    """Leave campaign.json in a run folder. It appears whole."""
+    temporary = folder / f".{CAMPAIGN_FILE}.{os.getpid()}"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(campaign), indent=1))
+    temporary.replace(folder / CAMPAIGN_FILE)
+
+
+def is_campaign(folder: Path) -> bool:
+    """Whether a run folder is that of a campaign."""
+    return (folder / CAMPAIGN_FILE).is_file()
+
+
+def read_campaign(folder: Path) -> Campaign:
+    """What `write_campaign` left. Raises TraceFormatError."""
+    path = folder / CAMPAIGN_FILE
+    try:
+        campaign = msgspec.json.decode(path.read_bytes(), type=Campaign)
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    except NOT_A_RECORD as error:
+        text = f"not a campaign: {error}"
+        raise TraceFormatError(path, text, expected=f"schema {SCHEMA}") from None
+    if campaign.schema != SCHEMA:
+        raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
+    return campaign
+
+
+def group_folder(folder: Path, group: str) -> Path:
+    """Where the run folder of a group is when it is whole."""
+    return folder / GROUPS_FOLDER / group
+
+
+def open_groups(folder: Path, campaign: Campaign) -> list[Group]:
+    """The groups that are not done, in their order."""
+    return [group for group in campaign.groups if not group_folder(folder, group.group).is_dir()]
+
+
+def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> dict[str, Any]:
+    """What a lane needs to know to run a group, as plain values that JSON can hold. root: where the
+    folder of the group is to be; run: its record, without any result.
+    """
+    wanted = set(group.cells)
+    cells = tuple(cell for cell in run.cells if cell.cell in wanted)
+    record = replace(
+        run,
+        run=f"{run.run}-{group.group[:8]}",
+        cells=tuple(
+            Cell(cell.cell, cell.config, cell.backend, case=cell.case, asked=cell.asked)
+            for cell in cells
+        ),
+        environment={},
+        traces=(),
+        problems=(),
+    )
+    return {
+        "root": str((folder / GROUPS_FOLDER).absolute()),
+        "group": group.group,
+        "run": msgspec.to_builtins(record),
+        "backends": list(campaign.backends),
+        "python": campaign.python,
+        "seconds": group.seconds,
+    }
+
+
+def make_part(part: Path, spec: dict[str, Any]) -> None:
+    """The folder in which a group is run; one that is there already is gone on with."""
+    if (part / RUN_FILE).is_file():
+        return
+    shutil.rmtree(part, ignore_errors=True)  # its writer was killed before it was a run folder
+    run = msgspec.convert(spec["run"], type=Run)
+    write_folder(part.parent, run, spec["backends"], spec["python"], part.name)
+
+
+def publish(part: Path, final: Path) -> None:
+    """Give a whole group its name. Where another lane was quicker, its results stay."""
+    try:
+        part.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:
+    """Write down that no lane could run a group: what results its parts have stay, and every other
+    cell has crashed.
+    """
+    final = group_folder(folder, spec["group"])
+    parts = sorted(final.parent.glob(f"{spec['group']}.*{PART}"), key=_results)
+    part = parts[-1] if parts else final.with_name(f"{spec['group']}.failed{PART}")
+    make_part(part, spec)
+    run = read_run(part)
+    cells = tuple(
+        replace(cell, status="crashed", message=why) if cell.status == "pending" else cell
+        for cell in run.cells
+    )
+    write_run(part, replace(run, cells=cells))
+    publish(part, final)
+
+
+def _results(part: Path) -> int:
+    """How many cells of a group's part have a result."""
+    with contextlib.suppress(TraceFormatError):
+        return sum(cell.status != "pending" for cell in read_run(part).cells)
+    return -1
+
+
+def merge(folder: Path, campaign: Campaign) -> Run:
+    """Write the results of all groups that are done into run.json of the campaign; the run."""
+    run = read_run(folder)
+    runs = list(_done(folder, campaign))
+    results = {cell.cell: cell for part in runs for cell in part[1].cells}
+    traces = (
+        TraceFile(trace.profiler, f"{GROUPS_FOLDER}/{group}/{trace.path}", trace.cells)
+        for group, part in runs
+        for trace in part.traces
+    )
+    problems = (problem for _, part in runs for problem in part.problems)
+    environments = [part.environment for _, part in runs if part.environment]
+    merged = replace(
+        run,
+        cells=tuple(results.get(cell.cell, cell) for cell in run.cells),
+        traces=tuple(traces),
+        problems=tuple(dict.fromkeys(problems)),
+        environment=_environment(environments),
+    )
+    write_run(folder, merged)
+    return merged
+
+
+def _done(folder: Path, campaign: Campaign) -> Iterator[tuple[str, Run]]:
+    for group in campaign.groups:
+        place = group_folder(folder, group.group)
+        if place.is_dir():
+            yield group.group, read_run(place)
+
+
+def _environment(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """That of the first group, with the keys of all GPUs that were used."""
+    keys = sorted({environment["gpu_key"] for environment in each if "gpu_key" in environment})
+    return (dict(each[0]) if each else {}) | ({"gpu_key": ",".join(keys)} if keys else {})
+
+
+def tidy(folder: Path) -> None:
+    """Remove what lanes that are gone have left of groups that others have done."""
+    for part in (folder / GROUPS_FOLDER).glob(f"*{PART}"):
+        if group_folder(folder, part.name.partition(".")[0]).is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def content_hash(folder: Path) -> str:
+    """The hash of a whole group: its record, and name and length of every other file."""
+    digest = xxhash.xxh3_128((folder / RUN_FILE).read_bytes())
+    for path in sorted(folder.iterdir()):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()
+
+
+def packed(folder: Path) -> bytes:
+    """A run folder as the bytes of a tar file; its traces are packed already."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for path in sorted(folder.iterdir()):
+            tar.add(path, arcname=path.name)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes, final: Path) -> None:
+    """The run folder that `packed` was given; it appears whole."""
+    part = final.with_name(f"{final.name}.received{PART}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        tar.extractall(part, filter="data")
+    publish(part, final)
+
+
+def plan_campaign(folder: Path, campaign: Campaign) -> Path:
+    """Make a planned run folder a campaign."""
+    (folder / GROUPS_FOLDER).mkdir(exist_ok=True)
+    write_campaign(folder, campaign)
+    return folder

@@ -1,0 +1,231 @@
+"""A lane: one GPU of one host, or some cores of it, and what runs a group there.
+
+`run_group` is a function of a module that takes and gives plain values, so that any transport can
+call it on any host. The group runs in a child that ends with the thread that called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from profharness import __version__
+from profharness.environment import VISIBLE, driver_version, visible_gpus
+from profharness.errors import ProfharnessError
+from profharness.files import exclusive
+from profharness.jobs.campaign import PART, content_hash, make_part, packed, publish
+from profharness.processes import child_environment, kill_group, read_end, start_python
+from profharness.run import read_run
+from profharness.runner.capture import LOCK_FILE, carry_on
+from profharness.runner.supervise import Step
+
+CHILD = (
+    "import sys; from profharness.processes import end_with_parent; "
+    "end_with_parent(int(sys.argv[1])); from profharness.jobs.lane import main; main()"
+)
+LOG_FILE = "lane.log"
+QUIET_S = 0.2  # between two steps that are told, but for results
+LEAVING_S = 10.0  # that the lane before may take to let go of a group
+LAST_WORDS = 500
+ENDED_S = 2.0
+
+Plain = dict[str, Any]
+
+
+def describe_lane(uuid: str | None = None) -> Plain:
+    """The lane that this process is, or the one of the GPU with that UUID. problems: why none can run."""
+    gpus = visible_gpus()
+    gpu = next((each for each in gpus if uuid in (None, each.uuid)), None)
+    problems = [] if gpu or uuid is None else [f"the GPU {uuid} does not answer"]
+    torch = None
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        problems.append("torch is not installed")
+    return {
+        "gpu": gpu.name if gpu else None,
+        "gpu_key": gpu.key if gpu else None,
+        "memory_bytes": gpu.memory_bytes if gpu else None,
+        "driver": driver_version(),
+        "torch": torch,
+        "python": platform.python_version(),
+        "profharness": __version__,
+        "host_key": host_key(),
+        "problems": problems,
+    }
+
+
+def host_key() -> str:
+    """What stands for this host as long as it is up; neither its name nor its address."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return hashlib.sha256(f"{socket.gethostname()}:{boot}".encode()).hexdigest()[:12]
+
+
+def run_group(
+    spec: Mapping[str, Any],
+    on_step: Callable[[Plain], None] = lambda _: None,
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _: None,
+) -> Plain:
+    """Run a group of `make_spec` and tell what came of it: group, folder, content_hash, seconds,
+    attempt, error (None where it is whole), lost (why the lane can do nothing more), and packed, the
+    folder's bytes, where the spec has `pack`. on_step hears of its cells, on_start of the child.
+
+    A spec may have `uuid`, the GPU to run on, and `cpus`, the cores. Nothing is raised: what fails
+    is the error.
+    """
+    begin = time.monotonic()
+    final = Path(spec["root"]) / spec["group"]
+    told: Plain = {"error": None, "lost": None}
+    try:
+        if not final.is_dir():
+            told |= _in_child(spec, on_step, on_start)
+        if told["error"] is None:
+            told["content_hash"] = content_hash(final)
+            if spec.get("pack"):
+                told["packed"] = packed(final)
+    except (OSError, ProfharnessError) as error:
+        told["error"] = str(error)
+    return {
+        "group": spec["group"],
+        "folder": str(final),
+        "attempt": spec.get("attempt", 1),
+        "seconds": round(time.monotonic() - begin, 3),
+        **told,
+    }
+
+
+def _in_child(
+    spec: Mapping[str, Any],
+    on_step: Callable[[Plain], None],
+    on_start: Callable[[subprocess.Popen[bytes]], None],
+) -> Plain:
+    environment = child_environment()
+    if spec.get("uuid"):
+        environment[VISIBLE] = spec["uuid"]
+    root = Path(spec["root"])
+    root.mkdir(parents=True, exist_ok=True)
+    # beside the part, which the child may replace
+    log = root / f".{spec['group']}.{host_key()}.log"
+    with log.open("wb") as errors:
+        child = start_python(
+            CHILD, str(os.getpid()), stderr=errors, env=environment, start_new_session=True
+        )
+    on_start(child)
+    assert child.stdin is not None and child.stdout is not None
+    told: Plain | None = None
+    try:
+        with contextlib.suppress(BrokenPipeError), child.stdin:
+            child.stdin.write(json.dumps(dict(spec)).encode())
+        for line in child.stdout:
+            with contextlib.suppress(ValueError):  # a line that its end cut short
+                row = json.loads(line)
+                if "error" in row:
+                    told = row
+                else:
+                    on_step(row)
+        child.wait()
+    finally:
+        if child.poll() is None:
+            kill_group(child, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(ENDED_S)
+            kill_group(child)
+        child.stdout.close()
+        words = read_end(log).strip()[-LAST_WORDS:]
+        log.unlink(missing_ok=True)
+    if told is None:
+        how = child.wait()
+        name = signal.Signals(-how).name if how < 0 else f"exit code {how}"
+        tail = f"; its last words: {' / '.join(words.splitlines()[-2:])}" if words else ""
+        told = {"error": f"what ran the group died: {name}{tail}", "lost": None}
+    return told
+
+
+def main() -> None:
+    """The child of `_in_child`: a spec on stdin, steps and how it went on stdout, a line each."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    spec = json.load(sys.stdin)
+    if spec.get("cpus"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, spec["cpus"])
+    final = Path(spec["root"]) / spec["group"]
+    part = final.with_name(f"{final.name}.{host_key()}{PART}")
+    error: str | None = None
+    try:
+        make_part(part, spec)
+        _wait_for(part)
+        carry_on(part, _Steps())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGTERM)
+    except ProfharnessError as failure:
+        error = str(failure)
+    lost = _lost(spec.get("uuid"), part, error)
+    if lost:
+        # what failed on it says nothing of the cells
+        shutil.rmtree(part, ignore_errors=True)
+        error = lost
+    if error is None:
+        publish(part, final)
+    print(json.dumps({"error": error, "lost": lost}), flush=True)
+
+
+def _wait_for(part: Path) -> None:
+    """A lane that was just killed may still end what it ran."""
+    deadline = time.monotonic() + LEAVING_S
+    while time.monotonic() < deadline:
+        with exclusive(part / LOCK_FILE) as holder:
+            if holder is None:
+                return
+        time.sleep(QUIET_S)
+
+
+def _lost(uuid: str | None, part: Path, error: str | None) -> str | None:
+    """Why the GPU of the lane can compute nothing more, if something went wrong."""
+    if uuid is None:
+        return None
+    if error is None:
+        failed = [
+            cell for cell in read_run(part).cells if cell.status in ("crashed", "error", "timeout")
+        ]
+        if not failed:
+            return None
+    if any(gpu.uuid == uuid for gpu in visible_gpus()):
+        return None
+    return "its GPU does not answer any more"
+
+
+class _Steps:
+    """Prints the steps of a run, of those without a result one in QUIET_S."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, step: Step) -> None:
+        now = time.monotonic()
+        ended = step.stage == step.cell.status != "pending"
+        if not ended and step.notice is None and now - self._last < QUIET_S:
+            return
+        self._last = now
+        row = {
+            "cell": step.cell.cell,
+            "status": step.cell.status,
+            "stage": step.stage,
+            "done": step.done,
+            "notice": step.notice,
+        }
+        print(json.dumps(row), flush=True)

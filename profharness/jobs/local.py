@@ -1,0 +1,141 @@
+"""Lanes of this host: one a visible GPU, or some cores each. A thread waits for the child of each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from profharness.environment import VisibleGpu, visible_gpus
+from profharness.errors import UsageError
+from profharness.jobs.lane import describe_lane, run_group
+from profharness.jobs.window import OnStep
+from profharness.processes import kill_group
+
+CORES = 2  # that a lane of a GPU has at least, where it has cores of its own
+SYSFS = Path("/sys")
+
+Plain = dict[str, Any]
+
+
+def local_lanes(count: int | None, device: str) -> list[Plain]:
+    """The lanes of this host, named `gpu 0` or `cpu 0`: one a visible GPU, the first `count` of them;
+    without a GPU, or on device `cpu`, as many as are asked for, or one. Raises UsageError.
+    """
+    gpus = visible_gpus() if device != "cpu" else ()
+    if not gpus:
+        number = count or 1
+        cores = shared_out([sorted(os.sched_getaffinity(0))] * number, 1)
+        described = describe_lane() | {"gpu": None, "gpu_key": None, "memory_bytes": None}
+        return [
+            {**described, "lane": f"cpu {index}", "cpus": cpus} for index, cpus in enumerate(cores)
+        ]
+    if count is not None and count > len(gpus):
+        raise UsageError(f"--scheduler local:{count}: {len(gpus)} GPU(s) are visible here")
+    chosen = gpus[:count]
+    return [
+        {**describe_lane(gpu.uuid), "lane": f"gpu {index}", "uuid": gpu.uuid, "cpus": cpus}
+        for index, (gpu, cpus) in enumerate(zip(chosen, gpu_cores(chosen), strict=True))
+    ]
+
+
+def gpu_cores(gpus: Sequence[VisibleGpu], sysfs: Path = SYSFS) -> list[list[int]]:
+    """The cores of each GPU's lane, near it and its own; none where each cannot have CORES."""
+    allowed = os.sched_getaffinity(0)
+    near = []
+    for gpu in gpus:
+        cores = allowed
+        with contextlib.suppress(OSError, ValueError):
+            text = (sysfs / "bus/pci/devices" / gpu.bus / "local_cpulist").read_text("ascii")
+            cores = (parse_cores(text) & allowed) or allowed
+        near.append(_by_core(cores, sysfs))
+    return shared_out(near, CORES)
+
+
+def parse_cores(text: str) -> set[int]:
+    """`0-3,8` as the kernel writes a set of cores. Raises ValueError."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def _by_core(cpus: set[int], sysfs: Path) -> list[int]:
+    """CPUs with the threads of a physical core beside each other, so that lanes do not share one."""
+
+    def place(cpu: int) -> tuple[int, int]:
+        path = sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            return min(parse_cores(path.read_text("ascii")), default=cpu), cpu
+        except (OSError, ValueError):
+            return cpu, cpu
+
+    return sorted(cpus, key=place)
+
+
+def shared_out(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
+    """Equal parts of the cores for the lanes that are near the same ones; no lane is bound to cores
+    where some would have fewer than `least`.
+    """
+    parts = []
+    for index, cores in enumerate(near):
+        alike = [place for place, other in enumerate(near) if set(other) & set(cores)]
+        size = len(cores) // len(alike)
+        if size < least:
+            return [[] for _ in near]
+        begin = alike.index(index) * size
+        parts.append(list(cores[begin : begin + size]))
+    # one size for all: how many threads torch takes is part of the environment
+    size = min(map(len, parts), default=0)
+    return [part[:size] for part in parts]
+
+
+class LocalLanes:
+    """The transport to lanes of this host."""
+
+    def __init__(self, lanes: Sequence[Plain]) -> None:
+        self._lanes = {lane["lane"]: lane for lane in lanes}
+        self._done: queue.SimpleQueue[tuple[str, Plain]] = queue.SimpleQueue()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._told: set[int] = set()  # children that were asked to end
+
+    def lanes(self) -> list[Plain]:
+        """All lanes, in order."""
+        return list(self._lanes.values())
+
+    def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:
+        """Run a group on a lane, in a thread."""
+        name = lane["lane"]
+        own = {key: lane[key] for key in ("uuid", "cpus") if lane.get(key)}
+
+        def work() -> None:
+            told = run_group(
+                {**spec, **own}, partial(on_step, name), partial(self._children.__setitem__, name)
+            )
+            self._children.pop(name, None)
+            self._done.put((name, told))
+
+        # daemon: nothing waits for a lane when this process leaves, and the child ends with its thread
+        threading.Thread(target=work, daemon=True, name=name).start()
+
+    def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
+        """The next lane that is done with its group."""
+        with contextlib.suppress(queue.Empty):
+            return self._done.get(timeout=timeout_s)
+        return None
+
+    def end(self, lane: Plain) -> None:
+        """End the child of a lane and what it runs; its part stays, to be gone on with."""
+        child = self._children.get(lane["lane"])
+        if child is not None:
+            first = child.pid not in self._told
+            self._told.add(child.pid)
+            kill_group(child, signal.SIGTERM if first else signal.SIGKILL)
