@@ -15,6 +15,7 @@ _API = (
         "launches",
         "list_backends",
         "observe",
+        "predict",
         "query",
         "report",
         "repro",

@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,8 @@ from profharness import jobs, stats
 from profharness.answers.agreement import predicted_rows, with_predictions
 from profharness.answers.analyze.figures import FIELDS, analyze_record
 from profharness.answers.analyze.programs import analyze_selected
+from profharness.answers.atlas.answer import flat_record as predicted_flat
+from profharness.answers.atlas.library import predicted
 from profharness.answers.bench.rows import BenchRow
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.sides import find_sides
@@ -38,6 +39,7 @@ from profharness.files import (
     atomic_file,
     check_output,
 )
+from profharness.jobs.progress import shown
 from profharness.profilers.ncu_metrics import metric_names
 from profharness.rows import (
     TRACE_PROFILERS,
@@ -56,7 +58,6 @@ from profharness.run import (
     require_device,
 )
 from profharness.runner.probe import BackendState, probe_backends, probe_environment
-from profharness.runner.supervise import Progress, Step
 from profharness.scrub import scrub
 from profharness.store import KERNELS_ELSE_CELLS, Selection, open_store
 from profharness.views.diff import FIELDS as DIFF_FIELDS
@@ -85,7 +86,6 @@ KERNEL_COLUMNS = (
     "total_ns",
     "share",
 )
-WIDEST = 100  # of a line of progress
 
 
 def store_path(store: PathLike | None) -> Path:
@@ -116,35 +116,6 @@ def config_list(configs: Configs) -> list[Config]:
             raise UsageError(f"{item!r} is no config; write text as in '2,8,512,64', or a Config")
         expanded.append([item] if isinstance(item, Config) else expand_configs(item))
     return list(dict.fromkeys(config for group in expanded for config in group))
-
-
-@contextlib.contextmanager
-def shown(wanted: bool | None) -> Iterator[Progress | None]:
-    """A progress that keeps one line up to date: on stderr where that is a terminal, on stdout in a
-    notebook. wanted None: there alone; else always or never.
-    """
-    notebook = hasattr(sys.modules.get("IPython"), "get_ipython") and hasattr(
-        sys.modules["IPython"].get_ipython(), "kernel"
-    )
-    stream = sys.stdout if notebook else sys.stderr
-    if not (wanted if wanted is not None else notebook or stream.isatty()):
-        yield None
-        return
-    width = 0
-
-    def show(step: Step) -> None:
-        nonlocal width
-        where = f"[{step.done}/{step.total}] {step.cell.config} {step.cell.backend}: {step.stage}"
-        line = (step.notice or where)[:WIDEST]
-        stream.write(f"\r{line.ljust(width)}")
-        stream.flush()
-        width = len(line)
-
-    try:
-        yield show
-    finally:
-        if width:
-            stream.write("\n")
 
 
 def capture(
@@ -355,6 +326,26 @@ def explain(
     )
     unknown = [release_text(release) for release in skipped_releases(torch or "")]
     return _frame(map(flat_record, answers), answers=answers, unknown_releases=unknown)
+
+
+def predict(
+    configs: Configs,
+    backends: Names = (),
+    *,
+    gpu: str | None = None,
+    torch: str | None = None,
+    atlas: PathLike | None = None,
+) -> pd.DataFrame:
+    """What a GPU does with configs, by its atlas: one row per config and backend, times in ns.
+
+    gpu None: this machine's where it has an atlas, else the only one that has. torch None: the newest
+    release of its atlases. atlas: the folder of your own. `source` is `measured`, `model` or `floor`,
+    where low_ns is the roofline bound and there is no time. Kernels are short names; whole rows are in
+    `attrs["answers"]`, the machine in `attrs["place"]`. Raises UsageError.
+    """
+    found = predicted(config_list(configs), split_names(backends), gpu, torch, atlas)
+    place, rows = found.place, [row for answer in found.answers for row in found.of(answer)]
+    return _frame(map(predicted_flat, rows), answers=rows, place=place.text, doubt=found.doubt)
 
 
 def explain_kernel(names: Names) -> pd.DataFrame:

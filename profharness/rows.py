@@ -152,7 +152,8 @@ class KernelRow:
     is the folded op stack, sdpa_op its attention op if any. occupancy is theoretical, 0 to 1, with
     its limiter (`registers shared_memory block warps`), None where the device or resources are
     unknown. metrics are hardware counters by ncu's name: the median over the launches, and the
-    unit. shared_share is what one block takes of an SM's shared memory, 0 to 1.
+    unit. shared_share is what one block takes of an SM's shared memory, 0 to 1. source is `profiled`, or
+    of an atlas `measured`, `model` or `floor`.
     """
 
     run: str
@@ -187,6 +188,7 @@ class KernelRow:
     device: int
     metrics: dict[str, tuple[float, str]] = field(default_factory=dict, hash=False)
     shared_share: float | None = None
+    source: str = "profiled"
 
     @property
     def dram_bytes_per_s(self) -> float | None:

@@ -103,6 +103,12 @@ out_option = click.option(
     show_default=True,
     help="Where run folders go.",
 )
+atlas_option = click.option(
+    "--atlas",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where your own atlases lie.  [default: $XDG_DATA_HOME/profharness/atlases]",
+)
 device_option = click.option(
     "--device", type=click.Choice(DEVICES), default="auto", show_default=True
 )

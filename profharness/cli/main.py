@@ -28,6 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "kernels": ("profharness.cli.kernels", "Show which kernels each backend launched."),
     "layers": ("profharness.cli.layers", "Show the attention of a program, layer by layer."),
     "explain": ("profharness.cli.explain", "Say why PyTorch takes the backend that it takes."),
+    "predict": ("profharness.cli.predict", "Predict what a GPU does with configs, without it."),
+    "atlas": ("profharness.cli.atlas", "List, add, merge and export what `predict` answers from."),
     "explain-kernel": ("profharness.cli.explain_kernel", "Say a kernel's name in words."),
     "diff": ("profharness.cli.diff", "Compare two backends of a run, or two runs."),
     "bench": ("profharness.cli.bench", "Time backends on configs, side by side."),

@@ -256,17 +256,17 @@ def map_document(
     """Maps with their legend and edges; the records are the answers behind them. full adds every
     config's own answer.
     """
-    blocks = [block for drawn in maps for block in _map_blocks(drawn, where)]
+    blocks = [block for drawn in maps for block in map_blocks(drawn, where)]
     if full:
         blocks += [block for answer in answers for block in answer_blocks(answer, full=True)]
     if missing := unread(answers):
         blocks.append(Note(missing, "caveat", "warning"))
     records = tuple(map(explanation_record, answers))
-    extra = {"maps": [_map_record(drawn) for drawn in maps]}
+    extra = {"maps": [map_record(drawn) for drawn in maps]}
     return Document(SCHEMA, "Backend by shape", tuple(blocks), FIELDS, records, extra=extra)
 
 
-def _map_record(drawn: Map) -> dict[str, Any]:
+def map_record(drawn: Map) -> dict[str, Any]:
     """Axes, choices row by row (null: not asked), and edges."""
     return {
         "fixed": dict(drawn.fixed),
@@ -280,21 +280,27 @@ def _map_record(drawn: Map) -> dict[str, Any]:
     }
 
 
-def _map_blocks(drawn: Map, where: str) -> list[Block]:
+def map_table(drawn: Map, texts: Sequence[Sequence[str | None]]) -> Table:
+    """A table with the axes of a map and a text for each of its cells."""
     columns = (
         Column(f"c{index}", value_text(value), right=True)
         for index, value in enumerate(drawn.column_values)
     )
-    head = f"{drawn.rows} \\ {drawn.columns}" if drawn.rows else drawn.columns
     rows = tuple(
-        (value_text(value), *(LETTERS.get(choice, choice) for choice in choices))
-        for value, choices in zip(drawn.row_values, drawn.choices, strict=True)
+        (value_text(value), *line) for value, line in zip(drawn.row_values, texts, strict=True)
     )
+    return Table((Column("row", drawn.rows, right=True), *columns), rows)
+
+
+def map_blocks(drawn: Map, where: str) -> list[Block]:
+    """Heading, letters, legend and edges of a map of choices."""
+    head = f"{drawn.rows} \\ {drawn.columns}" if drawn.rows else drawn.columns
+    letters = [[LETTERS.get(choice, choice) for choice in line] for line in drawn.choices]
     used = sorted(set(drawn.cells.values()))
     legend = (f"{LETTERS.get(choice, choice)} {MEANINGS.get(choice, choice)}" for choice in used)
     blocks: list[Block] = [
         Heading(f"{head}  {drawn.title}".rstrip(), where),
-        Table((Column("row", drawn.rows, right=True), *columns), rows),
+        map_table(drawn, letters),
         Note(", ".join(legend), "legend"),
     ]
     notes = [Note(_edge_text(edge, drawn), "edge") for edge in drawn.edges]

@@ -187,7 +187,11 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
         notes.append(status_note(cell.status, _reason(cell), cell.backend))
     elif not rows:
         notes.append(
-            Note("no kernels recorded by the profilers asked for", cell.backend, "warning")
+            Note(
+                cell.message or "no kernels recorded by the profilers asked for",
+                cell.backend,
+                "warning",
+            )
         )
     replaced = replacement(cell, rows)
     if replaced is not None:

@@ -137,9 +137,12 @@ class Map:
         ]
 
 
-def draw_maps(configs: Sequence[Config], choices: Sequence[str]) -> list[Map]:
+def draw_maps(
+    configs: Sequence[Config], choices: Sequence[str], *, with_edges: bool = True
+) -> list[Map]:
     """One map per combination of what varies besides two properties: the two numeric ones with the
-    most values, in the order of the grammar; choices has one for each config.
+    most values, in the order of the grammar; choices has one for each config. Figures in place of
+    choices have no edges.
     """
     names = varying(configs)
     count = {name: len({get(config, name) for config in configs}) for name in names}
@@ -157,10 +160,14 @@ def draw_maps(configs: Sequence[Config], choices: Sequence[str]) -> list[Map]:
         row_values = _in_order({row for row, _ in cells})
         column_values = _in_order({column for _, column in cells})
         flipped = {(column, row): choice for (row, column), choice in cells.items()}
-        edges = [
-            *(_edges(rows, row_values, column_values, cells) if rows else ()),
-            *_edges(columns, column_values, row_values, flipped),
-        ]
+        edges = (
+            []
+            if not with_edges
+            else [
+                *(_edges(rows, row_values, column_values, cells) if rows else ()),
+                *_edges(columns, column_values, row_values, flipped),
+            ]
+        )
         fixed = tuple(zip(rest, values, strict=True))
         axes_of = (rows, columns, row_values, column_values, cells, tuple(edges))
         maps.append(Map(fixed, *axes_of, tuple(shared)))

@@ -1,0 +1,244 @@
+"""What a GPU would do with configs, by its atlas: choice, kernels, time, the best backend, and what
+PyTorch's own choice loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from profharness.answers.atlas.data import Atlas, Launch, Machine
+from profharness.answers.atlas.model import Estimate, estimate
+from profharness.config import AUTO, SDPA_BACKENDS, Config
+from profharness.devices import find_gpu
+from profharness.dispatch.machine import Machine as RuleMachine
+from profharness.dispatch.machine import from_config, machine_for, machine_of, release_text
+from profharness.dispatch.predict import Prediction, predict
+from profharness.errors import UsageError
+from profharness.kernel_names import parse_kernel_name
+from profharness.rows import Refusal
+
+BACKENDS = (AUTO, *SDPA_BACKENDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The GPU and the release that an answer is about. atlas is None where nothing was measured there."""
+
+    gpu: str
+    release: str
+    rules: RuleMachine
+    atlas: Atlas | None = None
+
+    @property
+    def text(self) -> str:
+        """`NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, driver 580.159.04`."""
+        if self.atlas is not None:
+            return machine_text(self.atlas.machine)
+        cudnn = f", cuDNN {self.rules.cudnn}" if self.rules.cudnn else ""
+        return f"{self.gpu}, torch {self.release}{cudnn}, no atlas"
+
+
+def machine_text(machine: Machine) -> str:
+    """A machine in one line."""
+    driver = f", driver {machine.driver}" if machine.driver else ""
+    return f"{machine.gpu}, torch {machine.torch}, cuDNN {machine.cudnn}{driver}"
+
+
+def place_of(atlas: Atlas) -> Place:
+    """The place where an atlas was measured."""
+    machine = atlas.machine
+    rules = machine_of(
+        {
+            "torch": machine.torch,
+            "torch_cuda": machine.cuda,
+            "cudnn": machine.cudnn,
+            "capability": capability_of(machine.gpu),
+        }
+    )
+    return Place(find_gpu(machine.gpu).name, release_text(rules.torch), rules, atlas)
+
+
+def place_named(gpu: str, torch: str) -> Place:
+    """A place without an atlas, by rule alone. Raises UsageError for a GPU or a release that is none."""
+    rules = machine_for(gpu, torch)
+    return Place(find_gpu(gpu).name, release_text(rules.torch), rules)
+
+
+def capability_of(gpu: str) -> str:
+    """`9.0` for an H200."""
+    return ".".join(map(str, find_gpu(gpu).capability))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A config on a backend. source: `measured` (the atlas has the cell), `model` (between its cells),
+    or `floor`: low_ns is then the roofline bound, and there is no time.
+
+    low_ns and high_ns are the 90 % interval, error the model's relative error there. choice is what
+    `auto` takes, by rule. reasons are those of a refusal. best is the fastest backend of those with a
+    time, regret this time over its time, less 1. certain: the two intervals do not overlap.
+    """
+
+    config: str
+    backend: str
+    gpu: str
+    torch: str
+    source: str
+    status: str
+    choice: str | None
+    reasons: tuple[Refusal, ...]
+    kernel_ns: int | None
+    low_ns: int | None
+    high_ns: int | None
+    error: float | None
+    graph_ns: int | None
+    bottleneck: str | None
+    best: str | None = None
+    best_ns: int | None = None
+    regret: float | None = None
+    certain: bool | None = None
+    outside: str | None = None
+    kernels: tuple[Launch, ...] | None = None
+
+
+FIELDS = tuple(field.name for field in fields(Predicted))
+
+
+def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
+    """A tuple for each config, with `auto` first and then each backend of PyTorch's."""
+    resolved = [config.resolve("cuda") for config in configs]
+    estimates = iter(estimate(place.atlas, resolved, BACKENDS, place.gpu, place.release))
+    answers = []
+    for config in resolved:
+        told = [next(estimates) for _ in BACKENDS]
+        # the rules take longer than all else, and say nothing new where every backend takes a config
+        known = all(each.status == "ok" for each in told) and told[0].choice
+        ruled = None if known else predict(from_config(config), place.rules)
+        rows = [_row(config, each, ruled, place) for each in told]
+        answers.append(tuple(_judged(rows)))
+    return answers
+
+
+def _row(config: Config, told: Estimate, ruled: Prediction | None, place: Place) -> Predicted:
+    reasons: tuple[Refusal, ...] = ()
+    if ruled is not None and told.status == "refused" and told.backend in ruled.backends:
+        verdict = ruled.backends[told.backend]
+        reasons = verdict.certain or verdict.reasons
+    choice = ruled.choice if ruled is not None and told.backend == AUTO else None
+    return Predicted(
+        config=config.label,
+        backend=told.backend,
+        gpu=place.gpu,
+        torch=place.release,
+        source=told.source,
+        status=told.status,
+        choice=told.choice if told.backend == AUTO and told.choice else choice,
+        reasons=reasons,
+        kernel_ns=nanoseconds(told.kernel_us),
+        low_ns=nanoseconds(told.low_us),
+        high_ns=nanoseconds(told.high_us),
+        error=told.error,
+        graph_ns=nanoseconds(told.graph_us),
+        bottleneck=told.bottleneck,
+        outside=told.outside or None,
+        kernels=tuple(told.launches) if told.launches else None,
+    )
+
+
+def nanoseconds(us: float | None) -> int | None:
+    return None if us is None else round(1e3 * us)
+
+
+def _judged(rows: Sequence[Predicted]) -> Iterator[Predicted]:
+    """The rows of a config with the best backend, and what each of them loses."""
+    timed = [row for row in rows if row.kernel_ns and row.backend != AUTO]
+    best = min(timed, key=lambda row: row.kernel_ns or 0, default=None)
+    for row in rows:
+        if best is None or best.kernel_ns is None:
+            yield row
+            continue
+        found = replace(row, best=best.backend, best_ns=best.kernel_ns)
+        if row.kernel_ns is None:
+            yield found
+        elif best.backend in (row.backend, row.choice):
+            yield replace(found, regret=0.0, certain=True)
+        else:
+            regret = max(0.0, row.kernel_ns / best.kernel_ns - 1)
+            apart = None not in (row.low_ns, best.high_ns) and row.low_ns > best.high_ns  # type: ignore[operator]
+            yield replace(found, regret=regret, certain=apart)
+
+
+def statement(answer: Sequence[Predicted]) -> str:
+    """One sentence: what `auto` takes and in what time, what is fastest, and what that would save."""
+    auto = answer[0]
+    lead = f"auto takes {auto.choice}"
+    if auto.status != "ok" or auto.choice in (None, "none", "unknown"):
+        why = {"none": "raises: no backend takes this config", "refused": "is refused"}
+        return f"auto {why.get(auto.status, 'is not known here')}."
+    if auto.kernel_ns is None:
+        bound = "" if auto.low_ns is None else f", and not below {_us(auto.low_ns)} by the roofline"
+        return f"{lead} by rule; its time is not known{bound}."
+    lead = f"{lead}: {_time(auto)}"
+    if auto.best is None or auto.regret is None:
+        return f"{lead}."
+    if auto.best == auto.choice:
+        return f"{lead}; no other backend with a known time is faster."
+    best = next(row for row in answer if row.backend == auto.best)
+    if not auto.certain:
+        return f"{lead}; {auto.best} may be faster: {_time(best)}, which the intervals leave open."
+    return f"{lead}; {auto.best} is the fastest: {_time(best)}. auto loses {auto.regret:.0%}."
+
+
+def _time(row: Predicted) -> str:
+    """`41.20 µs, measured`, or with its interval by the model."""
+    text = _us(row.kernel_ns)
+    if row.source != "model" or row.low_ns is None or row.high_ns is None:
+        return f"{text}, {row.source}"
+    return f"{text} ({row.low_ns / 1e3:.2f} to {row.high_ns / 1e3:.2f}) by the model"
+
+
+def _us(ns: int | None) -> str:
+    return "-" if ns is None else f"{ns / 1e3:.2f} µs"
+
+
+def predicted_record(row: Predicted) -> dict[str, Any]:
+    """The JSON record: times in ns, each kernel as a dict."""
+    record = {name: getattr(row, name) for name in FIELDS}
+    record["reasons"] = [asdict(reason) for reason in row.reasons]
+    record["kernels"] = None if row.kernels is None else list(map(launch_record, row.kernels))
+    return record
+
+
+def launch_record(launch: Launch) -> dict[str, Any]:
+    """A launch with the names of a kernels row; null for what a memset does not have."""
+    return {
+        "kernel": launch.kernel,
+        "kernel_short": parse_kernel_name(launch.kernel).short,
+        "grid": launch.grid,
+        "block": launch.block,
+        "registers_per_thread": launch.registers,
+        "shared_bytes": launch.shared_bytes,
+        "duration_ns": nanoseconds(launch.time_us),
+    }
+
+
+def flat_record(row: Predicted) -> dict[str, Any]:
+    """A row of a data frame: kernels as short names, reasons as codes."""
+    record = predicted_record(row)
+    names = [each["kernel_short"] for each in record["kernels"] or ()]
+    return record | {
+        "reasons": "; ".join(reason.code for reason in row.reasons),
+        "kernels": "; ".join(names) or None,
+    }
+
+
+def shown_backends(names: Sequence[str]) -> tuple[str, ...]:
+    """The backends to show, all where none is named. Raises UsageError for another than PyTorch's."""
+    for name in names:
+        if name not in (*BACKENDS, "all"):
+            raise UsageError(
+                f"--backend {name!r}: an atlas has {', '.join(BACKENDS)}; name one of them"
+            )
+    return BACKENDS if not names or "all" in names else tuple(dict.fromkeys(names))

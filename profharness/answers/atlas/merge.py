@@ -1,0 +1,236 @@
+"""Atlases put together: two of like machines become one, a store becomes one, and one becomes lines."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, groupby
+from operator import attrgetter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from profharness.answers.atlas.data import (
+    SHARD_VERSION,
+    SUFFIX,
+    Atlas,
+    AtlasCell,
+    Launch,
+    Machine,
+    atlas_of,
+    machine_of,
+    write_atlas,
+)
+from profharness.answers.atlas.library import Entry
+from profharness.config import AUTO, SDPA_BACKENDS, parse_config
+from profharness.errors import NotFoundError, ProfharnessError, UsageError
+from profharness.rows import GRAPH, CellRow, LaunchRow, of_first_profiler, triple
+from profharness.store import ALL_RUNS, Store
+
+OF_LIKE_MACHINES = ("gpu", "torch", "cuda", "cudnn", "driver")
+TIMES_APART = 0.5  # a cell's time in one over that in the other, less 1
+MEDIAN_APART = 0.1  # the same, of the median over all shared cells
+FEW = 10  # shared cells with times that a median is not told of
+OWN_REGIME = "own"  # of cells that were not drawn for an atlas
+SETTLED = ("ok", "refused")  # the results that say something about the machine
+NAMED = 3  # cells that a message names
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """What two atlases say differently about cells that both have."""
+
+    shared: int
+    counts: dict[str, int]
+    first: tuple[str, ...]
+    ratio: float | None
+
+    @property
+    def text(self) -> str:
+        """`3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto: …`."""
+        parts = ", ".join(f"{what} of {count}" for what, count in self.counts.items())
+        several = f"{sum(self.counts.values()):,} of {self.shared:,} shared cells disagree: {parts}"
+        text = f"{several}; first {'; '.join(self.first)}" if self.counts else ""
+        if self.ratio is not None:
+            apart = f"times are {self.ratio:.2f}x in the median over {self.shared:,} shared cells"
+            text = f"{text}; {apart}" if text else apart
+        return text
+
+
+def clash_of(one: Atlas, other: Atlas) -> Clash | None:
+    """What they disagree on: status, choice, kernels with launch configuration, and times; None where
+    nothing does.
+    """
+    counts: Counter[str] = Counter()
+    first: list[str] = []
+    ratios: list[float] = []
+    shared = 0
+    for cell in other.cells():
+        known = one.find(cell.config, cell.backend)
+        if known is None or not {known.status, cell.status} <= {*SETTLED}:
+            continue
+        shared += 1
+        if known.kernel_us and cell.kernel_us:
+            ratios.append(cell.kernel_us / known.kernel_us)
+        if (what := _differing(known, cell)) is not None:
+            counts[what[0]] += 1
+            if len(first) < NAMED:
+                first.append(f"{cell.config.label} {cell.backend}: {what[1]}")
+    ratio = median(ratios) if len(ratios) >= FEW else 1.0
+    apart = ratio if abs(ratio - 1) > MEDIAN_APART else None
+    if not counts and apart is None:
+        return None
+    return Clash(shared, dict(counts), tuple(first), apart)
+
+
+def _differing(one: AtlasCell, other: AtlasCell) -> tuple[str, str] | None:
+    """The first thing that differs, and how."""
+    pairs: tuple[tuple[str, Callable[[AtlasCell], Any]], ...] = (
+        ("status", attrgetter("status")),
+        ("choice", attrgetter("choice")),
+        ("kernels", lambda cell: [launch[:5] for launch in cell.launches]),
+    )
+    for what, value in pairs:
+        old, new = value(one), value(other)
+        if old != new and old and new:
+            said = f"{len(old)} and {len(new)} launches" if what == "kernels" else f"{old} ↔ {new}"
+            if what == "kernels" and len(old) == len(new):
+                said = "other kernels or launch configurations"
+            return what, said
+    if one.kernel_us and other.kernel_us:
+        low, high = sorted((one.kernel_us, other.kernel_us))
+        if high / low - 1 > TIMES_APART:
+            return "times", f"{one.kernel_us:g} ↔ {other.kernel_us:g} µs"
+    return None
+
+
+def merge(atlases: Sequence[Atlas]) -> Atlas:
+    """One atlas of all cells; of a cell that several have the first result that ran or was refused.
+    Raises UsageError for unlike machines, ProfharnessError for atlases that disagree.
+    """
+    first, *others = atlases
+    for other in others:
+        for name in OF_LIKE_MACHINES:
+            old, new = getattr(first.machine, name), getattr(other.machine, name)
+            if old != new:
+                raise UsageError(
+                    f"{first.source or 'the first'} is of {name} {old}, {other.source or 'another'} "
+                    f"of {new}; an atlas is of one machine, so they are not mixed"
+                )
+    for number, later in enumerate(atlases):
+        for earlier in atlases[:number]:
+            if clash := clash_of(earlier, later):
+                raise ProfharnessError(
+                    f"{earlier.source} and {later.source} are not mixed: {clash.text}"
+                )
+    cells = chain.from_iterable(atlas.cells() for atlas in atlases)
+    kept = sorted(cells, key=lambda cell: cell.status not in SETTLED)  # keeps the order otherwise
+    return atlas_of(first.machine, kept, first.source)
+
+
+def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path, int]:
+    """Put an atlas among a user's own, and one of the same machine that is there into it; the file,
+    and how many of its cells are new. Raises what `merge` raises.
+    """
+    name = atlas.machine.name
+    own = next((entry for entry in entries if entry.name == name), None)
+    before = 0 if own is None else len(own.atlas)
+    whole = atlas if own is None else merge([own.atlas, atlas])
+    path = folder / f"{name}{SUFFIX}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror}; give --atlas") from None
+    write_atlas(whole, path, force=True)
+    return path, len(whole) - before
+
+
+def lines_of(atlas: Atlas) -> Iterator[str]:
+    """A shard's lines, which `add` takes again."""
+    machine = asdict(atlas.machine)
+    machine["torch_cuda"] = machine.pop("cuda")
+    head = {"atlas": SHARD_VERSION, "environment": machine | {"device_type": "cuda"}}
+    yield json.dumps(head) + "\n"
+    for cell in atlas.cells():
+        row: dict[str, Any] = {"config": cell.config.label}
+        names = ("backend", "regime", "status", "choice", "graph_us", "peak_bytes", "message")
+        row |= {name: getattr(cell, name) for name in names}
+        if cell.launches:
+            row |= {"kernel_us": cell.kernel_us}
+            row |= {"kernel_us_each": [launch.time_us for launch in cell.launches]}
+            row |= {"kernels": [launch[:5] for launch in cell.launches]}
+        yield json.dumps(row, separators=(",", ":")) + "\n"
+
+
+def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
+    """An atlas for each machine that stored captures of PyTorch's own backends are of; a cell of an older
+    run counts where no newer one has it. Raises NotFoundError where no run has such cells on a GPU.
+    """
+    names = [row.run for row in store.runs()] if run == ALL_RUNS else [store.resolve(run)]
+    found: dict[Machine, list[AtlasCell]] = {}
+    for name in names:
+        environment = store.environment(name)
+        if environment.get("device_type") != "cuda" or not environment.get("gpu"):
+            continue
+        machine = machine_of(environment)
+        found.setdefault(machine, []).extend(_cells_of_run(store, name))
+    kept = {machine: cells for machine, cells in found.items() if cells}
+    if not kept:
+        what = "the store" if run == ALL_RUNS else f"run {names[0]}"
+        raise NotFoundError(
+            f"{what} has no cells of auto, {', '.join(SDPA_BACKENDS)} with kernels on a GPU; "
+            "`profharness capture` on one makes some"
+        )
+    return [
+        atlas_of(machine, cells, f"the store's {machine.name}") for machine, cells in kept.items()
+    ]
+
+
+def _cells_of_run(store: Store, run: str) -> Iterator[AtlasCell]:
+    """The cells of PyTorch's own backends that ran, with kernels, or were refused."""
+    launches: list[LaunchRow] = of_first_profiler(store.launches(run))
+    by_cell: dict[str | None, list[LaunchRow]] = {}
+    for launch in launches:
+        by_cell.setdefault(launch.cell, []).append(launch)
+    for cell in store.cells(run):
+        if cell.backend not in (AUTO, *SDPA_BACKENDS) or cell.status not in SETTLED:
+            continue
+        own = by_cell.get(cell.cell, [])
+        if own or cell.status == "refused":
+            yield _cell(cell, own)
+
+
+def _cell(cell: CellRow, launches: Iterable[LaunchRow]) -> AtlasCell:
+    """The cell with the launches of most of its calls, and medians of their times."""
+    ordered = sorted(launches, key=lambda launch: (launch.iteration or 0, launch.start_ns))
+    calls = [list(call) for _, call in groupby(ordered, key=lambda launch: launch.iteration)]
+    kinds = Counter(tuple(map(_kind, call)) for call in calls)
+    usual = kinds.most_common(1)[0][0] if kinds else ()
+    alike = [call for call in calls if tuple(map(_kind, call)) == usual]
+    times = [[each.duration_ns for each in call if each.duration_ns is not None] for call in alike]
+    known = bool(usual) and all(len(each) == len(usual) for each in times)
+    medians = [median(each) / 1e3 for each in zip(*times, strict=True)] if known else []
+    graph = cell.samples.get(GRAPH)
+    return AtlasCell(
+        config=parse_config(cell.config),
+        backend=cell.backend,
+        regime=OWN_REGIME,
+        status=cell.status,
+        choice=cell.choice,
+        launches=tuple(
+            Launch._make((*kind, medians[at] if known else None)) for at, kind in enumerate(usual)
+        ),
+        kernel_us=median(map(sum, times)) / 1e3 if known else None,
+        graph_us=median(graph) / 1e3 if graph else None,
+        peak_bytes=cell.peak_memory_bytes,
+        message=cell.reason,
+    )
+
+
+def _kind(launch: LaunchRow) -> tuple[Any, ...]:
+    """The fields of a Launch but for its time."""
+    grid = triple(launch.grid_x, launch.grid_y, launch.grid_z)
+    block = triple(launch.block_x, launch.block_y, launch.block_z)
+    return launch.kernel, grid, block, launch.registers_per_thread, launch.shared_bytes

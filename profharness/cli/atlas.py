@@ -1,0 +1,130 @@
+"""`profharness atlas`: the atlases that are there, and how others get in and out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from profharness.answers.atlas.data import SUFFIX, write_atlas
+from profharness.answers.atlas.library import find_entry, known_atlases, read_any, user_folder
+from profharness.answers.atlas.merge import add, atlases_of_store, lines_of, merge
+from profharness.cli._options import (
+    atlas_option,
+    complete_runs,
+    emit,
+    file_options,
+    hint,
+    output_options,
+)
+from profharness.errors import UsageError
+from profharness.files import atomic_file
+from profharness.store import ALL_RUNS, open_store
+from profharness.views.atlas import atlas_document
+
+PATHS = click.argument(
+    "files", nargs=-1, metavar="FILE...", type=click.Path(exists=True, path_type=Path)
+)
+
+
+@click.group()
+def command() -> None:
+    """List the atlases that `predict` answers from, and add, merge or export some.
+
+    An atlas is what one GPU did with thousands of configs on PyTorch's backends: choice, kernels
+    with launch configuration, times and memory. One belongs to a GPU, a PyTorch release, a CUDA, a
+    cuDNN and a driver.
+
+    \b
+    Examples:
+      profharness atlas list
+      profharness atlas add shards
+      profharness atlas add --store profharness.db
+      profharness atlas export H200 -o h200.jsonl
+    """
+
+
+@command.command("list")
+@atlas_option
+@output_options
+def list_(atlas: Path | None, format_: str | None, output: Path | None, force: bool) -> None:
+    """List the package's atlases and the user's own."""
+    emit(atlas_document(known_atlases(atlas)), format_, output, force=force)
+
+
+@command.command("add")
+@PATHS
+@click.option(
+    "--store",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    envvar=None,
+    metavar="STORE",
+    help="Take the captures of a store: an atlas for each machine.",
+)
+@click.option(
+    "--run",
+    metavar="RUN",
+    shell_complete=complete_runs,
+    help="Of the store this run alone.  [default: all]",
+)
+@atlas_option
+def add_(files: tuple[Path, ...], store: Path | None, run: str | None, atlas: Path | None) -> None:
+    """Add atlases to the user's own: packed ones, shards of scripts/make_atlas.py, or a store.
+
+    What an atlas of the same machine has already is kept, and new cells go into a copy of it among the
+    user's own. Where the two disagree nothing is added, and the command says on what.
+    """
+    if not files and store is None:
+        raise UsageError("atlas add needs a file of an atlas, or --store STORE")
+    if run is not None and store is None:
+        raise UsageError("--run is of a store; add --store STORE")
+    made = [read_any(path) for path in files]
+    if store is not None:
+        with open_store(store) as opened:
+            made += atlases_of_store(opened, run or ALL_RUNS)
+    for each in made:
+        path, count = add(each, user_folder(atlas), known_atlases(atlas))
+        hint(f"{each.source}: {count:,} new cells of {len(each):,}; in {path}")
+
+
+@command.command("merge")
+@PATHS
+@file_options
+def merge_(files: tuple[Path, ...], output: Path | None, force: bool) -> None:
+    """Merge atlases of one machine into one file.
+
+    Two that disagree on a cell are told, with what they disagree on and how often, and not mixed.
+    """
+    if len(files) < 2 or output is None:
+        raise UsageError("atlas merge needs two files or more, and -o FILE for the result")
+    _check_suffix(output)
+    merged = merge([read_any(path) for path in files])
+    write_atlas(merged, output, force=force)
+    hint(f"wrote {output}: {len(merged):,} cells of {merged.machine.name}")
+
+
+@command.command("export")
+@click.argument("name", metavar="NAME")
+@atlas_option
+@file_options
+def export_(name: str, atlas: Path | None, output: Path | None, force: bool) -> None:
+    """Write an atlas to a file: packed (.atlas), or as JSON lines (.jsonl).
+
+    NAME is one of `atlas list`, a GPU that has one atlas, or a file. `atlas add` takes either back.
+    """
+    if output is None:
+        raise UsageError("atlas export needs -o FILE, ending in .atlas or .jsonl")
+    _check_suffix(output, ".jsonl")
+    found = find_entry(known_atlases(atlas), name).atlas
+    if output.suffix == SUFFIX:
+        write_atlas(found, output, force=force)
+    else:
+        with atomic_file(output, force=force) as file:
+            for line in lines_of(found):
+                file.write(line.encode())
+    hint(f"wrote {output}: {len(found):,} cells of {found.machine.name}")
+
+
+def _check_suffix(output: Path, *others: str) -> None:
+    if output.suffix not in (SUFFIX, *others):
+        raise UsageError(f"-o {output}: name it {' or '.join(f'*{s}' for s in (SUFFIX, *others))}")

@@ -1,0 +1,40 @@
+"""One line that tells how far a job is, for the Python interface."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from profharness.runner.supervise import Progress, Step
+
+WIDEST = 100  # of a line of progress
+
+
+@contextlib.contextmanager
+def shown(wanted: bool | None) -> Iterator[Progress | None]:
+    """A progress that keeps one line up to date: on stderr where that is a terminal, on stdout in a
+    notebook. wanted None: there alone; else always or never.
+    """
+    notebook = hasattr(sys.modules.get("IPython"), "get_ipython") and hasattr(
+        sys.modules["IPython"].get_ipython(), "kernel"
+    )
+    stream = sys.stdout if notebook else sys.stderr
+    if not (wanted if wanted is not None else notebook or stream.isatty()):
+        yield None
+        return
+    width = 0
+
+    def show(step: Step) -> None:
+        nonlocal width
+        where = f"[{step.done}/{step.total}] {step.cell.config} {step.cell.backend}: {step.stage}"
+        line = (step.notice or where)[:WIDEST]
+        stream.write(f"\r{line.ljust(width)}")
+        stream.flush()
+        width = len(line)
+
+    try:
+        yield show
+    finally:
+        if width:
+            stream.write("\n")

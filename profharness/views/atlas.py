@@ -1,0 +1,28 @@
+"""The view of `profharness atlas list`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from profharness.answers.atlas.library import FIELDS, Entry, entry_record
+from profharness.views.document import Column, Document, Note, Table
+
+SCHEMA = "profharness.atlas/1"
+COLUMNS = (
+    Column("name", "name"),
+    Column("origin", "from"),
+    Column("gpu", "GPU"),
+    Column("torch", "torch"),
+    Column("cuda", "CUDA"),
+    Column("cudnn", "cuDNN"),
+    Column("driver", "driver"),
+    Column("cells", "cells", "count", right=True),
+)
+
+
+def atlas_document(entries: Sequence[Entry]) -> Document:
+    """A row an atlas."""
+    records = tuple(map(entry_record, entries))
+    table = Table.of(COLUMNS, records)
+    note = Note("none; `profharness atlas add FILE` takes one")
+    return Document(SCHEMA, "Atlases", (table if records else note,), FIELDS, records)

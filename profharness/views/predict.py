@@ -1,0 +1,257 @@
+"""The views of `profharness predict`: a config with its backends and kernels, or maps over ranges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from profharness.answers.atlas.answer import (
+    FIELDS,
+    Place,
+    Predicted,
+    launch_record,
+    predicted_record,
+    statement,
+)
+from profharness.answers.bench.axes import AXES
+from profharness.answers.explain.maps import Map, draw_maps, value_text
+from profharness.config import AUTO, parse_config
+from profharness.views.bench import latency_charts
+from profharness.views.document import (
+    Block,
+    Chart,
+    Column,
+    Document,
+    Heading,
+    Note,
+    Table,
+    status_note,
+)
+from profharness.views.explain import map_blocks, map_record, map_table
+
+SCHEMA = "profharness.predict/1"
+TITLE = "What a GPU would do"
+Answer = tuple[Predicted, ...]  # of a config, a row a backend
+BACKEND_COLUMNS = (
+    Column("backend", "backend"),
+    Column("choice", "takes"),
+    Column("source", "source"),
+    Column("kernel_ns", "µs", "us", right=True),
+    Column("low_ns", "from", "us", right=True),
+    Column("high_ns", "to", "us", right=True),
+    Column("graph_ns", "graph µs", "us", right=True),
+    Column("regret", "loses%", "percent", right=True),
+    Column("bottleneck", "bottleneck", shrink=True),
+)
+KERNEL_COLUMNS = (
+    Column("backend", "backend", repeat=False),
+    Column("kernel_short", "kernel", shrink=True),
+    Column("grid", "grid", "triple", right=True),
+    Column("block", "block", "triple", right=True),
+    Column("shared_bytes", "smem KiB", "kib", right=True),
+    Column("registers_per_thread", "regs", "count", right=True),
+    Column("duration_ns", "µs", "us", right=True),
+)
+LOSS_COLUMNS = (
+    Column("config", "config"),
+    Column("choice", "auto takes"),
+    Column("kernel_ns", "µs", "us", right=True),
+    Column("best", "best"),
+    Column("best_ns", "its µs", "us", right=True),
+    Column("regret", "loses%", "percent", right=True),
+    Column("source", "source"),
+)
+MUCH = 0.1  # a regret from which a config is told of
+SHOWN_LOSSES = 12
+SHOWN_CHARTS = 4  # maps that are drawn, of each kind
+SHOWN_OUTSIDE = 4
+REGRETS = ((0.01, "none"), (0.1, "to 10 %"), (0.5, "to 50 %"), (1.0, "to 2x"))
+MOST = "over 2x"
+UNKNOWN = "not known"
+
+
+def predict_document(
+    answers: Sequence[Answer], place: Place, backends: Sequence[str], *, full: bool = False
+) -> Document:
+    """One config with its kernels, several as maps. backends are those that have a row; full shows each
+    config by itself.
+    """
+    blocks: list[Block] = []
+    extra: dict[str, Any] = {"atlas": atlas_record(place)}
+    if len(answers) > 1:
+        maps = _maps(answers, place, _asked(backends))
+        blocks += [*_summary(answers), *(block for drawn in maps for block in drawn.blocks)]
+        blocks += _charts(answers, maps, backends)
+        extra["maps"] = [drawn.record for drawn in maps]
+    if len(answers) == 1 or full:
+        for answer in answers:
+            blocks += config_blocks(answer, place, backends, full=full)
+    rows = [row for answer in answers for row in answer if row.backend in backends]
+    return Document(SCHEMA, TITLE, tuple(blocks), FIELDS, tuple(map(predicted_record, rows)), extra)
+
+
+def atlas_record(place: Place) -> dict[str, Any] | None:
+    """The machine that the atlas was measured on, and its cells; null without an atlas."""
+    if place.atlas is None:
+        return None
+    machine = place.atlas.machine
+    names = ("gpu", "torch", "cuda", "cudnn", "driver")
+    return {name: getattr(machine, name) for name in names} | {"cells": len(place.atlas)}
+
+
+def config_blocks(
+    answer: Answer, place: Place, backends: Sequence[str], *, full: bool = False
+) -> list[Block]:
+    """Verdict, backends, kernels and refusals of a config. Where all backends are meant, kernels of `auto` and
+    of the best one are shown, with full those of all.
+    """
+    some = {AUTO, answer[0].best} if len(backends) == len(answer) and not full else {*backends}
+    shown = [row for row in answer if row.backend in backends]
+    blocks: list[Block] = [
+        Heading(answer[0].config, place.text),
+        Note(statement(answer)),
+        Table.of(BACKEND_COLUMNS, [row for row in shown if row.status == "ok"]),
+    ]
+    kernels = [
+        launch_record(launch) | {"backend": row.backend}
+        for row in shown
+        if row.backend in some and not (row.backend == answer[0].choice and AUTO in some)
+        for launch in row.kernels or ()
+    ]
+    if kernels:
+        blocks += [Heading("Kernels of a call", level=3), Table.of(KERNEL_COLUMNS, kernels)]
+    for row in shown:
+        if row.status != "ok":
+            said = "; ".join(reason.message for reason in row.reasons) or "as the atlas has it"
+            blocks.append(status_note(row.status, said, row.backend))
+    outside = dict.fromkeys(row.outside for row in shown if row.outside)
+    blocks += [Note(text, "no time", "warning") for text in outside if text]
+    return [*blocks, *_time_charts([answer], backends)]
+
+
+def _asked(backends: Sequence[str]) -> str:
+    return AUTO if AUTO in backends else backends[0]
+
+
+def _of(answer: Answer, backend: str) -> Predicted:
+    return next(row for row in answer if row.backend == backend)
+
+
+def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
+    """What `auto` loses over all configs, and where the figures are from."""
+    autos = [answer[0] for answer in answers]
+    sources = Counter(row.source for row in autos)
+    known = [row for row in autos if row.regret is not None]
+    lossy = sorted(
+        (row for row in known if row.certain and (row.regret or 0) > MUCH),
+        key=lambda row: -(row.regret or 0),
+    )
+    told = ", ".join(f"{count:,} {source}" for source, count in sources.items())
+    yield Heading("In short", f"{len(answers):,} configs: {told}")
+    if known:
+        text = f"auto loses more than {MUCH:.0%} on {len(lossy):,} of {len(known):,} configs"
+        if lossy:
+            worst = lossy[0]
+            text += f", most on {worst.config}: {worst.regret:.0%} over {worst.best}"
+        yield Note(f"{text}.")
+    if lossy:
+        yield Table.of(LOSS_COLUMNS, lossy[:SHOWN_LOSSES])
+        if len(lossy) > SHOWN_LOSSES:
+            yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more (--format json has them all)")
+    outside = Counter(row.outside for row in autos if row.outside)
+    for text, count in outside.most_common(SHOWN_OUTSIDE):
+        yield Note(f"{count:,} configs: {text}", "no time", "warning")
+
+
+class _Drawn:
+    """A map of choices with the rows behind its cells."""
+
+    def __init__(self, drawn: Map, rows: list[list[Predicted | None]], place: Place) -> None:
+        self.map, self.rows, self.place = drawn, rows, place
+
+    def texts(self, show: Callable[[Predicted], str | None]) -> list[list[str | None]]:
+        return [[None if row is None else show(row) for row in line] for line in self.rows]
+
+    @property
+    def blocks(self) -> Iterator[Block]:
+        yield from map_blocks(self.map, self.place.text)
+        yield Heading("Kernel time in µs", "- where it is not known", level=3)
+        yield map_table(self.map, self.texts(_short_time))
+        yield Heading("What is lost against the best backend, in %", level=3)
+        yield map_table(self.map, self.texts(_short_regret))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        figures = {
+            name: [[row and getattr(row, name) for row in line] for line in self.rows]
+            for name in ("kernel_ns", "regret", "best", "source")
+        }
+        return map_record(self.map) | figures
+
+
+def _short_time(row: Predicted) -> str | None:
+    return None if row.kernel_ns is None else f"{row.kernel_ns / 1e3:.4g}"
+
+
+def _short_regret(row: Predicted) -> str | None:
+    return None if row.regret is None else f"{100 * row.regret:.0f}{'' if row.certain else '?'}"
+
+
+def _maps(answers: Sequence[Answer], place: Place, asked: str) -> list[_Drawn]:
+    rows = [_of(answer, asked) for answer in answers]
+    configs = [parse_config(row.config) for row in rows]
+    choices = [answer[0].choice or "unknown" for answer in answers]
+    maps = draw_maps(configs, choices)
+    numbered = draw_maps(configs, [str(number) for number in range(len(rows))], with_edges=False)
+    return [
+        _Drawn(
+            drawn,
+            [[None if at is None else rows[int(at)] for at in line] for line in numbers.choices],
+            place,
+        )
+        for drawn, numbers in zip(maps, numbered, strict=True)
+    ]
+
+
+def _charts(
+    answers: Sequence[Answer], maps: Sequence[_Drawn], backends: Sequence[str]
+) -> Iterator[Chart]:
+    for drawn in maps[:SHOWN_CHARTS]:
+        yield _map_chart(drawn, "What auto takes", lambda row: row.choice or UNKNOWN)
+        yield _map_chart(drawn, "What is lost against the best backend", _regret_class)
+    yield from _time_charts(answers, backends)
+
+
+def _map_chart(drawn: _Drawn, what: str, show: Callable[[Predicted], str]) -> Chart:
+    axes, cells = drawn.map, []
+    for value, line in zip(axes.row_values, drawn.rows, strict=True):
+        for column, row in zip(axes.column_values, line, strict=True):
+            if row is not None:
+                place = {"x": value_text(column), "y": value_text(value)}
+                cells.append(place | {"shown": show(row), "label": row.config})
+    title = f"{what}, {axes.title}".rstrip(", ")
+    names = ("x", "y", "shown", axes.columns, axes.rows)
+    return Chart("map", title, tuple(cells), *names, label="label")
+
+
+def _regret_class(row: Predicted) -> str:
+    if row.regret is None:
+        return UNKNOWN
+    return next((text for most, text in REGRETS if row.regret <= most), MOST)
+
+
+def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Chart]:
+    rows = [
+        row
+        for answer in answers
+        for row in answer
+        if row.backend in backends and row.kernel_ns is not None
+    ]
+    medians = [(row.config, row.backend, float(row.kernel_ns or 0)) for row in rows]
+    intervals = {
+        (row.config, row.backend): (float(row.low_ns), float(row.high_ns))
+        for row in rows
+        if row.low_ns is not None and row.high_ns is not None
+    }
+    return latency_charts(medians, "kernel time, predicted", intervals, axes=AXES)

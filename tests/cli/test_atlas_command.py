@@ -1,0 +1,178 @@
+"""`profharness atlas`: list, add, merge and export, what is refused, and a store that becomes one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from profharness.answers.atlas.data import (
+    Atlas,
+    atlas_of,
+    find_atlas,
+    read_atlas,
+    shard_lines,
+    write_atlas,
+)
+from profharness.cli.atlas import command
+from profharness.errors import NotFoundError, ProfharnessError, UsageError
+from profharness.store import ingest_path
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "traces" / "h200-torch2.11"
+NAME = "h200-torch2.11.0-cuda13.0-cudnn91900"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture(scope="module")
+def packaged() -> Atlas:
+    found = find_atlas("H200", "2.11")
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def other(packaged: Atlas, tmp_path: Path) -> Path:
+    """An atlas of a machine that the package has none of."""
+    machine = replace(packaged.machine, gpu="NVIDIA H100 80GB HBM3")
+    write_atlas(part(packaged, 0, 40, machine=machine), tmp_path / "h100.atlas")
+    return tmp_path / "h100.atlas"
+
+
+def part(atlas: Atlas, first: int, last: int, **changed: object) -> Atlas:
+    machine = changed.get("machine", atlas.machine)
+    return atlas_of(machine, itertools.islice(atlas.cells(), first, last), "part")  # type: ignore[arg-type]
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=True)
+
+
+def ok(*args: object) -> Result:
+    result = run(*args)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def test_the_list_has_the_package_and_what_was_added(other: Path) -> None:
+    assert NAME in ok("list").stdout
+    said = ok("add", other).stderr
+    assert "40 new cells of 40" in said
+    rows = json.loads(ok("list", "--format", "json").stdout)["rows"]
+    assert [(row["origin"], row["gpu"]) for row in rows] == [
+        ("package", "NVIDIA H200"),
+        ("user", "NVIDIA H100 80GB HBM3"),
+    ]
+    assert rows[0]["cells"] == sum(rows[0]["statuses"].values()) > 40_000
+    again = ok("add", other).stderr
+    assert "0 new cells of 40" in again
+
+
+def test_an_export_is_taken_back(other: Path, tmp_path: Path) -> None:
+    ok("add", other)
+    for suffix in ("jsonl", "atlas"):
+        out = tmp_path / f"out.{suffix}"
+        ok("export", "H100", "-o", out)
+        ok("add", out, "--atlas", tmp_path / suffix)
+        (made,) = (tmp_path / suffix).iterdir()
+        assert list(read_atlas(made).cells()) == list(read_atlas(other).cells())
+        assert read_atlas(made).machine == read_atlas(other).machine
+    first = next(shard_lines(tmp_path / "out.jsonl"))
+    assert first["environment"]["gpu"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_parts_of_one_machine_merge(packaged: Atlas, tmp_path: Path) -> None:
+    write_atlas(part(packaged, 0, 30), tmp_path / "a.atlas")
+    write_atlas(part(packaged, 20, 50), tmp_path / "b.atlas")
+    ok("merge", "a.atlas", "b.atlas", "-o", "c.atlas")
+    assert list(read_atlas(tmp_path / "c.atlas").cells()) == list(part(packaged, 0, 50).cells())
+
+
+def test_unlike_machines_and_disagreeing_cells_are_told_and_not_mixed(
+    packaged: Atlas, other: Path, tmp_path: Path
+) -> None:
+    write_atlas(part(packaged, 0, 40), tmp_path / "a.atlas")
+    mixed = run("merge", "a.atlas", other, "-o", "c.atlas")
+    assert isinstance(mixed.exception, UsageError)
+    assert "of gpu NVIDIA H200" in str(mixed.exception)
+    cells = list(part(packaged, 0, 40).cells())
+    wrong = [
+        replace(cell, launches=cell.launches[:-1], choice="math") if at < 3 else cell
+        for at, cell in enumerate(cells)
+        if cell.status == "ok"
+    ]
+    write_atlas(atlas_of(packaged.machine, wrong), tmp_path / "b.atlas")
+    apart = run("merge", "a.atlas", "b.atlas", "-o", "c.atlas")
+    assert isinstance(apart.exception, ProfharnessError)
+    assert f"of {len(wrong)} shared cells disagree: " in str(apart.exception)
+    slow = [replace(cell, kernel_us=(cell.kernel_us or 0) * 1.3) for cell in wrong[3:]]
+    write_atlas(atlas_of(packaged.machine, slow), tmp_path / "d.atlas")
+    slower = run("merge", "a.atlas", "d.atlas", "-o", "c.atlas")
+    assert "times are 1.30x in the median" in str(slower.exception)
+    assert not (tmp_path / "c.atlas").exists()
+    added = run("add", "b.atlas")
+    assert isinstance(added.exception, ProfharnessError)
+    assert not (tmp_path / "data").exists()
+
+
+def test_damaged_files_are_refused_by_name(other: Path, tmp_path: Path) -> None:
+    data = other.read_bytes()
+    (tmp_path / "short.atlas").write_bytes(data[:-7])
+    (tmp_path / "changed.atlas").write_bytes(data[:200] + b"\0" + data[201:])
+    (tmp_path / "newer.atlas").write_bytes(data[:8] + b"\x63" + data[9:])
+    (tmp_path / "text.atlas").write_text("hello")
+    (tmp_path / "lines.jsonl").write_text('{"atlas": 7}\n')
+    for name, text in {
+        "short.atlas": "cut short or changed",
+        "changed.atlas": "cut short or changed",
+        "newer.atlas": "version 99",
+        "text.atlas": "not an atlas",
+        "lines.jsonl": "not a shard of an atlas of version 1",
+    }.items():
+        error = run("add", name).exception
+        assert isinstance(error, ProfharnessError), name
+        assert name in str(error)
+        assert text in str(error)
+
+
+def test_a_store_becomes_an_atlas(tmp_path: Path) -> None:
+    ingest_path(tmp_path / "store.db", RUN)
+    said = ok("add", "--store", "store.db", "--atlas", tmp_path / "own").stderr
+    assert "new cells of" in said
+    paths = list((tmp_path / "own").iterdir())
+    assert paths
+    whole = [cell for path in paths for cell in read_atlas(path).cells() if cell.regime == "own"]
+    ran = {(cell.config.label, cell.backend): cell for cell in whole}
+    cell = ran["b2-h8-s512-d64-fp16", "cudnn"]
+    assert (cell.status, len(cell.launches)) == ("ok", 2)
+    assert cell.kernel_us == pytest.approx(8.2, abs=1)
+    assert cell.graph_us
+    assert cell.launches[1].grid == (64, 1, 1)
+    none = run("add", "--store", "store.db", "--run", "nothing")
+    assert isinstance(none.exception, NotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("add",), "needs a file of an atlas, or --store"),
+        (("add", ".", "--run", "latest"), "add --store"),
+        (("merge", "-o", "x.atlas"), "two files or more"),
+        (("export", "H200"), "needs -o FILE"),
+        (("export", "H200", "-o", "x.txt"), "name it *.atlas or *.jsonl"),
+        (("export", "B200", "-o", "x.atlas"), f"there are {NAME}"),
+    ],
+)
+def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:
+    error = run(*args).exception
+    assert isinstance(error, ProfharnessError)
+    assert text in str(error)

@@ -1,0 +1,192 @@
+"""`profharness predict` by the packaged atlas: measured cells, floors, maps, formats and wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import profharness
+from profharness.answers.atlas.data import Atlas, AtlasCell, find_atlas
+from profharness.answers.atlas.rows import PROFILER
+from profharness.cli.predict import command
+from profharness.errors import UsageError
+
+RANGE = "2,8,{512,1024},{64,128},fp16"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without atlases of the user's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture(scope="module")
+def atlas() -> Atlas:
+    found = find_atlas("H200", "2.11")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(atlas: Atlas) -> list[AtlasCell]:
+    """A few cells from all over the atlas: `auto` that ran, and a backend that was refused."""
+    cells = [atlas.cell(row) for row in range(0, len(atlas), 997)]
+    ran = [cell for cell in cells if cell.backend == "auto" and cell.kernel_us]
+    refused = [cell for cell in cells if cell.status == "refused" and cell.backend != "auto"]
+    return [*ran[:4], *refused[:1]]
+
+
+def predict(*args: object) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=True)
+
+
+def told(*args: object) -> str:
+    result = predict(*args)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def answer(*args: object) -> Mapping[str, Any]:
+    return json.loads(told(*args, "--format", "json"))
+
+
+def test_measured_cells_come_back_as_they_are(measured: list[AtlasCell]) -> None:
+    assert len(measured) == 5
+    arguments = [part for cell in measured for part in ("--config", cell.config.label)]
+    found = {(row["config"], row["backend"]): row for row in answer(*arguments)["rows"]}
+    for cell in measured:
+        row = found[cell.config.label, cell.backend]
+        assert (row["source"], row["status"]) == ("measured", cell.status)
+        launches = [
+            (each["kernel"], each["grid"], each["block"], each["registers_per_thread"],
+             each["shared_bytes"], each["duration_ns"])
+            for each in row["kernels"] or ()
+        ]  # fmt: skip
+        assert launches == [
+            (each.kernel, each.grid and [*each.grid], each.block and [*each.block], each.registers,
+             each.shared_bytes, round(each.time_us * 1e3))
+            for each in cell.launches
+        ]  # fmt: skip
+        if cell.status == "ok":
+            assert (row["kernel_ns"], row["choice"]) == (round(cell.kernel_us * 1e3), cell.choice)
+            assert row["regret"] is not None
+        else:
+            assert row["kernel_ns"] is None
+            assert row["reasons"]
+
+
+def test_one_config_has_its_verdict_backends_and_kernels(measured: list[AtlasCell]) -> None:
+    cell = measured[0]
+    text = told("--config", cell.config.label, "--gpu", "h200")
+    assert text.startswith(f"{cell.config.label}  NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, ")
+    assert f"auto takes {cell.choice}: {cell.kernel_us:.2f} µs, measured" in " ".join(text.split())
+    assert "Kernels of a call" in text
+
+
+def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasCell]) -> None:
+    result = predict("--config", measured[0].config.label)
+    assert "answering for NVIDIA H200, torch 2.11.0+cu130" in result.stderr
+    assert "answering" not in predict("--config", measured[0].config.label, "--gpu", "H200").stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (("--gpu", "A100"), "no atlas of A100 with torch"),
+        (("--gpu", "H200", "--torch", "2.8"), "its atlases are of torch 2.11.0"),
+        (("--gpu", "H200 NVL", "--torch", "2.11"), "there are atlases of NVIDIA H200"),
+    ],
+)
+def test_without_an_atlas_there_is_a_floor_and_no_time(place: tuple[str, ...], reason: str) -> None:
+    result = predict("--config", "2,8,512,64,bf16", *place, "--format", "json")
+    assert reason in result.stderr
+    document = json.loads(result.stdout)
+    assert document["atlas"] is None
+    for row in document["rows"]:
+        assert row["source"] == "floor"
+        assert row["kernel_ns"] is row["regret"] is row["best"] is row["kernels"] is None
+    assert document["rows"][0]["choice"] in ("flash", "cudnn")
+    assert document["rows"][0]["low_ns"] > 0
+
+
+def test_several_configs_make_maps_of_choice_time_and_loss(tmp_path: Path) -> None:
+    document = answer("--config", RANGE, "--gpu", "H200")
+    assert document["schema"] == "profharness.predict/1"
+    assert document["atlas"]["cells"] > 40_000
+    (drawn,) = document["maps"]
+    assert (drawn["rows"], drawn["columns"]) == ("seq", "head_dim")
+    for key in ("choices", "kernel_ns", "regret", "best", "source"):
+        assert [len(line) for line in drawn[key]] == [2, 2], key
+    assert len(document["rows"]) == 4 * 5
+    text = told("--config", RANGE, "--gpu", "H200")
+    assert "Kernel time in µs" in text
+    assert "legend" in text
+    told("--config", RANGE, "--gpu", "H200", "-o", tmp_path / "maps.html")
+    assert "What auto takes" in (tmp_path / "maps.html").read_text()
+
+
+@pytest.mark.parametrize("format_", ["csv", "jsonl", "md"])
+def test_every_format_names_the_config(format_: str) -> None:
+    assert "b2-h8-s512-d64-fp16" in told("--config", "2,8,512,64", "--format", format_)
+
+
+def test_a_backend_has_rows_of_its_own() -> None:
+    rows = answer("--config", "2,8,512,64,fp16", "--backend", "flash,math")["rows"]
+    assert [row["backend"] for row in rows] == ["flash", "math"]
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((), "predict needs a config"),
+        (("--config", "2,8,512,64", "--gpu", "H300"), "near matches: H200"),
+        (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
+        (("--config", "2,8,512,64", "--torch", "new"), "is not a version"),
+        (("--config", "2,8,512,64", "--backend", "xformers"), "an atlas has auto, flash"),
+        (("--config", "2,8,512"), "config '2,8,512'"),
+    ],
+)
+def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:
+    error = predict(*args).exception
+    assert isinstance(error, UsageError)
+    assert text in str(error)
+
+
+def test_the_python_interface_gives_one_row_per_config_and_backend(
+    measured: list[AtlasCell],
+) -> None:
+    cell = measured[0]
+    frame = profharness.predict(cell.config, gpu="H200", torch="2.11")
+    assert list(frame.backend) == ["auto", "flash", "efficient", "cudnn", "math"]
+    first = frame.iloc[0]
+    assert (first.source, first.choice) == ("measured", cell.choice)
+    assert first.kernel_ns == round((cell.kernel_us or 0) * 1e3)
+    assert frame.attrs["place"].startswith("NVIDIA H200")
+    with pytest.raises(UsageError, match="predict needs a config"):
+        profharness.predict(None)
+
+
+def test_an_answer_loads_no_torch_pandas_or_store(tmp_path: Path) -> None:
+    arguments = ["predict", "--config", "2,8,512,64,bf16", "--gpu", "H200", "--format", "json"]
+    code = (
+        "import sys\nfrom profharness.cli.main import cli\n"
+        f"cli.main({arguments!r}, standalone_mode=False)\n"
+        "print([n for n in ('torch', 'pandas', 'scipy', 'sqlite_utils', 'altair') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_has_examples() -> None:
+    assert told("--help").count("profharness predict --config") == 3
+    assert PROFILER == "atlas"
