@@ -7,7 +7,7 @@ import platform
 import re
 import sqlite3
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -88,6 +88,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         check_extra("report"),
         check_extra("web"),
         check_extra("mcp"),
+        check_extra("cluster"),
         check_counters(read(DRIVER_PARAMETERS), privileged=may_administer()),
         check_tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
         *check_injection(os.environ.get("CUDA_INJECTION64_PATH")),
@@ -96,6 +97,57 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         check_sqlite(),
         check_store(store),
     ]
+
+
+COMPARED = {
+    "profharness": "install one version on all hosts; lanes of another are left out",
+    "torch": "a run has one environment: lanes with another torch than the first are left out",
+    "driver": "a run has one environment: lanes with another driver than the first are left out",
+    "python": "",  # a lane may have any Python that profharness runs on
+}
+"""What lanes tell of themselves and should agree in, with what helps where they do not."""
+
+
+def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]:
+    """A finding on each lane of a scheduler, as `describe_lane` tells it, and on each thing in which
+    they differ from each other or from this host's version of profharness.
+    """
+    if not lanes:
+        remedy = "start one worker a GPU; docs/scale.md has the command"
+        return [Check("lanes", "missing", "no worker is there", remedy)]
+    checks = [_check_lane(lane) for lane in lanes]
+    for key, remedy in COMPARED.items():
+        values = {"here": version} if key == "profharness" else {}
+        values |= {lane["lane"]: str(lane[key]) for lane in lanes if lane.get(key) is not None}
+        if len(set(values.values())) > 1:
+            text = _by_value(values)
+            checks.append(Check(f"lanes: {key}", "warning" if remedy else "ok", text, remedy))
+    shared = {lane["lane"]: lane["gpu_key"] for lane in lanes if lane.get("gpu_key")}
+    for key in sorted({key for key in shared.values() if list(shared.values()).count(key) > 1}):
+        names = ", ".join(name for name, other in shared.items() if other == key)
+        remedy = "they wait for each other; give each worker its own CUDA_VISIBLE_DEVICES"
+        checks.append(Check("lanes: GPU", "warning", f"{names} have the same one", remedy))
+    return checks
+
+
+def _check_lane(lane: Mapping[str, Any]) -> Check:
+    problems = "; ".join(lane["problems"])
+    told = {key: lane.get(key) for key in COMPARED if lane.get(key) is not None}
+    versions = ", ".join(f"{key} {value}" for key, value in told.items())
+    detail = f"{lane.get('gpu') or 'CPU'}, {versions}" if told else ""
+    if not problems:
+        return Check(str(lane["lane"]), "ok", detail)
+    text = "; ".join(filter(None, [detail, problems]))
+    return Check(str(lane["lane"]), "warning", text, "it gets no groups until that is mended")
+
+
+def _by_value(values: Mapping[str, str]) -> str:
+    """`2.10: lane0; 2.11: lane1, lane2`, the value that most have first."""
+    names: dict[str, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    ordered = sorted(names.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{value}: {', '.join(who)}" for value, who in ordered)
 
 
 def check_python() -> Check:

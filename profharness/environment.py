@@ -35,6 +35,10 @@ EXTRAS = {
     "report": Extra(
         {"altair": "altair", "vl_convert": "vl-convert-python"}, "charts in HTML and Markdown"
     ),
+    "cluster": Extra(
+        {"distributed": "distributed", "cryptography": "cryptography"},
+        "lanes of many hosts through Dask",
+    ),
     "web": Extra({"datasette": "datasette"}, "`profharness serve`"),
 }
 

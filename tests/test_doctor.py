@@ -353,7 +353,7 @@ def test_the_extras_are_those_of_the_build_file() -> None:
         assert set(extra.modules.values()) <= packages
 
 
-@pytest.mark.parametrize("extra", ["report", "web", "mcp"])
+@pytest.mark.parametrize("extra", ["report", "web", "mcp", "cluster"])
 def test_an_extra_is_told_with_its_versions_or_its_remedy(
     extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +387,7 @@ def test_run_checks_without_a_worker(clean: Path, tmp_path: Path) -> None:
     assert states["torch"] == "missing"
     assert states["nsys"] == states["Python"] == states["SQLite"] == states["store"] == "ok"
     assert {"nsys importer", "ncu", "counters", "TMPDIR", "ncu-report"} <= set(states)
-    assert {"extra report", "extra web", "extra mcp"} <= set(states)
+    assert {"extra report", "extra web", "extra mcp", "extra cluster"} <= set(states)
     assert set(states.values()) <= {"ok", "warning", "missing", "absent"}
     assert all(check.remedy for check in checks if check.state in ("warning", "missing"))
     assert not (tmp_path / "store.db").exists()

@@ -18,7 +18,7 @@ DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 TRACE = ROOT / "tests" / "data" / "kineto_h200.json.gz"
 
 BESIDE = {"worker", "observer"}  # of the layers, with rules of their own
-HEAVY = ("torch", "triton", "pandas", "sqlite_utils")
+HEAVY = ("torch", "triton", "pandas", "sqlite_utils", "distributed")
 PROBE = """
 import json, sys
 {work}
@@ -159,6 +159,11 @@ def test_libraries_stay_where_the_page_puts_them() -> None:
         if unit_of(path) not in ONLY_IN[library]:
             wrong.append(f"{path.relative_to(ROOT)}:{line}: {library}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_distributed_is_imported_in_one_file() -> None:
+    places = {path for path, name, _, _ in everything() if name.split(".")[0] == "distributed"}
+    assert places == {PACKAGE / "jobs" / "cluster.py"}
 
 
 def test_children_start_and_process_groups_end_in_one_module() -> None:

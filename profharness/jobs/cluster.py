@@ -1,0 +1,252 @@
+"""Lanes of many hosts behind a Dask scheduler: a worker is a lane, by its address.
+
+This is the only file that imports distributed, and it is loaded only for `--scheduler tls://…`.
+What crosses the wire are functions of `lane`, by their names, and plain dicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import logging
+import os
+import queue
+import secrets
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed import Client, Future, Security
+
+from profharness.errors import CaptureError, UsageError
+from profharness.jobs.lane import describe_lane, end_group, run_group
+from profharness.jobs.window import OnStep
+
+Plain = dict[str, Any]
+FAILURES = (OSError, TimeoutError, ValueError)  # of a client whose scheduler or worker is gone
+CONNECT_S = 10.0
+LOOK_S = 1.0  # between two looks at which workers are there
+LOOPBACK = "localhost"
+EXAMPLE = "as in tls://head:8786"
+TLS_SETTINGS = {
+    "DASK_DISTRIBUTED__COMM__TLS__CA_FILE": "tls_ca_file",
+    "DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT": "tls_client_cert",
+    "DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY": "tls_client_key",
+}
+"""Variable of Dask's configuration -> attribute of its Security, of what a client of TLS needs."""
+
+
+@dataclass
+class _Worker:
+    """A worker of the scheduler as a lane: the future of the group that it has, and how often it was
+    asked to end it.
+    """
+
+    address: str
+    description: Plain
+    scratch: str  # a folder of the host that outlives the worker
+    sees: dict[str, bool] = field(default_factory=dict)  # folders of this host, there too?
+    future: Future | None = None
+    ends: int = 0
+
+
+class Cluster:
+    """The transport to the lanes of a Dask scheduler.
+
+    Raises UsageError for an address that is none or not safe, CaptureError where nobody answers.
+    """
+
+    def __init__(self, url: str, *, insecure: bool = False) -> None:
+        check_address(url, insecure=insecure)
+        self._url = url
+        self._lanes: dict[str, _Worker] = {}
+        self._left: set[str] = set()  # names of lanes that are gone
+        self._done: queue.SimpleQueue[tuple[str, Future]] = queue.SimpleQueue()
+        self._looked = 0.0
+        self._client = _connect(url)
+
+    def lanes(self) -> list[Plain]:
+        """The workers that are there now, by their names. One that Dask has started anew is another
+        lane.
+        """
+        if not self._lanes or time.monotonic() - self._looked >= LOOK_S:
+            self._look()
+        return [worker.description for worker in self._lanes.values()]
+
+    def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:  # noqa: ARG002
+        """Hand a group to a lane. One that does not see the folder of the campaign sends it, packed."""
+        name = lane["lane"]
+        worker = self._lanes[name]
+        if not self._sees(worker, spec["root"]):
+            spec = {**spec, "root": f"{worker.scratch}/{_campaign(spec)}", "pack": True}
+        future = worker.future = self._client.submit(
+            run_group,
+            spec,
+            key=f"profharness-{spec['group']}-{secrets.token_hex(4)}",
+            workers=[worker.address],
+            # the window retries, and knows which lane is good for what
+            allow_other_workers=False,
+            retries=0,
+            pure=False,
+        )
+        worker.ends = 0
+        future.add_done_callback(lambda done: self._done.put((name, done)))
+
+    def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
+        """The next lane that is done with its group. Raises CaptureError where the scheduler is gone."""
+        try:
+            name, future = self._done.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        worker = self._lanes.get(name)
+        if worker is None or worker.future is not future:
+            return None  # a lane that was given up
+        worker.future = None
+        if future.status == "finished":
+            result: Plain = future.result()
+            if "packed" in result:
+                self._client.run(shutil.rmtree, result["folder"], True, workers=[worker.address])
+            return name, result
+        if future.status == "error":
+            return name, {"group": _group(future), "error": _reason(future.exception())}
+        raise self._gone()
+
+    def end(self, lane: Plain) -> None:
+        """End the group of a lane, the second time at once. Dask itself stops no task that runs."""
+        worker = self._lanes.get(lane["lane"])
+        if worker is not None:
+            worker.ends += 1
+            self._ask(end_group, [worker.address], worker.ends > 1)
+
+    def close(self) -> None:
+        """Leave the scheduler."""
+        with contextlib.suppress(*FAILURES):
+            self._client.close(timeout=CONNECT_S)
+
+    def _look(self) -> None:
+        """Which workers are there. The task of one that is gone would wait for its address for ever."""
+        try:
+            here = self._client.scheduler_info(n_workers=-1)["workers"]
+        except FAILURES:
+            raise self._gone() from None
+        if self._client.status != "running":
+            raise self._gone()
+        self._looked = time.monotonic()
+        for name, worker in list(self._lanes.items()):
+            if worker.address not in here:
+                del self._lanes[name]
+                self._left.add(name)
+                if worker.future is not None:
+                    worker.future.cancel()
+        known = {worker.address for worker in self._lanes.values()}
+        fresh = [address for address in here if address not in known]
+        answers = self._ask(describe_lane, fresh) if fresh else {}
+        for address in fresh:
+            if address not in answers:
+                continue  # gone since
+            name = self._name(str(here[address]["name"]))
+            described = {**_described(answers[address]), "lane": name, "address": address}
+            scratch = str(PurePath(here[address]["local_directory"]).parent / "profharness")
+            self._lanes[name] = _Worker(address, described, scratch)
+
+    def _name(self, wanted: str) -> str:
+        """A name that no lane had: Dask gives the name of a worker to the one that takes its place."""
+        names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
+        return next(name for name in names if name not in self._lanes and name not in self._left)
+
+    def _sees(self, worker: _Worker, root: str) -> bool:
+        """Whether a folder of this host is there for a worker too."""
+        if root not in worker.sees:
+            answer = self._ask(os.path.isdir, [worker.address], root)
+            worker.sees[root] = answer.get(worker.address) is True
+        return worker.sees[root]
+
+    def _ask(self, function: Callable[..., Any], addresses: list[str], *given: Any) -> Plain:
+        """The answers of workers by their addresses, beside what they work on; exceptions too."""
+        try:
+            answers: Plain = self._client.run(
+                function, *given, workers=addresses, on_error="return"
+            )
+        except FAILURES:
+            return {}
+        return answers
+
+    def _gone(self) -> CaptureError:
+        return CaptureError(
+            f"--scheduler {self._url}: the scheduler is gone; groups that were done are kept: start "
+            "it and its workers again, then go on with the campaign"
+        )
+
+
+def check_address(url: str, *, insecure: bool) -> None:
+    """Raise UsageError for an address that is none, and for an open one that others can reach."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError(f"--scheduler {url}: {error}; say host and port, {EXAMPLE}") from None
+    if parts.scheme not in ("tls", "tcp") or not host or port is None:
+        raise UsageError(f"--scheduler {url}: say host and port, {EXAMPLE}")
+    if parts.scheme == "tcp" and not insecure and not _is_loopback(host):
+        raise UsageError(
+            f"--scheduler {url}: whoever reaches that port can run programs on the lanes; use tls://, "
+            "for which docs/scale.md says how to make the certificates, or say --insecure"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == LOOPBACK or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _connect(url: str) -> Client:
+    security = Security(require_encryption=url.startswith("tls:"))
+    if url.startswith("tls:"):
+        missing = [name for name, key in TLS_SETTINGS.items() if not getattr(security, key)]
+        if missing:
+            raise UsageError(
+                f"--scheduler {url}: Dask's configuration names no certificate: set "
+                f"{', '.join(missing)}; docs/scale.md says how to make one"
+            )
+    # it writes tracebacks about connections, which are told here as errors
+    for name in ("distributed", "distributed.client"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        # `doctor --scheduler` compares what matters of them
+        warnings.simplefilter("ignore")
+        try:
+            return Client(url, security=security, timeout=CONNECT_S, set_as_default=False)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise CaptureError(
+                f"--scheduler {url}: no Dask scheduler answers: {_reason(error)}; start one with "
+                "`dask scheduler`, with the certificates of the same authority"
+            ) from None
+
+
+def _described(answer: object) -> Plain:
+    """What a worker says of itself, or why it cannot."""
+    return answer if isinstance(answer, dict) else {"problems": [_reason(answer)]}
+
+
+def _campaign(spec: Plain) -> str:
+    """The name of the campaign's folder, which has those of its groups in a folder of its own."""
+    return Path(spec["root"]).parent.name
+
+
+def _group(future: Future) -> str:
+    """The group that a future is of."""
+    return str(future.key).split("-")[1]
+
+
+def _reason(answer: object) -> str:
+    """Why something failed, in one line."""
+    kind = f"{type(answer).__name__}: " if isinstance(answer, BaseException) else ""
+    return (kind + str(answer)).splitlines()[0] if str(answer) else kind.rstrip(": ")
