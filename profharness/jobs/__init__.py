@@ -120,11 +120,14 @@ def everyday_configs(device: str = "auto") -> dict[str, Config]:
 
 @dataclass(frozen=True)
 class Captured:
-    """What a capture left: the run folder, its record, and what the store made of it."""
+    """What a capture left: the run folder, its record, and what the store made of it. others: the runs
+    of further classes of GPU.
+    """
 
     folder: Path
     run: Run
     ingested: list[IngestResult]
+    others: tuple[Captured, ...] = ()
 
 
 def default_backends(device: str = "auto") -> tuple[str, ...]:
@@ -152,14 +155,16 @@ def capture_into_store(
     """Capture and ingest; no backends means the default ones of this machine's device."""
     options = options or CaptureOptions()
     check_protocol(options.protocol, counted=options.bench is None)
+    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
     # Refuse what makes no sense before a store or a run folder is made.
     plan_cells(configs, chosen)
     require_tools(find_profilers(options.profilers))
     require_store(store)
     with _opened_meanwhile(store):
-        folder = _captured(configs, chosen, options, progress)
-    return _take_in(folder, store)
+        folders = _captured(configs, chosen, options, progress)
+    first, *others = (_take_in(folder, store) for folder in folders)
+    return replace(first, others=tuple(others))
 
 
 def _captured(
@@ -167,11 +172,16 @@ def _captured(
     backends: Sequence[str],
     options: CaptureOptions,
     progress: Progress | None,
-) -> Path:
-    """The run folder of a capture on lanes, or in one process."""
+) -> list[Path]:
+    """The run folders of a capture on lanes, one a class of GPU, or the one of a capture in one process."""
     run, _ = plan_capture(configs, backends, options)
     asked = options.out, options.fleet, progress, options.python
-    return run_on_lanes(run, backends, *asked) or capture(configs, backends, options, progress)
+    return run_on_lanes(run, backends, *asked) or [capture(configs, backends, options, progress)]
+
+
+def _on_lanes(protocol: Protocol, lanes: Fleet) -> Protocol:
+    """The protocol with the device of the lanes, which this host need not have."""
+    return replace(protocol, device=fleet.lanes_device(lanes, protocol.device))
 
 
 def capture_with_each(
@@ -221,6 +231,7 @@ def bench_into_store(
     """Time the backends of each config in turns and ingest the run, with traces for `kernel`."""
     options = options or CaptureOptions()
     plan = options.bench or BenchPlan()
+    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     traced = KERNEL in plan.measurements and device_type(options.protocol.device) == "cuda"
     options = replace(options, bench=plan, profilers=("torch",) if traced else ("events",))
     return capture_into_store(configs, backends, store, options, progress)
@@ -366,7 +377,7 @@ def _take_in(folder: Path, store: Path) -> Captured:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification left: the run's id and its checks."""
+    """What a verification left: the run's id, of several classes of GPU the first one's, and all checks."""
 
     run: str
     rows: tuple[VerificationRow, ...]
@@ -385,15 +396,15 @@ def verify_into_store(
     """
     options = options or VerifyOptions()
     check_protocol(options.protocol)
+    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     chosen = every_backend(backends, default_backends(options.protocol.device))
     require_store(store)
     run = plan_verify(configs, chosen, options)
-    lanes = run_on_lanes(run, chosen, options.out, options.fleet, progress)
-    folder = lanes or verify(configs, chosen, options, progress)
-    with interrupts_name(folder):
-        (result,) = stores.ingest_path(store, folder)
+    folders = run_on_lanes(run, chosen, options.out, options.fleet, progress)
+    folders = folders or [verify(configs, chosen, options, progress)]
+    runs = [_take_in(folder, store).run.run for folder in folders]
     with open_store(store) as opened:
-        return Verified(result.run, tuple(opened.verifications(result.run)))
+        return Verified(runs[0], tuple(row for run in runs for row in opened.verifications(run)))
 
 
 def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
@@ -417,6 +428,8 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
     precision = PRECISION if options.precision is None else options.precision
     plan = make_plan(options.measurements, precision, options.max_time_s, options.iterations)
     baseline = answer.parse_baseline(options.baseline)
+    if options.run is None:
+        options = replace(options, device=fleet.lanes_device(options.fleet, options.device))
     if options.run is not None:
         if options.verify:
             raise UsageError("--verify measures; leave --run out, or use profharness verify")
@@ -456,7 +469,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
     if options.verify:
         _verify(captured, store, options.fleet, listener)
     with open_store(store) as opened:
-        return answer.benched(
+        benched = answer.benched(
             opened,
             captured.run.run,
             convention=options.convention,
@@ -464,6 +477,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
             precision=precision,
             rank_by=plan.measurements,
         )
+    return replace(benched, others=tuple(other.run.run for other in captured.others))
 
 
 def time_layers(

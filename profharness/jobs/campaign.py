@@ -8,11 +8,9 @@ What is on disk is all the state there is.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import os
 import shutil
-import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,33 +268,6 @@ def tidy(folder: Path) -> None:
     for part in (folder / GROUPS_FOLDER).glob(f"*{PART}"):
         if group_folder(folder, part.name.partition(".")[0]).is_dir():
             shutil.rmtree(part, ignore_errors=True)
-
-
-def content_hash(folder: Path) -> str:
-    """The hash of a whole group: its record, and name and length of every other file."""
-    digest = xxhash.xxh3_128((folder / RUN_FILE).read_bytes())
-    for path in sorted(folder.iterdir()):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-    return digest.hexdigest()
-
-
-def packed(folder: Path) -> bytes:
-    """A run folder as the bytes of a tar file; its traces are packed already."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for path in sorted(folder.iterdir()):
-            tar.add(path, arcname=path.name)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes, final: Path) -> None:
-    """The run folder that `packed` was given; it appears whole."""
-    part = final.with_name(f"{final.name}.received{PART}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        tar.extractall(part, filter="data")
-    publish(part, final)
 
 
 def plan_campaign(folder: Path, campaign: Campaign) -> Path:

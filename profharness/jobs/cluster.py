@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from distributed import Client, Future, Security
 
 from profharness.errors import CaptureError, UsageError
-from profharness.jobs.lane import describe_lane, end_group, run_group
+from profharness.jobs.lane import describe_lane, end_groups, run_group
 from profharness.jobs.window import OnStep
 
 Plain = dict[str, Any]
@@ -105,7 +105,7 @@ class Cluster:
         except queue.Empty:
             return None
         worker = self._lanes.get(name)
-        if worker is None or worker.future is not future:
+        if worker is None or worker.future != future:
             return None  # a lane that was given up
         worker.future = None
         if future.status == "finished":
@@ -122,7 +122,7 @@ class Cluster:
         worker = self._lanes.get(lane["lane"])
         if worker is not None:
             worker.ends += 1
-            self._ask(end_group, [worker.address], worker.ends > 1)
+            self._ask(end_groups, [worker.address], worker.ends > 1)
 
     def close(self) -> None:
         """Leave the scheduler."""

@@ -26,7 +26,8 @@ from profharness import __version__
 from profharness.environment import VISIBLE, driver_version, visible_gpus
 from profharness.errors import ProfharnessError
 from profharness.files import exclusive
-from profharness.jobs.campaign import PART, content_hash, make_part, packed, publish
+from profharness.jobs.campaign import PART, make_part, publish
+from profharness.jobs.parcel import content_hash, pack
 from profharness.processes import child_environment, kill_group, read_end, start_python
 from profharness.run import read_run
 from profharness.runner.capture import LOCK_FILE, carry_on
@@ -43,6 +44,7 @@ LAST_WORDS = 500
 ENDED_S = 2.0
 
 Plain = dict[str, Any]
+_children: set[subprocess.Popen[bytes]] = set()  # that run the groups of this process
 
 
 def describe_lane(uuid: str | None = None) -> Plain:
@@ -81,9 +83,9 @@ def run_group(
     on_step: Callable[[Plain], None] = lambda _: None,
     on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _: None,
 ) -> Plain:
-    """Run a group of `make_spec` and tell what came of it: group, folder, content_hash, seconds,
-    attempt, error (None where it is whole), lost (why the lane can do nothing more), and packed, the
-    folder's bytes, where the spec has `pack`. on_step hears of its cells, on_start of the child.
+    """Run a group of `make_spec` and tell what came of it: group, folder, seconds, attempt, error
+    (None where it is whole), lost (why the lane can do nothing more), and where the spec has `pack`
+    the folder's bytes and hash. on_step hears of its cells, on_start of the child.
 
     A spec may have `uuid`, the GPU to run on, and `cpus`, the cores. Nothing is raised: what fails
     is the error.
@@ -94,10 +96,8 @@ def run_group(
     try:
         if not final.is_dir():
             told |= _in_child(spec, on_step, on_start)
-        if told["error"] is None:
-            told["content_hash"] = content_hash(final)
-            if spec.get("pack"):
-                told["packed"] = packed(final)
+        if told["error"] is None and spec.get("pack"):
+            told |= {"content_hash": content_hash(final), "packed": pack(final)}
     except (OSError, ProfharnessError) as error:
         told["error"] = str(error)
     return {
@@ -125,6 +125,7 @@ def _in_child(
         child = start_python(
             CHILD, str(os.getpid()), stderr=errors, env=environment, start_new_session=True
         )
+    _children.add(child)
     on_start(child)
     assert child.stdin is not None and child.stdout is not None
     told: Plain | None = None
@@ -145,6 +146,7 @@ def _in_child(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(ENDED_S)
             kill_group(child)
+        _children.discard(child)
         child.stdout.close()
         words = read_end(log).strip()[-LAST_WORDS:]
         log.unlink(missing_ok=True)
@@ -154,6 +156,12 @@ def _in_child(
         tail = f"; its last words: {' / '.join(words.splitlines()[-2:])}" if words else ""
         told = {"error": f"what ran the group died: {name}{tail}", "lost": None}
     return told
+
+
+def end_groups(at_once: bool) -> None:
+    """End what this process runs: in order, or at once. Does not wait for it."""
+    for child in tuple(_children):
+        kill_group(child, signal.SIGKILL if at_once else signal.SIGTERM)
 
 
 def main() -> None:

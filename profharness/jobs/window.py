@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,9 +23,10 @@ from profharness.jobs.campaign import (
     make_spec,
     merge,
     open_groups,
+    read_campaign,
     tidy,
-    unpack,
 )
+from profharness.jobs.parcel import unpack
 from profharness.processes import deferred, let_through
 from profharness.run import Cell, Run, read_run
 from profharness.runner.capture import locked
@@ -34,7 +36,8 @@ TRIES = 3  # of a group
 LANE_TRIES = 3  # groups in a row that a lane may fail at without any success
 POLL_S = 0.1
 LEAVING_S = 5.0
-LANES_S = 30.0  # that the first lane may take to come up
+LANES_S = 30.0  # that a lane may take to come up, or to come back
+CPU = "cpu"
 
 Plain = dict[str, Any]
 OnStep = Callable[[str, Plain], None]
@@ -60,10 +63,31 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """A campaign in its folder, with the run that it is."""
+
+    folder: Path
+    campaign: Campaign
+    run: Run
+
+    def takes(self, lane: Plain) -> bool:
+        """Whether a lane is of the class of GPU that this campaign is for."""
+        return self.campaign.gpu is None or is_of_class(lane, self.campaign.gpu)
+
+
+def is_of_class(lane: Plain, gpu: str) -> bool:
+    """Whether the name of a lane's GPU has a word: `H100` fits `NVIDIA H100 80GB HBM3`. A lane
+    without a GPU is of the class `cpu`.
+    """
+    return gpu.casefold() in str(lane.get("gpu") or CPU).casefold().split()
+
+
 @dataclass
 class _Task:
     """A group with what became of it so far."""
 
+    sweep: Sweep
     group: Group
     errors: list[str] = field(default_factory=list)
     failed_on: set[str] = field(default_factory=set)
@@ -80,46 +104,55 @@ class _Lane:
 
 
 class Window:
-    """One campaign on the lanes of one transport. why_not: why a lane cannot take part."""
+    """Campaigns, one a class of GPU, on the lanes of one transport. why_not: why a lane cannot take
+    part.
+    """
 
     def __init__(
         self,
-        folder: Path,
-        campaign: Campaign,
+        folders: Sequence[Path],
         transport: Transport,
         progress: Progress | None = None,
         why_not: Callable[[Plain], str | None] = lambda _: None,
     ) -> None:
-        self.folder, self.campaign, self.transport = folder, campaign, transport
-        self.run = read_run(folder)
-        self.cells = {cell.cell: cell for cell in self.run.cells}
+        self.transport = transport
+        self.sweeps = [Sweep(path, read_campaign(path), read_run(path)) for path in folders]
         self._progress = progress or (lambda _: None)
         self._why_not = why_not
-        self._queue = deque(_Task(group) for group in open_groups(folder, campaign))
+        self._queue = deque(
+            _Task(sweep, group)
+            for sweep in self.sweeps
+            for group in open_groups(sweep.folder, sweep.campaign)
+        )
         self._lanes: dict[str, _Lane] = {}
         self._out: dict[str, str] = {}  # lane to why it gets no group
-        self._total = len(self.run.cells) * self.run.protocol.processes
-        opened = {cell for task in self._queue for cell in task.group.cells}
-        self._done = (len(self.run.cells) - len(opened)) * self.run.protocol.processes
-        self._groups_done = len(campaign.groups) - len(self._queue)
-        self._begin = time.monotonic()
+        self._some_left = False
+        self._missed: set[str | None] = set()  # classes that were told to have no lane
+        self._groups = sum(len(sweep.campaign.groups) for sweep in self.sweeps)
+        self._groups_done = self._groups - len(self._queue)
+        self._total = sum(len(each.run.cells) * each.run.protocol.processes for each in self.sweeps)
+        self._done = self._total - sum(map(_steps, self._queue))
+        self._seen = time.monotonic()  # when there was a lane for a group that waits, or could be
         self._estimated = self._measured = 0.0
 
-    def carry_out(self) -> Run:
-        """All groups, then the campaign's run.json. Raises Interrupted after the first interrupt, once
+    def carry_out(self) -> None:
+        """All groups, then run.json of each campaign. Raises Interrupted after the first interrupt, once
         the groups that run have ended, or at the second; CaptureError when no lane is left.
         """
-        with locked(self.folder), deferred():
+        with ExitStack() as locks, deferred():
+            for sweep in self.sweeps:
+                locks.enter_context(locked(sweep.folder))
             try:
                 self._feed_until_done()
             finally:
                 # what the lanes have done is told even where they did not do all
-                run = merge(self.folder, self.campaign)
-            tidy(self.folder)
-            return run
+                for sweep in self.sweeps:
+                    merge(sweep.folder, sweep.campaign)
+            for sweep in self.sweeps:
+                tidy(sweep.folder)
 
     def _feed_until_done(self) -> None:
-        feeding, waited = True, time.monotonic()
+        feeding = True
         try:
             while self._queue or self._busy():
                 try:
@@ -128,15 +161,15 @@ class Window:
                     if feeding:
                         self._feed()
                     elif not self._busy():
-                        raise Interrupted(self.folder)
+                        raise Interrupted(self._unfinished())
                     done = self.transport.next_done(POLL_S)
                     if done is not None:
                         self._take(*done)
-                    self._require_lanes(waited)
+                    self._require_lanes()
                 except KeyboardInterrupt as stop:
                     # a signal that ends (TERM, HUP) waits for nothing, nor does a second interrupt
                     if not feeding or type(stop) is not KeyboardInterrupt:
-                        raise Interrupted(self.folder) from stop
+                        raise Interrupted(self._unfinished()) from stop
                     feeding = False
                     self._say(
                         f"no new group is begun; {len(self._busy())} of them end first, Ctrl-C once "
@@ -156,6 +189,12 @@ class Window:
                 if done is not None and done[0] in self._lanes:
                     self._lanes[done[0]].task = None
 
+    def _unfinished(self) -> Path:
+        """The folder of the first campaign that has a group left."""
+        left = [lane.task for lane in self._busy() if lane.task] + list(self._queue)
+        folders = [each.folder for each in self.sweeps if any(t.sweep is each for t in left)]
+        return (folders or [self.sweeps[0].folder])[0]
+
     def _busy(self) -> list[_Lane]:
         return [lane for lane in self._lanes.values() if lane.task is not None]
 
@@ -171,41 +210,52 @@ class Window:
             else:
                 self._lanes[name] = _Lane(description)
         for name in [name for name in self._lanes if name not in here]:
+            self._some_left = True
             lane = self._lanes.pop(name)
             if lane.task is not None:
                 self._failed(lane, lane.task, "its lane is gone")
 
     def _feed(self) -> None:
         for name, lane in self._lanes.items():
-            if lane.task is None and (task := self._next(name)) is not None:
+            if lane.task is None and (task := self._next(name, lane)) is not None:
                 lane.task, lane.done = task, 0
-                spec = make_spec(self.folder, self.campaign, self.run, task.group)
+                spec = _spec(task)
                 spec["attempt"] = len(task.errors) + 1
                 self.transport.submit(lane.description, spec, self._step)
 
-    def _next(self, lane: str) -> _Task | None:
-        """The first group that did not fail on this lane, unless it failed on every other too."""
+    def _next(self, name: str, lane: _Lane) -> _Task | None:
+        """The first group for this lane that did not fail on it, unless it failed on every other too."""
         for task in self._queue:
-            if lane not in task.failed_on or self._lanes.keys() <= task.failed_on:
+            if task.sweep.takes(lane.description) and (
+                name not in task.failed_on or self._fitting(task) <= task.failed_on
+            ):
                 self._queue.remove(task)
                 return task
         return None
+
+    def _fitting(self, task: _Task) -> set[str]:
+        """The lanes that are of the class of a group."""
+        return {name for name, lane in self._lanes.items() if task.sweep.takes(lane.description)}
 
     def _take(self, name: str, told: Mapping[str, Any]) -> None:
         lane = self._lanes.get(name)
         if lane is None or lane.task is None or lane.task.group.group != told["group"]:
             return  # of a lane that was given up
         task, lane.task = lane.task, None
-        if told["error"] is None and told.get("packed"):
-            unpack(told["packed"], group_folder(self.folder, task.group.group))
-        if told["error"] is None and group_folder(self.folder, task.group.group).is_dir():
+        folder, error = group_folder(task.sweep.folder, task.group.group), told["error"]
+        if error is None and told.get("packed"):
+            try:
+                unpack(told["packed"], folder, told["content_hash"])
+            except CaptureError as failure:
+                error = str(failure)
+        if error is None and folder.is_dir():
             lane.failed.clear()
             self._estimated += task.group.seconds
             self._measured += float(told["seconds"])
             self._count(task)
             self._say(self._standing(name, float(told["seconds"])))
             return
-        why = str(told["error"] or "it left no run folder")
+        why = str(error or "it left no run folder")
         if told.get("lost"):
             del self._lanes[name]
             self._leave_out(name, why)
@@ -230,19 +280,31 @@ class Window:
             return
         words = f"the group failed {TRIES} times; the last time: {task.errors[-1]}"
         self._say(f"group {task.group.group} is given up: {words}")
-        spec = make_spec(self.folder, self.campaign, self.run, task.group)
-        fail_group(self.folder, spec, words)
+        fail_group(task.sweep.folder, _spec(task), words)
         self._count(task)
 
-    def _require_lanes(self, waited: float) -> None:
-        if self._lanes:
+    def _require_lanes(self) -> None:
+        """Tell of classes without a lane. Raises CaptureError where no group that is left has one."""
+        waiting = {task.sweep.campaign.gpu: task for task in self._queue}
+        without = {gpu for gpu, task in waiting.items() if not self._fitting(task)}
+        if self._busy() or without < waiting.keys() or not waiting:
+            self._seen = time.monotonic()
+        # lanes that are gone may come back, those that were left out do not
+        patience_s = LANES_S if self._some_left or self._lanes or not self._out else 0.0
+        over = time.monotonic() - self._seen > patience_s
+        for gpu in sorted(filter(None, without - self._missed)) if self._lanes or over else ():
+            self._missed.add(gpu)
+            count = sum(task.sweep.campaign.gpu == gpu for task in self._queue)
+            self._say(f"warning: no lane is a {gpu}: its {count} group(s) wait for one")
+        if not over or not without:
             return
-        if self._out or time.monotonic() - waited > LANES_S:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self._out.items())
-            raise CaptureError(
-                f"no lane is left for {len(self._queue)} group(s){f' ({reasons})' if reasons else ''}; "
-                f"what is done is kept, go on with: profharness capture --resume {self.folder}"
-            )
+        reasons = "; ".join(f"{name}: {why}" for name, why in self._out.items())
+        classes = ", ".join(sorted(filter(None, without)))
+        raise CaptureError(
+            f"no lane is left for {len(self._queue)} group(s){f' of {classes}' if classes else ''}"
+            f"{f' ({reasons})' if reasons else ''}; what is done is kept, go on with: "
+            f"profharness capture --resume {self._unfinished()}"
+        )
 
     def _leave_out(self, name: str, why: str) -> None:
         self._out[name] = why
@@ -250,11 +312,11 @@ class Window:
 
     def _count(self, task: _Task) -> None:
         self._groups_done += 1
-        self._done += len(task.group.cells) * self.run.protocol.processes
+        self._done += _steps(task)
 
     def _standing(self, name: str, seconds: float) -> str:
         """How far it is, and how long the rest will take by the groups that are done."""
-        text = f"{name}: {self._groups_done} of {len(self.campaign.groups)} groups, {seconds:.1f} s"
+        text = f"{name}: {self._groups_done} of {self._groups} groups, {seconds:.1f} s"
         rest = sum(task.group.seconds for task in self._queue)
         rest += sum(lane.task.group.seconds / 2 for lane in self._busy() if lane.task)
         if not rest:
@@ -264,8 +326,12 @@ class Window:
 
     def _step(self, name: str, row: Plain) -> None:
         """A step that a lane tells of."""
-        lane, cell = self._lanes.get(name), self.cells.get(row["cell"])
-        if lane is None or cell is None or lane.task is None:
+        lane = self._lanes.get(name)
+        if lane is None or lane.task is None:
+            return
+        cells = lane.task.sweep.run.cells
+        cell = next((each for each in cells if each.cell == row["cell"]), None)
+        if cell is None:
             return
         if row["notice"]:
             self._say(f"{name}: {row['notice']}")
@@ -278,8 +344,17 @@ class Window:
         return min(self._total, self._done + sum(lane.done for lane in self._busy()))
 
     def _say(self, text: str) -> None:
-        cell = next(iter(self.cells.values()))
+        cell = self.sweeps[0].run.cells[0]
         self._progress(Step(self._so_far(), self._total, cell, "", notice=text))
+
+
+def _spec(task: _Task) -> Plain:
+    return make_spec(task.sweep.folder, task.sweep.campaign, task.sweep.run, task.group)
+
+
+def _steps(task: _Task) -> int:
+    """The cells of a group as progress counts them: once a process."""
+    return len(task.group.cells) * task.sweep.run.protocol.processes
 
 
 def duration(seconds: float) -> str:

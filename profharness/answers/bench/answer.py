@@ -180,7 +180,8 @@ class Loss:
 @dataclass(frozen=True)
 class Benched:
     """A whole answer. ranking is the measurement that ranks; losses are sorted, the largest first.
-    protocol has the names of `run.Protocol`.
+    protocol has the names of `run.Protocol`. others: the runs of the same cells on further classes
+    of GPU.
     """
 
     run: str
@@ -199,6 +200,7 @@ class Benched:
     protocol: dict[str, Any] = field(default_factory=dict)
     sweeps: tuple[Sweep, ...] = ()
     dtypes: tuple[DtypePair, ...] = ()
+    others: tuple[str, ...] = ()
 
     def ranking_rows(self) -> list[BenchRow]:
         """One row a cell, by the measurement that ranks; cells without samples too."""
