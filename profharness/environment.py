@@ -5,7 +5,6 @@ the variables that are recorded.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -109,12 +108,7 @@ class VisibleGpu:
     @property
     def key(self) -> str:
         """What is recorded of the UUID: the same for the same GPU, and not the UUID."""
-        return gpu_key(self.uuid)
-
-
-def gpu_key(uuid: str) -> str:
-    """The key of a GPU's UUID, 12 hex digits."""
-    return hashlib.sha256(f"profharness:{uuid}".encode()).hexdigest()[:12]
+        return hashed_key(self.uuid)
 
 
 def visible_gpus() -> tuple[VisibleGpu, ...]:

@@ -23,12 +23,11 @@ from profharness.backends import find_backends, fingerprints
 from profharness.costs import compulsory_bytes, flops
 from profharness.errors import TraceFormatError
 from profharness.profilers import find_profilers
-from profharness.run import NOT_A_RECORD, RUN_FILE, Cell, Run, TraceFile, read_run, write_run
-from profharness.runner.capture import write_folder
+from profharness.run import NOT_A_RECORD, Cell, Run, TraceFile, read_run, write_run
+from profharness.runner.group import PART, make_part, publish
 
 CAMPAIGN_FILE = "campaign.json"
 GROUPS_FOLDER = "groups"
-PART = ".part"
 SCHEMA = "profharness.campaign/1"
 GROUP_S = 30.0  # of estimated work in a process, so that its start is a tenth of it at most
 SMALLEST_S = 10.0  # where there are fewer such groups than lanes
@@ -182,25 +181,6 @@ def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> dict[
         "python": campaign.python,
         "seconds": group.seconds,
     }
-
-
-def make_part(part: Path, spec: dict[str, Any]) -> None:
-    """The folder in which a group is run; one that is there already is gone on with."""
-    if (part / RUN_FILE).is_file():
-        return
-    shutil.rmtree(part, ignore_errors=True)  # its writer was killed before it was a run folder
-    run = msgspec.convert(spec["run"], type=Run)
-    write_folder(part.parent, run, spec["backends"], spec["python"], part.name)
-
-
-def publish(part: Path, final: Path) -> None:
-    """Give a whole group its name. Where another lane was quicker, its results stay."""
-    try:
-        part.rename(final)
-    except OSError:
-        if not final.is_dir():
-            raise
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:

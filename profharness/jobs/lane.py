@@ -7,15 +7,12 @@ call it on any host. The group runs in a child that ends with the thread that ca
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -23,23 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from profharness import __version__
-from profharness.environment import VISIBLE, driver_version, visible_gpus
+from profharness.environment import VISIBLE, driver_version, hashed_key, visible_gpus
 from profharness.errors import ProfharnessError
-from profharness.files import exclusive
-from profharness.jobs.campaign import PART, make_part, publish
 from profharness.jobs.parcel import content_hash, pack
 from profharness.processes import child_environment, kill_group, read_end, start_python
-from profharness.run import read_run
-from profharness.runner.capture import LOCK_FILE, carry_on
-from profharness.runner.supervise import Step
+from profharness.runner.group import PART
 
 CHILD = (
     "import sys; from profharness.processes import end_with_parent; "
-    "end_with_parent(int(sys.argv[1])); from profharness.jobs.lane import main; main()"
+    "end_with_parent(int(sys.argv[1])); from profharness.runner.group import main; main()"
 )
-LOG_FILE = "lane.log"
-QUIET_S = 0.2  # between two steps that are told, but for results
-LEAVING_S = 10.0  # that the lane before may take to let go of a group
 LAST_WORDS = 500
 ENDED_S = 2.0
 
@@ -75,7 +65,7 @@ def host_key() -> str:
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return hashlib.sha256(f"{socket.gethostname()}:{boot}".encode()).hexdigest()[:12]
+    return hashed_key(f"{socket.gethostname()} {boot}")
 
 
 def run_group(
@@ -115,6 +105,7 @@ def _in_child(
     on_start: Callable[[subprocess.Popen[bytes]], None],
 ) -> Plain:
     environment = child_environment()
+    part = Path(spec["root"]) / f"{spec['group']}.{host_key()}{PART}"
     if spec.get("uuid"):
         environment[VISIBLE] = spec["uuid"]
     root = Path(spec["root"])
@@ -131,7 +122,7 @@ def _in_child(
     told: Plain | None = None
     try:
         with contextlib.suppress(BrokenPipeError), child.stdin:
-            child.stdin.write(json.dumps(dict(spec)).encode())
+            child.stdin.write(json.dumps({**spec, "part": str(part)}).encode())
         for line in child.stdout:
             with contextlib.suppress(ValueError):  # a line that its end cut short
                 row = json.loads(line)
@@ -162,78 +153,3 @@ def end_groups(at_once: bool) -> None:
     """End what this process runs: in order, or at once. Does not wait for it."""
     for child in tuple(_children):
         kill_group(child, signal.SIGKILL if at_once else signal.SIGTERM)
-
-
-def main() -> None:
-    """The child of `_in_child`: a spec on stdin, steps and how it went on stdout, a line each."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    spec = json.load(sys.stdin)
-    if spec.get("cpus"):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, spec["cpus"])
-    final = Path(spec["root"]) / spec["group"]
-    part = final.with_name(f"{final.name}.{host_key()}{PART}")
-    error: str | None = None
-    try:
-        make_part(part, spec)
-        _wait_for(part)
-        carry_on(part, _Steps())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGTERM)
-    except ProfharnessError as failure:
-        error = str(failure)
-    lost = _lost(spec.get("uuid"), part, error)
-    if lost:
-        # what failed on it says nothing of the cells
-        shutil.rmtree(part, ignore_errors=True)
-        error = lost
-    if error is None:
-        publish(part, final)
-    print(json.dumps({"error": error, "lost": lost}), flush=True)
-
-
-def _wait_for(part: Path) -> None:
-    """A lane that was just killed may still end what it ran."""
-    deadline = time.monotonic() + LEAVING_S
-    while time.monotonic() < deadline:
-        with exclusive(part / LOCK_FILE) as holder:
-            if holder is None:
-                return
-        time.sleep(QUIET_S)
-
-
-def _lost(uuid: str | None, part: Path, error: str | None) -> str | None:
-    """Why the GPU of the lane can compute nothing more, if something went wrong."""
-    if uuid is None:
-        return None
-    if error is None:
-        failed = [
-            cell for cell in read_run(part).cells if cell.status in ("crashed", "error", "timeout")
-        ]
-        if not failed:
-            return None
-    if any(gpu.uuid == uuid for gpu in visible_gpus()):
-        return None
-    return "its GPU does not answer any more"
-
-
-class _Steps:
-    """Prints the steps of a run, of those without a result one in QUIET_S."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def __call__(self, step: Step) -> None:
-        now = time.monotonic()
-        ended = step.stage == step.cell.status != "pending"
-        if not ended and step.notice is None and now - self._last < QUIET_S:
-            return
-        self._last = now
-        row = {
-            "cell": step.cell.cell,
-            "status": step.cell.status,
-            "stage": step.stage,
-            "done": step.done,
-            "notice": step.notice,
-        }
-        print(json.dumps(row), flush=True)

@@ -50,15 +50,15 @@ class Transport(Protocol):
         """The lanes that are there now; one that is gone is not among them."""
         ...
 
-    def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:
+    def submit(self, lane: Plain, spec: Plain, on_step: OnStep, /) -> None:
         """Have a lane run a group. on_step may be told the lane's name and its steps, in any thread."""
         ...
 
-    def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
+    def next_done(self, timeout_s: float, /) -> tuple[str, Plain] | None:
         """A lane's name and what `run_group` returned there; None when nothing came in that time."""
         ...
 
-    def end(self, lane: Plain) -> None:
+    def end(self, lane: Plain, /) -> None:
         """End what a lane does; called once more, at once. Does not wait for it."""
         ...
 

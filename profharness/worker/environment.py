@@ -18,7 +18,7 @@ from profharness.environment import (
     RELEVANT_VARIABLES,
     VISIBLE,
     driver_version,
-    gpu_key,
+    hashed_key,
     visible_gpus,
 )
 
@@ -84,7 +84,7 @@ def _cuda() -> dict[str, Any]:
         "gpu_memory_bytes": device.total_memory,
         "l2_bytes": getattr(device, "L2_cache_size", None),
         "cudnn": torch.backends.cudnn.version(),
-        **({"gpu_key": gpu_key(uuid)} if (uuid := gpu_uuid()) else {}),
+        **({"gpu_key": hashed_key(uuid)} if (uuid := gpu_uuid()) else {}),
         **({"driver": driver} if (driver := driver_version()) is not None else {}),
     }
 

@@ -1,0 +1,120 @@
+"""The program of a lane's child: runs one group of a campaign in a run folder of its own, and gives the
+folder its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from profharness.environment import visible_gpus
+from profharness.errors import ProfharnessError
+from profharness.files import exclusive
+from profharness.run import RUN_FILE, Run, read_run
+from profharness.runner.capture import LOCK_FILE, carry_on, write_folder
+from profharness.runner.supervise import Step
+
+PART = ".part"
+QUIET_S = 0.2  # between two steps that are told, but for results
+LEAVING_S = 10.0  # that the lane before may take to let go of a group
+FAILED = ("crashed", "error", "timeout")
+
+
+def main() -> None:
+    """A spec on stdin, steps and how it went on stdout, a line each. root, group: the folder's place and
+    name; part: where it stands meanwhile; run, backends, python: what is run; uuid, cpus: where.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    spec = json.load(sys.stdin)
+    if spec.get("cpus"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, spec["cpus"])
+    part, error = Path(spec["part"]), None
+    try:
+        make_part(part, spec)
+        _wait_for(part)
+        carry_on(part, _Steps())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGTERM)
+    except ProfharnessError as failure:
+        error = str(failure)
+    lost = _lost(spec.get("uuid"), part, error)
+    if lost:
+        # what failed on it says nothing of the cells
+        shutil.rmtree(part, ignore_errors=True)
+        error = lost
+    if error is None:
+        publish(part, Path(spec["root"]) / spec["group"])
+    print(json.dumps({"error": error, "lost": lost}), flush=True)
+
+
+def make_part(part: Path, spec: Mapping[str, Any]) -> None:
+    """The folder in which a group is run; one that is there already is gone on with."""
+    if (part / RUN_FILE).is_file():
+        return
+    shutil.rmtree(part, ignore_errors=True)  # its writer was killed before it was a run folder
+    run = msgspec.convert(spec["run"], type=Run)
+    write_folder(part.parent, run, spec["backends"], spec["python"], part.name)
+
+
+def publish(part: Path, final: Path) -> None:
+    """Give a whole group its name. Where another lane was quicker, its results stay."""
+    try:
+        part.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _wait_for(part: Path) -> None:
+    """A lane that was just killed may still end what it ran."""
+    deadline = time.monotonic() + LEAVING_S
+    while time.monotonic() < deadline:
+        with exclusive(part / LOCK_FILE) as holder:
+            if holder is None:
+                return
+        time.sleep(QUIET_S)
+
+
+def _lost(uuid: str | None, part: Path, error: str | None) -> str | None:
+    """Why the GPU of the lane can compute nothing more, if something went wrong."""
+    if uuid is None:
+        return None
+    if error is None and not any(cell.status in FAILED for cell in read_run(part).cells):
+        return None
+    if any(gpu.uuid == uuid for gpu in visible_gpus()):
+        return None
+    return "its GPU does not answer any more"
+
+
+class _Steps:
+    """Prints the steps of a run, of those without a result one in QUIET_S."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, step: Step) -> None:
+        now = time.monotonic()
+        ended = step.stage == step.cell.status != "pending"
+        if not ended and step.notice is None and now - self._last < QUIET_S:
+            return
+        self._last = now
+        row = {
+            "cell": step.cell.cell,
+            "status": step.cell.status,
+            "stage": step.stage,
+            "done": step.done,
+            "notice": step.notice,
+        }
+        print(json.dumps(row), flush=True)

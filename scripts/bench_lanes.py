@@ -1,0 +1,222 @@
+"""What lanes cost and bring, as a table: the scheduler's time a group and a cell, the fixed cost of a
+group, and on a host of two GPUs or more a sweep on one of them against two.
+
+    python scripts/bench_lanes.py [--configs '2,16,{256:5376:+128},128,bf16'] [--keep FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from profharness.config import expand_configs  # noqa: E402
+from profharness.environment import visible_gpus  # noqa: E402
+from profharness.jobs import campaign  # noqa: E402
+from profharness.jobs.lane import run_group  # noqa: E402
+from profharness.jobs.window import OnStep, Plain, Window  # noqa: E402
+from profharness.run import CaptureOptions, Protocol, Run  # noqa: E402
+from profharness.runner.capture import plan_capture, write_folder  # noqa: E402
+from profharness.runner.group import make_part, publish  # noqa: E402
+
+SWEEP = "2,16,{256:5376:+128},128,bf16"
+BACKENDS = "flash,cudnn"
+MEASUREMENTS = ("graph", "kernel", "cold")
+WITHIN = {"graph": 0.01, "kernel": 0.01, "cold": 0.03}
+# one group a config, so that both runs have the same groups
+CLIENT = """
+from profharness.jobs import campaign
+campaign.GROUP_S = campaign.SMALLEST_S = 0.1
+campaign.GROUPS_A_LANE = 10_000
+from profharness.cli.main import main
+main()
+"""
+
+
+class Instant:
+    """A transport whose lanes have done every group when it is asked for; spent_s is its own time."""
+
+    def __init__(self, lanes: int) -> None:
+        self._names = [f"cpu {index}" for index in range(lanes)]
+        self._done: list[tuple[str, Plain]] = []
+        self.spent_s = 0.0
+
+    def lanes(self) -> list[Plain]:
+        return [{"lane": name} for name in self._names]
+
+    def submit(self, lane: Plain, spec: Plain, _: OnStep) -> None:
+        begin = time.process_time()
+        final = Path(spec["root"]) / spec["group"]
+        part = final.with_name(f"{final.name}.here.part")
+        for cell in spec["run"]["cells"]:
+            cell |= {"status": "ok", "samples": {"cold": [1000] * 100, "graph": [1000] * 100}}
+        make_part(part, spec)
+        publish(part, final)
+        told = {"group": spec["group"], "error": None, "seconds": 1.0}
+        self._done.append((lane["lane"], told))
+        self.spent_s += time.process_time() - begin
+
+    def next_done(self, _: float) -> tuple[str, Plain] | None:
+        return self._done.pop(0) if self._done else None
+
+    def end(self, lane: Plain) -> None:
+        pass
+
+
+def planned(text: str, out: Path, a_group: int) -> tuple[Path, campaign.Campaign, Run]:
+    """A campaign of that many cells a group."""
+    options = CaptureOptions(("events",), out, Protocol(device="cpu", samples=5, iterations=1))
+    run, _ = plan_capture(expand_configs(text), ("auto",), options)
+    names = [cell.cell for cell in run.cells]
+    parts = [tuple(names[at : at + a_group]) for at in range(0, len(names), a_group)]
+    groups = tuple(campaign.Group(f"{at:016x}", part, 1.0) for at, part in enumerate(parts))
+    made = campaign.Campaign(("auto",), groups)
+    folder = write_folder(out, run, ("auto",))
+    campaign.plan_campaign(folder, made)
+    return folder, made, run
+
+
+def scheduler_s(out: Path, text: str, a_group: int) -> tuple[float, int, int]:
+    """CPU seconds of the window for a campaign, its groups and its cells."""
+    folder, made, run = planned(text, out, a_group)
+    transport = Instant(4)
+    begin = time.process_time()
+    Window([folder], transport).carry_out()
+    return time.process_time() - begin - transport.spent_s, len(made.groups), len(run.cells)
+
+
+def scheduler_rows(out: Path) -> Iterator[tuple[str, str, str]]:
+    """Many small groups tell what a group costs, few large ones what a cell costs."""
+    seconds, groups, _ = scheduler_s(out, "1,1,{8:2400:+8},8,fp32", 1)
+    a_group = seconds / groups
+    yield "scheduler, a group", f"{a_group * 1e3:.2f} ms", "≤ 20 ms"
+    seconds, groups, cells = scheduler_s(out, "1,{1:10:+1},{8:2400:+8},8,fp32", 100)
+    yield "scheduler, a cell", f"{(seconds - groups * a_group) / cells * 1e3:.3f} ms", "≤ 1 ms"
+
+
+def fixed_row(out: Path) -> tuple[str, str, str]:
+    """A group of one tiny cell on this host's device, but for the cell itself: by the wall, and in CPU
+    seconds, which other work on the host does not lengthen.
+    """
+    folder, made, run = planned("1,1,64,64,fp32", out, 1)
+    walls, cpus = [], []
+    for _ in range(3):
+        spec = campaign.make_spec(folder, made, run, made.groups[0])
+        begin = children_s()
+        told = run_group(spec | {"root": tempfile.mkdtemp(dir=out)})
+        cpus.append(children_s() - begin)
+        record = json.loads((Path(told["folder"]) / "run.json").read_bytes())
+        walls.append(told["seconds"] - record["cells"][0]["duration_ns"] / 1e9)
+    wall, cpu = statistics.median(walls), statistics.median(cpus)
+    part = min(wall, cpu) / (campaign.GROUP_S + min(wall, cpu))
+    figure = f"{wall:.2f} s, {cpu:.2f} CPU s; {part:.1%} of {campaign.GROUP_S:g} s of work and it"
+    return "fixed cost of a group", figure, "≤ 10 %"
+
+
+def children_s() -> float:
+    """CPU seconds of the children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def sweep(out: Path, lanes: int, text: str) -> tuple[float, dict[str, dict[str, Any]]]:
+    """Seconds of a bench on so many lanes, and the record of each of its groups."""
+    words = ["bench", "--config", text, "--backend", BACKENDS, "--processes", "1"]
+    words += [
+        "--iterations",
+        "40",
+        "--scheduler",
+        f"local:{lanes}",
+        "--out",
+        str(out / f"on{lanes}"),
+    ]
+    words += [word for name in MEASUREMENTS for word in ("--measurement", name)]
+    words += [
+        "--store",
+        str(out / f"on{lanes}.db"),
+        "--format",
+        "json",
+        "-o",
+        str(out / f"{lanes}.json"),
+    ]
+    begin = time.monotonic()
+    with (out / f"on{lanes}.log").open("w") as log:
+        command = [sys.executable, "-P", "-c", CLIENT, *words]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, env=variables, stdout=log, stderr=log, check=True)
+    seconds = time.monotonic() - begin
+    paths = (out / f"on{lanes}").glob("*/groups/*/run.json")
+    return seconds, {path.parent.name: json.loads(path.read_bytes()) for path in paths}
+
+
+def ratios(
+    alone: dict[str, dict[str, Any]], busy: dict[str, dict[str, Any]], name: str
+) -> list[float]:
+    """Median with all lanes busy over that alone, of each cell that the same GPU has run in both."""
+    found = []
+    for group, record in busy.items():
+        before = alone[group]
+        if before["environment"].get("gpu_key") != record["environment"].get("gpu_key"):
+            continue
+        for cell, other in zip(record["cells"], before["cells"], strict=True):
+            if cell["samples"].get(name) and other["samples"].get(name):
+                medians = [statistics.median(each["samples"][name]) for each in (cell, other)]
+                found.append(medians[0] / medians[1])
+    return found
+
+
+def two_gpu_rows(out: Path, text: str) -> Iterator[tuple[str, str, str]]:
+    one_s, alone = sweep(out, 1, text)
+    two_s, busy = sweep(out, 2, text)
+    keys = {record["environment"].get("gpu_key") for record in busy.values()}
+    yield "groups, GPUs that ran some", f"{len(busy)}, {len(keys)}", "≥ 40, 2"
+    yield "one GPU, two GPUs", f"{one_s:.0f} s, {two_s:.0f} s", ""
+    yield "times faster on two", f"{one_s / two_s:.2f}", "≥ 1.9"
+    for name in MEASUREMENTS:
+        values = sorted(ratios(alone, busy, name))
+        if not values:
+            yield f"{name}: both busy / alone", "no cell on the same GPU", ""
+            continue
+        off = sum(abs(value - 1) > WITHIN[name] for value in values)
+        figure = f"{statistics.median(values):.4f} ({values[0]:.3f} to {values[-1]:.3f})"
+        limit = f"within {WITHIN[name]:.0%}; {off} of {len(values)} cells are not"
+        yield f"{name}: both busy / alone", figure, limit
+
+
+def rows(out: Path, text: str) -> Iterator[tuple[str, str, str]]:
+    yield from scheduler_rows(out)
+    yield fixed_row(out)
+    if len(visible_gpus()) > 1:
+        yield from two_gpu_rows(out, text)
+    else:
+        yield "a sweep on two GPUs", "not measured", "this host has fewer"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=re.split(r"\n\n", __doc__ or "")[0])
+    parser.add_argument("--configs", default=SWEEP, help="of the sweep on two GPUs")
+    parser.add_argument("--keep", type=Path, help="a folder for what was measured")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = options.keep or Path(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        print("| what | figure | wanted |\n|---|---:|---|", flush=True)
+        for row in rows(out, options.configs):
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Kills processes of a campaign at random moments, and looks at what is left: SIGKILL for the client, a
+lane's child or a worker, then `capture --resume`. No cell may be lost or counted twice, and no process
+may be left 2 s after the client.
+
+    python scripts/kill_lanes.py --trials 100 [--kills 3] [--seed 0] [--torch]
+
+Without --torch the worker is a stand-in that takes 20 ms to start: the same processes, folders and
+journals, and many more moments to die in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "PROFHARNESS_KILLED"  # in the environment of all that a trial starts
+ORPHAN_S = 2.0
+PATIENCE_S = 600.0
+CONFIGS = "1,1,{8:128:+8},8,fp32"
+BACKENDS = "auto,math"
+CELLS = 32
+SAMPLES = 3
+CLIENT = """
+import sys
+from profharness.jobs import campaign
+campaign.GROUP_S = campaign.SMALLEST_S = 1.0
+from profharness.cli.main import main
+main()
+"""
+WORKER = """#!{python} -IS
+import json, os, select, sys, threading, time
+folder = sys.argv[-1]
+plan = json.load(open(folder + "/plan.json"))
+def leave():
+    select.select([os.pidfd_open(plan["parent"])], [], [])
+    os._exit(71)
+threading.Thread(target=leave, daemon=True).start()
+journal = open(folder + "/journal.jsonl", "a", buffering=1)
+def write(**entry):
+    print(json.dumps(entry), file=journal)
+write(event="environment", environment={{"device_type": "cpu", "torch": "2.0", "python": "3"}})
+for cell in plan["cells"]:
+    write(event="begin", cell=cell["cell"])
+    if "666" in json.dumps(cell["config"]):
+        os.kill(plan["parent"], 9)  # a poison
+        time.sleep(60)
+    time.sleep(0.02)
+    samples = [1000] * plan["protocol"]["samples"]
+    write(event="end", cell=cell["cell"], result=cell | {{"status": "ok", "samples": {{"wall": samples}}}})
+os._exit(0)
+"""
+
+
+@dataclass
+class Trial:
+    """One campaign in a folder of its own, and what was done to it."""
+
+    place: Path
+    random: Random
+    torch: bool = False
+    killed: list[str] = field(default_factory=list)
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        """The client, with lanes for groups of a second."""
+        with (self.place / "client.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-c", CLIENT, "capture", *words],
+                cwd=self.place,
+                env={**os.environ, "PYTHONPATH": str(ROOT), MARK: str(self.place)}
+                | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def first(self) -> subprocess.Popen[bytes]:
+        words = ["--scheduler", "local:3", "--device", "cpu", "--samples", str(SAMPLES)]
+        words += ["--config", CONFIGS, "--backend", BACKENDS, "--profiler", "events"]
+        return self.start(*words, *([] if self.torch else ["--python", str(stand_in(self.place))]))
+
+    def processes(self) -> dict[int, str]:
+        """All that lives of the trial: process id to `client`, `lane` or `worker`."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                # a process that has ended has no command line
+                command = (folder / "cmdline").read_bytes()
+                if command and f"{MARK}={self.place}".encode() in (folder / "environ").read_bytes():
+                    lane = b"profharness.runner.group" in command
+                    worker = b"elsewhere.py" in command or b"profharness.worker" in command
+                    found[int(folder.name)] = "lane" if lane else "worker" if worker else "client"
+        return found
+
+    def kill_one(self, client: subprocess.Popen[bytes]) -> bool:
+        """SIGKILL for one process of a kind that is drawn; whether it was the client."""
+        there = self.processes()
+        kind = self.random.choice(["client", "lane", "lane", "worker", "worker"])
+        pids = [pid for pid, name in there.items() if name == kind]
+        if not pids:
+            return False
+        pid = self.random.choice(pids)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(kind)
+        return pid == client.pid
+
+    def orphans(self) -> dict[int, str]:
+        """What still lives when it must not any more."""
+        deadline = time.monotonic() + ORPHAN_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return left
+
+    def faults(self, kills: int) -> list[str]:
+        """Kill so often, go on to the end, and say what is wrong with what is left."""
+        client = self.first()
+        faults: list[str] = []
+        begin = time.monotonic()
+        while client.poll() is None and time.monotonic() - begin < PATIENCE_S:
+            time.sleep(self.random.uniform(0.0, 1.2))
+            if len(self.killed) >= kills:
+                break
+            if self.kill_one(client):
+                client.wait()
+                if left := self.orphans():
+                    faults.append(f"orphans after the client: {left}")
+                # before that nothing was promised
+                client = self.start("--resume", "latest") if self.run_folder() else self.first()
+        code = client.wait(PATIENCE_S)
+        if code and "is finished" not in self.log() and "has anything left" not in self.log():
+            faults.append(f"the client ended with {code}: {self.log()[-1500:]}")
+        if left := self.orphans():
+            faults.append(f"orphans at the end: {left}")
+        return faults + self.wrong_cells()
+
+    def log(self) -> str:
+        return (self.place / "client.log").read_text(errors="replace")
+
+    def run_folder(self) -> Path | None:
+        return next((path.parent for path in self.place.glob("traces/runs/*/campaign.json")), None)
+
+    def wrong_cells(self) -> list[str]:
+        """What is wrong with the record of the campaign, and with the store after one more ingest."""
+        folder = self.run_folder()
+        if folder is None:
+            return ["no campaign at all"]
+        ingest = [sys.executable, "-m", "profharness", "ingest", str(folder)]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(ingest, cwd=self.place, env=variables, check=True, capture_output=True)
+        cells = json.loads((folder / "run.json").read_bytes())["cells"]
+        status = collections.Counter(cell["status"] for cell in cells)
+        faults = []
+        # a worker that is killed has crashed at its cell; a group may be hit three times
+        hits = self.killed.count("worker")
+        gave_up = sum("failed 3 times" in (cell["message"] or "") for cell in cells)
+        if status["ok"] + status["crashed"] != CELLS or status["crashed"] > hits + gave_up:
+            faults.append(f"{dict(status)} after {self.killed}")
+        if gave_up and self.killed.count("lane") + self.killed.count("client") < 3:
+            faults.append(f"{gave_up} cells were given up after {self.killed}")
+        with contextlib.closing(sqlite3.connect(self.place / "profharness.db")) as store:
+            stored = store.execute(
+                "SELECT count(*), count(DISTINCT cell), sum(status = 'ok') FROM cells"
+            ).fetchone()
+            samples = store.execute(
+                "SELECT count(*) FROM samples WHERE measurement = 'wall'"
+            ).fetchone()[0]
+        if stored != (CELLS, CELLS, status["ok"]):
+            faults.append(f"the store has {stored} cells")
+        if not self.torch and samples != SAMPLES * status["ok"]:
+            faults.append(f"the store has {samples} samples of {status['ok']} cells")
+        if left := [path.name for path in (folder / "groups").iterdir() if path.suffix == ".part"]:
+            faults.append(f"parts are left: {left}")
+        return faults
+
+
+def stand_in(place: Path) -> Path:
+    """An executable that takes the place of a Python with torch."""
+    path = place / "worker"
+    path.write_text(WORKER.format(python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=re.split(r"\n\n", __doc__ or "")[0])
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--kills", type=int, help="in each trial; default: 1 to 4")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--torch", action="store_true", help="real workers instead of stand-ins")
+    options = parser.parse_args()
+    kinds: collections.Counter[str] = collections.Counter()
+    failed = 0
+    for number in range(options.trials):
+        random = Random(f"{options.seed}/{number}")
+        place = Path(tempfile.mkdtemp(prefix="kill-lanes-"))
+        trial = Trial(place, random, options.torch)
+        faults = trial.faults(options.kills or random.randint(1, 4))
+        kinds.update(trial.killed)
+        failed += bool(faults)
+        print(
+            f"{number}: killed {', '.join(trial.killed) or 'nothing'}: {faults or 'ok'}", flush=True
+        )
+        if not faults:
+            shutil.rmtree(place)
+    told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    print(
+        f"{options.trials} trials, {sum(kinds.values())} SIGKILLs ({told}), {failed} with a fault"
+    )
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Campaigns on lanes of CPU cores: groups, what kills leave, interrupts, groups and lanes that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from kill_lanes import CELLS, Trial, stand_in
+from waiting import until
+
+from profharness.config import expand_configs
+from profharness.errors import CaptureError, Interrupted, UsageError
+from profharness.jobs import campaign, capture_into_store, resume_into_store
+from profharness.jobs.campaign import Campaign, Group, cut_groups, group_folder, plan_campaign
+from profharness.jobs.window import OnStep, Plain, Window, duration
+from profharness.run import BenchPlan, CaptureOptions, Fleet, Protocol, Run, read_run
+from profharness.runner.capture import plan_capture, write_folder
+from profharness.runner.group import make_part, publish
+from profharness.runner.supervise import Step
+from profharness.store import open_store
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parents")
+
+
+def planned(text: str, out: Path, kind: str = "events", **protocol: Any) -> Run:
+    settings = Protocol(device="cpu", samples=3, iterations=1, **protocol)
+    options = CaptureOptions((kind,), out, settings)
+    return plan_capture(expand_configs(text), ("auto", "math"), options)[0]
+
+
+def test_all_backends_of_a_config_are_in_one_group_and_each_cell_in_one(tmp_path: Path) -> None:
+    run = planned("1,8,{512:65536:*2},64", tmp_path)
+    bench = replace(run, bench=BenchPlan(), protocol=replace(run.protocol, device="cuda"))
+    for each, lanes in ((run, 1), (run, 2), (bench, 2), (bench, 8)):
+        groups = cut_groups(each, ("auto", "math"), lanes)
+        named = [cell for group in groups for cell in group.cells]
+        assert sorted(named) == [cell.cell for cell in run.cells]
+        of = {cell: group.group for group in groups for cell in group.cells}
+        for first, second in zip(run.cells[::2], run.cells[1::2], strict=True):
+            assert of[first.cell] == of[second.cell]
+        seconds = [group.seconds for group in groups]
+        assert seconds[0] == max(seconds)
+
+
+def test_many_configs_make_twenty_groups_a_lane_of_half_a_minute_or_more(tmp_path: Path) -> None:
+    run = planned("1,8,{64:64000:+64},64", tmp_path)
+    groups = cut_groups(run, ("auto", "math"), 2)
+    assert min(group.seconds for group in groups[:-1]) >= campaign.GROUP_S
+    assert 20 <= len(groups) <= 42
+
+
+def test_a_group_is_the_hash_of_what_is_run_and_how(tmp_path: Path) -> None:
+    run = planned("1,1,16,8", tmp_path)
+    ((group,), (other,), (again,), (of_class,)) = (
+        cut_groups(run, ("auto", "math"), 1),
+        cut_groups(replace(run, protocol=replace(run.protocol, seed=7)), ("auto", "math"), 1),
+        cut_groups(planned("1,1,16,8", tmp_path / "other"), ("auto", "math"), 1),
+        cut_groups(run, ("auto", "math"), 1, "H100"),
+    )
+    assert group == again
+    assert len({group.group, other.group, of_class.group}) == 3
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "GROUP_S", 0.5)
+    monkeypatch.setattr(campaign, "SMALLEST_S", 0.5)
+
+
+def options(place: Path, lanes: int = 2) -> CaptureOptions:
+    """A capture on lanes whose workers are stand-ins."""
+    settings = Protocol(device="cpu", samples=3, iterations=1)
+    fleet = Fleet(f"local:{lanes}")
+    return CaptureOptions(
+        ("events",), place / "runs", settings, python=str(stand_in(place)), fleet=fleet
+    )
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_campaign_is_one_run_with_every_cell_once(tmp_path: Path) -> None:
+    steps: list[Step] = []
+    store = tmp_path / "s.db"
+    configs = expand_configs("1,1,{8:64:+8},8")
+    captured = capture_into_store(configs, ("auto", "math"), store, options(tmp_path), steps.append)
+    assert [cell.status for cell in captured.run.cells] == ["ok"] * 16
+    assert len(list((captured.folder / "groups").iterdir())) > 1
+    assert {step.lane for step in steps if not step.notice} == {"cpu 0", "cpu 1"}
+    assert max(step.done for step in steps) == 16
+    assert any("groups" in (step.notice or "") and "left" in step.notice for step in steps)
+    with open_store(store) as opened:
+        (row,) = opened.runs()
+    assert (row.run, row.cells) == (captured.run.run, 16)
+    with pytest.raises(UsageError, match="finished"):
+        resume_into_store(captured.folder, store)
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_poison_group_fails_alone_with_its_last_words(tmp_path: Path) -> None:
+    configs = expand_configs("1,1,{8,16,24,666},8")
+    store = tmp_path / "s.db"
+    captured = capture_into_store(configs, ("auto",), store, options(tmp_path))
+    status = {cell.config.seq_len_q: cell for cell in captured.run.cells}
+    crashed = status[666]
+    assert crashed.status == "crashed"
+    assert "failed 3 times" in str(crashed.message)
+    assert "SIGKILL" in str(crashed.message)
+    assert Counter(cell.status for cell in captured.run.cells)["ok"] >= 2
+
+
+def test_a_dozen_kills_lose_no_cell_and_double_none(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, Random(7))
+    assert trial.faults(12) == []
+    assert len(trial.killed) >= 3
+
+
+def test_an_interrupt_lets_groups_end_and_the_campaign_goes_on(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, Random(0))
+    client = trial.first()
+    until(lambda: "ok" in trial.log(), client)
+    os.killpg(client.pid, signal.SIGINT)
+    assert client.wait() == 130
+    assert trial.orphans() == {}
+    assert "no new group is begun" in trial.log()
+    assert "--resume" in trial.log()
+    folder = trial.run_folder()
+    assert folder is not None
+    before = Counter(cell.status for cell in read_run(folder).cells)
+    assert before["ok"]
+    client = trial.start("--resume", folder.name, "--scheduler", "local:2")
+    assert client.wait() == 0
+    assert len(read_run(folder).cells) == CELLS
+    assert trial.wrong_cells() == []
+
+
+class Lanes:
+    """A transport in this process: `fate` tells what becomes of a group on a lane."""
+
+    def __init__(self, *names: str) -> None:
+        self.here = [{"lane": name} for name in names]
+        self.fates: dict[str, Any] = {}
+        self.given: list[tuple[str, str]] = []
+        self.ended: list[str] = []
+        self._done: list[tuple[str, Plain]] = []
+
+    def lanes(self) -> list[Plain]:
+        return self.here
+
+    def submit(self, lane: Plain, spec: Plain, on_step: OnStep, /) -> None:
+        name, group = lane["lane"], spec["group"]
+        self.given.append((name, group))
+        told: Plain = {"group": group, "error": None, "lost": None, "seconds": 1.0}
+        fate = self.fates.get(name, self.fates.get(group))
+        if fate == "vanish":
+            self.here = [each for each in self.here if each["lane"] != name]
+            return
+        if fate == "busy":
+            return
+        if fate is not None:
+            told |= fate
+        else:
+            part = Path(spec["root"]) / f"{group}.x.part"
+            for cell in spec["run"]["cells"]:
+                on_step(name, {"cell": cell["cell"], "status": "ok", "stage": "ok", "done": 1,
+                               "notice": None})  # fmt: skip
+                cell |= {"status": "ok", "samples": {"wall": [1, 2, 3]}}
+            make_part(part, spec)
+            publish(part, Path(spec["root"]) / group)
+        self._done.append((name, told))
+
+    def next_done(self, _: float, /) -> tuple[str, Plain] | None:
+        return self._done.pop(0) if self._done else None
+
+    def end(self, lane: Plain, /) -> None:
+        self.ended.append(lane["lane"])
+        self._done.append((lane["lane"], {}))
+
+
+def window(place: Path, lanes: Lanes, count: int = 6, **named: Any) -> tuple[Window, list[str]]:
+    """A campaign of so many groups of one config each, and what the window says."""
+    run = planned(f"1,1,{{8:{8 * count}:+8}},8", place)
+    pairs = [run.cells[at : at + 2] for at in range(0, len(run.cells), 2)]
+    groups = tuple(
+        Group(f"g{at}", tuple(cell.cell for cell in pair), 1.0) for at, pair in enumerate(pairs)
+    )
+    folder = write_folder(place, run, ("auto", "math"))
+    made = Campaign(("auto", "math"), groups)
+    plan_campaign(folder, made)
+    said: list[str] = []
+    return Window([folder], lanes, lambda step: said.append(step.notice or ""), **named), said
+
+
+def test_a_lane_that_goes_away_gives_its_group_back(tmp_path: Path) -> None:
+    lanes = Lanes("a", "b")
+    lanes.fates["a"] = "vanish"
+    made, _ = window(tmp_path, lanes)
+    made.carry_out()
+    run = read_run(made.sweeps[0].folder)
+    assert {cell.status for cell in run.cells} == {"ok"}
+    assert [group for name, group in lanes.given if name == "a"] == ["g0"]
+
+
+def test_a_gpu_that_falls_off_ends_its_lane_and_no_group(tmp_path: Path) -> None:
+    lanes = Lanes("a", "b")
+    lanes.fates["a"] = {"error": "its GPU does not answer any more", "lost": "yes"}
+    made, said = window(tmp_path, lanes)
+    made.carry_out()
+    run = read_run(made.sweeps[0].folder)
+    assert {cell.status for cell in run.cells} == {"ok"}
+    assert sum(name == "a" for name, _ in lanes.given) == 1
+    assert any("a gets no more groups: its GPU does not answer" in text for text in said)
+
+
+def test_a_lane_where_everything_fails_is_left_out(tmp_path: Path) -> None:
+    lanes = Lanes("a", "b")
+    lanes.fates["a"] = {"error": "no disk"}
+    made, said = window(tmp_path, lanes, 12)
+    made.carry_out()
+    run = read_run(made.sweeps[0].folder)
+    assert {cell.status for cell in run.cells} == {"ok"}
+    assert sum(name == "a" for name, _ in lanes.given) == 3
+    assert any("a gets no more groups: 3 groups failed there in a row" in text for text in said)
+
+
+def test_no_lane_left_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    lanes = Lanes("a")
+    lanes.fates["a"] = {"error": "no disk"}
+    made, _ = window(tmp_path, lanes)
+    with pytest.raises(CaptureError, match=r"no disk.*capture --resume"):
+        made.carry_out()
+    assert {cell.status for cell in read_run(made.sweeps[0].folder).cells} == {"pending"}
+    lanes.fates.clear()
+    again = Window([made.sweeps[0].folder], lanes)
+    again.carry_out()
+    assert {cell.status for cell in read_run(made.sweeps[0].folder).cells} == {"ok"}
+
+
+def test_a_lane_with_a_problem_takes_no_part(tmp_path: Path) -> None:
+    lanes = Lanes("a", "b")
+    lanes.here[0]["problems"] = ["torch is not installed"]
+    made, said = window(tmp_path, lanes, why_not=lambda _: None)
+    made.carry_out()
+    assert {name for name, _ in lanes.given} == {"b"}
+    assert any("torch is not installed" in text for text in said)
+
+
+def test_groups_that_are_done_are_not_done_again(tmp_path: Path) -> None:
+    lanes = Lanes("a")
+    made, _ = window(tmp_path, lanes)
+    made.carry_out()
+    lanes.given.clear()
+    record = (made.sweeps[0].folder / "run.json").read_bytes()
+    Window([made.sweeps[0].folder], lanes).carry_out()
+    assert lanes.given == []
+    assert (made.sweeps[0].folder / "run.json").read_bytes() == record
+
+
+def test_a_second_interrupt_ends_the_lanes(tmp_path: Path) -> None:
+    lanes = Lanes("a")
+    lanes.fates["a"] = "busy"
+    made, said = window(tmp_path, lanes)
+    calls = 0
+
+    def interrupt(_: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 3):
+            signal.raise_signal(signal.SIGINT)
+        return lanes._done.pop(0) if lanes._done else None  # type: ignore[return-value]
+
+    lanes.next_done = interrupt  # type: ignore[method-assign,assignment]
+    with pytest.raises(Interrupted):
+        made.carry_out()
+    assert lanes.ended == ["a"]
+    assert any("Ctrl-C once more" in text for text in said)
+    assert not group_folder(made.sweeps[0].folder, "g0").exists()
+
+
+def test_a_campaign_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    made, _ = window(tmp_path, Lanes("a"))
+    path = made.sweeps[0].folder / "campaign.json"
+    for text, words in (("{", "not a campaign"), (json.dumps({"backends": []}), "not a campaign")):
+        path.write_text(text)
+        with pytest.raises(Exception, match=words):
+            campaign.read_campaign(made.sweeps[0].folder)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.2, "3 s"), (89, "89 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_time_left_is_told_in_two_digits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
