@@ -29,6 +29,7 @@ from profharness.rows import ALIASES, GPU_MEASUREMENTS, WALL, Refusal
 
 RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
+CAMPAIGN_FILE = "campaign.json"  # in the folder of a run that is cut into groups
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
 GPU = "gpu"  # in place of a profiler: a problem that makes times doubtful, and fails no run

@@ -227,7 +227,7 @@ def _going_on(folder: Path) -> str:
     store that was named and shows it as the command that was interrupted would have.
     """
     # loaded when an interrupt comes, which is seldom
-    from profharness.run import read_run
+    from profharness.run import CAMPAIGN_FILE, read_run
 
     arguments = sys.argv[1:]
     name = next(word for word in arguments if word in COMMANDS)
@@ -236,7 +236,8 @@ def _going_on(folder: Path) -> str:
     # resilient: no callback looks at -o again
     store = Path(command.make_context(name, rest, resilient_parsing=True).params["store"])
     run = read_run(folder)
-    if any(cell.case is not None for cell in run.cells):
+    whole = not (folder / CAMPAIGN_FILE).exists()
+    if whole and any(cell.case is not None for cell in run.cells):
         done = sum(cell.status != "pending" for cell in run.cells)
         kept = shell_command("ingest", str(folder), store=store)
         text = f"{done} of {len(run.cells)} checks are done; store them with: {kept}"

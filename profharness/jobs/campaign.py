@@ -23,10 +23,17 @@ from profharness.backends import find_backends, fingerprints
 from profharness.costs import compulsory_bytes, flops
 from profharness.errors import TraceFormatError
 from profharness.profilers import find_profilers
-from profharness.run import NOT_A_RECORD, Cell, Run, TraceFile, read_run, write_run
+from profharness.run import (
+    CAMPAIGN_FILE,
+    NOT_A_RECORD,
+    Cell,
+    Run,
+    TraceFile,
+    read_run,
+    write_run,
+)
 from profharness.runner.group import PART, make_part, publish
 
-CAMPAIGN_FILE = "campaign.json"
 GROUPS_FOLDER = "groups"
 SCHEMA = "profharness.campaign/1"
 GROUP_S = 30.0  # of estimated work in a process, so that its start is a tenth of it at most
