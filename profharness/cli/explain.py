@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -39,6 +40,7 @@ from profharness.cli._options import (
 from profharness.config import AUTO, Config, parse_config, split_names
 from profharness.dispatch.machine import release_text, skipped_releases
 from profharness.errors import UsageError
+from profharness.run import CaptureOptions, Protocol
 from profharness.views.document import Document
 from profharness.views.explain import (
     bisect_document,
@@ -132,7 +134,8 @@ def command(
     PyTorch on this machine is asked, and nothing is launched. With --torch or --gpu the rules of
     that release answer instead, without torch and without a GPU; where they do not know, the answer
     is `unknown`. Exits 1 if PyTorch was asked and answered no config at all. Several configs give a map; several
-    releases a table that marks where the choice changes. --backend limits the advice, and the
+    releases a table that marks where the choice changes. Where the GPU and the release have an atlas, one
+    config has its kernel time and the best backend too. --backend limits the advice, and the
     columns of that table; a set (flash+math) or an order (cudnn-then-flash) is asked about instead
     of auto.
 
@@ -212,12 +215,21 @@ def _answered(question: Question) -> tuple[Document, list[Explanation]]:
     if question.measure:
         _measure(answers, question)
     answers = with_store(answers, question.store)
+    if single and places and places[0].device == "cuda" and question.asked == AUTO:
+        answers = [replace(answers[0], prediction=_prediction(configs[0], places[0]))]
     if single:
         return explain_document(answers, full=full, named=backends), answers
     maps = draw_maps(
         [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
     )
     return map_document(maps, answers, where=environment_text(answers[0]), full=full), answers
+
+
+def _prediction(config: Config, place: Place) -> dict[str, Any] | None:
+    """Time and best backend by the place's atlas; None without one."""
+    from profharness.answers.atlas.library import timed  # loads numpy
+
+    return timed(config, str(place.gpu), place.machine)
 
 
 def _bisected(question: Question, name: str) -> Document:
@@ -253,7 +265,6 @@ def _measure(answers: Sequence[Explanation], question: Question) -> None:
     """Capture the asked configs on `auto` and the advised ones on their backends."""
     # loads what runs workers, which only --measure needs
     from profharness.jobs import capture_into_store
-    from profharness.run import CaptureOptions, Protocol
 
     options = CaptureOptions(protocol=Protocol(device=question.device), kind="explain")
     jobs = to_measure(answers)

@@ -24,7 +24,7 @@ from profharness.cli._options import (
     read_configs,
     store_option,
 )
-from profharness.config import split_names
+from profharness.config import Config, split_names
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, of_first_profiler
@@ -60,6 +60,12 @@ block and the most splits that it combines; knob_7 is cuDNN's number of a varian
     help="An id, a unique prefix, latest, latest~1 or all.  [default: the latest that has them]",
 )
 @click.option(
+    "--gpu",
+    metavar="NAME",
+    help="Predict instead, by the atlas of this GPU (H200); no store is read and nothing runs.",
+)
+@click.option("--torch", metavar="RELEASE", help="Of --gpu: the release.  [default: the newest]")
+@click.option(
     "--full",
     is_flag=True,
     help="Kernels under their whole names, ops of next to no time too; with --profiler all every "
@@ -85,6 +91,8 @@ def command(
     backend: tuple[str, ...],
     profiler: tuple[str, ...],
     run: str | None,
+    gpu: str | None,
+    torch: str | None,
     full: bool,
     steps: bool,
     expect: tuple[str, ...],
@@ -110,10 +118,20 @@ def command(
       profharness kernels --config 2,8,512,64 --backend auto,math --format csv
       profharness kernels --config 2,8,512,64 --profiler all
       profharness kernels --config 2,8,512,64 --steps
+      profharness kernels --config 2,8,512,64,bf16 --gpu H200
     """
     profilers = TRACE_PROFILERS if EVERY_PROFILER in profiler else profiler
-    expected = split_names(expect)
-    check_expected_names(expected)
+    check_expected_names(expected := split_names(expect))
+    if gpu is not None or torch is not None:
+        if gpu is None or run is not None or profiler or steps:
+            raise UsageError(
+                "--gpu NAME, with --torch, predicts; leave --run, --profiler, --steps out"
+            )
+        rows, cells = _predict(read_configs(config, configs_file), backend, gpu, torch)
+        emit(kernels_document(rows, cells, full=full), format_, output, force=force)
+        if chosen_format(format_, output) == "csv":
+            _hint_omitted(cells, {})
+        return _judge(expected, rows, cells, every_run=False)
     if steps and len(profilers) > 1:
         raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
     selection = read_selection(run, config, configs_file, backend, profilers)
@@ -126,8 +144,7 @@ def command(
     _hint_layers(store, rows, cells)
     if chosen_format(format_, output) == "csv":
         _hint_omitted(cells, _warnings(store, rows, cells))
-    if expected:
-        _judge(expected, rows, cells, every_run=run == ALL_RUNS)
+    return _judge(expected, rows, cells, every_run=run == ALL_RUNS)
 
 
 def rows_document(
@@ -145,6 +162,18 @@ def rows_document(
     return with_warnings(make(rows, cells, full=full), _warnings(store, rows, cells))
 
 
+def _predict(
+    configs: Sequence[Config], backend: Sequence[str], gpu: str, torch: str | None
+) -> tuple[list[KernelRow], list[CellRow]]:
+    """Rows of an atlas and its model, without any store."""
+    from profharness.answers.atlas.rows import predicted_rows as rows_of_atlas  # loads numpy
+
+    rows, cells, doubt = rows_of_atlas(configs, split_names(backend), gpu, torch)
+    if doubt:
+        hint(doubt)
+    return rows, cells
+
+
 def _steps_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow], *, full: bool = False
 ) -> Document:
@@ -156,10 +185,12 @@ def _steps_document(
 def _judge(
     expected: Sequence[str], rows: list[KernelRow], cells: list[CellRow], *, every_run: bool
 ) -> None:
-    """The gate of --expect. Of every run, those that have no kernels and cannot know are left out."""
+    """The gate of --expect, if anything is expected. Of every run, those that have no kernels and cannot
+    know are left out.
+    """
     watched = {row.run for row in rows}
     judged = [cell for cell in cells if cell.run in watched or not every_run]
-    failed = unmet_expectations(expected, rows, judged)
+    failed = unmet_expectations(expected, rows, judged) if expected else []
     if failed:
         raise GateError(f"--expect {','.join(expected)} is not met: " + "\n  ".join(failed))
 

@@ -10,6 +10,7 @@ import click
 from profharness.cli._options import complete_runs, emit, output_options, store_option
 from profharness.store import open_store
 from profharness.views.document import Chart
+from profharness.views.report import report_document
 
 
 @click.command()
@@ -49,9 +50,6 @@ def command(
     Example:
       profharness report latest -o report.html
     """
-    # loads the views of all commands, which --help does not need
-    from profharness.views.report import report_document
-
     with open_store(store) as opened:
         document = report_document(opened, runs or ("latest",), bench=bench)
     if no_charts:

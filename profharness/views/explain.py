@@ -50,6 +50,8 @@ def answer_blocks(
     config anyhow is shown where it is named, or where its gain is known.
     """
     blocks: list[Block] = [Heading(answer.config, environment_text(answer)), Note(verdict(answer))]
+    if answer.prediction is not None:
+        blocks.append(Note(answer.prediction["statement"], "time"))
     if answer.error:
         blocks.append(Note(answer.error, "error", "error"))
     if answer.backends and not _nothing_known(answer):

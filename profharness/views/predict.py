@@ -255,3 +255,30 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
         if row.low_ns is not None and row.high_ns is not None
     }
     return latency_charts(medians, "kernel time, predicted", intervals, axes=AXES)
+
+
+AGAINST_COLUMNS = (
+    Column("config", "config", repeat=False),
+    Column("backend", "backend"),
+    Column("ran_ns", "ran µs", "us", right=True),
+    Column("kernel_ns", "atlas µs", "us", right=True),
+    Column("low_ns", "from", "us", right=True),
+    Column("high_ns", "to", "us", right=True),
+    Column("ratio", "ran to atlas", "ratio", right=True),
+    Column("source", "source"),
+    Column("kernels", "same kernels"),
+    Column("best", "best there"),
+    Column("regret", "loses%", "percent", right=True),
+)
+
+
+def against_blocks(rows: Sequence[dict[str, Any]]) -> list[Block]:
+    """What a run's kernels took against its machine's atlas; nothing where there is none."""
+    if not rows:
+        return []
+    words = {True: "yes", False: "no", None: None}
+    shown = [row | {"kernels": words[row["same_kernels"]]} for row in rows]
+    modelled = [row["inside"] for row in rows if row["inside"] is not None]
+    text = f"{sum(modelled)} of {len(modelled)} times that the model tells lie in its 90 % interval"
+    heading = Heading("Against the atlas", "what cells of such a machine took")
+    return [heading, Note(f"{text}."), Table.of(AGAINST_COLUMNS, shown)]

@@ -10,6 +10,7 @@ from typing import Any
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.answers.analyze.figures import machine_of
+from profharness.answers.atlas.rows import against
 from profharness.answers.bench.answer import benched
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import OF_A_FILE, Diff
@@ -30,6 +31,7 @@ from profharness.views.diff import diff_document
 from profharness.views.document import Block, Chart, Code, Column, Document, Heading, Note, Table
 from profharness.views.glossary import glossary_blocks
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
+from profharness.views.predict import against_blocks
 from profharness.views.steps import math_blocks
 from profharness.views.verify import verify_document
 
@@ -126,6 +128,9 @@ def _run_blocks(
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
     blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     blocks += disagreement_blocks(cells, kernels)
+    if told := against(cells, [row for row in kernels if row.profiler == best], environment):
+        blocks += against_blocks(told)
+        extra.setdefault("atlas", []).extend({"run": run} | row for row in told)
     machine = machine_of(environment, store.devices(run), store.peaks(run), cells)
     blocks += device_blocks(machine.name, machine.facts())
     blocks += environment_blocks(environment)

@@ -334,12 +334,24 @@ def test_an_answer_by_rule_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom profharness.cli.main import cli\n"
         f"cli.main({arguments!r}, standalone_mode=False)\n"
-        "print([n for n in ('torch', 'pandas', 'sqlite_utils', 'numpy') if n in sys.modules])"
+        "print([n for n in ('torch', 'pandas', 'sqlite_utils') if n in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_atlas_tells_time_and_best_backend_of_one_config() -> None:
+    (row,) = rows("--config", "1,16,1024,64,bf16", *ON_H200)
+    told_of = row["prediction"]
+    assert isinstance(told_of, dict)
+    assert told_of["choice"] == row["predicted"]
+    assert told_of["source"] in ("measured", "model", "floor")
+    assert "time auto takes cudnn" in plain(told("--config", "1,16,1024,64,bf16", *ON_H200))
+    for place in (A6000, (*ON_H200, "--cudnn", "9.10.2")):
+        (row,) = rows("--config", "1,16,1024,64,bf16", *place)
+        assert row["prediction"] is None
 
 
 def test_help_has_examples() -> None:

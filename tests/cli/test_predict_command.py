@@ -14,9 +14,12 @@ from click.testing import CliRunner, Result
 
 import profharness
 from profharness.answers.atlas.data import Atlas, AtlasCell, find_atlas
-from profharness.answers.atlas.rows import PROFILER
+from profharness.answers.atlas.rows import PROFILER, against, predicted_rows
+from profharness.cli.kernels import command as kernels
 from profharness.cli.predict import command
-from profharness.errors import UsageError
+from profharness.errors import GateError, UsageError
+from profharness.views.kernels import FIELDS
+from profharness.views.predict import against_blocks
 
 RANGE = "2,8,{512,1024},{64,128},fp16"
 
@@ -189,4 +192,52 @@ def test_an_answer_loads_no_torch_pandas_or_store(tmp_path: Path) -> None:
 
 def test_help_has_examples() -> None:
     assert told("--help").count("profharness predict --config") == 3
-    assert PROFILER == "atlas"
+    assert "profharness predict --configs FILE" in told("--help")
+
+
+def test_kernels_of_a_gpu_are_rows_as_of_a_store(measured: list[AtlasCell], tmp_path: Path) -> None:
+    cell = measured[0]
+    arguments = [
+        "--config",
+        cell.config.label,
+        "--gpu",
+        "H200",
+        "--store",
+        str(tmp_path / "none.db"),
+    ]
+    result = CliRunner().invoke(kernels, [*arguments, "--format", "json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    document = json.loads(result.stdout)
+    own = [row for row in document["rows"] if row["backend"] == "auto"]
+    assert list(own[0]) == list(FIELDS)
+    assert {row["source"] for row in own} == {"measured"}
+    assert {row["profiler"] for row in own} == {PROFILER}
+    assert sum(row["launches"] for row in own) == len(cell.launches)
+    assert sum(row["total_ns"] for row in own) == pytest.approx(
+        1e3 * (cell.kernel_us or 0), rel=0.01
+    )
+    table = CliRunner().invoke(kernels, arguments).stdout
+    assert table.startswith(cell.config.label)
+    assert "mismatch" not in table
+    gate = CliRunner().invoke(kernels, [*arguments, "--backend", "auto", "--expect", "math"])
+    assert isinstance(gate.exception, GateError) == (cell.choice != "math")
+    assert not (tmp_path / "none.db").exists()
+    for more in (["--run", "latest"], ["--steps"], ["--profiler", "torch"]):
+        assert isinstance(CliRunner().invoke(kernels, [*arguments, *more]).exception, UsageError)
+
+
+def test_a_run_is_held_against_the_atlas_of_its_machine(measured: list[AtlasCell]) -> None:
+    configs = [cell.config for cell in measured if cell.status == "ok"]
+    rows, cells, doubt = predicted_rows(configs, ["auto"], "H200", "2.11")
+    assert doubt == ""
+    environment = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
+    found = against(cells, rows, environment)
+    assert [(row["config"], row["source"]) for row in found] == [
+        (config.label, "measured") for config in configs
+    ]
+    assert all(row["same_kernels"] and abs(row["ratio"] - 1) < 0.01 for row in found)
+    blocks = against_blocks(found)
+    assert len(blocks) == 3
+    for other in ({"gpu": "NVIDIA A100-SXM4-40GB"}, {"device_type": "cpu"}, {"torch": "2.8.0"}):
+        assert against(cells, rows, environment | other) == []
+    assert against_blocks([]) == []

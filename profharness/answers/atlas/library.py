@@ -16,6 +16,7 @@ from profharness.answers.atlas.answer import (
     place_of,
     predict_all,
     shown_backends,
+    statement,
 )
 from profharness.answers.atlas.data import (
     SUFFIX,
@@ -28,6 +29,7 @@ from profharness.answers.atlas.data import (
 from profharness.config import Config
 from profharness.devices import data_sheet, find_gpu
 from profharness.dispatch.machine import RELEASES, parse_release, release_text
+from profharness.dispatch.machine import Machine as RuleMachine
 from profharness.environment import gpu_name
 from profharness.errors import NotFoundError, UsageError, shown
 
@@ -153,6 +155,32 @@ def predicted(
     entries = known_atlases(None if folder is None else Path(folder))
     place, doubt = find_place(entries, gpu, torch, own=None if gpu else gpu_name())
     return Asked(place, doubt, predict_all(place, configs), shown_names)
+
+
+def place_at(gpu: str, torch: str) -> Place | None:
+    """The place of a run's GPU and release, where there is an atlas of it."""
+    try:
+        place, doubt = find_place(known_atlases(), gpu, torch)
+    except UsageError:  # a GPU that no table has
+        return None
+    return None if doubt else place
+
+
+TIMED = (
+    *("source", "choice", "kernel_ns", "low_ns", "high_ns", "graph_ns", "bottleneck"),
+    *("best", "best_ns", "regret", "certain", "outside"),
+)
+
+
+def timed(config: Config, gpu: str, rules: RuleMachine) -> dict[str, Any] | None:
+    """What `auto` takes in time there, and the best backend, with a sentence; None where no atlas is of this
+    GPU, release and cuDNN.
+    """
+    place, doubt = find_place(known_atlases(), gpu, release_text(rules.torch))
+    if doubt or place.rules.cudnn != rules.cudnn:
+        return None
+    (answer,) = predict_all(place, [config])
+    return {"statement": statement(answer)} | {name: getattr(answer[0], name) for name in TIMED}
 
 
 def default_gpu(entries: Sequence[Entry], own: str | None) -> str:

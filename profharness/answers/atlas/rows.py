@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from profharness.answers.atlas.answer import Place, Predicted, nanoseconds, predict_all
+from profharness.answers.atlas.answer import BACKENDS, Place, Predicted, nanoseconds, predict_all
 from profharness.answers.atlas.data import Launch
-from profharness.config import Config
+from profharness.answers.atlas.library import place_at, predicted
+from profharness.config import Config, parse_config
 from profharness.devices import Device, find_gpu, occupancy
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CellRow, KernelRow
@@ -15,22 +17,27 @@ from profharness.rows import CellRow, KernelRow
 PROFILER = "atlas"  # who tells the rows of kernels that no profiler saw
 
 
-def kernel_rows(
-    place: Place, configs: Sequence[Config], backends: Sequence[str]
-) -> tuple[list[KernelRow], list[CellRow]]:
-    """What `kernels` shows of a place: rows as of a store, marked by their source. run is the place."""
-    rows: list[KernelRow] = []
-    cells: list[CellRow] = []
-    for answer in predict_all(place, configs):
-        for told in answer:
-            if told.backend in backends:
-                cells.append(_cell_row(told, place))
-                rows += _kernel_rows(told, place)
-    return rows, cells
+def predicted_rows(
+    configs: Sequence[Config],
+    backends: Sequence[str] = (),
+    gpu: str | None = None,
+    torch: str | None = None,
+) -> tuple[list[KernelRow], list[CellRow], str]:
+    """What `kernels` shows of a GPU's atlas: rows as of a store, marked by their source, and why there is no
+    atlas if there is none. run is the place. Raises what `predicted` raises.
+    """
+    found = predicted(configs, backends, gpu, torch)
+    told = [row for answer in found.answers for row in found.of(answer)]
+    rows = [row for each in told for row in _kernel_rows(each, found.place)]
+    return rows, [_cell_row(each, found.place) for each in told], found.doubt
 
 
 def _cell_row(told: Predicted, place: Place) -> CellRow:
-    message = told.outside if told.status == "ok" else None
+    message = None
+    if told.status == "ok" and not told.kernels:
+        message = (
+            told.outside or "no atlas has this config on this GPU, so its kernels are not known"
+        )
     return CellRow(
         run=place.text,
         cell=f"{told.config} {told.backend}",
@@ -105,3 +112,54 @@ def _kernel_row(
         shared_share=filled.shared_share if filled else None,
         source=told.source,
     )
+
+
+AGAINST = (
+    *("config", "backend", "ran_ns", "kernel_ns", "low_ns", "high_ns", "ratio", "inside", "source"),
+    *("same_kernels", "best", "regret"),
+)
+
+
+def against(
+    cells: Sequence[CellRow], rows: Sequence[KernelRow], environment: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The cells of a run whose time the atlas of their machine tells too; empty without one. rows are
+    of one profiler. inside: the time that was measured lies in the model's interval, None of a cell
+    that the atlas has itself.
+    """
+    gpu, torch = environment.get("gpu"), environment.get("torch")
+    if environment.get("device_type") != "cuda" or not gpu or not torch:
+        return []
+    by_cell: dict[str, list[KernelRow]] = {}
+    for row in rows:
+        by_cell.setdefault(row.cell or "", []).append(row)
+    ran = [each for each in cells if each.backend in BACKENDS and each.cell in by_cell]
+    place = place_at(str(gpu), str(torch))
+    if place is None or not ran:
+        return []
+    labels = list(dict.fromkeys(cell.config for cell in ran))
+    answers = dict(zip(labels, predict_all(place, list(map(parse_config, labels))), strict=True))
+    found = []
+    for cell in ran:
+        (told,) = (row for row in answers[cell.config] if row.backend == cell.backend)
+        if told.kernel_ns:
+            found.append(_compared(told, told.kernel_ns, by_cell[cell.cell]))
+    return found
+
+
+def _compared(told: Predicted, expected_ns: int, rows: Sequence[KernelRow]) -> dict[str, Any]:
+    ran_ns = round(sum(row.call_ns or 0 for row in rows))
+    inside = None
+    if told.source == "model" and told.low_ns is not None and told.high_ns is not None:
+        inside = told.low_ns <= ran_ns <= told.high_ns
+    launched = Counter[str]()
+    for row in rows:
+        launched[row.kernel_short] += round(row.launches_per_call or 0)
+    expected = Counter(parse_kernel_name(each.kernel).short for each in told.kernels or ())
+    values = {
+        "ran_ns": ran_ns,
+        "ratio": ran_ns / expected_ns,
+        "inside": inside,
+        "same_kernels": launched == expected if expected else None,
+    }
+    return {name: values[name] if name in values else getattr(told, name) for name in AGAINST}

@@ -54,7 +54,8 @@ class Explanation:
     predicted is what the rules say, choice what PyTorch says (None where it was not asked),
     observed what a stored run's op or kernels show; each a backend, `none` (PyTorch raises) or
     `unknown`. agree: whether those that are known are the same. priority_order is empty where it
-    is not known. caveats are sentences on what casts doubt.
+    is not known. caveats are sentences on what casts doubt. prediction is what the machine's atlas
+    says of time and best backend, None without one.
     """
 
     config: str
@@ -69,6 +70,7 @@ class Explanation:
     caveats: tuple[str, ...] = ()
     error: str | None = None
     asked: str = AUTO
+    prediction: dict[str, Any] | None = None
 
 
 FIELDS = tuple(field.name for field in fields(Explanation))
