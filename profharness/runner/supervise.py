@@ -57,6 +57,7 @@ from profharness.run import (
 POLL_S = 0.01
 # run.json is written whole each time, so not at every entry
 SAVE_EVERY_S = 1.0
+MAX_IDLE = 3  # workers in a row that came up and died before their first cell
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
 ROOM_BYTES = 1 << 16  # with less of it a dead worker proves nothing against its cell
 REAPED_S = 5.0  # after SIGKILL
@@ -318,11 +319,12 @@ def run_cells(
     those written here, on_outcome what each start of the worker left. inherited: descriptors that
     the worker keeps open.
 
-    Raises CaptureError when a worker cannot even start. On any exception (KeyboardInterrupt too)
-    the worker is ended first, and nothing of it is left.
+    Raises CaptureError when a worker cannot even start, or MAX_IDLE in a row came to no cell. On any
+    exception (KeyboardInterrupt too) the worker is ended first, and nothing of it is left.
     """
     pending = {cell.cell: cell for cell in cells}
     journal = Journal(folder / JOURNAL_FILE)
+    idle = 0
     while pending:
         session = make_session()
         try:
@@ -343,8 +345,9 @@ def run_cells(
             raise unwritable(folder, why_unwritable(folder))
         if start.cell is not None:
             start.end_cell()
-        # one that came up and died between two cells is merely replaced
-        elif pending and not start.has_environment:
+        # one that came up and died between two cells is merely replaced, unless each one does
+        idle = 0 if start.ended or start.cell else idle + 1
+        if pending and idle and (not start.has_environment or idle == MAX_IDLE):
             raise start.failure()
 
 

@@ -211,6 +211,29 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_words(tmp_path: Path) -
         )
 
 
+UP_AND_GONE = """
+import sys
+with open(sys.argv[1] + "/journal.jsonl", "a") as journal:
+    journal.write('{"event": "environment", "environment": {"device_type": "cpu"}}\\n')
+sys.exit("gone again")
+"""
+
+
+def test_a_worker_that_never_comes_to_a_cell_is_not_started_for_ever(tmp_path: Path) -> None:
+    """Each one tells its environment, as one does whose program cannot be imported."""
+    cells, entries = [Cell("c0001", *expand_configs("1,1,16,8"), "math")], []
+    with pytest.raises(CaptureError, match=r"did not start \(exit code 1\): gone again"):
+        run_cells(
+            tmp_path,
+            cells,
+            QUICK,
+            (),
+            entries.append,
+            command=lambda folder: [sys.executable, "-c", UP_AND_GONE, str(folder)],
+        )
+    assert [entry.event for entry in entries] == ["environment"] * 3
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="signals a process group")
 def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     argv = [
