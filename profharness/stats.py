@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -175,7 +176,13 @@ def process_medians(samples: Sequence[float]) -> list[float]:
     for turn in samples.turns if isinstance(samples, Series) else ():
         parts.setdefault(turn.process, []).extend(samples[begin : begin + turn.samples])
         begin += turn.samples
-    return [summarize(part).median for _, part in sorted(parts.items()) if part]
+    return [float(_numpy().median(part)) for _, part in sorted(parts.items()) if part]
+
+
+def of_first_process(samples: Sequence[float]) -> bool:
+    """Whether samples of the first process are among them, as far as anybody knows."""
+    turns = samples.turns if isinstance(samples, Series) else ()
+    return any(turn.process == 0 for turn in turns)
 
 
 def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, float] | None:
@@ -220,6 +227,7 @@ def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
     return (x[lower] + x[upper]) / 2
 
 
+@cache
 def _student(freedom: int) -> float:
     """The 97.5 % point of Student's distribution."""
     return float(_scipy_stats().t.ppf(0.975, freedom))

@@ -11,12 +11,19 @@ import statistics
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from profharness.answers.bench.rows import all_samples
 from profharness.config import SDPA_BACKENDS
+from profharness.rows import KERNEL
+from profharness.run import Cell, read_run, write_run
+from profharness.stats import Series
+from profharness.store import ingest_path, open_store
 
 HERE = Path(__file__).resolve().parent
 CELLS = (str(HERE / "bench_configs.txt"), "auto", *SDPA_BACKENDS)
@@ -69,6 +76,31 @@ def pack_files(folder: Path, files: Iterable[Path], target: Path) -> None:
         for path in sorted(files):
             archive.add(path, str(path.relative_to(folder)), filter=bare)
     partial.replace(target)
+
+
+def without_traces(place: Path) -> None:
+    """Leave the record of a run alone, with all its samples: a run of an older version has the kernels'
+    times of its first process in its traces alone.
+    """
+    run = read_run(place)
+    with tempfile.TemporaryDirectory() as scratch:
+        ingest_path(store := Path(scratch) / "s.db", place)
+        with open_store(store) as opened:
+            rows = [cell for cell in opened.cells(run.run) if cell.status == "ok"]
+            samples = all_samples(opened, run.run, rows)
+    sums = {row.cell: samples[row.config, row.backend].get(KERNEL) for row in rows}
+    for path in place.iterdir():
+        path.unlink()
+    cells = tuple(with_sums(cell, sums.get(cell.cell)) for cell in run.cells)
+    write_run(place, replace(run, cells=cells, traces=()))
+
+
+def with_sums(cell: Cell, sums: Sequence[int] | None) -> Cell:
+    """The cell with the kernels' times of all its processes."""
+    if not isinstance(sums, Series):
+        return cell
+    samples, turns = cell.samples | {KERNEL: list(sums)}, cell.turns | {KERNEL: list(sums.turns)}
+    return replace(cell, samples=samples, turns=turns)
 
 
 def seconds(argv: Sequence[str]) -> float:

@@ -3,8 +3,11 @@ whose work is 5 % more.
 
 python scripts/check_intervals.py --record 16 --slower 4 --out DIR   # on a GPU: about 50 s a run
 python scripts/check_intervals.py --data DIR [DIR …]                 # the figures, without a GPU
+python scripts/check_intervals.py --data DIR [DIR …] --pack FILE     # the runs as traces/intervals.tar.xz
+python scripts/check_intervals.py --data traces/intervals.tar.xz     # the figures of such a file
 
-Of several folders, such as one for each GPU, the runs are paired within each.
+Of several folders, such as one for each GPU, the runs are paired within each; with --across every two
+runs are a pair. What --pack writes is scrubbed and without traces: the kernels' times become samples.
 
 Each run is a bench of its own. The backends of `repeats.py`, which the script leaves in DIR, make the
 same call 20 times over, in the slower runs 21 times: 5 % more for the GPU and for the CPU alike.
@@ -14,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from _frame import pack_files, without_traces
 
 from profharness import stats
 from profharness.answers.bench.rows import all_samples
@@ -29,6 +35,7 @@ from profharness.config import expand_configs
 from profharness.jobs import PROFILED_CALLS, bench_into_store, device_type
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import BenchPlan, CaptureOptions, Protocol, read_run
+from profharness.scrub import scrub
 from profharness.store import Selection, Store, ingest_path, open_store
 
 ALIKE, SLOWER = "alike", "slower"
@@ -103,13 +110,44 @@ def record(out: Path, counts: dict[str, int], device: str, plan: BenchPlan, proc
         print(f"{number} of {len(order)}, {kind}: {captured.run.run}: {told}", flush=True)
 
 
-def read(data: Path, store: Path) -> list[Recorded]:
-    """All run folders below data, as the store tells them."""
-    kinds = {}
+def run_folders(data: Path) -> Iterator[tuple[str, Path]]:
+    """The runs below data that were finished, each with its kind."""
     for kind in REPEATS:
         for folder in sorted(path.parent for path in (data / kind).glob("*/run.json")):
-            ingest_path(store, folder)
-            kinds[read_run(folder).run] = kind
+            if all(cell.status != "pending" for cell in read_run(folder).cells):
+                yield kind, folder
+            else:
+                print(f"{folder}: was not finished, and does not count", flush=True)
+
+
+def pack(data: Sequence[Path], target: Path) -> None:
+    """The runs below the folders as one archive, scrubbed, with their samples alone."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for folder in data:
+            for kind, run in run_folders(folder):
+                place = Path(scratch) / folder.resolve().name / kind / run.name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                scrub(run, place)
+                without_traces(place)
+        pack_files(Path(scratch), Path(scratch).rglob("run.json"), target)
+    print(f"{target}: {target.stat().st_size / 1e3:,.0f} kB")
+
+
+def unpacked(data: Path, scratch: Path) -> list[Path]:
+    """A folder of runs itself, of an archive the folders that it holds."""
+    if data.is_dir():
+        return [data]
+    with tarfile.open(data) as archive:
+        archive.extractall(scratch, filter="data")
+    return sorted(path for path in scratch.iterdir() if (path / ALIKE).is_dir())
+
+
+def read(data: Path, store: Path) -> list[Recorded]:
+    """All runs below data, as the store tells them."""
+    kinds = {}
+    for kind, folder in run_folders(data):
+        ingest_path(store, folder)
+        kinds[read_run(folder).run] = kind
     with open_store(store) as opened:
         return [recorded(opened, run, kind) for run, kind in kinds.items()]
 
@@ -221,6 +259,8 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, nargs="+", help="print the figures of what --record left there"
     )
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="write the runs there instead")
+    parser.add_argument("--across", action="store_true", help="pair the runs of all folders")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--max-time", type=float, default=0.3, help="seconds of sampling a cell")
@@ -231,11 +271,22 @@ def main() -> None:
         counts = {ALIKE: options.record, SLOWER: options.slower}
         plan = BenchPlan(max_time_s=options.max_time)
         record(options.out.resolve(), counts, options.device, plan, options.processes)
-    folders = options.data or [options.out]
-    if None in folders:
+    given = options.data or [options.out]
+    if None in given:
         parser.error("say --record N --out DIR, or --data DIR")
+    if options.pack is not None:
+        pack(given, options.pack)
+        return
     with tempfile.TemporaryDirectory() as scratch:
-        report([read(path, Path(scratch) / f"{n}.db") for n, path in enumerate(folders)])
+        series = read_all(given, Path(scratch))
+        report([list(itertools.chain(*series))] if options.across else series)
+
+
+def read_all(data: Sequence[Path], scratch: Path) -> list[list[Recorded]]:
+    """The runs of each folder, those in archives included."""
+    places = [unpacked(path, scratch / str(number)) for number, path in enumerate(data)]
+    folders = list(itertools.chain(*places))
+    return [read(path, scratch / f"{number}.db") for number, path in enumerate(folders)]
 
 
 if __name__ == "__main__":

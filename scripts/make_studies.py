@@ -23,18 +23,18 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
-from _frame import output, pack_files
+from _frame import output, pack_files, without_traces
 
 from profharness.cli.main import COMMANDS
 from profharness.config import SDPA_BACKENDS, parse_config
-from profharness.run import read_run, write_run
+from profharness.run import read_run
 from profharness.runner.probe import Measured, measure_peaks
 from profharness.scrub import scrub
 from profharness.store import ingest_path, open_store
@@ -211,14 +211,6 @@ def pack(folder: Path, target: Path = PACKED, studies: Sequence[Study] = STUDIES
         target.parent.mkdir(parents=True, exist_ok=True)
         pack_files(copy, (path for path in copy.rglob("*") if path.is_file()), target)
     print(f"{target}: {target.stat().st_size / 1e6:.2f} MB")
-
-
-def without_traces(place: Path) -> None:
-    """Leave the record of a run alone, with all its samples."""
-    run = read_run(place)
-    for path in place.iterdir():
-        path.unlink()
-    write_run(place, replace(run, traces=()))
 
 
 def unpack(folder: Path, packed: Path = PACKED) -> None:

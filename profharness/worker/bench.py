@@ -94,7 +94,7 @@ class Contestant:
             self.done.add(name)
 
     def keep_sums(self, sums: list[int]) -> None:
-        """Keep kernel times that no stored trace tells."""
+        """Keep the kernels' times, which a run folder then has without its traces too."""
         if sums:
             self.samples[KERNEL], self.turns[KERNEL] = sums, [(self.cell.process, 0, len(sums))]
 

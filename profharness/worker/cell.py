@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import tempfile
 import time
@@ -80,9 +79,9 @@ def profiled_calls(
 
 
 def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspace) -> list[int]:
-    """Profile the calls of a cell. The first process leaves its Chrome trace in the run folder; of any
-    other the kernels' time in each call is enough, and is returned. A warm-up call opens each
-    session: Kineto can drop records from before its capture window, which would be the first.
+    """Profile the calls of a cell; returns the kernels' time in each call, which is enough of any
+    process but the first. That one leaves its Chrome trace in the run folder too. A warm-up call opens
+    each session: Kineto can drop records from before its capture window, which would be the first.
     """
     device = "cuda" if torch.cuda.is_available() else None
     with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
@@ -91,31 +90,56 @@ def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspac
             workspace.sync()
         profiled_calls(call, cell.cell, workspace.plan.protocol.iterations, workspace.sync)
     if cell.process == 0:
-        _write_trace(session, workspace.folder / f"{cell.cell}.torch.json")
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        session.export_chrome_trace(path := f"{folder}/trace.json")
-        return call_sums(json.loads(Path(path).read_bytes()), cell_range(cell.cell))
+        data = _write_trace(session, workspace.folder / f"{cell.cell}.torch.json")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            session.export_chrome_trace(path := f"{folder}/trace.json")
+            data = Path(path).read_bytes()
+    return call_sums(data, cell_range(cell.cell))
 
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def call_sums(trace: dict[str, Any], name: str) -> list[int]:
-    """The nanoseconds on the device in each range of that name, which holds a call to its end."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    launches = [event for event in events if event.get("cat") in ON_DEVICE]
+class _Event(msgspec.Struct):
+    """What adding up takes of an event; ts and dur are microseconds."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+class _Events(msgspec.Struct):
+    """A Chrome trace, under its own key."""
+
+    traceEvents: list[_Event]
+
+
+def call_sums(trace: bytes, name: str) -> list[int]:
+    """The nanoseconds on the device in each range of that name, which holds a call to its end. A trace
+    that is no JSON has none: whoever takes it in says why.
+    """
+    try:
+        events = msgspec.json.decode(trace, type=_Events).traceEvents
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return []
+    complete = [event for event in events if event.ph == "X"]
+    launches = [event for event in complete if event.cat in ON_DEVICE]
     sums = []
-    for event in events:
-        if event.get("cat") == "user_annotation" and event["name"] == name:
-            begin, end = event["ts"], event["ts"] + event["dur"]
-            inside = [event["dur"] for event in launches if begin <= event["ts"] <= end]
+    for event in complete:
+        if event.cat == "user_annotation" and event.name == name:
+            begin, end = event.ts, event.ts + event.dur
+            inside = [launch.dur for launch in launches if begin <= launch.ts <= end]
             sums.append(round(sum(inside) * 1000))
     return [value for value in sums if value]
 
 
-def _write_trace(session: profile, plain: Path) -> None:
-    """Leave a trace packed. Raises UnwritableError: Kineto only logs that it could not write."""
+def _write_trace(session: profile, plain: Path) -> bytes:
+    """Leave a trace packed, and return it unpacked. Raises UnwritableError: Kineto only logs that it
+    could not write.
+    """
     packed = Path(f"{plain}.gz")
     try:
         session.export_chrome_trace(str(plain))
@@ -123,6 +147,7 @@ def _write_trace(session: profile, plain: Path) -> None:
         if not data.rstrip().endswith(b"}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         packed.write_bytes(igzip.compress(data, 2))
+        return data
     except OSError as error:
         with contextlib.suppress(OSError):
             packed.unlink(missing_ok=True)

@@ -138,6 +138,28 @@ def test_a_kernel_differs_by_more_than_like_processes_do(
     assert (found.verdict, "processes" in found.reasons[0]) == (verdict, verdict == "unknown")
 
 
+def test_kernel_times_without_a_trace_are_compared_as_a_whole() -> None:
+    """The samples of three processes a side; where both have launches they are told kernel by kernel."""
+
+    def timed(factor: float) -> CellRow:
+        sums = [round(factor * (9_000 + 10 * each + n)) for each in range(3) for n in range(10)]
+        turns = [(each, 0, 10) for each in range(3)]
+        return replace(cell(SQUARE, "flash"), samples={KERNEL: Series.of(sums, turns)})
+
+    def rows(factor: float, kept: tuple[KernelRow, ...] = ()) -> list[DiffRow]:
+        base = side(cells=(timed(1.0),), kernels=kept)
+        return list(diff_cells(base, side(cells=(timed(factor),), kernels=())).rows)
+
+    (row,) = [row for row in rows(1.05) if row.role == "kernels"]
+    assert (row.basis, row.verdict) == (KERNEL, "slower")
+    assert row.ratio == pytest.approx(1.05, rel=1e-3) and row.baseline_ns == pytest.approx(9014.5)
+    assert [row.verdict for row in rows(1.0) if row.role == "kernels"] == ["same"]
+    traced = {row.role: row.verdict for row in rows(1.05, tuple(rows_of(SQUARE, "flash")))}
+    assert traced["kernels"] == "slower" and traced["attention"] == "unknown"
+    whole = diff_cells(side(cells=(timed(1.0),)), side(cells=(timed(1.05),)))
+    assert "kernels" not in {row.role for row in whole.rows}
+
+
 def test_other_tile_at_the_same_speed_is_changed() -> None:
     new = tuple(
         replace(r, grid=(16, 2, 8), shared_bytes=40960) if r.family == "flash" else r

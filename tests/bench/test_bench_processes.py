@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from profharness.run import (
     CaptureOptions,
     Cell,
     JournalEntry,
+    Plan,
     Protocol,
     read_run,
     with_result,
@@ -34,7 +36,10 @@ from profharness.runner.supervise import Step
 from profharness.store import ingest_path, open_store
 from profharness.views.bench import bench_document
 from profharness.views.renderers import RENDERERS
-from profharness.worker.cell import call_sums
+from profharness.worker.bench import Contestant
+from profharness.worker.cell import call_sums, with_torch_profiler
+from profharness.worker.timing import L2Flush
+from profharness.worker.workspace import Workspace
 
 TRACES = Path(__file__).parents[2] / "traces"
 ONCE = """
@@ -172,7 +177,7 @@ def test_clocks_of_processes_become_one() -> None:
     }  # fmt: skip
 
 
-def test_kernel_times_of_a_later_process_are_those_of_a_stored_trace(tmp_path: Path) -> None:
+def test_kernel_times_of_a_process_are_those_of_a_stored_trace(tmp_path: Path) -> None:
     """Each real trace, summed by the worker and by way of the store."""
     folder = TRACES / "h200-torch2.11"
     ingest_path(tmp_path / "s.db", folder)
@@ -182,8 +187,58 @@ def test_kernel_times_of_a_later_process_are_those_of_a_stored_trace(tmp_path: P
     compared = 0
     for each in cells:
         path = folder / f"{each.cell}.torch.json.gz"
-        trace = json.loads(gzip.decompress(path.read_bytes()))
-        sums = call_sums(trace, f"profharness:{each.cell}")
+        sums = call_sums(gzip.decompress(path.read_bytes()), f"profharness:{each.cell}")
         assert sums == pytest.approx(stored[each.config, each.backend]["kernel"], abs=8)
         compared += 1
     assert compared > 10
+
+
+class Recorded:
+    """A session of the profiler whose trace was recorded on an H200."""
+
+    def __init__(self, packed: Path) -> None:
+        self.packed = packed
+
+    def __enter__(self) -> Recorded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_bytes(gzip.decompress(self.packed.read_bytes()))
+
+
+def test_a_run_without_its_traces_keeps_all_kernel_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every process with their turns, and none counts twice where the traces are there too."""
+    source, cells = TRACES / "h200-torch2.11", []
+    run = read_run(source)
+    for name in ("whole", "bare"):
+        (tmp_path / name).mkdir()
+    plan = Plan((), Protocol(iterations=5), ("torch",), 0)
+    workspace = Workspace("cpu", tmp_path / "whole", plan, None, L2Flush(), {})
+    for pending in (replace(each, status="pending") for each in run.cells[:3]):
+        kept = pending
+        session = Recorded(source / f"{pending.cell}.torch.json.gz")
+        monkeypatch.setattr("profharness.worker.cell.profile", lambda s=session, **_: s)
+        for process in range(3):
+            timed = Contestant(replace(pending, process=process), nullcontext, int, 1, {})
+            timed.keep_sums(with_torch_profiler(timed.call, timed.cell, workspace))
+            told = {"samples": timed.samples, "turns": timed.turns}
+            kept = with_result(kept, replace(timed.cell, status="ok", **told))
+        cells.append(kept)
+    names = {each.cell for each in cells}
+    traces = tuple(trace for trace in run.traces if names.issuperset(trace.cells))
+    write_run(tmp_path / "whole", replace(run, cells=tuple(cells), traces=traces))
+    write_run(tmp_path / "bare", replace(run, run="bare", cells=tuple(cells), traces=()))
+    sides = []
+    for name, held in (("whole", run.run), ("bare", "bare")):
+        ingest_path(tmp_path / "s.db", tmp_path / name)
+        with open_store(tmp_path / "s.db") as opened:
+            sides.append(all_samples(opened, held, opened.cells(held)))
+    assert sides[0] == sides[1] and len(traces) == len(cells) == len(sides[0]) == 3
+    for told in (side[place]["kernel"] for side in sides for place in side):
+        assert isinstance(told, stats.Series)
+        assert [tuple(turn) for turn in told.turns] == [(0, 0, 5), (1, 0, 5), (2, 0, 5)]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,9 +16,10 @@ import numpy as np
 import pytest
 
 from profharness.config import expand_configs, parse_config
-from profharness.run import Cell, Protocol, Run, write_run
+from profharness.run import Cell, Protocol, Run, read_run, write_run
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS, TRACES = (Path(__file__).parents[2] / name for name in ("scripts", "traces"))
+PACKED = TRACES / "intervals.tar.xz"
 L4 = {"device_type": "cuda", "gpu": "NVIDIA L4", "torch": "2.8.0"}
 BACKENDS = ("flash", "math", "/somewhere/repeats.py:flash", "/somewhere/repeats.py:math")
 
@@ -62,6 +67,42 @@ def test_the_figures_are_those_of_the_runs(
     assert "slow-downs of 5 % found 100.00% of 10 cells: reached" in text
     (share, total, half) = check.overlaps([runs])["graph"]
     assert share >= 0.95 * total and 0 < half < 0.03
+
+
+def test_the_limits_hold_on_runs_of_two_gpus(
+    check: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first like runs of each GPU and the slower one; the script takes all of them, and a minute."""
+    folders = check.unpacked(PACKED, tmp_path)
+    runs = [sorted((folder / "alike").iterdir()) for folder in folders]
+    assert math.comb(sum(map(len, runs)), 2) >= 100 and len(folders) == 2
+    for further in itertools.chain(*(own[3:] for own in runs)):
+        shutil.rmtree(further)
+    few = check.read_all(folders, tmp_path)
+    assert {len(run.samples) for own in few for run in own} == {31}
+    check.report(few)
+    text = capsys.readouterr().out
+    assert text.count("reached") == 6 and "MISSED" not in text
+    assert text.count(f"of {6 * 31},") == 4  # six pairs by four measurements
+    assert "of 60 cells: reached" in text  # ten cells that are slower
+
+
+def test_what_is_packed_keeps_the_samples_and_no_traces(check: ModuleType, tmp_path: Path) -> None:
+    """A run of an older version, whose kernels' times stand in its traces alone, and one cut short."""
+    source = tmp_path / "gpu" / "alike"
+    run = read_run(TRACES / "h200-torch2.11")
+    run = replace(run, cells=run.cells[:2], traces=run.traces[:2])
+    for name in ("whole", "cut"):
+        (source / name).mkdir(parents=True)
+    write_run(source / "whole", run)
+    for trace in run.traces:
+        shutil.copy(TRACES / "h200-torch2.11" / trace.path, source / "whole")
+    write_run(source / "cut", replace(run, cells=(replace(run.cells[0], status="pending"),)))
+    check.pack([tmp_path / "gpu"], tmp_path / "runs.tar.xz")
+    ((packed,),) = check.read_all([tmp_path / "runs.tar.xz"], tmp_path / "there")
+    ((whole,),) = check.read_all([tmp_path / "gpu"], tmp_path)
+    assert packed.samples == whole.samples and packed.kind == "alike"
+    assert all(told["kernel"] for told in packed.samples.values()) and not packed.side.kernels
 
 
 def test_one_run_says_nothing(check: ModuleType, tmp_path: Path) -> None:

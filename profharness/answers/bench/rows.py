@@ -286,7 +286,9 @@ def _few(names: Collection[str]) -> str:
 
 
 def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
-    """The cells' samples; `kernel` sums the kernels of each profiled call in the torch trace."""
+    """The cells' samples; `kernel` is the time of all kernels of a profiled call. A run of an older
+    version has that of its first process in the torch traces alone.
+    """
     ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
     for launch in store.launches(run, profiler="torch"):
@@ -298,8 +300,9 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
     samples: Samples = {}
     for cell in cells:
         merged = dict(cell.samples)
-        if cell.cell in sums:  # the trace is of the first process, samples are of the others
-            traced, others = tuple(sums[cell.cell].values()), merged.get(KERNEL, ())
+        others = merged.get(KERNEL, ())
+        if cell.cell in sums and not stats.of_first_process(others):
+            traced = tuple(sums[cell.cell].values())
             turns = others.turns if isinstance(others, stats.Series) else ()
             merged[KERNEL] = stats.Series.of((*traced, *others), [(0, 0, len(traced)), *turns])
         samples[cell.config, cell.backend] = {

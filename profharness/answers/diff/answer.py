@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,7 @@ FIELDS = (
 NO_CONFIG = "(no config)"
 MAX_CLOCK_RATIO = 1.05
 LAUNCHES = "profiler launches"
+KERNELS_ROLE = "kernels"  # all of a call, from samples where no trace tells them apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +184,35 @@ def _kernel_rows(
             text = "a fused kernel against the kernels of math: each side's whole direction"
             row = replace(row, composite=True, reasons=(text, *row.reasons))
         rows.append(row)
-    return rows
+    return rows + _sum_rows(pair, base, cand, doubts, threshold, kernels)
+
+
+def _sum_rows(
+    pair: dict[str, Any],
+    base: _Cell,
+    cand: _Cell,
+    doubts: Sequence[str],
+    threshold: float,
+    kernels: tuple[tuple[KernelRow, ...], tuple[KernelRow, ...]],
+) -> list[DiffRow]:
+    """A row on the time of all kernels of a call, where a side has no trace of them any more."""
+    if all(kernels) or base.cell is None or cand.cell is None:
+        return []
+    sides = base.cell.samples, cand.cell.samples
+    if not all(side.get(KERNEL) for side in sides):
+        return []
+    return [_timed_row(DiffRow(**pair, role=KERNELS_ROLE), KERNEL, *sides, doubts, threshold)]
 
 
 def _process_times(side: _Cell, kernels: Sequence[KernelRow], calls: int) -> list[float]:
     """The time of a call's kernels in each process, in ns."""
     traced = call_ns(kernels, calls)
-    later = side.cell.samples.get(KERNEL, ()) if side.cell else ()
-    # the trace is of the first process; the samples are those of the others
-    return [traced, *stats.process_medians(later)] if traced else []
+    samples = side.cell.samples.get(KERNEL, ()) if side.cell else ()
+    medians = stats.process_medians(samples)
+    if not traced:
+        return []
+    # of a run of an older version the trace alone tells the first process
+    return medians if stats.of_first_process(samples) else [traced, *medians]
 
 
 def _unseen(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | None:
@@ -304,13 +325,26 @@ def call_row(
     if basis is None:
         reason = "no unprofiled measurement that both sides have"
         return replace(row, reasons=(*doubts, reason))
-    base, cand = (side[basis] for side in samples)
+    timed = _timed_row(row, basis, *samples, doubts, threshold)
+    return replace(timed, reasons=(*timed.reasons, *_clocks(baseline, candidate)))
+
+
+def _timed_row(
+    row: DiffRow,
+    basis: str,
+    baseline: Mapping[str, Sequence[int]],
+    candidate: Mapping[str, Sequence[int]],
+    doubts: Sequence[str],
+    threshold: float,
+) -> DiffRow:
+    """The row with the verdict on the samples of one measurement, which both sides have."""
+    base, cand = baseline[basis], candidate[basis]
     compared = stats.compare(base, cand, threshold=threshold)
     return replace(
         row,
         ratio=compared.ratio,
         verdict="unknown" if doubts else compared.verdict,
-        reasons=(*doubts, compared.reason, *_clocks(baseline, candidate)),
+        reasons=(*doubts, compared.reason),
         baseline_ns=stats.summarize(base).median,
         candidate_ns=stats.summarize(cand).median,
         basis=basis,

@@ -73,7 +73,8 @@ class EnvChange:
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One role of one config on both sides; role is `call`, `status`, or one of answers/roles.
+    """One role of one config on both sides; role is `call`, `status`, one of answers/roles, or
+    `kernels` for the sum of all.
     composite: a fused kernel on one side, math kernels on the other. Times are ns per call, ratio
     is candidate over baseline; basis is what was timed. changed: the kernels' identity, launch
     properties or status differ, whatever the verdict on the time.
