@@ -17,6 +17,7 @@ _API = (
         "observe",
         "predict",
         "query",
+        "ranks",
         "report",
         "repro",
         "resume",

@@ -25,6 +25,7 @@ from profharness.answers.diff.sides import find_sides
 from profharness.answers.explain.answer import explain_all
 from profharness.answers.explain.rules import asked_about, flat_record, named_places
 from profharness.answers.export import find_exported, write_run_file
+from profharness.answers.ranks import compare_ranks
 from profharness.answers.repro import asked_cell, repro_script, stored_cell
 from profharness.backends import stored_names
 from profharness.cases import VerificationRow
@@ -62,6 +63,7 @@ from profharness.scrub import scrub
 from profharness.store import KERNELS_ELSE_CELLS, Selection, open_store
 from profharness.views.diff import FIELDS as DIFF_FIELDS
 from profharness.views.explain_kernel import described, name_record
+from profharness.views.ranks import ranks_document
 from profharness.views.renderers import RENDERERS
 from profharness.views.report import report_document
 
@@ -78,13 +80,7 @@ ALL = "all"
 OBSERVER = "profharness.observer.seen"  # by name: nothing of the package imports it
 # What a frame of kernels begins with, since pandas shows the first and the last columns only.
 KERNEL_COLUMNS = (
-    "config",
-    "backend",
-    "kernel_short",
-    "launches_per_call",
-    "duration_ns",
-    "total_ns",
-    "share",
+    *("config", "backend", "kernel_short", "launches_per_call", "duration_ns", "total_ns", "share"),
 )
 
 
@@ -207,6 +203,17 @@ def runs(*, store: PathLike | None = None) -> pd.DataFrame:
     """One row per stored run, the newest first."""
     with open_store(store_path(store)) as opened:
         return stores.to_frame(opened.runs(), RunRow)
+
+
+def ranks(
+    *refs: PathLike, threshold: float = stats.THRESHOLD, store: PathLike | None = None
+) -> pd.DataFrame:
+    """One row per rank of a job: refs are runs or folders, none is the newest job. What sets ranks apart
+    is in the frame's `attrs["findings"]`. Raises NotFoundError for fewer than two ranks.
+    """
+    with open_store(store_path(store)) as opened:
+        document = ranks_document(compare_ranks(opened, [*map(os.fspath, refs)], threshold))
+    return _frame(document.records, list(document.fields), findings=document.extra["findings"])
 
 
 def cells(

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "atlas": ("profharness.cli.atlas", "List, add, merge and export what `predict` answers from."),
     "explain-kernel": ("profharness.cli.explain_kernel", "Say a kernel's name in words."),
     "diff": ("profharness.cli.diff", "Compare two backends of a run, or two runs."),
+    "ranks": ("profharness.cli.ranks", "Compare the ranks of a job: who is slow, who differs."),
     "bench": ("profharness.cli.bench", "Time backends on configs, side by side."),
     "analyze": ("profharness.cli.analyze", "Say what holds each backend back, with evidence."),
     "verify": ("profharness.cli.verify", "Hold backends against an fp64 reference."),

@@ -199,10 +199,12 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "count": _count,
     "figures": _figures,
     "us": lambda value: f"{value / 1e3:.2f}",
+    "ms": lambda value: f"{value / 1e6:,.2f}",
     "kib": lambda value: f"{value / 1024:.1f}",
     "percent": lambda value: f"{100 * value:.1f}",
     "triple": lambda value: ",".join(map(str, value)),
     "ratio": lambda value: f"{value:.2f}x",
+    "thousandths": lambda value: f"{value:.3f}x",
     "names": lambda value: ", ".join(map(str, value)) or MISSING,
 }
 

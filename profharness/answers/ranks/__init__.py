@@ -1,0 +1,22 @@
+"""What `profharness ranks` decides: which ranks of a job differ from the others, and in what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from profharness.stats import THRESHOLD
+
+if TYPE_CHECKING:
+    from profharness.answers.ranks.model import RankComparison
+    from profharness.store import Store
+
+
+def compare_ranks(
+    store: Store, refs: Sequence[str] = (), threshold: float = THRESHOLD
+) -> RankComparison:
+    """The ranks that refs mean, as `Store.ranks` takes them, held against each other."""
+    # loads numpy, which no other reading command needs
+    from profharness.answers.ranks.answer import compare
+
+    return compare(store, refs, threshold)

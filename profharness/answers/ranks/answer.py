@@ -1,0 +1,342 @@
+"""The ranks of a job held against each other: figures of each, and what sets some apart."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from profharness.answers.diff.model import environment_changes
+from profharness.answers.ranks.figures import (
+    MAD_TO_SIGMA,
+    Launched,
+    attention,
+    launched,
+    outside,
+    paces,
+    uneven,
+)
+from profharness.answers.ranks.model import (
+    LATE,
+    MISSING,
+    OTHER_ATTENTION,
+    OTHER_GPU,
+    OTHER_KERNELS,
+    OTHER_SOFTWARE,
+    SIGMAS,
+    SLOW_GPU,
+    SLOW_KERNELS,
+    WAIT_SHARE,
+    WAITS,
+    Finding,
+    RankComparison,
+    RankFigures,
+)
+from profharness.errors import NotFoundError
+from profharness.kernel_names import COLLECTIVE
+
+if TYPE_CHECKING:
+    from profharness.rows import RankRow
+    from profharness.store import Store
+
+BROAD = 0.5  # of its compute time lies in kernels that are slow, where a GPU is
+NAMES_SHOWN, RANKS_SHOWN = 3, 8
+
+
+def compare(store: Store, refs: Sequence[str], threshold: float) -> RankComparison:
+    """The ranks that refs mean, as `Store.ranks` takes them. threshold: the smallest excess of a ratio
+    that names a GPU or a kernel slow. Raises NotFoundError where fewer than two ranks have kernels.
+    """
+    ranks = store.ranks(refs)
+    table = launched(ranks, store.rank_launches(ranks))
+    if (table.count.sum(axis=1) > 0).sum() < 2:
+        raise NotFoundError(
+            f"{store.path}: {len(ranks)} ranks, and no two with kernels on a GPU to compare"
+        )
+    places, families = attention(table)
+    rows = [_figures(rank, row, table, families[row]) for row, rank in enumerate(ranks)]
+    rows, slow = _slow(rows, ranks, table, threshold)
+    findings = [
+        *slow,
+        *_other_attention(rows, places, families, table),
+        *_other_kernels(rows, families, table),
+        *_other_software(rows, ranks),
+        *_other_gpu(rows),
+        *_waits(rows),
+        *_late(rows, table),
+        *_missing(ranks),
+    ]
+    codes: dict[str, list[str]] = {}
+    for finding in findings:
+        for label in finding.ranks:
+            codes.setdefault(label, []).append(finding.code)
+    ratios = np.array([row.ratio for row in rows if row.ratio is not None])
+    spread = MAD_TO_SIGMA * float(np.median(np.abs(ratios - np.median(ratios))))
+    hosts = {rank.host_key for rank in ranks}
+    return RankComparison(
+        rows=tuple(
+            replace(row, findings=tuple(dict.fromkeys(codes.get(row.label, ())))) for row in rows
+        ),
+        findings=tuple(findings),
+        world_size=max((rank.world_size or 0 for rank in ranks), default=0) or None,
+        hosts=None if None in hosts else len(hosts),
+        spread=spread if len(ratios) > 2 else None,
+        threshold=threshold,
+        caveats=tuple(_caveats(rows, ranks)),
+    )
+
+
+def _figures(
+    rank: RankRow, row: int, table: Launched, families: Mapping[int, frozenset[str]]
+) -> RankFigures:
+    compute = np.nansum(table.total[row, table.computes])
+    span = sum(time.end_ns - time.start_ns for time in rank.times)
+    timed = bool(rank.times)
+    return RankFigures(
+        rank=rank.rank,
+        label=rank.label,
+        run=rank.run,
+        device=rank.device,
+        host_key=rank.host_key,
+        gpu_key=rank.gpu_key,
+        launches=int(table.count[row].sum()),
+        ratio=None,
+        compute_ns=int(compute),
+        span_ns=span if timed else None,
+        idle_ns=span - sum(time.busy_ns for time in rank.times) if timed else None,
+        collective_ns=sum(time.collective_ns for time in rank.times) if timed else None,
+        exposed_ns=sum(time.exposed_ns for time in rank.times) if timed else None,
+        attention=tuple(sorted(set().union(*families.values()))),
+    )
+
+
+def _slow(
+    rows: list[RankFigures], ranks: Sequence[RankRow], table: Launched, threshold: float
+) -> tuple[list[RankFigures], list[Finding]]:
+    """The rows with their ratios, and the ranks whose kernels take longer. GPUs of one model alone are
+    held against each other.
+    """
+    findings, made = [], list(rows)
+    models: dict[str | None, list[int]] = {}
+    for index, rank in enumerate(ranks):
+        models.setdefault(rank.device, []).append(index)
+    for members in models.values():
+        if len(members) < 2:
+            continue
+        pace = paces(table, members, 1 + threshold / 2)
+        _, reach = outside(pace.ratio, SIGMAS)
+        for place, index in enumerate(members):
+            ratio = float(pace.ratio[place])
+            if not np.isfinite(ratio):
+                continue
+            made[index] = replace(rows[index], ratio=ratio)
+            if ratio - 1 <= max(threshold, float(np.nan_to_num(reach[place]))):
+                continue
+            label = rows[index].label
+            than = "than the same kernels on the median of the other ranks"
+            share = float(pace.broad[place])
+            if share > BROAD:
+                text = (
+                    f"compute kernels take {ratio - 1:.1%} longer {than}; "
+                    f"{share:.0%} of their time lies in kernels that are slower"
+                )
+                findings.append(Finding(SLOW_GPU, (label,), text))
+                continue
+            kernel = table.kernels[int(table.kernel[pace.worst[place]])].short
+            text = (
+                f"{kernel} takes {float(pace.worst_ratio[place]):.2f} times as long {than}; most of "
+                f"its other kernels do not, all compute kernels together take {ratio - 1:.1%} longer"
+            )
+            findings.append(Finding(SLOW_KERNELS, (label,), text))
+    return made, findings
+
+
+def _usual(values: Sequence[Hashable]) -> tuple[Hashable, int] | None:
+    """(what most of the ranks have, how many); of two ranks what the first has. None without such."""
+    (value, number), *_ = Counter(values).most_common(1)
+    if len(values) == 2:
+        return values[0], number
+    return (value, number) if 2 * number > len(values) else None
+
+
+def _other_attention(
+    rows: Sequence[RankFigures],
+    places: Sequence[int],
+    families: Sequence[Mapping[int, frozenset[str]]],
+    table: Launched,
+) -> Iterator[Finding]:
+    """A finding for each way in which ranks deviate, with all of the ranges in which they do."""
+    found: dict[tuple[int, frozenset[str], Any, int], list[int]] = {}
+    for place in places:
+        sets = [rank.get(place, frozenset()) for rank in families]
+        usual = _usual(sets)
+        for index, ran in enumerate(sets):
+            if usual and ran != usual[0] and ran:
+                found.setdefault((index, ran, *usual), []).append(place)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for (index, *kind), where in found.items():
+        alike.setdefault((*kind, tuple(where)), []).append(index)
+    for (ran, usual_set, number, where), indices in alike.items():
+        others = " + ".join(sorted(usual_set)) or "no attention kernel"
+        text = (
+            f"attention ran {' + '.join(sorted(ran))}, on {number} of {len(rows)} ranks {others}"
+            f"{_in_places([table.places[place] for place in where])}"
+        )
+        yield Finding(OTHER_ATTENTION, _labels(rows, indices), text)
+
+
+def _in_places(names: Sequence[str]) -> str:
+    """` (in 'step' and 2 more ranges)`; empty outside of any."""
+    named = [name for name in names if name]
+    if not named:
+        return ""
+    more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+    return f" (in {named[0]!r}{more})"
+
+
+def _other_kernels(
+    rows: Sequence[RankFigures],
+    families: Sequence[Mapping[int, frozenset[str]]],
+    table: Launched,
+) -> Iterator[Finding]:
+    """A finding for each way in which ranks deviate from the number of launches that most have."""
+    seen: dict[int, dict[str, list[str]]] = {}
+    for place, kernel, counts in uneven(table):
+        numbers = counts.tolist()
+        usual = _usual(numbers)
+        if usual is None:
+            continue
+        name = table.kernels[kernel].short
+        told = _usual([rank.get(place, frozenset()) for rank in families])
+        for index, number in enumerate(numbers):
+            # another backend's kernels are told as such
+            chose = told is not None and families[index].get(place, frozenset()) != told[0]
+            if number == usual[0] or (
+                chose and table.kernels[kernel].family in _own(families, place)
+            ):
+                continue
+            kind = "lacks" if not number else "alone has" if not usual[0] else "launches"
+            often = f" {number:,} times, not {usual[0]:,}" if kind == "launches" else ""
+            seen.setdefault(index, {}).setdefault(kind, []).append(f"{name}{often}")
+    alike: dict[str, list[int]] = {}
+    for index, kinds in seen.items():
+        parts = [
+            f"{kind} {_some(kinds[kind])}"
+            for kind in ("lacks", "alone has", "launches")
+            if kind in kinds
+        ]
+        alike.setdefault("; ".join(parts), []).append(index)
+    for text, indices in alike.items():
+        several = len(indices) > 1
+        sentence = (
+            text.replace("lacks", "lack").replace("alone has", "alone have") if several else text
+        )
+        yield Finding(OTHER_KERNELS, _labels(rows, indices), f"against most ranks: {sentence}")
+
+
+def _own(families: Sequence[Mapping[int, frozenset[str]]], place: int) -> frozenset[str]:
+    return frozenset().union(*(rank.get(place, frozenset()) for rank in families))
+
+
+def _some(names: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    more = len(unique) - NAMES_SHOWN
+    return ", ".join(unique[:NAMES_SHOWN]) + (f" and {more} more kernels" if more > 0 else "")
+
+
+def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[Finding]:
+    texts = [json.dumps(rank.environment, sort_keys=True, default=str) for rank in ranks]
+    usual = _usual(texts)
+    base = next(
+        (
+            rank.environment
+            for rank, text in zip(ranks, texts, strict=True)
+            if usual and text == usual[0]
+        ),
+        ranks[0].environment,
+    )
+    alike: dict[str, list[int]] = {}
+    for index, text in enumerate(texts):
+        alike.setdefault(text, []).append(index)
+    for indices in alike.values():
+        for change in environment_changes(base, ranks[indices[0]].environment):
+            text = f"{change.key} is {change.candidate}, on most ranks {change.baseline}"
+            if change.explains:
+                text += f": {change.explains}"
+            yield Finding(OTHER_SOFTWARE, _labels(rows, indices), text)
+
+
+def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[Finding]:
+    models = [row.device for row in rows]
+    usual = _usual(models)
+    for model in dict.fromkeys(models):
+        if usual and model != usual[0]:
+            indices = [index for index, name in enumerate(models) if name == model]
+            text = f"runs on {model or 'a GPU that is not told'}, most ranks on {usual[0]}"
+            yield Finding(OTHER_GPU, _labels(rows, indices), text)
+
+
+def _waits(rows: Sequence[RankFigures]) -> Iterator[Finding]:
+    shares = np.array([np.nan if row.idle_share is None else row.idle_share for row in rows])
+    above, reach = outside(shares, SIGMAS)
+    for index, row in enumerate(rows):
+        if above[index] > max(WAIT_SHARE, float(np.nan_to_num(reach[index]))):
+            usual = shares[index] - above[index]
+            text = f"its GPU is idle for {shares[index]:.0%} of its span, those of the others for {usual:.0%}"
+            yield Finding(WAITS, (row.label,), text)
+
+
+def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[Finding]:
+    """Ranks that leave the collectives soonest after they came: of those that made as many."""
+    numbers = [n for n, kernel in table.kernels.items() if kernel.family == COLLECTIVE]
+    counts = table.count[:, np.isin(table.kernel, numbers)].sum(axis=1).astype(int).tolist()
+    usual = _usual(counts)
+    if usual is None or not usual[0]:
+        return
+    spent = np.array(
+        [
+            row.collective_share if number == usual[0] and row.span_ns else np.nan
+            for row, number in zip(rows, counts, strict=True)
+        ],
+        float,
+    )
+    above, reach = outside(-spent, SIGMAS)
+    for index, row in enumerate(rows):
+        if above[index] > max(WAIT_SHARE, float(np.nan_to_num(reach[index]))):
+            usual_share = spent[index] + above[index]
+            text = (
+                f"spends {spent[index]:.0%} of its span in collectives, the others {usual_share:.0%}: "
+                "they wait for it there"
+            )
+            yield Finding(LATE, (row.label,), text)
+
+
+def _missing(ranks: Sequence[RankRow]) -> Iterator[Finding]:
+    size = max((rank.world_size or 0 for rank in ranks), default=0)
+    absent = sorted(set(range(size)) - {rank.rank for rank in ranks if rank.rank is not None})
+    if absent and any(rank.rank is not None for rank in ranks):
+        shown = ", ".join(map(str, absent[:RANKS_SHOWN]))
+        more = f" and {len(absent) - RANKS_SHOWN} more" if len(absent) > RANKS_SHOWN else ""
+        yield Finding(MISSING, (), f"of {size} ranks these are not stored: {shown}{more}")
+
+
+def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:
+    """What these figures cannot tell."""
+    if all(row.span_ns is None for row in rows):
+        yield "waits and communication are not told: cells are captured one by one"
+    if all(rank.rank is None for rank in ranks):
+        yield (
+            "no trace tells its rank (Kineto does once torch.distributed is initialised; a name such as "
+            "rank3.json does too): they are named by their files"
+        )
+    alone = sorted({str(row.device) for row in rows if row.ratio is None})
+    if alone:
+        yield f"no other rank has kernels like those on {', '.join(alone)}, so their pace is not told"
+
+
+def _labels(rows: Sequence[RankFigures], indices: Sequence[int]) -> tuple[str, ...]:
+    return tuple(rows[index].label for index in indices)
