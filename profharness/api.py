@@ -212,7 +212,7 @@ def ranks(
     is in the frame's `attrs["findings"]`. Raises NotFoundError for fewer than two ranks.
     """
     with open_store(store_path(store)) as opened:
-        document = ranks_document(compare_ranks(opened, [*map(os.fspath, refs)], threshold))
+        document = ranks_document(compare_ranks(opened, [str(ref) for ref in refs], threshold))
     return _frame(document.records, list(document.fields), findings=document.extra["findings"])
 
 
@@ -583,7 +583,7 @@ def query(
 
 
 def _frame(
-    records: Iterable[dict[str, Any]], columns: list[str] | None = None, **attributes: Any
+    records: Iterable[Mapping[str, Any]], columns: list[str] | None = None, **attributes: Any
 ) -> pd.DataFrame:
     """A frame of the records, with the attributes in its `attrs`."""
     frame = stores.frame(list(records), columns)

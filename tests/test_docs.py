@@ -18,6 +18,7 @@ from profharness import config, kernel_names, stats
 from profharness import run as record
 from profharness.answers.agreement import check_expected_names
 from profharness.answers.diff.model import COSTS, VERDICTS, DiffRow
+from profharness.answers.ranks.model import CODES
 from profharness.backends import ALL, KERNELS, find_backend
 from profharness.cli.main import COMMANDS, cli
 from profharness.store import ingest_path, open_store
@@ -36,6 +37,7 @@ PAGES = (
     "docs/nsight.md",
     "docs/explain.md",
     "docs/models.md",
+    "docs/ranks.md",
     "docs/reliability.md",
 )
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
@@ -101,7 +103,7 @@ def test_a_shown_command_parses(line: str, tmp_path: Path, monkeypatch: pytest.M
         assert name in (ALL, KERNELS) or find_backend(name)
     check_expected_names([e for text in given.get("expect", ()) for e in text.split(",")])
     for name in (each for text in given.get("fail_on", ()) for each in text.split(",")):
-        assert name in (*VERDICTS, *COSTS)
+        assert name in (*VERDICTS, *COSTS, *CODES)
 
 
 def test_a_wrong_command_would_not_parse() -> None:

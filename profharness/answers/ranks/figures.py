@@ -53,10 +53,9 @@ def launched(ranks: Sequence[RankRow], launches: RankLaunches) -> Launched:
     shape = (len(ranks), len(keys))
     cell = row * shape[1] + column
     times = np.where(table[:, 5] < 0, np.nan, table[:, 5])
-    count, total = (
-        np.bincount(cell, weights, shape[0] * shape[1]).reshape(shape)
-        for weights in (table[:, 4], times)
-    )
+    length = shape[0] * shape[1]
+    count: Figures = np.bincount(cell, table[:, 4], length).astype(float).reshape(shape)
+    total: Figures = np.bincount(cell, times, length).astype(float).reshape(shape)
     return Launched(count, total, keys[:, 0], keys[:, 1], launches.kernels, launches.places)
 
 
