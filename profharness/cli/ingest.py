@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ import click
 import profharness.store as stores
 from profharness.cli._options import hint, quiet_stdout, store_option
 from profharness.errors import ProfharnessError, shown
+from profharness.files import shell_command
+from profharness.jobs.side_by_side import Taken, readers_of, take_in
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
 from profharness.store.sources import find_sources
@@ -20,6 +23,8 @@ from profharness.store.sources import find_sources
 if TYPE_CHECKING:
     from profharness.store import IngestResult
     from profharness.store.ingest import Progress
+
+LIVE_S, REPORT_S = 0.2, 30.0  # between two lines of progress
 
 
 @click.command()
@@ -34,8 +39,13 @@ if TYPE_CHECKING:
 @click.option(
     "--strict", is_flag=True, help="Exit 1 where anything about a source gives a warning."
 )
+@click.option(
+    "--scheduler",
+    metavar="WHERE",
+    help="Read sources side by side: local is one process a CPU, local:4 is four.",
+)
 @store_option
-def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
+def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, store: Path) -> None:
     """Take traces and run folders into the store.
 
     Run folders, and traces whoever made them: of the PyTorch profiler (Kineto JSON, .json or
@@ -47,45 +57,137 @@ def command(sources: tuple[Path, ...], strict: bool, store: Path) -> None:
     read the rest is taken in, with a warning. Warnings are stored with the run: `runs` and `kernels`
     show them.
 
+    With --scheduler local many sources are read at a time, and taken in one after another in the same
+    order; the store is the same as without. A source is stored whole or not at all: after Ctrl-C, or
+    whatever ended it, the same command goes on with those that are missing.
+
     \b
     Examples:
       profharness ingest trace.json.gz traces/runs
+      profharness ingest traces/step100 --scheduler local && profharness ranks
       profharness ingest profile.nsys-rep counters.ncu-rep
     """
-    done = failed = warned = 0
-    taken: list[str] = []
+    cpus = readers_of(scheduler) if scheduler else []
+    paths: list[Path] = []
+    failed = 0
     for given in sources:
         try:
-            paths = find_sources(given)
+            paths += find_sources(given)
         except ProfharnessError as error:
             failed += 1
             hint(f"error: {error}")
+    done = warned = 0
+    taken: list[str] = []
+    for outcome in _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths):
+        if outcome.error is not None:
+            failed += 1
+            hint(f"error: {outcome.error}")
             continue
-        for source in paths:
-            try:
-                with _progress(source) as progress:
-                    results = stores.ingest_path(store, source, progress=progress)
-            except ProfharnessError as error:
-                failed += 1
-                hint(f"error: {error}")
-            except OSError as error:  # TMPDIR is full, the file went away
-                failed += 1
-                reason = error.strerror or f"{type(error).__name__}: {error}"
-                hint(f"error: {shown(source)}: {error.filename or 'TMPDIR'}: {reason}")
-            else:
-                done += 1
-                warned += any(result.warnings for result in results)
-                _report(source, results)
-                taken += [result.run for result in results]
+        done += 1
+        warned += any(result.warnings for result in outcome.results)
+        _report(outcome.source, outcome.results)
+        taken += [result.run for result in outcome.results]
     if taken:
-        with open_store(store) as opened:
-            which = "it" if len(set(taken)) == 1 else f"the last of {len(set(taken))} runs"
-            hint(f"see {which} with: {opened.shown_by(taken[-1])}")
+        hint(_shown_by(store, list(dict.fromkeys(taken))))
     # only now: one bad source keeps no other out of the store
     if failed:
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
     if strict and warned:
         raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
+
+
+def _in_turn(store: Path, paths: Sequence[Path]) -> Iterator[Taken]:
+    """What became of each source, read by this process."""
+    for source in paths:
+        try:
+            with _progress(source) as progress:
+                results = stores.ingest_path(store, source, progress=progress)
+        except ProfharnessError as error:
+            yield Taken(source, error=str(error))
+        except OSError as error:  # TMPDIR is full, the file went away
+            reason = error.strerror or f"{type(error).__name__}: {error}"
+            place = error.filename or "TMPDIR"
+            yield Taken(source, error=f"{shown(source)}: {place}: {reason}")
+        else:
+            yield Taken(source, tuple(results))
+
+
+def _side_by_side(store: Path, paths: Sequence[Path], cpus: Sequence[int]) -> Iterator[Taken]:
+    """What became of each source, read by a process a CPU; a line tells how far that is."""
+    hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
+    progress = _Countdown([_size(path) for path in paths])
+    done = 0
+    try:
+        for outcome in take_in(store, paths, cpus, progress.tell):
+            progress.clear()
+            yield outcome
+            done += 1
+            progress.advance()
+    except KeyboardInterrupt:
+        progress.clear()
+        hint(
+            f"{done:,} of {len(paths):,} sources are done; the same command goes on with the others"
+        )
+        raise
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        files = path.iterdir() if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files)
+    return 0
+
+
+class _Countdown:
+    """How many sources are done and how long the others take, by their bytes: a line that is kept up to
+    date where stderr is a terminal, else a line every REPORT_S.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.done = 0
+        self.begin = self.told = time.monotonic()
+
+    def advance(self) -> None:
+        """One more is done."""
+        self.done += 1
+        self.tell()
+
+    def tell(self) -> None:
+        now = time.monotonic()
+        live = sys.stderr.isatty()
+        if now - self.told < (LIVE_S if live else REPORT_S):
+            return
+        self.told = now
+        read, whole = sum(self.sizes[: self.done]), sum(self.sizes)
+        line = f"{self.done:,} of {len(self.sizes):,} sources"
+        if read and whole:
+            line += f", {_duration((now - self.begin) * (whole - read) / read)} left"
+        click.echo(f"\r\x1b[K{line}" if live else line, err=True, nl=not live)
+
+    def clear(self) -> None:
+        """Make room for other lines."""
+        if sys.stderr.isatty():
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+
+def _duration(seconds: float) -> str:
+    """`2 h 5 min`, `4 min 10 s` or `12 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _shown_by(store: Path, taken: Sequence[str]) -> str:
+    """The command that shows what was taken in."""
+    with open_store(store) as opened:
+        ranks = {row.rank for row in opened.runs() if row.run in set(taken)} - {None}
+        if len(ranks) > 1:
+            return f"compare the {len(ranks)} ranks with: {shell_command('ranks', taken[-1], store=store)}"
+        which = "it" if len(taken) == 1 else f"the last of {len(taken)} runs"
+        return f"see {which} with: {opened.shown_by(taken[-1])}"
 
 
 def _report(source: Path, results: Sequence[IngestResult]) -> None:

@@ -20,6 +20,7 @@ from profharness.store.selection import (
 if TYPE_CHECKING:
     from profharness.store.frames import frame, query, to_frame
     from profharness.store.ingest import IngestResult, ingest_path
+    from profharness.store.merge import merge_shard
 
 __all__ = [
     "ALL_RUNS",
@@ -33,16 +34,17 @@ __all__ = [
     "Store",
     "frame",
     "ingest_path",
+    "merge_shard",
     "open_store",
     "query",
     "to_frame",
 ]
 
-_FRAMES = ("frame", "query", "to_frame")
+_LATE = dict.fromkeys(("frame", "query", "to_frame"), "frames") | {"merge_shard": "merge"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "frames" if name in _FRAMES else "ingest"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    module = importlib.import_module(f"{__name__}.{_LATE.get(name, 'ingest')}")
+    return getattr(module, name)

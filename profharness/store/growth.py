@@ -5,10 +5,11 @@ replaces a whole run, and a copy beside its source changes nothing.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from profharness.errors import TraceFormatError
 from profharness.run import RUN_FILE, Run
 
 SHOWN = 5
@@ -86,6 +87,24 @@ def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Pa
         and here.traces.keys() == there.traces.keys()
     )
     return source if same else None
+
+
+def require(
+    connection: sqlite3.Connection, path: Path, run: str, before: Held | None, lost: Sequence[str]
+) -> None:
+    """Raise TraceFormatError where what the store has of a run now is less than what it had before.
+    lost: why traces of it could not be read.
+    """
+    after = stored(connection, run)
+    missing = after.lacks(before) if before and after else []
+    if not missing:
+        return
+    reason = f" ({lost[0]})" if lost else ""
+    raise TraceFormatError(
+        path,
+        f"holds less of run {run} than the store, which keeps what it has: missing are "
+        f"{listed(missing)}{reason}; `profharness runs --delete {run}` lets this one in",
+    )
 
 
 def listed(texts: list[str]) -> str:

@@ -114,7 +114,7 @@ def ingest_path(
         for path in find_sources(source):
             try:
                 read = read_source(path)
-                results.append(_ingest(store, writer, read, progress))
+                results.append(ingest_source(store, writer, read, progress))
             except TraceFormatError as error:
                 failures.append(error)
             except StoreError as error:
@@ -139,19 +139,24 @@ def _remedy(source: Source) -> str:
     )
 
 
-def _ingest(
+def ingest_source(
     store: Path,
     writer: Callable[[], sqlite3.Connection],
     source: Source,
     progress: Progress | None,
 ) -> IngestResult:
-    """A trace of a run that turns out unreadable is left out, at the price of a new start."""
+    """What becomes of one source, read and not parsed yet. writer: opens the store, which a source that
+    cannot be read does not make.
+
+    A trace of a run that turns out unreadable is left out, at the price of a new start. Raises what
+    `ingest_path` raises, and what SQLite does.
+    """
     if source.run is not None:
         check_record(source.path / RUN_FILE, source.run)
     # before anything is parsed, and below again: another process may be quicker
-    unchanged = waiting(lambda: _unchanged(writer(), source)) if store.exists() else None
-    if unchanged:
-        return unchanged
+    same = waiting(lambda: unchanged(writer(), source)) if store.exists() else None
+    if same:
+        return same
     observes = source.run is not None and source.run.kind == OBSERVE
     journals = read_journals(source.path) if observes else Journals(())
     while True:
@@ -160,7 +165,7 @@ def _ingest(
                 parsed = [_open(raw, opened) for raw in source.raws if raw.problem is None]
                 connection = writer()
                 with transaction(connection):
-                    return _unchanged(connection, source) or _write(
+                    return unchanged(connection, source) or _write(
                         connection, source, parsed, journals, progress
                     )
             except _RawError as failure:
@@ -187,7 +192,7 @@ def _open(raw: Raw, opened: ExitStack) -> _Parsed:
     return _Parsed(raw, trace, chain(first, batches))
 
 
-def _unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
+def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
     """What is stored of this content, or of the run that this folder is a copy of."""
     run, kept = source.run, None
     if run and all(raw.problem is None for raw in source.raws):
@@ -217,7 +222,7 @@ def _write(
     # by content: a copy under another name is the same run
     name = run.run if run else f"trace-{source.content_hash[:10]}"
     before = growth.stored(connection, name)
-    # _check_growth at the end undoes this where less comes in
+    # growth.require at the end undoes this where less comes in
     forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
     _insert_devices(connection, run_id, [item.trace for item in parsed])
@@ -239,7 +244,8 @@ def _write(
             connection, run, cells, list(zip(profilers, results, strict=True))
         )
     connection.execute("UPDATE runs SET warnings = ? WHERE id = ?", (to_json(warnings), run_id))
-    _check_growth(connection, source, name, before)
+    lost = [raw.problem for raw in source.raws if raw.problem is not None]
+    growth.require(connection, source.path, name, before, lost)
     return IngestResult(
         name,
         "new" if before is None else "replaced",
@@ -247,23 +253,6 @@ def _write(
         sum(result.launches for result in results),
         len(cells or ()),
         tuple(warnings),
-    )
-
-
-def _check_growth(
-    connection: sqlite3.Connection, source: Source, name: str, before: growth.Held | None
-) -> None:
-    """Raise TraceFormatError where what was just inserted is less than what it replaced."""
-    after = growth.stored(connection, name)
-    lost = after.lacks(before) if before and after else []
-    if not lost:
-        return
-    damaged = [raw.problem for raw in source.raws if raw.problem is not None]
-    reason = f" ({damaged[0]})" if damaged else ""
-    raise TraceFormatError(
-        source.path,
-        f"holds less of run {name} than the store, which keeps what it has: missing are "
-        f"{growth.listed(lost)}{reason}; `profharness runs --delete {name}` lets this one in",
     )
 
 

@@ -52,6 +52,22 @@ def _statements() -> Iterator[str]:
     yield from (f"CREATE VIEW {name} AS {select}" for name, select in VIEWS.items())
 
 
+def make_shard(path: Path) -> sqlite3.Connection:
+    """A connection to a new store of one source, which another store takes in. It is lost with a crash
+    of this machine, and needs no migrations.
+    """
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA journal_mode = MEMORY")
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute("PRAGMA foreign_keys = OFF")
+    with transaction(connection):
+        for statement in _statements():
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    return connection
+
+
 def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
     """Insert a row given by its columns' names; its id."""
     marks = ", ".join("?" * len(row))
