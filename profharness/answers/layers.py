@@ -61,7 +61,8 @@ class LayerRow:
     with the calls a step that it stands for. What follows is None until `regret_map` filled it in:
     the correct backend that is fastest, nanoseconds of one call on what ran and on that backend,
     and what it saves a step, in all, forward and backward. dims are those of query, key, value and
-    mask where no config says them, None for one that the recording does not tell.
+    mask where no config says them, None for one that the recording does not tell. program_points are
+    the configs of calls that no step shows, each with the calls of the program that it stands for.
     """
 
     run: str
@@ -99,6 +100,7 @@ class LayerRow:
     site: str | None = None
     program_calls: int | None = None
     dims: tuple[tuple[int, ...] | None, ...] = ()
+    program_points: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,56 @@ class Regret:
     untimed_calls: float
     launch_bound: bool
     conclusions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForecast:
+    """A row of a map on another GPU; times are those of kernels, backward included where the config has
+    `bwd`.
+
+    predicted_backend is what PyTorch takes there of what the program allows, by rule. predicted_source
+    is the least sure one of the calls': `measured`, `model`, or `floor`: then there is no predicted_ns,
+    and predicted_low_ns is a bound. predicted_ns is of one call on average, predicted_total_ns of all
+    calls of a step, else of the whole program; low and high are the 90 % interval of one call. share is
+    of the whole attention that is predicted. best is the fastest backend of those that take the call
+    and have a time; certain: the two intervals lie apart, by more than 3 %. predicted_reason says why
+    something is not told.
+    """
+
+    predicted_backend: str | None = None
+    predicted_source: str | None = None
+    predicted_kernels: tuple[str, ...] = ()
+    predicted_ns: float | None = None
+    predicted_low_ns: float | None = None
+    predicted_high_ns: float | None = None
+    predicted_total_ns: float | None = None
+    predicted_share: float | None = None
+    predicted_best: str | None = None
+    predicted_best_ns: float | None = None
+    predicted_saves_ns: float | None = None
+    predicted_certain: bool | None = None
+    predicted_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """All rows on another GPU, in the order of the map's. machine: what its atlas was measured on, None
+    without one. of: `step`, or `program` where no step was recorded; calls and times are those of one.
+    unpredicted_calls have no time.
+    """
+
+    gpu: str
+    torch: str
+    machine: str | None
+    of: str
+    ns: float
+    low_ns: float
+    high_ns: float
+    saves_ns: float
+    calls: float
+    unpredicted_calls: float
+    conclusions: tuple[str, ...]
+    rows: tuple[LayerForecast, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +201,7 @@ class LayerMap:
     gpu: str | None = None
     regret: Regret | None = None
     processes: int = 0
+    forecast: Forecast | None = None
 
     @property
     def busy_ns(self) -> float:
@@ -350,7 +403,6 @@ def _row(
     spent: Counter[str] = Counter()
     for kernel in chain.from_iterable(call.kernels for call in group):
         spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
-    names = module_names(group)
     ran_there = ran(first) or (kind.ran if kind else None)
     mask = observed.told_of(first, "mask")
     if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
@@ -365,7 +417,7 @@ def _row(
     return LayerRow(
         run=run,
         step=step if traced else WHOLE_PROGRAM,
-        module=numbered(names),
+        module=numbered(module_names(group)),
         module_class=NUMBER.sub("", first.modules[-1]).rstrip("_") if first.modules else None,
         kind=first.kind,
         config=middle.label if middle else None,
@@ -385,13 +437,14 @@ def _row(
         reasons=reasons,
         advice=advice,
         replayable=middle is not None and all(call.reason is None for call in group),
-        names=names,
+        names=module_names(group),
         mask=mask,
         points=_points(configs, count) if traced else (),
         choice=kind.choice if kind else None,
         site=_site(kind),
         program_calls=made,
         dims=() if middle else first.dims,
+        program_points=observed.points(group),
     )
 
 

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from profharness.config import Config, parse_config
 from profharness.rows import UNTRACED, CallRow, TemplateRow
 
 Lengths = tuple[int | None, ...]  # batch, queries, keys; keys are None in decoding
+MOST_POINTS = 16  # configs that stand for the calls of one row
 Place = tuple[int, Lengths | None]  # a kind, and lengths; None for what no trace shows
 
 
@@ -75,6 +77,18 @@ class Observed:
         kinds = (self.kind(call) for call in group if call.trace == UNTRACED)
         return [key[2] for kind in kinds if kind for key in self._left(kind) if key]
 
+    def points(self, group: Iterable[CallRow]) -> tuple[tuple[str, float], ...]:
+        """The configs of a row's calls that no trace shows, with how many calls each stands for."""
+        made = Counter[Config]()
+        for call in group:
+            kind = self.kind(call)
+            if call.trace == UNTRACED and kind and kind.config and not kind.compiled:
+                config = parse_config(kind.config)
+                left = self._left(kind) if kind.lengths else {(): kind.calls}
+                for key, count in left.items():
+                    made[_with_lengths(config, key)] += count
+        return tuple((config.label, calls) for config, calls in _thinned(made))
+
     def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
         """How often the whole program made the calls of each group. None where that is not told, as of
         replays of a CUDA graph, and where calls of one kind and lengths are in several groups.
@@ -115,6 +129,35 @@ class Observed:
         if place[1] is None:
             return sum(self._left(kind).values()) if kind.lengths else kind.calls
         return sum(count for key, count in kind.lengths if _key(kind, key) == place[1])
+
+
+def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
+    """The config with other lengths; tensors of other lengths lie as nobody recorded."""
+    own = (config.batch, config.seq_len_q, config.seq_len_kv)
+    if lengths in ((), own) or config.kv_batch is not None:
+        return config
+    batch, queries, keys = lengths
+    bare = replace(config.contiguous(), mask_strides=None)
+    return replace(bare, batch=batch, seq_len_q=queries, seq_len_kv=keys)
+
+
+def _thinned(made: Counter[Config]) -> list[tuple[Config, int]]:
+    """At most MOST_POINTS configs: of calls of about the same size the middle one stands for all."""
+    ordered = sorted(made.items(), key=lambda item: (_size(item[0]), item[0].label))
+    whole, before = made.total(), 0
+    groups: dict[int, list[tuple[Config, int]]] = {}
+    for number, (config, calls) in enumerate(ordered):
+        middle = (2 * before + calls) / (2 * whole)
+        place = int(middle * MOST_POINTS) if len(ordered) > MOST_POINTS else number
+        groups.setdefault(place, []).append((config, calls))
+        before += calls
+    return [
+        (group[len(group) // 2][0], sum(calls for _, calls in group)) for group in groups.values()
+    ]
+
+
+def _size(config: Config) -> int:
+    return config.batch * config.seq_len_q * config.seq_len_kv
 
 
 def _key(kind: TemplateRow, lengths: tuple[int, ...]) -> Lengths:

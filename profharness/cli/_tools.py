@@ -15,12 +15,14 @@ from msgspec import Meta
 
 from profharness import __version__, stats
 from profharness.answers.agreement import predicted_rows
+from profharness.answers.atlas.library import find_place, known_atlases, predicted
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.answers.explain.rules import asked_about, named_places
 from profharness.answers.layers import find_layers
 from profharness.cli.explain import Question, answer_question
 from profharness.cli.kernels import EVERY_PROFILER, rows_document
+from profharness.cli.layers import forecast_document
 from profharness.config import (
     Config,
     grammar_lines,
@@ -35,6 +37,7 @@ from profharness.views.diff import diff_document
 from profharness.views.document import Document
 from profharness.views.explain_kernel import described, names_document
 from profharness.views.layers import layers_document
+from profharness.views.predict import predict_document
 from profharness.views.renderers import render_json
 from profharness.views.runs import runs_document
 
@@ -145,7 +148,8 @@ class Layers(_Tool, frozen=True):
     """The attention of a traced or observed program, layer by layer: module, config, backend that ran,
     kernel times, share of the step, why it ran so, and what would help.
 
-    Use it for a model or a training step, where kernels has single configs.
+    Use it for a model or a training step, where kernels has single configs. With gpu the keys
+    predicted_* say what another GPU would do with the same calls.
     """
 
     run: RunText = ""
@@ -153,13 +157,42 @@ class Layers(_Tool, frozen=True):
         Annotated[int, Meta(ge=0)] | None, Meta(description="Only this recorded step, from 0.")
     ] = None
     torch: Release = ""
+    gpu: Annotated[
+        str,
+        Meta(description="Predict for this GPU by its atlas.", examples=["H200"]),
+    ] = ""
 
     def document(self, store: Path) -> Document:
+        if self.gpu:
+            where = find_place(known_atlases(), self.gpu, self.torch or None)
+            return forecast_document(store, self.run or None, where, step=self.step)
         with open_store(store) as opened:
             name = opened.find_run(Selection(self.run or None), "attention calls")
             return layers_document(
                 find_layers(opened, name, step=self.step, torch=self.torch or None)
             )
+
+
+class Predict(_Tool, frozen=True):
+    """What a GPU would do with a config, without that GPU: what auto takes, kernels with grid and block,
+    time with its 90 % interval, the best backend and what auto loses. By an atlas of measured cells
+    and a model between them; source says which, and floor that there is no time.
+
+    Use it for how long a config takes or which backend is fastest there; explain says why.
+    """
+
+    config: ConfigText
+    gpu: Annotated[
+        str,
+        Meta(description="A GPU by name. Left out: the only one with an atlas.", examples=["H200"]),
+    ] = ""
+    torch: Release = ""
+    backend: BackendText = ""
+
+    def document(self, store: Path) -> Document:  # noqa: ARG002
+        configs, backends = _configs(self.config), split_names(self.backend)
+        found = predicted(configs, backends, self.gpu or None, self.torch or None)
+        return predict_document(found.answers, found.place, found.backends)
 
 
 class Explain(_Tool, frozen=True):
@@ -271,6 +304,7 @@ TOOLS: dict[str, type[_Tool]] = {
     "runs": Runs,
     "kernels": Kernels,
     "layers": Layers,
+    "predict": Predict,
     "explain": Explain,
     "diff": Diff,
     "explain-kernel": ExplainKernel,

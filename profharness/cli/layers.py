@@ -7,6 +7,9 @@ from pathlib import Path
 
 import click
 
+from profharness.answers.atlas.answer import Place
+from profharness.answers.atlas.library import find_place, known_atlases
+from profharness.answers.forecast import forecast_map
 from profharness.answers.layer_gates import check_gates, parse_gates, require_recorded
 from profharness.answers.layers import LayerMap, find_layers, replay_lines
 from profharness.answers.regret import regret_configs
@@ -27,18 +30,41 @@ from profharness.errors import NotFoundError, UsageError
 from profharness.jobs import Listener, time_layers
 from profharness.run import BenchOptions, parse_seconds
 from profharness.store import Selection, open_store
+from profharness.views.document import Document
 from profharness.views.layers import layers_document
 
+WORDS = """
+\b
+mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
+       fast path (nn.TransformerEncoder's own op)
+phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
+ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
+
+--regret adds what each row would save a step on the fastest correct backend: calls times
+(measured time of what ran, less that of the best), forward and backward apart. Where the GPU
+waits for the CPU, that is the most that it can save.
+
+--gpu shows what another GPU would do with the same calls, in a table of its own: the backend that
+PyTorch takes there, the time of its kernels with its 90 % interval and where the figure is from
+(measured, model; floor: no time is known), and what the fastest backend would save. A trace from
+another GPU, or a program observed on a CPU, is enough.
+"""
 MAX_TIME_S = 2.0  # sampling of one config on one backend
 
 
-@click.command()
+@click.command(epilog=WORDS)
 @click.argument("run", required=False, shell_complete=complete_runs)
 @click.option("--step", type=click.IntRange(0), help="Only this step, counted from 0.")
 @click.option(
     "--torch",
     metavar="RELEASE",
-    help="The program's PyTorch, for the reasons, where its trace does not tell it: 2.11.",
+    help="The program's PyTorch, for the reasons, where its trace does not tell it: 2.11. With --gpu "
+    "the release that is predicted for.  [default: with --gpu its newest atlas's]",
+)
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    help="Predict what another GPU would do with each layer, by its atlas: H200. Nothing runs.",
 )
 @click.option(
     "--configs",
@@ -72,6 +98,7 @@ def command(
     run: str | None,
     step: int | None,
     torch: str | None,
+    gpu: str | None,
     only_configs: bool,
     full: bool,
     regret: bool,
@@ -94,23 +121,20 @@ def command(
     ProfilerStep, else it ends with an optimizer's step, else a call of the outermost module begins it.
 
     \b
-    mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
-           fast path (nn.TransformerEncoder's own op)
-    phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
-    ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
-
-    --regret adds what each row would save a step on the fastest correct backend: calls times
-    (measured time of what ran, less that of the best), forward and backward apart. Where the GPU
-    waits for the CPU, that is the most that it can save.
-
-    \b
     Examples:
       profharness ingest trace.json.gz && profharness layers
       profharness layers --torch 2.11 --full
       profharness layers --regret
+      profharness layers --gpu H200
       profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
       profharness layers --configs > calls.txt; profharness capture --configs calls.txt
     """
+    if gpu is not None:
+        require_forecast_alone(only_configs, regret, bench_run, fail_on, expect)
+        where = find_place(known_atlases(), gpu, torch)
+        document = forecast_document(store, run, where, step=step, full=full)
+        emit(document, format_, output, force=force)
+        return
     gates = parse_gates(fail_on, expect)
     options = _bench_options(regret, bench_run, backend, max_time, out)
     if only_configs:
@@ -128,6 +152,33 @@ def command(
         with measured("layers", name, "--bench", shown.run) if shown else contextlib.nullcontext():
             emit(layers_document(layers, full=full), format_, output, force=force)
     check_gates(layers, gates)
+
+
+def require_forecast_alone(*others: object) -> None:
+    """Raises UsageError for options beside --gpu that are about what ran."""
+    if any(others):
+        raise UsageError(
+            "--configs, --regret, --bench, --fail-on and --expect are about what ran, --gpu about what "
+            "would run elsewhere; leave one out"
+        )
+
+
+def forecast_document(
+    store: Path,
+    run: str | None,
+    where: tuple[Place, str],
+    *,
+    step: int | None = None,
+    full: bool = False,
+) -> Document:
+    """The map of a run with what would run in a place; where: that, and why it has no atlas. Raises
+    NotFoundError.
+    """
+    place, doubt = where
+    with open_store(store) as opened:
+        name = opened.find_run(Selection(run), "attention calls")
+        layers = find_layers(opened, name, step=step)
+    return layers_document(forecast_map(layers, place, doubt), full=full)
 
 
 def _alone(bench_run: str | None, output: Path | None, format_: str | None) -> None:

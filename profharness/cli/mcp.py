@@ -14,8 +14,8 @@ from profharness.cli._options import store_option
 def command(store: Path) -> None:
     """Serve read-only tools over the store to programs that speak the Model Context Protocol, on stdio.
 
-    Needs the extra `mcp`. The tools are runs, kernels, layers, explain, diff and explain-kernel: each
-    takes what the command of its name takes, and answers with the JSON that --format json prints.
+    Needs the extra `mcp`. The tools are runs, kernels, layers, predict, explain, diff and explain-kernel:
+    each takes what the command of its name takes, and answers with the JSON that --format json prints.
     Nothing is written and nothing is captured; explain answers by rule alone; no argument is a path.
     Ends when its input ends.
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
+from profharness.answers.atlas.answer import Place
+from profharness.answers.atlas.library import find_place, known_atlases
 from profharness.answers.layer_gates import Gates, check_gates, parse_gates
 from profharness.answers.layers import NO_MASK_EFFECT, find_layers
-from profharness.cli._options import gate_options, hint, out_option, store_option
-from profharness.errors import GateError, UsageError
+from profharness.cli._options import DEFAULT_WIDTH, gate_options, hint, out_option, store_option
+from profharness.cli.layers import forecast_document, require_forecast_alone
+from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import shell_command
 from profharness.jobs import Watched, observe_into_store
 from profharness.parse.observed import ObservedCall
 from profharness.run import ObserveOptions
 from profharness.store import open_store
+from profharness.views.renderers import RENDERERS
 
 FAILED = 1
 PROFILERS = ("torch", "none", "nsys")
@@ -58,6 +63,11 @@ def _rank(_: click.Context, __: click.Parameter, text: str) -> str:
     metavar="N|all",
     help="Under torchrun, whose process the profiler records. Calls are counted in all.",
 )
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    help="Then predict what another GPU would do with each layer, by its atlas: H200.",
+)
 @out_option
 @store_option
 @click.option("--note", help="A remark that is kept with the run.")
@@ -65,6 +75,7 @@ def _rank(_: click.Context, __: click.Parameter, text: str) -> str:
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     program: tuple[str, ...],
+    gpu: str | None,
     out: Path,
     store: Path,
     fail_on: tuple[str, ...],
@@ -82,6 +93,10 @@ def command(
     --fail-on and --expect hold for all calls that were seen, once the program has ended; what was
     not recorded fails a gate that is about it. A program that fails keeps its own exit code.
 
+    --gpu shows the map of another GPU at the end, on stderr, as `layers --gpu` does: on a CPU, or with
+    tensors on the device `meta`, which hold nothing. Calls are those that the program makes here, in
+    the dtypes that it makes them in.
+
     A program without attention leaves no run. It keeps its exit code; where none of its processes
     could be watched, 0 becomes 1.
 
@@ -94,9 +109,14 @@ def command(
       profharness observe --profiler none -- python -m pytest tests
       profharness observe --rank all -- torchrun --nproc-per-node 2 train.py
       profharness observe --fail-on math-fallback,noop-mask --expect flash@'*' -- python train.py
+      profharness observe --gpu H200 --profiler none -- python model.py
       profharness layers
     """
     gates = parse_gates(fail_on, expect)
+    where = None
+    if gpu is not None:
+        require_forecast_alone(fail_on, expect)
+        where = find_place(known_atlases(), gpu, None)  # a GPU that is none is told before it runs
     if program[0].startswith("-"):
         raise UsageError(
             f"{program[0]} is no program; write: profharness observe -- python train.py"
@@ -106,9 +126,24 @@ def command(
     if asked.profiler == "torch" and watched.calls and not watched.observed.run.traces:
         hint(f"no step was recorded: {_why_no_step(watched.calls, asked)}")
     code = _report(watched, store)
+    if where is not None and watched.observed.why is None:
+        _show_forecast(watched, where, store)
     if gates:
         _check(watched, gates, store)
     return code
+
+
+def _show_forecast(watched: Watched, where: tuple[Place, str], store: Path) -> None:
+    """The map of another GPU; the program's own exit code stays where nothing can be predicted."""
+    run = watched.observed.run.run
+    try:
+        document = forecast_document(store, run, where)
+    except ProfharnessError as error:
+        hint(f"error: {error}")
+        return
+    hint(RENDERERS["table"](document, width=shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns))
+    again = shell_command("layers", run, "--gpu", where[0].gpu, store=store)
+    hint(f"see it again with: {again}")
 
 
 def _why_no_step(calls: tuple[ObservedCall, ...], asked: ObserveOptions) -> str:

@@ -58,16 +58,20 @@ def flags() -> dict[str, Any]:
 
 
 def autocast(device: str) -> str | None:
-    """The dtype that autocast computes in on a device; None where it is off."""
-    if not torch.is_autocast_enabled(device):
+    """The dtype that autocast computes in on a device; None where it is off, and for a device that
+    has none, such as `meta`.
+    """
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
 def choice(inputs: list[Any], mask: Any, options: dict[str, Any]) -> str | None:
-    """The backend that torch says it would take; None where it must not be asked."""
+    """The backend that torch says it would take; None where it must not be asked, and for tensors
+    without data, which no backend computes.
+    """
     tensors, query = [*inputs, mask], inputs[0]
-    if any(type(item) not in PLAIN for item in inputs):
+    if query.device.type == "meta" or any(type(item) not in PLAIN for item in inputs):
         return None
     if C._functorch.peek_interpreter_stack() is not None or C._len_torch_dispatch_stack():
         return None

@@ -7,7 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from profharness.answers.layers import NO_MASK, NO_MASK_EFFECT, LayerMap, LayerRow
+from profharness.answers.layers import (
+    NO_MASK,
+    NO_MASK_EFFECT,
+    Forecast,
+    LayerForecast,
+    LayerMap,
+    LayerRow,
+)
 from profharness.views.document import (
     Block,
     Column,
@@ -20,7 +27,8 @@ from profharness.views.document import (
 )
 
 SCHEMA = "profharness.layers/1"
-FIELDS = field_names(LayerRow)
+FORECAST_FIELDS = field_names(LayerForecast)
+FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
 COLUMNS = (
     Column("module", "module", shrink=True),
     Column("calls", "calls/step", "count", right=True),
@@ -50,6 +58,20 @@ REGRET = (
     Column("best", "best"),
     Column("saves_ns", "saves µs/step", "us", right=True),
 )
+OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
+FORECAST = (
+    Column("module", "module", shrink=True),
+    Column("config", "config"),
+    Column("predicted_backend", "takes"),
+    Column("predicted_ns", "µs/call", "us", right=True),
+    Column("predicted_low_ns", "from", "us", right=True),
+    Column("predicted_high_ns", "to", "us", right=True),
+    Column("predicted_source", "source"),
+    Column("predicted_total_ns", "µs", "us", right=True),
+    Column("predicted_share", "share", "percent", right=True),
+    Column("predicted_best", "best"),
+    Column("predicted_saves_ns", "saves µs", "us", right=True),
+)
 MODULES_SHOWN = 2  # of the modules around a call; --full shows all
 
 
@@ -70,6 +92,10 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
         timed = f"{layers.regret.measurement} times of bench run {layers.regret.run}"
         blocks += [Heading("Regret", timed, 3), *map(Note, layers.regret.conclusions)]
     blocks += [Note(text, "", "warning") for text in layers.caveats]
+    forecast = layers.forecast
+    told = forecast.rows if forecast else [LayerForecast()] * len(layers.rows)
+    if forecast:
+        blocks += _forecast_blocks(forecast, lines, full)
     if full:
         blocks += [Heading("Kernels", "in order of their first launch", 3)]
         named = zip(lines, layers.rows, strict=True)
@@ -81,8 +107,33 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
         "gaps": [record_of(gap) for gap in layers.gaps],
         "caveats": list(layers.caveats),
         "regret": record(layers.regret) if layers.regret else None,
+        "predicted": record(forecast, OF_FORECAST) if forecast else None,
     }
-    return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, tuple(map(record, layers.rows)), extra)
+    both = zip(layers.rows, told, strict=True)
+    records = tuple(record(row) | record(beside) for row, beside in both)
+    return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra)
+
+
+def _forecast_blocks(
+    forecast: Forecast, lines: Sequence[dict[str, Any]], full: bool
+) -> Iterator[Block]:
+    """What the other GPU would do, dearest first, and what follows from it."""
+    where = forecast.machine or f"{forecast.gpu}, torch {forecast.torch}, no atlas"
+    whole = "a step" if forecast.of == "step" else "the whole program"
+    yield Heading(f"Predicted for {where}", f"µs and saving of {whole}")
+    rows = [
+        {name: line[name] for name in ("module", "config")} | record(told)
+        for line, told in zip(lines, forecast.rows, strict=True)
+    ]
+    rows.sort(key=lambda row: -(row["predicted_total_ns"] or 0))
+    yield Table.of(FORECAST, rows)
+    yield from map(Note, forecast.conclusions)
+    if full:
+        yield Heading("Predicted kernels", "of a call of median size", 3)
+        yield Table.of(
+            (KERNELS[0], Column("predicted_kernels", "kernels", "names")),
+            rows,
+        )
 
 
 def record_of(row: Any) -> dict[str, Any]:

@@ -39,6 +39,8 @@ SAME: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "steps": ("kernels", {"config": CONFIG, "steps": True}, ["kernels", "--config", CONFIG, "--steps"]),
     "witnesses": ("kernels", {"profiler": "all"}, ["kernels", "--profiler", "all"]),
     "layers": ("layers", {"step": 0}, ["layers", "--step", "0"]),
+    "layers elsewhere": ("layers", {"gpu": "H200"}, ["layers", "--gpu", "H200"]),
+    "predict": ("predict", {"config": CONFIG, **RULES}, ["predict", "--config", CONFIG, *OF_RULES]),
     "explain": (
         "explain",
         {"config": REASON, **RULES},
@@ -152,7 +154,7 @@ def test_a_tool_answers_with_the_json_of_its_command(label: str, served: Served)
     assert not failed, text
     assert json.loads(text)["schema"].startswith("profharness.")
     words = [*SAME[label][2], "--format", "json"]
-    if label != "explain-kernel":
+    if words[0] not in ("explain-kernel", "predict"):
         words += ["--store", str(served.store)]
     done = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert done.exit_code == 0, done.stderr

@@ -1,0 +1,302 @@
+"""What another GPU would do with the attention of a program: the choice by rule for each call, and the
+time of its kernels by that GPU's atlas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from profharness.answers.atlas.answer import Place, machine_text
+from profharness.answers.atlas.model import Estimate, estimate
+from profharness.answers.layers import (
+    Forecast,
+    LayerForecast,
+    LayerMap,
+    LayerRow,
+    numbered_names,
+)
+from profharness.config import SDPA_BACKENDS, Config, parse_config, sdpa_setting
+from profharness.dispatch.machine import from_config, permitted
+from profharness.dispatch.predict import predict
+from profharness.errors import NotFoundError
+from profharness.kernel_names import parse_kernel_name
+from profharness.rows import ANY_BACKEND
+from profharness.stats import THRESHOLD
+
+OF_SDPA = ("sdpa", "inner")  # kinds of calls whose backend PyTorch's dispatcher chooses
+SOURCES = ("measured", "model", "floor")  # from the surest on
+WHY_NOT = {
+    "eager": "eager attention calls no backend",
+    "flex": "flex_attention calls no backend of scaled_dot_product_attention",
+    "custom": "a package's own attention",
+    "fast_path": "nn.TransformerEncoder's fast path has an op of its own",
+    "replay": "its shapes are not told",
+}
+CHOICES = {
+    "none": "no backend takes it there: PyTorch raises",
+    "unknown": "the rules do not know what PyTorch takes there",
+}
+NO_CONFIG = "no config says the call"
+
+Points = Sequence[tuple[str, float]]
+Asked = tuple[Config, str]  # a config, and the backends that the program allowed
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One config there: what is taken of what the program allows, and the backends that take it."""
+
+    choice: str
+    takers: tuple[str, ...]
+    estimates: Mapping[str, Estimate]
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """Nanoseconds of weighted configs; ns and high are None where one of them has a bound alone."""
+
+    ns: float | None
+    low: float | None
+    high: float | None
+
+
+def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
+    """The map with what another GPU would do. doubt: why that has no atlas. Raises NotFoundError where no call of the
+    map has a config.
+    """
+    by_step = any(row.calls is not None for row in layers.rows)
+    points = [() if _why_not(row, by_step) else _points(row) for row in layers.rows]
+    asked = {
+        (parse_config(label), row.asked or ANY_BACKEND): None
+        for row, own in zip(layers.rows, points, strict=True)
+        for label, _ in own
+    }
+    if not asked:
+        whys = [why for row in layers.rows if (why := _why_not(row, by_step))]
+        raise NotFoundError(
+            f"no call of run {layers.run} can be predicted: {'; '.join(dict.fromkeys(whys))}"
+        )
+    answers = dict(zip(asked, _answers(list(asked), place), strict=True))
+    rows = [
+        _row(row, own, answers) if own else LayerForecast(predicted_reason=_why_not(row, by_step))
+        for row, own in zip(layers.rows, points, strict=True)
+    ]
+    whole = sum(row.predicted_total_ns or 0 for row in rows)
+    if whole:
+        rows = [
+            replace(row, predicted_share=row.predicted_total_ns / whole)
+            if row.predicted_total_ns is not None
+            else row
+            for row in rows
+        ]
+    doubts = (doubt, *_doubts(layers, asked))
+    return replace(layers, forecast=_summed(layers, place, by_step, rows, points, doubts))
+
+
+def _points(row: LayerRow) -> Points:
+    """The configs of a row with their calls. What a backward recomputes is a forward alone."""
+    points = row.points or row.program_points
+    if row.direction != "recompute":
+        return points
+    return [(replace(parse_config(label), bwd=False).label, calls) for label, calls in points]
+
+
+def _why_not(row: LayerRow, by_step: bool) -> str | None:
+    """Why nothing is predicted of a row; None where something is."""
+    if row.kind not in OF_SDPA:
+        return WHY_NOT.get(row.kind, f"{row.kind} is not scaled_dot_product_attention")
+    if by_step and row.calls is None:
+        return "no recorded step shows these calls"
+    if row.points or row.program_points:
+        return None
+    return "; ".join(row.reasons[:1]) or NO_CONFIG
+
+
+def _answers(asked: Sequence[Asked], place: Place) -> Iterator[_Answer]:
+    """What each config does on a place, of what the program allows."""
+    configs = [_in_order(config) for config, _ in asked]
+    found = iter(estimate(place.atlas, configs, SDPA_BACKENDS, place.gpu, place.release))
+    for config, allowed in asked:
+        estimates = {name: next(found) for name in SDPA_BACKENDS}
+        params = from_config(config)
+        prediction = predict(params, place.rules)
+        takers = tuple(name for name in SDPA_BACKENDS if prediction.backends[name].eligible)
+        choice = prediction.choice
+        if allowed != ANY_BACKEND:
+            # an observed program names what it allowed by commas
+            setting = sdpa_setting(allowed.replace(",", "+"))
+            choice = predict(permitted(params, setting), place.rules).choice
+        yield _Answer(choice, takers, estimates)
+
+
+def _in_order(config: Config) -> Config:
+    """The config as an atlas samples it: tensors that lie in order, and the scale that is usual."""
+    return replace(config.contiguous(), mask_strides=None, scale=None)
+
+
+def _row(row: LayerRow, points: Points, answers: Mapping[Asked, _Answer]) -> LayerForecast:
+    allowed = row.asked or ANY_BACKEND
+    told = [(answers[parse_config(label), allowed], calls) for label, calls in points]
+    choices = dict.fromkeys(answer.choice for answer, _ in told)
+    backend = " and ".join(sorted(choices))
+    if failed := [CHOICES[name] for name in choices if name in CHOICES]:
+        return LayerForecast(predicted_backend=backend, predicted_reason="; ".join(failed))
+    chosen = [(answer.estimates[answer.choice], calls) for answer, calls in told]
+    total = _total(chosen)
+    everywhere = [
+        name for name in SDPA_BACKENDS if all(name in answer.takers for answer, _ in told)
+    ]
+    others = {
+        name: _total([(answer.estimates[name], calls) for answer, calls in told])
+        for name in everywhere
+    }
+    middle, _ = chosen[(len(chosen) - 1) // 2]
+    calls = sum(weight for _, weight in told)
+    outside = next((item.outside for item, _ in chosen if item.outside), None)
+    forecast = LayerForecast(
+        predicted_backend=backend,
+        predicted_source=max((item.source for item, _ in chosen), key=SOURCES.index),
+        predicted_kernels=tuple(parse_kernel_name(each.kernel).short for each in middle.launches),
+        predicted_ns=_share(total.ns, calls),
+        predicted_low_ns=_share(total.low, calls),
+        predicted_high_ns=_share(total.high, calls),
+        predicted_total_ns=total.ns,
+        predicted_reason=outside,
+    )
+    return _with_best(forecast, total, others, calls)
+
+
+def _with_best(
+    forecast: LayerForecast, total: _Total, others: Mapping[str, _Total], calls: float
+) -> LayerForecast:
+    """The forecast with the backend of least time."""
+    times = {name: other.ns for name, other in others.items() if other.ns is not None}
+    if total.ns is None or not times:
+        return forecast
+    best = min(times, key=lambda name: times[name])
+    if times[best] >= total.ns or best == forecast.predicted_backend:
+        return replace(
+            forecast,
+            predicted_best=forecast.predicted_backend,
+            predicted_best_ns=forecast.predicted_ns,
+            predicted_saves_ns=0.0,
+            predicted_certain=True,
+        )
+    low, high = total.low, others[best].high
+    told_apart = low is not None and high is not None and low > high
+    return replace(
+        forecast,
+        predicted_best=best,
+        predicted_best_ns=times[best] / calls,
+        predicted_saves_ns=total.ns - times[best],
+        # a measured cell has no interval, and repeats within this
+        predicted_certain=told_apart and total.ns > (1 + THRESHOLD) * times[best],
+    )
+
+
+def _total(estimates: Iterable[tuple[Estimate, float]]) -> _Total:
+    kept = list(estimates)
+
+    def of(name: str) -> float | None:
+        whole = 0.0
+        for item, calls in kept:
+            us: float | None = getattr(item, name)
+            if us is None:
+                return None
+            whole += 1e3 * us * calls
+        return whole
+
+    return _Total(of("kernel_us"), of("low_us"), of("high_us"))
+
+
+def _share(ns: float | None, calls: float) -> float | None:
+    return ns / calls if ns is not None and calls else None
+
+
+def _summed(
+    layers: LayerMap,
+    place: Place,
+    by_step: bool,
+    rows: Sequence[LayerForecast],
+    points: Sequence[Points],
+    doubts: Sequence[str],
+) -> Forecast:
+    made = [
+        (row.calls if by_step else row.program_calls) or sum(calls for _, calls in own)
+        for row, own in zip(layers.rows, points, strict=True)
+    ]
+    timed = [
+        (row, calls) for row, calls in zip(rows, made, strict=True) if row.predicted_ns is not None
+    ]
+    ns = sum(row.predicted_total_ns or 0 for row, _ in timed)
+    low, high = (
+        sum((getattr(row, name) or 0) * calls for row, calls in timed)
+        for name in ("predicted_low_ns", "predicted_high_ns")
+    )
+    calls = sum(calls for _, calls in timed)
+    forecast = Forecast(
+        gpu=place.gpu,
+        torch=place.release,
+        machine=machine_text(place.atlas.machine) if place.atlas else None,
+        of="step" if by_step else "program",
+        ns=ns,
+        low_ns=low,
+        high_ns=high,
+        saves_ns=sum(row.predicted_saves_ns or 0 for row, _ in timed if row.predicted_certain),
+        calls=calls,
+        unpredicted_calls=sum(made) - calls,
+        conclusions=(),
+        rows=tuple(rows),
+    )
+    texts = (*_conclusions(forecast), *filter(None, doubts), *_left_out(layers, rows))
+    return replace(forecast, conclusions=texts)
+
+
+def _conclusions(forecast: Forecast) -> Iterator[str]:
+    whole = "a step" if forecast.of == "step" else "the whole program"
+    sources = Counter(row.predicted_source for row in forecast.rows if row.predicted_source)
+    if not forecast.calls:
+        return
+    known = ", ".join(f"{sources[name]} {name}" for name in SOURCES if sources[name])
+    yield (
+        f"predicted, not measured: {_ms(forecast.ns)} ({_ms(forecast.low_ns)} to "
+        f"{_ms(forecast.high_ns)}) of attention kernels in {whole}; rows by source: {known}"
+    )
+    if forecast.saves_ns:
+        yield f"other backends save {_ms(forecast.saves_ns)} of it, beyond the intervals"
+    yield (
+        "kernel times with the L2 as warm as a call leaves it: neither launches, nor the pauses between "
+        "kernels, nor what else the program does is in them"
+    )
+
+
+def _doubts(layers: LayerMap, asked: Iterable[Asked]) -> Iterator[str]:
+    """What the calls have that the atlas does not."""
+    configs = [config for config, _ in asked]
+    if any(_in_order(config) != config for config in configs):
+        yield (
+            "the choice is that of the calls as they are, times are those of tensors that lie in order"
+        )
+    dtypes = list(dict.fromkeys(str(config.dtype) for config in configs))
+    if layers.gpu is None and dtypes == ["fp32"]:
+        yield (
+            "all calls are fp32, as the program made them on the CPU; where it takes fp16 or bf16 on a "
+            "GPU, observe it so"
+        )
+
+
+def _left_out(layers: LayerMap, rows: Sequence[LayerForecast]) -> Iterator[str]:
+    """A sentence for each reason that rows have no time for."""
+    names: dict[str, list[str]] = {}
+    for row, told in zip(layers.rows, rows, strict=True):
+        if told.predicted_ns is None:
+            reason = told.predicted_reason or "no time is known, the bound alone"
+            names.setdefault(reason, []).append(row.module or row.config or row.kind)
+    for reason, modules in names.items():
+        yield f"no time of {numbered_names(modules)}: {reason}"
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:,.3f} ms"

@@ -1,0 +1,208 @@
+"""What another GPU would do with the attention of a program: real traces of an H200, and programs that
+really run here, on a CPU and on tensors without data.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from waiting import PATIENCE_S
+
+from profharness.answers.atlas.data import find_atlas
+from profharness.cli.layers import command as layers
+from profharness.config import parse_config
+from profharness.store import ingest_path
+
+MODELS = Path(__file__).parents[2] / "traces" / "models"
+TRACED = ("llama_train", "llama_checkpoint", "llama_compile", "unet", "whisper", "bert_fp32")
+PLAIN, FORCED = "b4-h12-s1369-d72-bf16", "b2-h6-s784-d128-bf16"  # cells of the atlas
+PROGRAM = """
+import sys, torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+
+class Layer(nn.Module):
+    def forward(self, q, k):
+        return sdpa(q, k, k)
+
+
+class Forced(Layer):
+    def forward(self, q, k):
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(q, k)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.ModuleList([Layer(), Layer()])
+        self.forced, self.decode, self.odd = Forced(), Layer(), Layer()
+
+    def forward(self, tensor):
+        q = tensor(4, 12, 1369, 72)
+        for layer in self.plain:
+            layer(q, q)
+        q = tensor(2, 6, 784, 128)
+        self.forced(q, q)
+        for length in range(100, 120):
+            self.decode(tensor(1, 8, 1, 64), tensor(1, 8, length, 64))
+        q = tensor(1, 2, 16, 64).double()
+        self.odd(q, q)
+
+
+with torch.device("meta"), torch.no_grad():
+    Model()(lambda *dims: torch.empty(dims, dtype=torch.bfloat16))
+q = torch.ones(1, 2, 64, 64)
+Layer()(q, q)
+print("the program's own")
+sys.exit(7)
+"""
+
+
+def told(done: Result) -> dict[str, Any]:
+    assert done.exit_code == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def map_of(store: Path, *words: str) -> Result:
+    return CliRunner().invoke(layers, [*words, "--store", str(store)])
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A store for each of some models."""
+    folder = tmp_path_factory.mktemp("traced")
+    for name in (*TRACED, "llama_eager"):
+        ingest_path(folder / f"{name}.db", MODELS / f"{name}.json.gz")
+    return {path.stem: path for path in folder.glob("*.db")}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_of_the_gpu_shows_what_is_predicted(name: str, traced: dict[str, Path]) -> None:
+    answer = told(map_of(traced[name], "--gpu", "H200", "--format", "json"))
+    rows, whole = answer["rows"], answer["predicted"]
+    for row in rows:
+        assert row["predicted_backend"] == row["ran"]
+        assert row["predicted_source"] in ("measured", "model", "floor")
+        times = [row[f"predicted_{key}ns"] for key in ("low_", "", "high_")]
+        if row["predicted_ns"] is None:
+            assert row["predicted_source"] == "floor" and row["predicted_total_ns"] is None
+            assert times[0] > 0
+        else:
+            assert times == sorted(times)
+            assert row["predicted_total_ns"] == pytest.approx(row["predicted_ns"] * row["calls"])
+            assert row["predicted_best_ns"] <= row["predicted_ns"]
+    assert whole["of"] == "step" and whole["machine"].startswith("NVIDIA H200, torch 2.11.0")
+    assert whole["ns"] == pytest.approx(sum(row["predicted_total_ns"] or 0 for row in rows))
+    calls = sum(row["calls"] for row in rows)
+    assert whole["calls"] + whole["unpredicted_calls"] == pytest.approx(calls)
+    bare = told(map_of(traced[name], "--format", "json"))
+    assert bare["predicted"] is None
+    assert all(row["predicted_backend"] is None for row in bare["rows"])
+
+
+def test_what_is_recomputed_is_a_forward_alone(traced: dict[str, Path]) -> None:
+    answer = told(map_of(traced["llama_checkpoint"], "--gpu", "H200", "--format", "json"))
+    times = {
+        row["direction"]: row["predicted_ns"] or row["predicted_low_ns"] for row in answer["rows"]
+    }
+    assert times["recompute"] < times["forward"]
+
+
+def test_a_gpu_without_an_atlas_has_a_choice_and_a_bound(traced: dict[str, Path]) -> None:
+    done = map_of(traced["llama_train"], "--gpu", "A100", "--torch", "2.8", "--format", "json")
+    answer = told(done)
+    (row,) = answer["rows"]
+    assert (row["predicted_backend"], row["predicted_source"]) == ("flash", "floor")
+    assert row["predicted_ns"] is None and row["predicted_low_ns"] > 0
+    assert answer["predicted"]["machine"] is None and answer["predicted"]["calls"] == 0
+    assert any("no atlas of" in text for text in answer["predicted"]["conclusions"])
+
+
+def test_what_calls_no_backend_is_not_predicted(traced: dict[str, Path]) -> None:
+    done = map_of(traced["llama_eager"], "--gpu", "H200")
+    assert done.exit_code == 1
+    assert "eager attention calls no backend" in str(done.exception)
+
+
+@pytest.mark.parametrize("other", ["--regret", "--configs", "--fail-on=math-fallback"])
+def test_options_about_what_ran_are_refused(other: str, traced: dict[str, Path]) -> None:
+    done = map_of(traced["unet"], "--gpu", "H200", other)
+    assert "are about what ran, --gpu about what would run elsewhere" in str(done.exception)
+
+
+@pytest.fixture(scope="module")
+def observed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("observed")
+    (folder / "model.py").write_text(PROGRAM)
+    words = ["observe", "--gpu", "H200", "--profiler", "none", "--", sys.executable, "model.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "profharness", *words],
+        cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    return folder / "profharness.db", done
+
+
+def test_the_map_comes_on_stderr_and_the_rest_is_the_programs(
+    observed: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    _, done = observed
+    assert (done.returncode, done.stdout) == (7, "the program's own\n"), done.stderr
+    assert "Predicted for NVIDIA H200, torch 2.11.0+cu130" in done.stderr
+    assert "layers" in done.stderr.splitlines()[-1] and "--gpu" in done.stderr.splitlines()[-1]
+
+
+def test_calls_on_tensors_without_data_are_predicted(
+    observed: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    answer = told(map_of(observed[0], "--gpu", "H200", "--format", "json"))
+    rows = {row["module"] or row["config"]: row for row in answer["rows"]}
+    atlas = find_atlas("H200")
+    assert atlas is not None
+    cells = {
+        (label, name): atlas.find(parse_config(label), name)
+        for label, name in ((PLAIN, "cudnn"), (FORCED, "math"), (FORCED, "cudnn"))
+    }
+    times = {key: 1e3 * (cell.kernel_us or 0) for key, cell in cells.items() if cell}
+    plain = rows["plain.{0-1}"]
+    assert (plain["config"], plain["program_calls"], plain["ran"]) == (PLAIN, 2, None)
+    assert (plain["predicted_backend"], plain["predicted_source"]) == ("cudnn", "measured")
+    assert plain["predicted_ns"] == pytest.approx(times[PLAIN, "cudnn"])
+    assert plain["predicted_total_ns"] == pytest.approx(2 * times[PLAIN, "cudnn"])
+    assert plain["predicted_kernels"]
+    forced = rows["forced"]
+    assert (forced["asked"], forced["predicted_backend"]) == ("math", "math")
+    assert (forced["predicted_best"], forced["predicted_certain"]) == ("cudnn", True)
+    saved = times[FORCED, "math"] - times[FORCED, "cudnn"]
+    assert forced["predicted_saves_ns"] == pytest.approx(saved)
+    decode = rows["decode"]
+    points = decode["program_points"]
+    assert decode["lengths"] == [100, 119]
+    assert len(points) <= 16 and sum(calls for _, calls in points) == 20
+    odd = rows["odd"]
+    assert odd["config"] is None and odd["predicted_backend"] is None
+    assert "fp64" in odd["predicted_reason"]
+    whole = answer["predicted"]
+    assert whole["of"] == "program" and whole["unpredicted_calls"] >= 1
+    assert any(text.startswith("no time of odd: ") for text in whole["conclusions"])
+
+
+def test_a_gpu_that_is_none_is_told_before_the_program_runs(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
+    words = ["observe", "--gpu", "ZX81", "--", *program]
+    done = subprocess.run(
+        [sys.executable, "-m", "profharness", *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "ZX81" in done.stderr
+    assert not (tmp_path / "ran").exists()
