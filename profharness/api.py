@@ -54,6 +54,7 @@ from profharness.run import (
     BenchOptions,
     BenchPlan,
     CaptureOptions,
+    Fleet,
     Protocol,
     VerifyOptions,
     require_device,
@@ -132,6 +133,8 @@ def capture(
     sections: Names = (),
     processes: int = Protocol.processes,
     python: Names = (),
+    scheduler: str | None = None,
+    gpu: Names = (),
     progress: bool | None = None,
 ) -> pd.DataFrame:
     """Run configs on backends in a worker process, ingest the run, and return one row per cell.
@@ -141,7 +144,8 @@ def capture(
     this machine's device run; `kernels` stands for what lies in kernels/. metrics (`tensor`,
     `memory`, `cache`, `stalls`, or ncu's own names) and sections are what ncu takes besides its
     default ones. Each cell is timed in so many processes, and profiled in the first. python:
-    interpreters whose torch is measured, with a run and rows of its own each. Failed and refused
+    interpreters whose torch is measured, with a run and rows of its own each. scheduler: where lanes
+    run, as --scheduler takes it; gpu: classes that each have a run. Failed and refused
     cells are rows with their status and message. progress: a line that tells how far it is; None:
     on a terminal and in a notebook. Raises UsageError for what cannot be meant, CaptureError when
     no worker starts.
@@ -149,7 +153,8 @@ def capture(
     counts = iterations, warmup, samples
     counters = metric_names(split_names(metrics)), split_names(sections)
     protocol = Protocol(*counts, timeout_s, seed, device, *counters, processes)
-    options = CaptureOptions(split_names(profilers), Path(out), protocol, note)
+    fleet = Fleet(scheduler, split_names(gpu))
+    options = CaptureOptions(split_names(profilers), Path(out), protocol, note, fleet=fleet)
     everyday = () if configs is not None else jobs.everyday_configs(device).values()
     asked, path = config_list(configs) or [*everyday], store_path(store)
     what = asked, split_names(backends), path, options
@@ -159,7 +164,8 @@ def capture(
         return pd.concat([cells(run, store=path) for run in runs], ignore_index=True)
     with shown(progress) as show:
         captured = jobs.capture_into_store(*what, show)
-    return cells(captured.run.run, store=path)
+    each = [cells(done.run.run, store=path) for done in (captured, *captured.others)]
+    return pd.concat(each, ignore_index=True) if len(each) > 1 else each[0]
 
 
 def resume(
@@ -395,15 +401,16 @@ def verify(
     timeout_s: float = Protocol.timeout_s,
     seed: int = Protocol.seed,
     device: str = Protocol.device,
+    scheduler: str | None = None,
     progress: bool | None = None,
 ) -> pd.DataFrame:
     """Hold backends and implementations against an fp64 reference: one row per check, `passed`
     False where one is wrong, None where it was skipped. `all` are PyTorch's own backends on this
-    device, `kernels` what lies in kernels/; without backends both. progress as for `capture`.
+    device, `kernels` what lies in kernels/; without backends both. progress and scheduler as for `capture`.
     Raises UsageError, CaptureError when no worker starts.
     """
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
-    options = VerifyOptions(split_names(cases), grad, Path(out), protocol)
+    options = VerifyOptions(split_names(cases), grad, Path(out), protocol, Fleet(scheduler))
     with shown(progress) as show:
         verified = jobs.verify_into_store(
             config_list(configs), split_names(backends), store_path(store), options, show
@@ -430,11 +437,12 @@ def bench(
     device: str = Protocol.device,
     store: PathLike | None = None,
     out: PathLike = RUNS_FOLDER,
+    scheduler: str | None = None,
     progress: bool | None = None,
 ) -> pd.DataFrame:
     """Time the backends of each config in turns: one row per cell and measurement, times in ns.
 
-    Backends and progress are as for `capture`. With run nothing is measured, a stored run answers.
+    Backends, scheduler and progress are as for `capture`. With run nothing is measured, a stored run answers.
     baseline is a backend or a config that speed-ups are told against. precision None: 0.01, or what the
     stored run was measured with. The whole answer is in the
     frame's `attrs["answer"]`. Raises UsageError, or CaptureError when no worker starts.
@@ -456,6 +464,7 @@ def bench(
         timeout_s=timeout_s,
         device=device,
         out=Path(out),
+        fleet=Fleet(scheduler),
     )
     listener = jobs.Listener(progress=functools.partial(shown, progress))
     answer = jobs.bench(options, store_path(store), listener)

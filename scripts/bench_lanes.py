@@ -76,9 +76,11 @@ class Instant:
         pass
 
 
-def planned(text: str, out: Path, a_group: int) -> tuple[Path, campaign.Campaign, Run]:
+def planned(
+    text: str, out: Path, a_group: int, device: str = "cpu"
+) -> tuple[Path, campaign.Campaign, Run]:
     """A campaign of that many cells a group."""
-    options = CaptureOptions(("events",), out, Protocol(device="cpu", samples=5, iterations=1))
+    options = CaptureOptions(("events",), out, Protocol(device=device, samples=5, iterations=1))
     run, _ = plan_capture(expand_configs(text), ("auto",), options)
     names = [cell.cell for cell in run.cells]
     parts = [tuple(names[at : at + a_group]) for at in range(0, len(names), a_group)]
@@ -111,7 +113,7 @@ def fixed_row(out: Path) -> tuple[str, str, str]:
     """A group of one tiny cell on this host's device, but for the cell itself: by the wall, and in CPU
     seconds, which other work on the host does not lengthen.
     """
-    folder, made, run = planned("1,1,64,64,fp32", out, 1)
+    folder, made, run = planned("1,1,64,64,fp32", out, 1, "auto")
     walls, cpus = [], []
     for _ in range(3):
         spec = campaign.make_spec(folder, made, run, made.groups[0])

@@ -252,9 +252,12 @@ def _environment(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def tidy(folder: Path) -> None:
     """Remove what lanes that are gone have left of groups that others have done."""
-    for part in (folder / GROUPS_FOLDER).glob(f"*{PART}"):
+    groups = folder / GROUPS_FOLDER
+    for part in groups.glob(f"*{PART}"):
         if group_folder(folder, part.name.partition(".")[0]).is_dir():
             shutil.rmtree(part, ignore_errors=True)
+    for log in groups.glob(".*.log"):
+        log.unlink(missing_ok=True)
 
 
 def plan_campaign(folder: Path, campaign: Campaign) -> Path:

@@ -10,9 +10,11 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -108,6 +110,10 @@ def _in_child(
     part = Path(spec["root"]) / f"{spec['group']}.{host_key()}{PART}"
     if spec.get("uuid"):
         environment[VISIBLE] = spec["uuid"]
+    # ncu keeps others off by a file in TMPDIR, whatever GPU it profiles
+    own = tempfile.mkdtemp(prefix="profharness-") if "ncu" in spec["run"]["profilers"] else None
+    if own:
+        environment["TMPDIR"] = own
     root = Path(spec["root"])
     root.mkdir(parents=True, exist_ok=True)
     # beside the part, which the child may replace
@@ -141,6 +147,8 @@ def _in_child(
         child.stdout.close()
         words = read_end(log).strip()[-LAST_WORDS:]
         log.unlink(missing_ok=True)
+        if own:
+            shutil.rmtree(own, ignore_errors=True)
     if told is None:
         how = child.wait()
         name = signal.Signals(-how).name if how < 0 else f"exit code {how}"

@@ -18,6 +18,7 @@ from profharness.errors import UsageError
 from profharness.jobs.lane import describe_lane, run_group
 from profharness.jobs.window import OnStep
 from profharness.processes import kill_group
+from profharness.runner.group import SHARED_HOST
 
 CORES = 2  # that a lane of a GPU has at least, where it has cores of its own
 SYSFS = Path("/sys")
@@ -102,7 +103,9 @@ class LocalLanes:
     """The transport to lanes of this host."""
 
     def __init__(self, lanes: Sequence[Plain]) -> None:
-        self._lanes = {lane["lane"]: lane for lane in lanes}
+        shared = [lane for lane in lanes if not lane["cpus"]] if len(lanes) > 1 else []
+        warning = {"warning": f"{SHARED_HOST.message}; {SHARED_HOST.remedy}"} if shared else {}
+        self._lanes = {lane["lane"]: {**lane, **warning} for lane in lanes}
         self._done: queue.SimpleQueue[tuple[str, Plain]] = queue.SimpleQueue()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[int] = set()  # children that were asked to end
@@ -115,6 +118,7 @@ class LocalLanes:
         """Run a group on a lane, in a thread."""
         name = lane["lane"]
         own = {key: lane[key] for key in ("uuid", "cpus") if lane.get(key)}
+        own["shares_cores"] = "warning" in lane
 
         def work() -> None:
             told = run_group(

@@ -126,6 +126,7 @@ class Window:
         )
         self._lanes: dict[str, _Lane] = {}
         self._out: dict[str, str] = {}  # lane to why it gets no group
+        self._warned: set[str] = set()
         self._some_left = False
         self._missed: set[str | None] = set()  # classes that were told to have no lane
         self._groups = sum(len(sweep.campaign.groups) for sweep in self.sweeps)
@@ -207,8 +208,12 @@ class Window:
             why = "; ".join(description.get("problems") or ()) or self._why_not(description)
             if why:
                 self._leave_out(name, why)
-            else:
-                self._lanes[name] = _Lane(description)
+                continue
+            self._lanes[name] = _Lane(description)
+            warning = description.get("warning")
+            if warning and warning not in self._warned:
+                self._warned.add(warning)
+                self._say(f"warning: {warning}")
         for name in [name for name in self._lanes if name not in here]:
             self._some_left = True
             lane = self._lanes.pop(name)

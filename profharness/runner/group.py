@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import msgspec
 from profharness.environment import visible_gpus
 from profharness.errors import ProfharnessError
 from profharness.files import exclusive
-from profharness.run import RUN_FILE, Run, read_run
+from profharness.run import GPU, RUN_FILE, Problem, Run, read_run, write_run
 from profharness.runner.capture import LOCK_FILE, carry_on, write_folder
 from profharness.runner.supervise import Step
 
@@ -28,11 +29,18 @@ PART = ".part"
 QUIET_S = 0.2  # between two steps that are told, but for results
 LEAVING_S = 10.0  # that the lane before may take to let go of a group
 FAILED = ("crashed", "error", "timeout")
+SHARED_HOST = Problem(
+    GPU,
+    "shared_host",
+    "lanes of this host share its cores: times with the host in them (eager, host, wall) may be off",
+    "run fewer lanes, as --scheduler local:1 does, or give each two cores of its own",
+)
 
 
 def main() -> None:
     """A spec on stdin, steps and how it went on stdout, a line each. root, group: the folder's place and
-    name; part: where it stands meanwhile; run, backends, python: what is run; uuid, cpus: where.
+    name; part: where it stands meanwhile; run, backends, python: what is run; uuid, cpus: where;
+    shares_cores: with other lanes.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     spec = json.load(sys.stdin)
@@ -54,6 +62,9 @@ def main() -> None:
         shutil.rmtree(part, ignore_errors=True)
         error = lost
     if error is None:
+        if spec.get("shares_cores"):
+            run = read_run(part)
+            write_run(part, replace(run, problems=(*run.problems, SHARED_HOST)))
         publish(part, Path(spec["root"]) / spec["group"])
     print(json.dumps({"error": error, "lost": lost}), flush=True)
 
