@@ -1,4 +1,5 @@
-"""Start-up: `profharness --help` over `python -c pass`, and `kernels` on a store of a million launches.
+"""Start-up: `profharness --help` over `python -c pass`, `predict` of one config, and `kernels` on a store
+of a million launches.
 
 python scripts/bench_startup.py [--launches N] [--rounds N]
 """
@@ -66,9 +67,12 @@ def main() -> None:
         store = ("--store", f"{name}/store.db")
         run = big_run(Path(name) / "big", options.launches)
         output([command, "ingest", str(run), *store])
+        config = ["--config", "2,8,512,64,bf16", "--gpu", "H200"]
         subjects = {
             "python -c pass": [sys.executable, "-c", "pass"],
             "profharness --help": [command, "--help"],
+            "predict, one config": [command, "predict", *config],
+            "predict, one config, as JSON": [command, "predict", *config, "--format", "json"],
             f"kernels, {options.launches:,} launches": [command, "kernels", *store],
         }
         times = in_turns(list(subjects), lambda name: seconds(subjects[name]), options.rounds)

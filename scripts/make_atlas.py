@@ -2,6 +2,7 @@
 docs/atlas.md describes. A call that is cut off loses its last batch; the next one goes on.
 
     python scripts/make_atlas.py measure FOLDER --seconds 540 [--seed 0] [--device cuda]
+    python scripts/make_atlas.py measure FOLDER --scheduler local     every GPU of this host, a folder each class
     python scripts/make_atlas.py stats FOLDER
     python scripts/make_atlas.py pack FOLDER OUT.tar.xz
     python scripts/make_atlas.py package SHARDS     a folder or an archive of shards
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,6 +33,7 @@ from typing import Any
 
 from _frame import pack_files
 from atlas_cells import LONGEST_US, Cell, Sampler
+from atlas_fleet import measure_on_lanes
 
 from profharness.answers.atlas.data import PACKAGED, SUFFIX, read_shards, write_atlas
 from profharness.dispatch.machine import Machine, machine_for, machine_of, release_text
@@ -195,7 +198,13 @@ def new_shard(folder: Path, environment: Row, seed: int) -> Shard:
                     )
             break
     number = 1 + max((int(path.stem.split("-")[1]) for path in shards), default=0)
-    shard = Shard(folder / f"shard-{number:04}.jsonl")
+    while True:  # another process of a fleet may take the same number
+        path = folder / f"shard-{number:04}.jsonl"
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            break
+        number += 1
+    shard = Shard(path)
     shard.write([{"atlas": VERSION, "environment": environment, "seed": seed}])
     return shard
 
@@ -374,7 +383,8 @@ class Campaign:
             flush=True,
         )
         sampler = Sampler(machine, self.options.seed, self.options.longest)
-        self.cells = sampler.cells()
+        place, count = self.options.part
+        self.cells = itertools.islice(sampler.cells(), place, None, count)
         self.shard = new_shard(self.folder, environment, self.options.seed)
 
     def next(self) -> Batch | None:
@@ -442,8 +452,20 @@ class Campaign:
                 print(f"{seconds:6.1f} s {self.shard.count:6} cells {rate:5.1f}/s", flush=True)
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """`0/4`: which of how many equal parts of the plan. Raises ArgumentTypeError."""
+    place, slash, count = text.partition("/")
+    if not (slash and place.isdigit() and count.isdigit() and int(place) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4 to 3/4")
+    return int(place), int(count)
+
+
 def measure(options: argparse.Namespace) -> int:
     """Measure cells into the folder."""
+    if options.scheduler is not None:
+        return measure_on_lanes(options)
+    if options.parent is not None:
+        end_with_parent(options.parent)
     begun = time.monotonic()
     options.folder.mkdir(parents=True, exist_ok=True)
     # on SIGTERM the scratch folder and the processes go, as they do after Ctrl-C
@@ -520,6 +542,13 @@ def main(words: list[str] | None = None) -> int:
             command.add_argument("--seconds", type=float, default=540)
             command.add_argument("--seed", type=int, default=0)
             command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+            command.add_argument(
+                "--part", type=part_of, default=(0, 1), help="0/4 to 3/4, of the plan"
+            )
+            command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+            command.add_argument(
+                "--scheduler", metavar="local[:N]", help="the GPUs of this host, or N of them"
+            )
             command.add_argument("--workers", type=int, default=WORKERS)
             command.add_argument("--batch", type=int, default=CELLS_A_BATCH, help="cells a trace")
             command.add_argument("--cells", type=int, default=0, help="no more than about so many")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import atlas_cells
+import atlas_fleet
 import make_atlas
 import pytest
 from atlas_cells import Cell, Point, Sampler
@@ -188,6 +189,49 @@ def test_a_call_goes_on_after_a_kill_and_a_dead_worker_costs_one_cell(tmp_path: 
     assert make_atlas.main(["pack", str(folder), str(packed)]) == 0
     with tarfile.open(packed) as archive:
         assert archive.getnames() == [path.name for path in make_atlas.shards_of(folder)]
+
+
+def test_a_fleet_gives_each_lane_its_part_in_the_folder_of_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub = tmp_path / "stub.py"
+    stub.write_text(
+        "import os, sys\nprint(*sys.argv[1:], os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
+    )
+    lanes = [
+        {"lane": f"gpu {place}", "gpu": gpu, "uuid": f"GPU-{place}"}
+        for place, gpu in enumerate(("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200"))
+    ]
+    monkeypatch.setattr(atlas_fleet, "SCRIPT", stub)
+    monkeypatch.setattr(atlas_fleet, "local_lanes", lambda count, _: lanes[:count])
+    code = make_atlas.main(["measure", str(tmp_path), "--scheduler", "local", "--cells", "9"])
+    assert code == 0
+    told = sorted(capfd.readouterr().out.splitlines())
+    assert [line.split(":")[0] for line in told] == ["gpu 0", "gpu 1", "gpu 2"]
+    for line, place, folder, part in zip(
+        told, range(3), ("h200", "h100-80gb-hbm3", "h200"), ("0/2", "0/1", "1/2"), strict=True
+    ):
+        assert f"measure {tmp_path}/nvidia-{folder} --part {part} " in line
+        assert "--cells 9" in line
+        assert line.endswith(f" GPU-{place}")
+    for words in (["--scheduler", "tcp://x"], ["--scheduler", "local", "--part", "0/2"]):
+        assert make_atlas.main(["measure", str(tmp_path), *words]) == 1
+
+
+def test_parts_make_the_whole_plan_and_shards_never_one_file(
+    planned: list[list[Cell]], tmp_path: Path
+) -> None:
+    plan = planned[:30]
+    parts = [
+        plan[place::count] for place, count in (make_atlas.part_of(f"{n}/3") for n in range(3))
+    ]
+    assert sorted(map(repr, itertools.chain(*parts))) == sorted(map(repr, plan))
+    with pytest.raises(SystemExit):
+        make_atlas.main(["measure", str(tmp_path), "--part", "3/3"])
+    shards = [make_atlas.new_shard(tmp_path, {"torch": "2.11.0"}, 0).path for _ in range(2)]
+    (tmp_path / "shard-0003.jsonl").touch()  # another process is about to write its first line
+    shards.append(make_atlas.new_shard(tmp_path, {"torch": "2.11.0"}, 0).path)
+    assert len({*shards, tmp_path / "shard-0003.jsonl"}) == 4
 
 
 def test_kernels_of_a_real_trace(tmp_path: Path) -> None:

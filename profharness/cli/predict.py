@@ -10,6 +10,7 @@ from profharness.answers.atlas.library import predicted
 from profharness.cli._options import (
     atlas_option,
     backend_option,
+    chosen_format,
     config_options,
     emit,
     hint,
@@ -69,5 +70,8 @@ def command(
         hint(f"answering for {found.place.text}")
     if found.doubt:
         hint(found.doubt)
-    document = predict_document(found.answers, found.place, found.backends, full=full)
+    charts = chosen_format(format_, output) in ("html", "md")
+    document = predict_document(
+        found.answers, found.place, found.backends, full=full, charts=charts
+    )
     emit(document, format_, output, force=force, about=found.place.text)

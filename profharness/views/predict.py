@@ -14,10 +14,8 @@ from profharness.answers.atlas.answer import (
     predicted_record,
     statement,
 )
-from profharness.answers.bench.axes import AXES
 from profharness.answers.explain.maps import Map, draw_maps, value_text
 from profharness.config import AUTO, parse_config
-from profharness.views.bench import latency_charts
 from profharness.views.document import (
     Block,
     Chart,
@@ -72,21 +70,29 @@ UNKNOWN = "not known"
 
 
 def predict_document(
-    answers: Sequence[Answer], place: Place, backends: Sequence[str], *, full: bool = False
+    answers: Sequence[Answer],
+    place: Place,
+    backends: Sequence[str],
+    *,
+    full: bool = False,
+    charts: bool = False,
 ) -> Document:
     """One config with its kernels, several as maps. backends are those that have a row; full shows each
-    config by itself.
+    config by itself. charts: for a format that draws them.
     """
     blocks: list[Block] = []
     extra: dict[str, Any] = {"atlas": atlas_record(place)}
     if len(answers) > 1:
         maps = _maps(answers, place, _asked(backends))
         blocks += [*_summary(answers), *(block for drawn in maps for block in drawn.blocks)]
-        blocks += _charts(answers, maps, backends)
+        if charts:
+            blocks += _charts(answers, maps, backends)
         extra["maps"] = [drawn.record for drawn in maps]
     if len(answers) == 1 or full:
         for answer in answers:
             blocks += config_blocks(answer, place, backends, full=full)
+            if charts:
+                blocks += _time_charts([answer], backends)
     rows = [row for answer in answers for row in answer if row.backend in backends]
     return Document(SCHEMA, TITLE, tuple(blocks), FIELDS, tuple(map(predicted_record, rows)), extra)
 
@@ -126,8 +132,7 @@ def config_blocks(
             said = "; ".join(reason.message for reason in row.reasons) or "as the atlas has it"
             blocks.append(status_note(row.status, said, row.backend))
     outside = dict.fromkeys(row.outside for row in shown if row.outside)
-    blocks += [Note(text, "no time", "warning") for text in outside if text]
-    return [*blocks, *_time_charts([answer], backends)]
+    return [*blocks, *(Note(text, "no time", "warning") for text in outside if text)]
 
 
 def _asked(backends: Sequence[str]) -> str:
@@ -254,7 +259,9 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
         for row in rows
         if row.low_ns is not None and row.high_ns is not None
     }
-    return latency_charts(medians, "kernel time, predicted", intervals, axes=AXES)
+    from profharness.views.bench import time_charts  # loads the store and all of bench
+
+    return time_charts(medians, "kernel time, predicted", intervals)
 
 
 AGAINST_COLUMNS = (

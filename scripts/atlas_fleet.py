@@ -1,0 +1,92 @@
+"""An atlas by several GPUs of a host: a process each, which measures its part of the plan into the folder of its
+class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from profharness.errors import UsageError
+from profharness.jobs.local import local_lanes
+
+SCRIPT = Path(__file__).with_name("make_atlas.py")
+PASSED_ON = ("seconds", "seed", "device", "workers", "batch", "cells", "longest")
+
+
+def measure_on_lanes(options: argparse.Namespace) -> int:
+    """Measure on each lane; the highest exit code of the processes."""
+    kind, _, count = options.scheduler.partition(":")
+    if kind != "local" or (count and not count.isdigit()) or count == "0":
+        raise UsageError(
+            f"--scheduler {options.scheduler}: here it is local or local:N; on other hosts run `measure` "
+            "with --part K/N in a job each"
+        )
+    if options.part != (0, 1):
+        raise UsageError("--part is what --scheduler gives each GPU; leave one of them out")
+    lanes = local_lanes(int(count) if count else None, options.device)
+    classes = defaultdict(list)
+    for lane in lanes:
+        classes[class_name(lane)].append(lane)
+    processes = [
+        started(lane, options, options.folder / name, f"{place}/{len(alike)}")
+        for name, alike in classes.items()
+        for place, lane in enumerate(alike)
+    ]
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for process, reader in processes:
+            reader.join()
+            process.wait()
+    except KeyboardInterrupt:
+        for process, _ in processes:
+            process.send_signal(signal.SIGINT)
+        for process, _ in processes:
+            process.wait()
+        raise
+    return max(process.returncode for process, _ in processes)
+
+
+def class_name(lane: dict[str, Any]) -> str:
+    """The folder of a lane: `nvidia-h200`, or `cpu`."""
+    return re.sub(r"[^a-z0-9]+", "-", str(lane["gpu"] or "cpu").lower()).strip("-")
+
+
+def started(
+    lane: dict[str, Any], options: argparse.Namespace, folder: Path, part: str
+) -> tuple[subprocess.Popen[str], threading.Thread]:
+    """The process of a lane and the thread that reads it; what it prints stands behind the lane's name."""
+    argv = [sys.executable, str(SCRIPT), "measure", str(folder), "--part", part]
+    argv += ["--parent", str(os.getpid())]
+    for name in PASSED_ON:
+        argv += [f"--{name}", str(getattr(options, name))]
+    visible = {"CUDA_VISIBLE_DEVICES": lane["uuid"]} if lane.get("uuid") else {}
+    process = subprocess.Popen(
+        argv,
+        env=os.environ | visible,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # Ctrl-C comes once, from here
+    )
+    reader = threading.Thread(target=repeat, args=(lane["lane"], process), daemon=True)
+    reader.start()
+    return process, reader
+
+
+def repeat(name: str, process: subprocess.Popen[str]) -> None:
+    """Print the lines of a lane as they come."""
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            print(f"{name}: {line}", end="", flush=True)
