@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import resource
 import statistics
@@ -28,6 +27,7 @@ from profharness.environment import visible_gpus  # noqa: E402
 from profharness.jobs import campaign  # noqa: E402
 from profharness.jobs.lane import run_group  # noqa: E402
 from profharness.jobs.window import OnStep, Plain, Window  # noqa: E402
+from profharness.processes import child_environment  # noqa: E402
 from profharness.run import CaptureOptions, Protocol, Run  # noqa: E402
 from profharness.runner.capture import plan_capture, write_folder  # noqa: E402
 from profharness.runner.group import make_part, publish  # noqa: E402
@@ -134,12 +134,14 @@ def children_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def sweep(out: Path, lanes: int, text: str) -> tuple[float, dict[str, dict[str, Any]]]:
+def sweep(
+    out: Path, lanes: int, text: str, iterations: int
+) -> tuple[float, dict[str, dict[str, Any]]]:
     """Seconds of a bench on so many lanes, and the record of each of its groups."""
     words = ["bench", "--config", text, "--backend", BACKENDS, "--processes", "1"]
     words += [
         "--iterations",
-        "40",
+        str(iterations),
         "--scheduler",
         f"local:{lanes}",
         "--out",
@@ -157,8 +159,7 @@ def sweep(out: Path, lanes: int, text: str) -> tuple[float, dict[str, dict[str, 
     begin = time.monotonic()
     with (out / f"on{lanes}.log").open("w") as log:
         command = [sys.executable, "-P", "-c", CLIENT, *words]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, env=variables, stdout=log, stderr=log, check=True)
+        subprocess.run(command, env=child_environment(), stdout=log, stderr=log, check=True)
     seconds = time.monotonic() - begin
     paths = (out / f"on{lanes}").glob("*/groups/*/run.json")
     return seconds, {path.parent.name: json.loads(path.read_bytes()) for path in paths}
@@ -180,9 +181,9 @@ def ratios(
     return found
 
 
-def two_gpu_rows(out: Path, text: str) -> Iterator[tuple[str, str, str]]:
-    one_s, alone = sweep(out, 1, text)
-    two_s, busy = sweep(out, 2, text)
+def two_gpu_rows(out: Path, text: str, iterations: int) -> Iterator[tuple[str, str, str]]:
+    one_s, alone = sweep(out, 1, text, iterations)
+    two_s, busy = sweep(out, 2, text, iterations)
     keys = {record["environment"].get("gpu_key") for record in busy.values()}
     yield "groups, GPUs that ran some", f"{len(busy)}, {len(keys)}", "≥ 40, 2"
     yield "one GPU, two GPUs", f"{one_s:.0f} s, {two_s:.0f} s", ""
@@ -198,11 +199,11 @@ def two_gpu_rows(out: Path, text: str) -> Iterator[tuple[str, str, str]]:
         yield f"{name}: both busy / alone", figure, limit
 
 
-def rows(out: Path, text: str) -> Iterator[tuple[str, str, str]]:
+def rows(out: Path, text: str, iterations: int) -> Iterator[tuple[str, str, str]]:
     yield from scheduler_rows(out)
     yield fixed_row(out)
     if len(visible_gpus()) > 1:
-        yield from two_gpu_rows(out, text)
+        yield from two_gpu_rows(out, text, iterations)
     else:
         yield "a sweep on two GPUs", "not measured", "this host has fewer"
 
@@ -210,13 +211,14 @@ def rows(out: Path, text: str) -> Iterator[tuple[str, str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=re.split(r"\n\n", __doc__ or "")[0])
     parser.add_argument("--configs", default=SWEEP, help="of the sweep on two GPUs")
+    parser.add_argument("--iterations", type=int, default=100, help="samples of each measurement")
     parser.add_argument("--keep", type=Path, help="a folder for what was measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = options.keep or Path(folder)
         out.mkdir(parents=True, exist_ok=True)
         print("| what | figure | wanted |\n|---|---:|---|", flush=True)
-        for row in rows(out, options.configs):
+        for row in rows(out, options.configs, options.iterations):
             print(f"| {' | '.join(row)} |", flush=True)
 
 

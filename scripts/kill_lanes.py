@@ -81,7 +81,8 @@ class Trial:
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", CLIENT, "capture", *words],
                 cwd=self.place,
-                env={**os.environ, "PYTHONPATH": str(ROOT), MARK: str(self.place)}
+                env=importable()
+                | {MARK: str(self.place)}
                 | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -161,8 +162,7 @@ class Trial:
         if folder is None:
             return ["no campaign at all"]
         ingest = [sys.executable, "-m", "profharness", "ingest", str(folder)]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run(ingest, cwd=self.place, env=variables, check=True, capture_output=True)
+        subprocess.run(ingest, cwd=self.place, env=importable(), check=True, capture_output=True)
         cells = json.loads((folder / "run.json").read_bytes())["cells"]
         status = collections.Counter(cell["status"] for cell in cells)
         faults = []
@@ -187,6 +187,12 @@ class Trial:
         if left := [path.name for path in (folder / "groups").iterdir() if path.suffix == ".part"]:
             faults.append(f"parts are left: {left}")
         return faults
+
+
+def importable() -> dict[str, str]:
+    """The environment with the checkout's package first, and what was on the path before."""
+    before = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), before]))}
 
 
 def stand_in(place: Path) -> Path:

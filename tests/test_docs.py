@@ -39,6 +39,7 @@ PAGES = (
     "docs/models.md",
     "docs/ranks.md",
     "docs/reliability.md",
+    "docs/scale.md",
 )
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

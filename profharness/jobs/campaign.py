@@ -36,9 +36,11 @@ from profharness.runner.group import PART, make_part, publish
 
 GROUPS_FOLDER = "groups"
 SCHEMA = "profharness.campaign/1"
-GROUP_S = 30.0  # of estimated work in a process, so that its start is a tenth of it at most
-SMALLEST_S = 10.0  # where there are fewer such groups than lanes
-GROUPS_A_LANE = 20  # with so many the last ones to end cost 2.5 %
+GROUP_S = (
+    60.0  # of estimated work in a process, whose start (5.5 s on an H200) is a tenth of it at most
+)
+SMALLEST_S = 20.0  # of the last ones, so that lanes end at about the same time
+GROUPS_A_LANE = 20  # where there is more work than for so many, groups are longer
 # What a cell takes besides its calls, in seconds, and what a call of a device is reckoned by.
 PREPARED_S = {"capture": 0.15, "bench": 0.4, "verify": 0.3}
 TURNS_S = 0.2  # of one measurement of a bench that is soon precise
@@ -74,17 +76,17 @@ def cut_groups(
 ) -> list[Group]:
     """All cells of a run in groups, longest first; all of one config are in one group.
 
-    A group has 30 s of estimated work or more in each process, where there is that much, and a lane
-    has 20 groups or more, where there are so many.
+    A group has a minute of estimated work in each process, or a twentieth of its lane's; towards the
+    end of the work groups are smaller, where there are several lanes.
     """
     units = []
     for _, unit in itertools.groupby(run.cells, key=lambda cell: cell.asked or cell.config.label):
         cells = list(unit)
         units.append((sum(estimate_s(cell, run) for cell in cells), cells))
     units.sort(key=lambda unit: -unit[0])
-    total = sum(seconds for seconds, _ in units) / max(1, lanes)
+    left = sum(seconds for seconds, _ in units)
     processes = run.protocol.processes
-    enough = max(min(GROUP_S * processes, total), SMALLEST_S * processes, total / GROUPS_A_LANE)
+    largest = max(GROUP_S * processes, left / max(1, lanes) / GROUPS_A_LANE)
     groups: list[Group] = []
     gathered: list[Cell] = []
     seconds = 0.0
@@ -92,13 +94,15 @@ def cut_groups(
     for number, (more, cells) in enumerate(units, 1):
         gathered += cells
         seconds += more
-        if seconds >= enough or number == len(units):
+        last_ones = max(SMALLEST_S * processes, left / (2 * lanes)) if lanes > 1 else largest
+        if seconds >= min(largest, last_ones) or number == len(units):
+            left -= seconds
             # in the order of the run, in which configs were named
             gathered.sort(key=lambda cell: cell.cell)
             names = tuple(cell.cell for cell in gathered)
             groups.append(Group(_hash(gathered, run, code, gpu), names, round(seconds, 3)))
             gathered, seconds = [], 0.0
-    return groups
+    return sorted(groups, key=lambda group: -group.seconds)
 
 
 def estimate_s(cell: Cell, run: Run) -> float:

@@ -50,11 +50,20 @@ def test_all_backends_of_a_config_are_in_one_group_and_each_cell_in_one(tmp_path
         assert seconds[0] == max(seconds)
 
 
-def test_many_configs_make_twenty_groups_a_lane_of_half_a_minute_or_more(tmp_path: Path) -> None:
+def test_many_configs_make_twenty_groups_a_lane_that_get_smaller(tmp_path: Path) -> None:
     run = planned("1,8,{64:64000:+64},64", tmp_path)
-    groups = cut_groups(run, ("auto", "math"), 2)
-    assert min(group.seconds for group in groups[:-1]) >= campaign.GROUP_S
-    assert 20 <= len(groups) <= 42
+    seconds = [group.seconds for group in cut_groups(run, ("auto", "math"), 2)]
+    assert seconds[0] >= campaign.GROUP_S
+    assert min(seconds[:-1]) >= campaign.SMALLEST_S
+    assert seconds[-2] < seconds[0] / 2
+    assert 20 <= len(seconds) <= 60
+    alone = [group.seconds for group in cut_groups(run, ("auto", "math"), 1)]
+    assert min(alone[:-1]) >= campaign.GROUP_S
+
+
+def test_a_little_work_is_one_group(tmp_path: Path) -> None:
+    run = planned("1,1,{8:64:+8},8", tmp_path)
+    assert len(cut_groups(run, ("auto", "math"), 8)) == 1
 
 
 def test_a_group_is_the_hash_of_what_is_run_and_how(tmp_path: Path) -> None:
