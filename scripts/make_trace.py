@@ -57,7 +57,14 @@ def laid_out(trace: dict[str, Any]) -> tuple[bytes, list[bytes]]:
 
 
 def body_of(event: dict[str, Any]) -> bytes:
-    """An event without its outer braces' lines; times with three digits."""
+    """An event without its outer braces' lines; times with three digits. An arrow has its time in its
+    first line.
+    """
+    if event["ph"] in ("s", "f") and "id" in event:
+        own = ("ph", "id", "pid", "tid")
+        head = json.dumps({key: event[key] for key in own})[1:-1]
+        rest = {key: value for key, value in event.items() if key not in (*own, "ts")}
+        return f'    {head}, "ts": {event["ts"]:.3f},\n    {json.dumps(rest)[1:-1]}'.encode()
     times = [f'"{key}": {event[key]:.3f}' for key in ("ts", "dur") if key in event]
     plain = {key: value for key, value in event.items() if key not in ("ts", "dur", "args")}
     lines = [json.dumps(plain)[1:-1], ", ".join(times)]

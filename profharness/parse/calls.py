@@ -47,7 +47,6 @@ from profharness.parse.ops import (
     TRITON_TEMPLATE,
     UNFUSED_FLEX,
     Detail,
-    Flow,
     is_fused,
 )
 from profharness.parse.replay import POSITIONS, flag, replay_config, sizes, tensor_argument
@@ -156,7 +155,7 @@ class _Draft:
 
 def find_calls(
     details: Iterable[Detail],
-    flows: Iterable[Flow],
+    flows: Ints,
     modules: Iterable[Detail],
     ranges: Sequence[Range],
     threads: Sequence[tuple[int, int]],
@@ -164,8 +163,8 @@ def find_calls(
 ) -> tuple[Calls, tuple[Step, ...]]:
     """The attention calls of a trace, and its steps.
 
-    threads: (pid, tid) by thread index; base: ns to add to every time that is given here, which the
-    ranges have already.
+    flows: rows of Flow; threads: (pid, tid) by thread index; base: ns to add to every time that is
+    given here, which the ranges have already.
     """
     tree = Tree(details)
     inside = _inside(tree)
@@ -180,7 +179,7 @@ def find_calls(
     ]
     evaluations = Tree(op for op in tree.spans if op.name.startswith(EVALUATION))
     doubts = Counter[str]()
-    stretches += _backward(drafts, tree, evaluations, list(flows), doubts)
+    stretches += _backward(drafts, tree, evaluations, flows, doubts)
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
     last = max((op.end for op in tree.spans), default=0)
     steps = _steps(ranges, _outermost(context.modules, evaluations), base, last)
@@ -383,7 +382,7 @@ def _backward(
     drafts: Sequence[_Draft],
     tree: Tree,
     evaluations: Tree,
-    flows: Sequence[Flow],
+    flows: Ints,
     doubts: Counter[str],
 ) -> Iterator[tuple[int, str, int, int, int]]:
     """The stretches of the calls' backwards: where the arrows from a call's ops lead; without arrows
@@ -421,7 +420,7 @@ def _backward(
                 for at in reversed(range(bisect_left(open_calls, op.start, key=begin)))
                 if (
                     bool(drafts[open_calls[at]].sequences & sequences)
-                    if sequences and not flows
+                    if sequences and not len(flows)
                     else drafts[open_calls[at]].compiled
                     and shapes == _shapes(drafts[open_calls[at]])
                 )
@@ -438,14 +437,12 @@ def _backward(
         parts.clear()
 
 
-def _by_arrows(
-    drafts: Sequence[_Draft], evaluations: Tree, flows: Sequence[Flow]
-) -> dict[int, list[Detail]]:
+def _by_arrows(drafts: Sequence[_Draft], evaluations: Tree, flows: Ints) -> dict[int, list[Detail]]:
     """The nodes of autograd that the arrows from each call's ops lead to, each of one call alone."""
     forward = Intervals.build(
         *np.array([(d.thread, d.start, d.end) for d in drafts], np.int64).reshape(-1, 3).T
     )
-    arrows = np.array(flows, np.int64).reshape(-1, 4).T
+    arrows = flows.T
     owners = forward.innermost(arrows[0], arrows[1])
     mine = np.flatnonzero(owners >= 0)
     nodes = evaluations.intervals.innermost(*arrows[2:, mine]).tolist()

@@ -15,7 +15,16 @@ from typing import Any, BinaryIO, cast
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
+from profharness.parse import chrome_lines as lines
 from profharness.parse import join as link
+from profharness.parse.chrome_events import (
+    EXACT_LIMIT,
+    MODULE_MARK,
+    UNDECODABLE,
+    Collector,
+    Events,
+    NeedExactTimes,
+)
 from profharness.parse.chrome_read import (
     BLOCK,
     MAX_PIECE,
@@ -26,20 +35,9 @@ from profharness.parse.chrome_read import (
     probe,
     skip_space,
 )
-from profharness.parse.columns import (
-    EXACT_LIMIT,
-    MAX_NS,
-    MAX_TEXT,
-    UNDECODABLE,
-    Collector,
-    Events,
-    NeedExactTimes,
-    Spool,
-    Tables,
-)
+from profharness.parse.columns import MAX_NS, MAX_TEXT, Spool, Tables
 from profharness.parse.devices import make_device
 from profharness.parse.graphs import replayed
-from profharness.parse.ops import MODULE
 from profharness.parse.packed import is_packed
 from profharness.processes import start_python
 from profharness.trace import LaunchConfig, Trace
@@ -69,7 +67,6 @@ FLUSH = 2 * 1024 * 1024
 REACH = 4 * 1024 * 1024  # how far a broken event is followed over compact separators
 FOREVER = 1 << 62
 NUMBER = re.compile(r"-?[0-9]{1,18}")
-MODULE_MARK = f'"{MODULE}'.encode()
 MAX_FRAME = 1 << 12  # bytes of a Python frame's event
 TWO_PROCESSES_FROM = 50_000_000  # bytes of JSON; below, a second process costs more than it saves
 GZIP_RATIO = 13
@@ -219,6 +216,9 @@ class Scanner:
         self.window = window
         self.layout = layout
         self.collector = collector
+        own = layout.separator == lines.SEPARATOR
+        self._lines = lines.Lines(collector) if own else None
+        self._other_until = 0  # the end of a segment that was laid out in another way
         self._array_end: int | None = None
 
     def scan(self, index: int, begin: int, end: int) -> Part:
@@ -260,7 +260,7 @@ class Scanner:
         while window.base < end and self._array_end is None:
             more = True
             if len(window.buffer) < wanted or separator not in window.buffer:
-                more = window.fill(max(BLOCK, min(len(window.buffer), MAX_PIECE // 4)))
+                more = window.fill(self._block(end))
                 if len(window.buffer) > MAX_PIECE:
                     message = "an event of more than 32 MiB"
                     raise window.error(message, offset=window.base, expected="an event")
@@ -275,12 +275,15 @@ class Scanner:
             final = stop < 0 or stuck
             if final and more and not stuck:
                 continue
-            segment = buffer if final else buffer[: stop + 1]
-            used = self._segment(segment, last=final)
+            taken = not final and self._take_lines(index, stop)
+            if self._lines and not taken and not final:
+                stop = min(stop, max(buffer.rfind(separator, 0, BLOCK), buffer.find(separator)))
+            segment = buffer if final or taken else buffer[: stop + 1]
+            used = stop + 1 if taken else self._segment(segment, last=final)
             if self._array_end is None:
                 if final:
                     return
-                whole = used == len(segment)
+                whole = taken or used == len(segment)
                 window.seek(window.base + (stop + lead if whole else used))
                 stuck = window.eof and not whole
                 wanted = 1 if whole else 2 * len(window.buffer)
@@ -288,6 +291,21 @@ class Scanner:
             if window.base - flushed >= FLUSH:
                 self.collector.flush(index)
                 flushed = window.base
+
+    def _block(self, end: int) -> int:
+        """How many bytes to read at once for a range that ends there."""
+        least = min(lines.SEGMENT, end - self.window.end) if self._lines else BLOCK
+        return max(BLOCK, least, min(len(self.window.buffer), MAX_PIECE // 4))
+
+    def _take_lines(self, index: int, stop: int) -> bool:
+        """Take in the buffer's events up to that `}` by their lines; False where that cannot be."""
+        window = self.window
+        if self._lines is None or window.base < self._other_until:
+            return False
+        if self._lines.take(window.buffer, stop + 1, index):
+            return True
+        self._other_until = window.base + stop
+        return False
 
     def _segment(self, segment: bytes, *, last: bool) -> int:
         """Take in events; returns how many bytes are done with, fewer if the last event goes on."""
@@ -331,7 +349,7 @@ class Scanner:
                     return len(segment)
                 position = border + lead
                 continue
-            self._event(segment[position:behind])
+            self.collector.add_text(segment[position:behind])
             position = skip_space(segment, behind)
             mark = segment[position : position + 1]
             if mark == b"]":
@@ -361,19 +379,6 @@ class Scanner:
         self.collector.tables.skipped += 1
         self._array_end = self.window.base + position + tail.index(b"]", border)
         return position
-
-    def _event(self, data: bytes) -> None:
-        collector = self.collector
-        categories = len(collector.events.extra)
-        event, bad = collector.events.decode_one(data)
-        if len(collector.events.extra) != categories:
-            collector.register()
-        if bad:
-            collector.tables.skipped += 1
-            return
-        collector.tables.events += 1
-        if event is not None:
-            collector.add((event,))
 
 
 def _array_end(path: Path, answers: list[Answer]) -> int | None:

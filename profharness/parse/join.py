@@ -4,8 +4,7 @@ time, and the result as launch batches in a temporary file.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from profharness.parse.calls import Calls, find_calls
 from profharness.parse.columns import (
-    Arrow,
+    Arrows,
     Block,
     GpuRows,
     Ints,
@@ -23,7 +22,7 @@ from profharness.parse.columns import (
     Tables,
 )
 from profharness.parse.intervals import Intervals, nothing
-from profharness.parse.ops import EVALUATION, Flow
+from profharness.parse.ops import EVALUATION
 from profharness.parse.ranges import Ranges
 from profharness.trace import NONE, LaunchBatch, Step
 
@@ -86,7 +85,8 @@ def merge(tables: list[Tables], spools: list[Spool]) -> Source:
         merged.ranges.extend(other.ranges, mine["threads"])
         for name in ("gpu", "launches", "ops"):
             getattr(merged, name).extend(replace(b, owner=owner) for b in getattr(other, name))
-        for name in ("details", "modules", "arrows"):
+        merged.arrows.extend(other.arrows, mine["threads"])
+        for name in ("details", "modules"):
             threads = mine["threads"].tolist()
             rows = (row._replace(thread=threads[row.thread]) for row in getattr(other, name))
             getattr(merged, name).extend(rows)
@@ -97,21 +97,26 @@ def merge(tables: list[Tables], spools: list[Spool]) -> Source:
     return Source(merged, spools, maps)
 
 
-def flows(arrows: Iterable[Arrow]) -> list[Flow]:
-    """Arrows that have both ends, in order of their start."""
-    starts: dict[int | str, Arrow] = {}
-    ends: dict[int | str, Arrow] = {}
-    for arrow in arrows:
-        (starts if arrow.begins else ends)[arrow.key] = arrow
-    both = ((start, ends[key]) for key, start in starts.items() if key in ends)
-    made = (Flow(start.thread, start.t, end.thread, end.t) for start, end in both)
-    return sorted(made, key=lambda flow: flow.start)
+def flows(arrows: Arrows) -> Ints:
+    """A row of Flow for each arrow that has both ends, in order of their start."""
+    key, begins, thread, t = arrows.columns()
+    sides = []
+    for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
+        # of several the last counts
+        keys, last = np.unique(key[rows][::-1], return_index=True)
+        sides.append((keys, rows[len(rows) - 1 - last]))
+    (keys, starts), (others, ends) = sides
+    both, at, to = np.intersect1d(keys, others, assume_unique=True, return_indices=True)
+    starts, ends = starts[at], ends[to]
+    order = np.lexsort((both, t[starts]))
+    made = np.stack([thread[starts], t[starts], thread[ends], t[ends]], axis=1)
+    return made[order]
 
 
-def lone_ends(arrows: Iterable[Arrow]) -> list[str]:
+def lone_ends(arrows: Arrows) -> list[str]:
     """A warning with the number of arrows that lack an end; none where all have both."""
-    sides = Counter((arrow.key, arrow.begins) for arrow in arrows)
-    lone = sum((key, not begins) not in sides for key, begins in sides)
+    key, begins, *_ = arrows.columns()
+    lone = len(np.setxor1d(key[begins == 1], key[begins == 0]))
     text = (
         f"{lone:,} arrows from forward to backward have one end alone: their backward is not told"
     )
@@ -119,17 +124,17 @@ def lone_ends(arrows: Iterable[Arrow]) -> list[str]:
 
 
 def contexts(
-    tables: Tables, arrows: list[Flow], threads: list[tuple[int, int]], base: int
+    tables: Tables, flows: Ints, threads: list[tuple[int, int]], base: int
 ) -> tuple[Ranges, Calls, tuple[Step, ...]]:
     """What launches may lie in: ranges, which follow autograd's arrows, attention calls, and steps.
 
-    threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
+    flows: rows of Flow; threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
     """
     ranges = Ranges(tables.ranges, threads, base)
-    if arrows:
+    if len(flows):
         evaluations = (op for op in tables.details if op.name.startswith(EVALUATION))
-        ranges.follow(evaluations, arrows)
-    calls, steps = find_calls(tables.details, arrows, tables.modules, ranges.rows, threads, base)
+        ranges.follow(evaluations, flows)
+    calls, steps = find_calls(tables.details, flows, tables.modules, ranges.rows, threads, base)
     return ranges, calls, steps
 
 

@@ -57,7 +57,6 @@ from profharness.parse.nsys_info import (
     start_time,
 )
 from profharness.parse.nsys_ops import OpRanges
-from profharness.parse.ops import Flow
 from profharness.profilers import require_tool
 from profharness.profilers.nsys import export_report
 from profharness.trace import NONE, LaunchConfig, Trace
@@ -242,7 +241,7 @@ class Reader:
     def __init__(self, export: Export, spool: Spool) -> None:
         self.tables = Tables()
         self.variants = Ids()
-        self.flows: list[Flow] = []  # from forward ops to their backward ops
+        self.flows = np.empty((0, 4), np.int64)  # rows of Flow, to backward ops
         self.doubts: Counter[str] = Counter()  # texts with {n} for the count
         self._export = export
         self._spool = spool

@@ -128,8 +128,8 @@ class OpRanges:
         self._tables.ops.append(Block(*place, len(columns), len(self._pending), low, high))
         self._pending.clear()
 
-    def flows(self) -> tuple[list[Flow], int]:
-        """Arrows from forward ops to their backward ops, in order of their start, by autograd's
+    def flows(self) -> tuple[Ints, int]:
+        """Rows of Flow for the arrows from forward ops to their backward ops, in order of their start, by autograd's
         sequence numbers; and how many backward ops have a number of several threads.
 
         A thread counts the backward ops that it prepares. The op that prepared one is the last that
@@ -159,7 +159,8 @@ class OpRanges:
                 unclear += len(ops) != 1
             if len(ops) == 1 and rows[1, ops[0]] < rows[1, node]:
                 matched.append(Flow(*rows[:2, ops[0]].tolist(), *rows[:2, node].tolist()))
-        return sorted(matched, key=lambda flow: flow.start), unclear
+        matched.sort(key=lambda flow: flow.start)
+        return np.array(matched, np.int64).reshape(-1, 4), unclear
 
 
 def _keys(process: Ints, sequence: Ints) -> Ints:

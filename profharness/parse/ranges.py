@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from profharness.parse.columns import Ints, RangeColumns
 from profharness.parse.intervals import Intervals, nothing
-from profharness.parse.ops import Detail, Flow
+from profharness.parse.ops import Detail
 from profharness.trace import CELL_RANGE_PREFIX, NONE, Range
 
 
@@ -51,12 +51,14 @@ class _Open:
 
 
 class _Forward:
-    """The moment at which the forward op behind a backward op ran, by autograd's arrows."""
+    """The moment at which the forward op behind a backward op ran, by autograd's arrows (rows of
+    Flow).
+    """
 
-    def __init__(self, evaluations: Iterable[Detail], flows: Sequence[Flow]) -> None:
+    def __init__(self, evaluations: Iterable[Detail], flows: Ints) -> None:
         columns = np.array([row[1:4] for row in evaluations], np.int64).reshape(-1, 3).T
         self._nodes = Intervals.build(columns[2], columns[0], columns[1])
-        arrows = np.array(flows, np.int64).reshape(-1, 4).T
+        arrows = flows.T
         at = self._nodes.innermost(arrows[2], arrows[3])
         self._thread, self._t = nothing(len(columns[0]) + 1), nothing(len(columns[0]) + 1)
         self._thread[at[at >= 0]], self._t[at[at >= 0]] = arrows[:2, at >= 0]
@@ -130,6 +132,8 @@ class Ranges:
         inner[launched] = mine
         return inner, cell
 
-    def follow(self, evaluations: Iterable[Detail], flows: Sequence[Flow]) -> None:
-        """Let a launch of a backward op without a range have that of its forward op."""
+    def follow(self, evaluations: Iterable[Detail], flows: Ints) -> None:
+        """Let a launch of a backward op without a range have that of its forward op; flows: rows of
+        Flow.
+        """
         self._forward = _Forward(evaluations, flows)

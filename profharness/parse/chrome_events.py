@@ -1,0 +1,504 @@
+"""Kineto's events, decoded, to int64 columns: which fields of which categories are read, and how a
+file of many is taken in.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from decimal import Decimal
+from itertools import chain, islice
+from typing import Any, Union
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from profharness.parse.columns import (
+    MAX_INT,
+    MAX_NS,
+    Block,
+    Flags,
+    GpuRows,
+    Ints,
+    LaunchRows,
+    OpRows,
+    Spool,
+    Tables,
+    whole,
+)
+from profharness.parse.ops import MODULE, Detail, has_arguments, is_detailed
+
+Triple = tuple[int, int, int]
+
+EXACT_LIMIT = float(1 << 43)  # µs; below it a double still rounds to the right nanosecond
+MAX_ARGUMENTS = 4096  # different arguments of ops that are remembered
+
+
+MODULE_MARK = f'"{MODULE}'.encode()
+
+
+class NeedExactTimes(Exception):
+    """A double does not hold a timestamp to the nanosecond; the file has to be read with decimals."""
+
+
+class Collector:
+    """Takes decoded events in, and writes them out as columns."""
+
+    def __init__(self, events: Events, spool: Spool) -> None:
+        self.events = events
+        self.spool = spool
+        self.tables = Tables()
+        self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
+        self._take: dict[type, Callable[[Any], object]] = {}
+        self._sequence = 0
+        self._texts: list[str] = []  # of ops' names, by id
+        self._detailed: list[int] = []  # by id of a name: 1 for a detail, 2 for one with arguments
+        self._arguments = Arguments()
+        self.register()
+
+    def register(self) -> None:
+        """Learn the event classes, again after the union has grown."""
+        for kind, classes in self.events.classes.items():
+            self._take.update(dict.fromkeys(classes, self._pending[kind].append))
+        drop = deque[Any](maxlen=0).append
+        self._take.update(dict.fromkeys(self.events.ignored, drop))
+
+    def add(self, events: Iterable[Any]) -> None:
+        """Sort events by class into the pending lists."""
+        take = self._take
+        for event in events:
+            take[type(event)](event)
+
+    def add_texts(self, texts: list[bytes]) -> None:
+        """Decode events and take them in, what is broken skipped and counted."""
+        try:
+            events = self.events.many.decode(b"[%b]" % b",".join(texts))
+        except UNDECODABLE:
+            for text in texts:
+                self.add_text(text)
+        else:
+            self.tables.events += len(events)
+            self.add(events)
+        for text in texts:  # the decoder skips frames
+            if MODULE_MARK in text:
+                self.add_module(text)
+
+    def add_text(self, data: bytes) -> None:
+        """Decode an event and take it in, or skip and count it."""
+        categories = len(self.events.extra)
+        event, bad = self.events.decode_one(data)
+        if len(self.events.extra) != categories:
+            self.register()
+        if bad:
+            self.tables.skipped += 1
+            return
+        self.tables.events += 1
+        if event is not None:
+            self.add((event,))
+
+    def add_module(self, data: bytes) -> None:
+        """Take in an event that may be the call of an nn.Module."""
+        with suppress(*UNDECODABLE):
+            self._pending["module"].append(self.events.module.decode(data))
+
+    def settle(self, part: int) -> None:
+        """Write what has to stand before rows that come as columns."""
+        if any(self._pending[kind] for kind in ("op", "launch", "loose", "gpu")):
+            self.flush(part)
+
+    def add_ops(self, part: int, rows: OpRows, args: Callable[[int], bytes]) -> None:
+        """Write ops; args: the text of a row's arguments."""
+        keep = np.ones(len(rows.start), np.bool_)
+        self._detail(rows, keep, args)
+        self._write(self.tables.ops, rows, keep, self._order(part), rows.start, rows.end)
+
+    def add_launches(self, part: int, rows: LaunchRows) -> None:
+        """Write launch calls."""
+        key, keep = rows.correlation, np.ones(len(rows.start), np.bool_)
+        self._write(self.tables.launches, rows, keep, self._order(part), key, key)
+
+    def add_device(self, part: int, rows: GpuRows) -> None:
+        """Write kernels, memcpys and memsets."""
+        key, keep = rows.correlation, np.ones(len(rows.start), np.bool_)
+        self._write(self.tables.gpu, rows, keep, self._order(part), key, key)
+
+    def add_modules(self, names: list[str], columns: tuple[Ints, ...]) -> None:
+        """Take in calls of modules: names, and columns of start, end and thread."""
+        rows = zip(names, *(column.tolist() for column in columns), strict=True)
+        self.tables.modules += [Detail(*row) for row in rows]
+
+    def _order(self, part: int) -> tuple[int, int]:
+        self._sequence += 1
+        return part, self._sequence
+
+    def flush(self, part: int) -> None:
+        """Write the pending events as blocks of a part of the file. Raises NeedExactTimes."""
+        order = self._order(part)
+        pending = self._pending
+        pending["launch"].extend(filter(None, map(self.events.launch_of, pending["loose"])))
+        pending["loose"].clear()
+        writers = {
+            "gpu": self._write_gpu,
+            "launch": self._write_launches,
+            "op": self._write_ops,
+            "range": self._write_ranges,
+            "arrow": self._write_arrows,
+            "module": self._write_modules,
+        }
+        for kind, write in writers.items():
+            if pending[kind]:
+                write(pending[kind], order)
+                pending[kind].clear()
+
+    def _write_gpu(self, events: list[Any], order: tuple[int, int]) -> None:
+        start, duration, keep = self._times(events)
+        kinds, kernels, configs = self.events.kinds, self.tables.kernels, self.tables.configs
+        args = [event.args for event in events]
+        rows = GpuRows(
+            start=start,
+            duration=duration,
+            kernel=kernels.column([(kinds[type(e)], e.name) for e in events]),
+            config=configs.column([(a.grid, a.block, a.registers, a.shared) for a in args]),
+            device=_checked([a.device for a in args], keep),
+            stream=_checked([a.stream for a in args], keep),
+            correlation=_checked([a.correlation for a in args], keep),
+            node=_checked([a.graph_node or -1 for a in args], keep),
+            bytes=_checked([a.bytes for a in args], keep),
+        )
+        keys = list(configs)
+        odd = [row for row in np.unique(rows.config).tolist() if not fits(keys[row])]
+        if odd:  # a launch configuration that does not fit into int64
+            keep &= ~np.isin(rows.config, odd)
+        self._write(self.tables.gpu, rows, keep, order, rows.correlation, rows.correlation)
+
+    def _write_launches(self, events: list[Any], order: tuple[int, int]) -> None:
+        keep = np.ones(len(events), np.bool_)
+        rows = LaunchRows(
+            correlation=_checked([e.args.correlation for e in events], keep),
+            api=self.tables.apis.column([e.name for e in events]),
+            thread=self._threads(events),
+            start=self._nanoseconds([e.ts for e in events], keep),
+        )
+        self._write(self.tables.launches, rows, keep, order, rows.correlation, rows.correlation)
+
+    def _write_ops(self, events: list[Any], order: tuple[int, int]) -> None:
+        start, duration, keep = self._times(events)
+        names = self.tables.names.column([e.name for e in events])
+        rows = OpRows(start, start + duration, self._threads(events), names)
+        self._detail(rows, keep, lambda row: bytes(events[row].args))
+        self._write(self.tables.ops, rows, keep, order, start, rows.end)
+
+    def _detail(self, rows: OpRows, keep: Flags, args: Callable[[int], bytes]) -> None:
+        """Keep the ops on their own of which that is wanted; args: the text of a row's arguments."""
+        names = self.tables.names
+        new = list(islice(names, len(self._detailed), None))
+        self._detailed += [1 + has_arguments(name) if is_detailed(name) else 0 for name in new]
+        self._texts += new
+        level = np.array(self._detailed, np.int64)[rows.name]
+        places = np.flatnonzero((level > 0) & keep)
+        columns = (column[places].tolist() for column in (level, *rows))
+        for row, needs, start, end, thread, name in zip(places.tolist(), *columns, strict=True):
+            arguments, sequence = NO_ARGUMENTS, -1
+            if needs > 1:
+                with suppress(msgspec.MsgspecError):
+                    arguments, sequence = self._arguments.read(args(row))
+            detail = Detail(self._texts[name], start, end, thread, *arguments, sequence)
+            self.tables.details.append(detail)
+
+    def _write_arrows(self, events: list[Any], _order: tuple[int, int]) -> None:
+        events = [e for e in events if isinstance(e.id, int | str) and e.ph in ("s", "f")]
+        keep = np.ones(len(events), np.bool_)
+        times = self._nanoseconds([e.ts for e in events], keep)
+        begins = np.array([e.ph == "s" for e in events], np.int64)
+        keys = self.tables.arrows.keys([e.id for e in events])
+        self.add_arrows(np.stack([keys, begins, self._threads(events), times])[:, keep])
+
+    def add_arrows(self, columns: Ints) -> None:
+        """Take in ends of arrows given as columns of Arrows."""
+        self.tables.arrows.blocks.append(columns)
+
+    def _write_modules(self, events: list[Any], _order: tuple[int, int]) -> None:
+        start, duration, keep = self._times(events)
+        columns = (start, start + duration, self._threads(events))
+        self.tables.modules += [
+            Detail(event.name, *row)
+            for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True)
+            if kept
+        ]
+
+    def _write_ranges(self, events: list[Any], _order: tuple[int, int]) -> None:
+        start, duration, keep = self._times(events)
+        columns = (start, duration, self._threads(events))
+        for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True):
+            if kept:
+                self.tables.ranges.add(event.name, *row)
+                if is_detailed(event.name):
+                    begin, lasted, own = row
+                    self.tables.details.append(Detail(event.name, begin, begin + lasted, own))
+            else:
+                self.tables.skipped += 1
+
+    def _times(self, events: list[Any]) -> tuple[Ints, Ints, Flags]:
+        keep = np.ones(len(events), np.bool_)
+        start = self._nanoseconds([e.ts for e in events], keep)
+        micro = np.array([e.dur for e in events], np.float64)
+        self.tables.negative += int(np.count_nonzero(micro < 0))
+        keep &= (micro >= 0) & (micro < EXACT_LIMIT)
+        return start, _to_ns(np.where(keep, micro, 0.0)), keep
+
+    def _nanoseconds(self, values: list[Any], keep: Flags) -> Ints:
+        if not self.events.exact:
+            micro = np.array(values, np.float64)
+            if (np.abs(micro) >= EXACT_LIMIT).any():
+                raise NeedExactTimes
+            return _to_ns(micro)
+        result = []
+        for position, value in enumerate(values):
+            # Decimals are compared bare: arithmetic raises for those that are no numbers or too long
+            known = value.is_finite() and -MAX_NS < value < MAX_NS
+            exact = round(value * 1000) if known else MAX_NS
+            keep[position] &= abs(exact) < MAX_NS
+            result.append(exact if abs(exact) < MAX_NS else 0)
+        return np.array(result, np.int64)
+
+    def _threads(self, events: list[Any]) -> Ints:
+        return self.tables.threads.column([(e.pid, e.tid) for e in events])
+
+    def _write(
+        self,
+        blocks: list[Block],
+        rows: Iterable[Ints],
+        keep: Flags,
+        order: tuple[int, int],
+        low: Ints,
+        high: Ints,
+    ) -> None:
+        columns = list(rows)
+        if not keep.all():
+            self.tables.skipped += int((~keep).sum())
+            columns = [column[keep] for column in columns]
+            low, high = low[keep], high[keep]
+        if len(low):
+            span = (int(low.min()), int(high.max()))
+            offset = self.spool.write(columns)
+            blocks.append(Block(order, offset, len(columns), len(low), *span))
+
+
+def _to_ns(micro: NDArray[np.float64]) -> Ints:
+    """Microseconds with three decimals to nanoseconds, exact below EXACT_LIMIT.
+
+    Whole and fraction apart: near 2**42 a double is off by up to 0.49 ns, and the rounding of a
+    plain product by 1000 would make a whole one of it.
+    """
+    whole = np.floor(micro)
+    fraction = np.rint((micro - whole) * 1000)
+    return whole.astype(np.int64) * 1000 + fraction.astype(np.int64)
+
+
+def _checked(values: list[int], keep: Flags) -> Ints:
+    """Values as int64; those that do not fit lose their row."""
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        fits = [-MAX_INT <= value <= MAX_INT for value in values]
+        keep &= np.array(fits)
+        return np.array([v if f else -1 for v, f in zip(values, fits, strict=True)], np.int64)
+
+
+def fits(config: tuple[Any, ...]) -> bool:
+    """Whether a launch configuration holds only numbers from 0 to int64's largest."""
+    grid, block, registers, shared = config
+    values = (*(grid or ()), *(block or ()), registers or 0, shared or 0)
+    return bool(max(values) <= MAX_INT and min(values) >= 0)
+
+
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH = ("cuda_runtime", "cuda_driver")
+ARROWS = ("fwdbwd", "forward_backward")  # from a forward op to its backward op
+MODULES = "python_function"  # skipped by the decoder, but for those that modules are
+IGNORED = (
+    "python_function", "ac2g", "async_cpu_to_gpu",
+    "cpu_instant_event", "overhead", "Trace", "gpu_user_annotation", "cuda_sync", "cuda_event",
+    "cuda_profiler_range", "collective_comm", "async_gpu", "async",
+)  # fmt: skip
+MAX_EXTRA = 256  # unknown categories that are looked at
+
+_NOT_FINITE = re.compile(
+    rb'"(?:[^"\\]|\\.)*+"|-?\b(?:NaN|nan|Infinity|infinity|inf)\b', re.DOTALL | re.ASCII
+)
+# a Decimal's exponent may be beyond decimal's own limits
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ArithmeticError)
+
+
+class GpuArgs(msgspec.Struct, gc=False):
+    """`args` of a kernel, memcpy or memset."""
+
+    device: int = -1
+    stream: int = -1
+    correlation: int = -1
+    graph_node: int | None = msgspec.field(default=None, name="graph node id")
+    registers: int | None = msgspec.field(default=None, name="registers per thread")
+    shared: int | None = msgspec.field(default=None, name="shared memory")
+    grid: Triple | None = None
+    block: Triple | None = None
+    bytes: int = -1
+
+
+class OpArgs(msgspec.Struct, gc=False):
+    """`args` of an op that is kept on its own."""
+
+    dims: Any = msgspec.field(default=None, name="Input Dims")
+    strides: Any = msgspec.field(default=None, name="Input Strides")
+    types: Any = msgspec.field(default=None, name="Input type")
+    values: Any = msgspec.field(default=None, name="Concrete Inputs")
+    sequence: Any = msgspec.field(default=None, name="Sequence number")
+
+
+_OP_ARGS = msgspec.json.Decoder(OpArgs)
+Four = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
+NO_ARGUMENTS: Four = ((), (), (), ())
+
+
+class Arguments:
+    """Reads ops' `args`: dims, strides, types and values, decoded once where ops have the same text.
+
+    Kineto writes these four next to each other, and numbers that differ in every op around them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[Four, Any]] = {}
+
+    def read(self, data: bytes) -> tuple[Four, int]:
+        """(dims, strides, types, values) and the sequence number, -1 for none. Raises MsgspecError."""
+        begin, end = data.find(b'"Concrete Inputs"'), data.rfind(b', "Ev Idx"')
+        rest = data[:begin] + data[end + 2 :] if 0 <= begin < end else b""
+        if not rest or b'"Input ' in rest:
+            arguments, number = _four(data)
+        else:
+            number = _OP_ARGS.decode(rest).sequence
+            key = data[begin:end]
+            if (known := self._known.get(key)) is None:
+                if len(self._known) >= MAX_ARGUMENTS:
+                    self._known.clear()
+                known = self._known[key] = _four(b"{%b}" % key)
+            arguments = known[0]
+            number = known[1] if number is None else number
+        sequence = whole(number)
+        return arguments, -1 if sequence is None else sequence
+
+
+def _four(data: bytes) -> tuple[Four, Any]:
+    given = _OP_ARGS.decode(data)
+    lists = (given.dims, given.strides, given.types, given.values)
+    dims, strides, types, values = (item if isinstance(item, list) else () for item in lists)
+    return (dims, strides, types, values), given.sequence
+
+
+class LaunchArgs(msgspec.Struct, gc=False):
+    """`args` of a runtime or driver call."""
+
+    correlation: int = -1
+
+
+class Events:
+    """The union's classes and decoders for one file; `exact` reads ts as Decimal."""
+
+    def __init__(self, *, exact: bool) -> None:
+        self.exact = exact
+        self.extra: list[str] = []
+        self.kinds: dict[type, str] = {}  # also of classes from before the union grew
+        self._build()
+
+    def _build(self) -> None:
+        time = Decimal if self.exact else float
+        timed: list[Any] = [("name", str), ("ts", time), ("dur", float)]
+        thread: list[Any] = [(name, int | str | float | None, None) for name in ("pid", "tid")]
+        launch = [("name", str), ("ts", time), ("args", LaunchArgs), *thread]
+        arrow = [("ph", str, ""), ("id", Any, None), ("ts", time, 0), *thread]
+        loose = [("name", str, ""), ("ts", Any, None), ("args", Any, None), *thread]
+        self.classes = {
+            "gpu": [_struct(category, [*timed, ("args", GpuArgs)]) for category in GPU],
+            "launch": [_struct(category, launch) for category in LAUNCH],
+            "loose": [_struct(category, loose) for category in self.extra],
+            "op": [_struct("cpu_op", [*timed, *thread, ("args", msgspec.Raw, msgspec.Raw())])],
+            "arrow": [_struct(category, arrow) for category in ARROWS],
+            "module": [_struct(MODULES, [*timed, *thread])],
+            "range": [_struct("user_annotation", [*timed, *thread])],
+        }
+        self.ignored = [_struct(category, []) for category in IGNORED]
+        kinds = (category.removeprefix("gpu_") for category in GPU)
+        self.kinds.update(zip(self.classes["gpu"], kinds, strict=True))
+        decoded = (classes for kind, classes in self.classes.items() if kind != "module")
+        union: Any = Union[(*chain.from_iterable(decoded), *self.ignored)]
+        self.many: Any = msgspec.json.Decoder(types.GenericAlias(list, (union,)))
+        self.one: Any = msgspec.json.Decoder(union)
+        self.module: Any = msgspec.json.Decoder(*self.classes["module"])
+        self.known = {*GPU, *LAUNCH, *ARROWS, "cpu_op", "user_annotation", *IGNORED, *self.extra}
+
+    def launch_of(self, event: Any) -> Any | None:
+        """An event of an unknown category as a launch, if it looks like one."""
+        args = event.args if isinstance(event.args, dict) else {}
+        correlation = args.get("correlation")
+        if not isinstance(correlation, int) or "stream" in args:
+            return None
+        if not isinstance(event.ts, int | float):
+            return None
+        time = Decimal(event.ts) if self.exact else _double(event.ts)
+        launch = self.classes["launch"][0]
+        return launch(event.name, time, LaunchArgs(correlation), event.pid, event.tid)
+
+    def decode_one(self, data: bytes) -> tuple[Any, bool]:
+        """(event or None, whether it was bad) of a segment that did not decode as a whole.
+
+        Events without a category or a duration are not bad. Numbers that are not finite become
+        null: Kineto writes `inf` for the bandwidth of a copy that took no time.
+        """
+        try:
+            return self.one.decode(data), False
+        except UNDECODABLE:
+            pass
+        data = _NOT_FINITE.sub(_null, data)
+        try:
+            head = _HEAD.decode(data)
+        except UNDECODABLE:
+            return None, True
+        if not isinstance(head.cat, str) or head.ph not in (None, "X"):
+            return None, False
+        if head.cat not in self.known:
+            if len(self.extra) >= MAX_EXTRA:
+                return None, False
+            self.extra.append(head.cat)
+            self._build()
+        try:
+            return self.one.decode(data), False
+        except UNDECODABLE:
+            return None, True
+
+
+class _Head(msgspec.Struct):
+    cat: Any = None
+    ph: Any = None
+
+
+_HEAD = msgspec.json.Decoder(_Head)
+
+
+def _struct(category: str, fields: list[Any]) -> Any:
+    name = "Event_" + re.sub(r"\W", "_", category)
+    return msgspec.defstruct(name, fields, tag_field="cat", tag=category, gc=False)
+
+
+def _double(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _null(match: re.Match[bytes]) -> bytes:
+    return match.group() if match.group().startswith(b'"') else b"null"
