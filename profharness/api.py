@@ -41,6 +41,7 @@ from profharness.files import (
     check_output,
 )
 from profharness.jobs.progress import shown
+from profharness.jobs.side_by_side import ingested
 from profharness.profilers.ncu_metrics import metric_names
 from profharness.rows import (
     TRACE_PROFILERS,
@@ -194,15 +195,20 @@ def observe() -> contextlib.AbstractContextManager[Any]:
     return block
 
 
-def ingest(*sources: PathLike, store: PathLike | None = None) -> pd.DataFrame:
+def ingest(
+    *sources: PathLike, scheduler: str | None = None, store: PathLike | None = None
+) -> pd.DataFrame:
     """Take traces and run folders into the store; one row per run, status new, unchanged or
-    replaced. Raises TraceFormatError; the file that raises leaves the store as it was.
+    replaced. scheduler: `local` reads with a process a CPU, `local:4` with four. Raises TraceFormatError;
+    the file that raises leaves the store as it was.
     """
     path = store_path(store)
-    return stores.to_frame(
-        [result for source in sources for result in stores.ingest_path(path, Path(source))],
-        stores.IngestResult,
+    results = (
+        (result for source in sources for result in stores.ingest_path(path, Path(source)))
+        if scheduler is None
+        else ingested(path, map(Path, sources), scheduler)
     )
+    return stores.to_frame(list(results), stores.IngestResult)
 
 
 def runs(*, store: PathLike | None = None) -> pd.DataFrame:

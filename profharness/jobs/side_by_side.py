@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,6 +29,7 @@ from profharness.errors import ProfharnessError, StoreError, UsageError, shown
 from profharness.files import exclusive
 from profharness.processes import END_GRACE_S, held, kill_group, read_end, start_python
 from profharness.store.schema import connect, damaged, is_damage
+from profharness.store.sources import find_sources
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -81,6 +82,7 @@ class _Pool:
     lock: threading.Lock = field(default_factory=threading.Lock)
     answers: queue.SimpleQueue[tuple[int, Plain]] = field(default_factory=queue.SimpleQueue)
     children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -111,9 +113,8 @@ class _Pool:
             if "lost" in answer:
                 answer = {"error": f"{shown(self.sources[index])}: {answer['lost']}"}
             self.answers.put((index, answer))
-        if child is not None and child.stdin is not None:
-            child.stdin.close()
-            child.wait()
+        if child is not None:
+            _wait_for_end(child)
 
     def _log(self, number: int) -> Path:
         return self.folder / f"{number}.log"
@@ -141,9 +142,7 @@ class _Pool:
         if line.endswith(b"\n"):
             answer: Plain = json.loads(line)
             return answer
-        child.stdin.close()
-        child.stdout.close()
-        code = child.wait()
+        code = _wait_for_end(child)
         (number,) = [key for key, value in self.children.items() if value is child]
         words = read_end(self._log(number)).strip().splitlines()[-1:]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
@@ -160,7 +159,7 @@ class _Pool:
             with self.lock:
                 self.closed = True
                 children = list(self.children.values())
-            for _ in range(len(children) + 1):
+            for _ in self.threads:
                 self.slots.release()
             for number in (signal.SIGTERM, signal.SIGKILL):
                 for child in children:
@@ -171,6 +170,17 @@ class _Pool:
                 for child in children:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         child.wait(max(0.0, deadline - time.monotonic()))
+            for thread in self.threads:
+                thread.join(END_GRACE_S)
+
+
+def _wait_for_end(child: subprocess.Popen[bytes]) -> int:
+    """The return code of a reader that has nothing more to do, or has ended."""
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):  # a task that it did not read
+                stream.close()
+    return child.wait()
 
 
 def take_in(
@@ -193,7 +203,9 @@ def take_in(
             lambda: opened.enter_context(closing(connect(store, write=True, foreign_keys=False)))
         )
         for number, cpu in enumerate(cpus[: len(sources)]):
-            threading.Thread(target=pool.read, args=(number, cpu), daemon=True).start()
+            thread = threading.Thread(target=pool.read, args=(number, cpu), daemon=True)
+            pool.threads.append(thread)
+            thread.start()
         held_back: dict[int, Plain] = {}
         for index, path in enumerate(sources):
             while index not in held_back:
@@ -205,6 +217,19 @@ def take_in(
             yield _taken(store, writer, pool.shard(index), path, held_back.pop(index))
             pool.shard(index).unlink(missing_ok=True)
             slots.release()
+
+
+def ingested(store: Path, paths: Iterable[Path], scheduler: str) -> list[IngestResult]:
+    """Take all sources of these paths in. Raises TraceFormatError for the first path that is none,
+    ProfharnessError for sources that could not be taken in, once all others are.
+    """
+    cpus = readers_of(scheduler)
+    sources = [source for path in paths for source in find_sources(path)]
+    outcomes = list(take_in(store, sources, cpus))
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if errors:
+        raise ProfharnessError("\n".join(errors))
+    return [result for outcome in outcomes for result in outcome.results]
 
 
 def _taken(

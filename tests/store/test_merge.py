@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from store_contents import contents
 
 from profharness.errors import TraceFormatError
 from profharness.run import RUN_FILE
@@ -14,26 +15,10 @@ from profharness.store import IngestResult, ingest_path, merge_shard
 from profharness.store.ingest import ingest_source
 from profharness.store.schema import connect, make_shard
 from profharness.store.sources import read_source
-from profharness.store.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
-SOURCES = (  # of three profilers, with cells, calls, counters and observed calls
-    ROOT / "traces" / "models" / "vit.json.gz",
-    ROOT / "traces" / "h200-torch-nsys-ncu",
-    ROOT / "traces" / "models" / "llama_eager.json.gz",
-)
-RUN = ROOT / "traces" / "h200-torch2.11"
-NAMES = [line.split()[2] for line in TABLES.splitlines() if line.startswith("CREATE TABLE")]
-
-
-def contents(store: Path) -> dict[str, list[tuple[object, ...]]]:
-    """Every row of every table, ids included; whole and without a reference into nothing."""
-    with sqlite3.connect(store) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-        tables = {name: connection.execute(f"SELECT * FROM {name}").fetchall() for name in NAMES}
-    connection.close()
-    return {name: sorted(rows, key=repr) for name, rows in tables.items()}
+MODELS, CAPTURED = ROOT / "traces" / "models", ROOT / "traces" / "h200-torch-nsys-ncu"
+Folder = Callable[..., Path]
 
 
 def merged(store: Path, source: Path) -> IngestResult:
@@ -53,49 +38,55 @@ def merged(store: Path, source: Path) -> IngestResult:
             writer.commit()
 
 
-@pytest.fixture(scope="module")
-def direct(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = tmp_path_factory.mktemp("direct") / "s.db"
-    for source in SOURCES:
-        ingest_path(store, source)
-    return store
-
-
-def test_merged_shards_are_the_same_store_row_by_row(direct: Path, tmp_path: Path) -> None:
-    store = tmp_path / "s.db"
-    assert [merged(store, source).status for source in SOURCES] == ["new"] * 3
-    assert contents(store) == contents(direct)
-    assert all(len(rows) for name, rows in contents(store).items() if name in ("metrics", "calls"))
-
-
-def test_a_shard_of_what_is_stored_changes_nothing(direct: Path, tmp_path: Path) -> None:
-    store = tmp_path / "s.db"
-    shutil.copyfile(direct, store)
+def test_merged_shards_are_the_same_store_row_by_row(
+    run_folder: Folder, kineto: Path, tmp_path: Path
+) -> None:
+    """Sources of two profilers, with cells, calls and counters; then all of them once more."""
+    sources = (
+        MODELS / "vit.json.gz",
+        run_folder(),
+        CAPTURED / "ncu-1.csv",
+        MODELS / "llama_eager.json.gz",
+        kineto,
+    )
+    direct, store = tmp_path / "direct.db", tmp_path / "s.db"
+    for source in sources:
+        ingest_path(direct, source)
+    assert {merged(store, source).status for source in sources} == {"new"}
     before = contents(store)
-    assert [merged(store, source).status for source in SOURCES] == ["unchanged"] * 3
+    assert before == contents(direct)
+    assert all(before[name] for name in ("metrics", "calls", "cells", "device_times"))
+    assert {merged(store, source).status for source in sources} == {"unchanged"}
     assert contents(store) == before
 
 
-def test_a_run_that_grew_is_replaced_and_one_that_lost_is_refused(tmp_path: Path) -> None:
-    store, folder = tmp_path / "s.db", tmp_path / "run"
-    shutil.copytree(RUN, folder)
-    whole = (folder / "c0005.torch.json.gz").read_bytes()
-    (folder / "c0005.torch.json.gz").unlink()
+def test_a_run_that_grew_is_replaced_and_one_that_lost_is_refused(
+    run_folder: Folder, tmp_path: Path
+) -> None:
+    store, folder = tmp_path / "s.db", run_folder(samples=[5, 1])
     assert merged(store, folder).status == "new"
-    (folder / "c0005.torch.json.gz").write_bytes(whole)
-    assert merged(store, folder).status == "replaced"
+    assert merged(store, run_folder(samples=[5, 1, 3])).status == "replaced"
     before = contents(store)
-    (folder / "c0005.torch.json.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(TraceFormatError, match="holds less of run"):
+        merged(store, run_folder(samples=[5]))
+    trace = folder / "torch.json.gz"
+    trace.write_bytes(trace.read_bytes()[:1000])
+    with pytest.raises(TraceFormatError, match=r"holds less of run .* launches of torch"):
         merged(store, folder)
     assert contents(store) == before
 
 
-def test_a_copy_beside_its_source_is_told_and_not_stored(tmp_path: Path) -> None:
-    store, copy = tmp_path / "s.db", tmp_path / "copy"
-    merged(store, RUN)
-    shutil.copytree(RUN, copy)
-    # another text, and so another content hash
-    (copy / RUN_FILE).write_text((copy / RUN_FILE).read_text().replace('"note":null', '"note":"x"'))
+def test_a_copy_beside_its_source_is_told_and_not_stored(
+    run_folder: Folder, tmp_path: Path
+) -> None:
+    store, folder = tmp_path / "s.db", run_folder()
+    merged(store, folder)
+    before = contents(store)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    record = (copy / RUN_FILE).read_text()
+    assert '"torch":"2.11"' in record.replace(" ", "")
+    (copy / RUN_FILE).write_text(record.replace("2.11", "2.12"))  # another content hash
     result = merged(store, copy)
-    assert result.status == "unchanged"
+    assert (result.status, result.kept) == ("unchanged", folder)
+    assert contents(store) == before

@@ -1,0 +1,20 @@
+"""What a store holds, for tests that hold one against another."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from profharness.store.tables import TABLES
+
+NAMES = [line.split()[2] for line in TABLES.splitlines() if line.startswith("CREATE TABLE")]
+
+
+def contents(store: Path) -> dict[str, list[tuple[object, ...]]]:
+    """Every row of every table, ids included; whole and without a reference into nothing."""
+    with closing(sqlite3.connect(store)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+        tables = {name: connection.execute(f"SELECT * FROM {name}").fetchall() for name in NAMES}
+    return {name: sorted(rows, key=repr) for name, rows in tables.items()}
