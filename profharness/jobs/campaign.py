@@ -87,6 +87,7 @@ def cut_groups(
     left = sum(seconds for seconds, _ in units)
     processes = run.protocol.processes
     largest = max(GROUP_S * processes, left / max(1, lanes) / GROUPS_A_LANE)
+    smallest = max(SMALLEST_S * processes, largest / 8)
     groups: list[Group] = []
     gathered: list[Cell] = []
     seconds = 0.0
@@ -94,7 +95,7 @@ def cut_groups(
     for number, (more, cells) in enumerate(units, 1):
         gathered += cells
         seconds += more
-        last_ones = max(SMALLEST_S * processes, left / (2 * lanes)) if lanes > 1 else largest
+        last_ones = max(smallest, left / (2 * lanes)) if lanes > 1 else largest
         if seconds >= min(largest, last_ones) or number == len(units):
             left -= seconds
             # in the order of the run, in which configs were named
