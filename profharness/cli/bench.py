@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.environment import lacking
 from profharness.errors import MissingExtraError, UsageError
-from profharness.files import atomic_file
+from profharness.files import atomic_file, shell_command
 from profharness.rows import GPU_MEASUREMENTS
 from profharness.run import BenchOptions, Protocol, parse_precision, parse_seconds
 from profharness.views.document import Document
@@ -168,7 +169,7 @@ def command(
       profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
     """
     from profharness.jobs import Listener, bench
-    from profharness.views.bench import bench_document
+    from profharness.views.classes import classes_document
 
     options = BenchOptions(
         configs=read_configs(config, configs_file),
@@ -182,13 +183,17 @@ def command(
     if output is None or not _is_folder(output):
         require_charts(format_, output)
     answer = bench(options, store, Listener(hint, capture_progress))
+    further = (replace(options, run=run, verify=False) for run in answer.others)
+    answers = [answer, *(bench(asked, store) for asked in further)]
     with contextlib.nullcontext() if options.run else measured("bench", "--run", answer.run):
-        document = bench_document(answer, explain=explain, raw=raw)
+        document = classes_document(answers, explain=explain, raw=raw)
         if output is not None and _is_folder(output):
             _write_folder(document, output, answer.environment, force=force)
             emit(document, "table")
         else:
             emit(document, format_, output, force=force)
+    for run in answer.others:
+        hint(f"compare them with: {shell_command('diff', answer.run, run, store=store)}")
 
 
 def _write_folder(

@@ -164,7 +164,7 @@ def command(
         return
     with capture_progress() as progress:
         captured = jobs.capture_into_store(*asked, progress)
-    _report([captured], store)
+    _report([captured, *captured.others], store)
 
 
 def _options(

@@ -1,0 +1,97 @@
+"""Benches of the same cells on several classes of GPU, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from profharness.answers.bench.answer import Benched
+from profharness.views.bench import bench_document
+from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
+
+SHOWN = 3
+
+
+def classes_document(
+    answers: Sequence[Benched], *, explain: bool = False, raw: bool = False
+) -> Document:
+    """The answer of each class, and a table with a column a class. Of one class its answer alone. The
+    rows are those of all runs; further keys are the first one's, and `classes`.
+    """
+    documents = [bench_document(answer, explain=explain, raw=raw) for answer in answers]
+    first = documents[0]
+    if len(answers) < 2:
+        return first
+    blocks = [*chain.from_iterable(document.blocks for document in documents)]
+    return Document(
+        first.schema,
+        f"Bench of runs {', '.join(answer.run for answer in answers)}",
+        (*blocks, *_compared(answers)),
+        first.fields,
+        tuple(chain.from_iterable(document.records for document in documents)),
+        {**first.extra, "classes": [_class(answer) for answer in answers]},
+    )
+
+
+def _class(answer: Benched) -> dict[str, object]:
+    return {
+        "run": answer.run,
+        "device": _device(answer),
+        "environment": answer.environment,
+        "winners": [record(winner) for winner in answer.winners],
+    }
+
+
+def _device(answer: Benched) -> str:
+    environment = answer.environment
+    return str(environment.get("gpu") or environment.get("cpu") or answer.run)
+
+
+def _compared(answers: Sequence[Benched]) -> list[Block]:
+    """Medians by class and how many times as fast the others are as the first."""
+    names = [_device(answer) for answer in answers]
+    columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
+    columns += [Column(f"us{at}", f"{name} µs", "us", right=True) for at, name in enumerate(names)]
+    columns += [
+        Column(f"times{at}", f"speed-up of {name}", "ratio", right=True)
+        for at, name in enumerate(names[1:], 1)
+    ]
+    medians = [
+        {(row.config, row.backend): row.median_ns for row in answer.ranking_rows()}
+        for answer in answers
+    ]
+    rows = []
+    for cell in dict.fromkeys(chain.from_iterable(medians)):
+        figures = [each.get(cell) for each in medians]
+        base = figures[0]
+        times = [base / other if base and other else None for other in figures[1:]]
+        rows.append((*cell, *figures, *times))
+    return [
+        Heading("classes", f"{len(answers)} of them, medians of {answers[0].ranking}"),
+        Table(tuple(columns), tuple(rows)),
+        *(Note(text) for text in _other_winners(answers)),
+    ]
+
+
+def _other_winners(answers: Sequence[Benched]) -> list[str]:
+    """Where another backend is the fastest than on the first class."""
+    best = [{winner.config: winner for winner in answer.winners} for answer in answers]
+    texts = []
+    for answer, each in zip(answers[1:], best[1:], strict=True):
+        both = [config for config in best[0] if config in each]
+        # one that is not told apart from the fastest is no other choice
+        apart = [
+            config
+            for config in both
+            if each[config].backend != best[0][config].backend
+            and best[0][config].backend not in (*each[config].ties, *each[config].open)
+        ]
+        examples = ", ".join(
+            f"{config} ({best[0][config].backend}, there {each[config].backend})"
+            for config in apart[:SHOWN]
+        )
+        texts.append(
+            f"on {_device(answer)} another backend than on {_device(answers[0])} is the fastest for "
+            f"{len(apart)} of {len(both)} configs{f': {examples}' if examples else ''}"
+        )
+    return texts
