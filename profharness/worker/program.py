@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -29,10 +29,8 @@ from profharness.run import (
     JournalEntry,
     Plan,
 )
-
-if TYPE_CHECKING:
-    from profharness.worker.gpu_watch import GpuWatch
-
+from profharness.worker.early import EarlyStart
+from profharness.worker.gpu_watch import GpuWatch, open_watch
 
 EXIT_DEAD_CONTEXT = 70
 EXIT_PARENT_GONE = 71
@@ -113,13 +111,17 @@ def run_program(folder: Path, module: str) -> NoReturn:
         except OSError as error:
             raise UnwritableError(f"{JOURNAL_FILE}: {error.strerror}") from None
 
+    # what a profiler watches has to begin as torch begins it
+    early = EarlyStart() if plan.protocol.device != "cpu" and not plan.wrapped else None
     # loads torch, so after the parent's watch
-    from profharness.worker import environment, gpu_watch
+    from profharness.worker import environment
 
     device = plan.protocol.device
     if device == "auto":
         device = environment.default_device()
-    watch = gpu_watch.open_watch() if device == "cuda" and plan.cells else None
+    watch = None
+    if device == "cuda" and plan.cells:
+        watch = early.watch() if early is not None else open_watch()
     keys = environment.collect(device)
     code = 0
     try:
