@@ -79,12 +79,15 @@ class Program:
     write: Write
 
 
-def watched_write(watch: GpuWatch, write: Write) -> Write:
-    """A write that also tells what the watch sees now, and whenever a cell begins, gets on or ends."""
+def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
+    """A write that also tells what the watch sees now and then while cells begin, get on and end, and
+    when the last cell has ended. A look takes as long as many a call, so not every cell has one.
+    """
 
     def write_and_report(entry: JournalEntry) -> None:
         write(entry)
-        for problem in watch.problems(at_once=entry.event == "end"):
+        at_once = entry.event == "end" and entry.cell == last
+        for problem in watch.problems(at_once=at_once):
             write(JournalEntry("problem", problem=problem))
 
     return write_and_report
@@ -127,7 +130,9 @@ def run_program(folder: Path, module: str) -> NoReturn:
     try:
         write(JournalEntry("environment", environment=keys))
         watched = watch is not None and watch.begin(environment.gpu_uuid())
-        journalled = watched_write(watch, write) if watch is not None and watched else write
+        journalled = write
+        if watch is not None and watched:
+            journalled = watched_write(watch, write, plan.cells[-1].cell)
         importlib.import_module(module).body(Program(folder, plan, device, keys, journalled))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
