@@ -24,7 +24,10 @@ from profharness.worker.environment import gpu_uuid
 PERIOD_S = 0.05
 KEPT = 4096  # readings, more than three minutes
 FIRST_S = 5.0  # NVML's first answer can be this late
-BUDGET_S = 0.5  # per measurement; a slow call gets fewer samples, never under MIN_SAMPLES
+# what a measurement may take: a slow call gets fewer samples, never under MIN_SAMPLES
+SAMPLE_S = 0.0015  # for each sample that is asked for
+LEAST_BUDGET_S = 0.05  # and no less than this: more than a turn of a bench
+WALL_BUDGET_S = 0.5  # of the wall clock, which other programs on a CPU disturb
 MIN_SAMPLES = 5
 GRAPH_CALLS = 100  # at most: a replay's own launch costs 11 us, many calls in a graph share it
 GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
@@ -34,7 +37,7 @@ HOLD_NS = 50_000  # the first hold; a call whose queueing takes longer doubles i
 HOLD_MAX_NS = 50_000_000  # a call that is not queued by then waits for the device itself
 TRIAL_CYCLES = 1_000_000  # a spin that is timed to learn the cycles of a nanosecond
 EAGER_CALLS = 20  # in one burst: with their launches they have to fit into the launch queue (1024)
-EAGER_NS = 2_000_000  # no more calls than this in one burst
+EAGER_NS = 1_000_000  # no more calls than this in one burst
 T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
 
@@ -174,7 +177,7 @@ def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
     """
     reads: list[Callable[[], int]] = []
     times: list[int] = []
-    deadline = time.perf_counter() + BUDGET_S
+    deadline = time.perf_counter() + budget_s(samples)
     while len(times) + len(reads) < samples:
         early, read = queue()
         if early:
@@ -226,7 +229,7 @@ def _burst(call: Callable[[], Any], calls: int) -> tuple[int, int]:
 
 
 Sampler = Callable[[int], dict[str, list[int]]]
-"""Samples by the name of what was measured: as many as asked for, or as fit into BUDGET_S."""
+"""Samples by the name of what was measured: as many as asked for, or as fit into their budget."""
 
 
 def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
@@ -270,13 +273,20 @@ def _captured(call: Callable[[], Any], calls: int) -> Any:
 
 def time_wall(call: Callable[[], Any], samples: int) -> dict[str, list[int]]:
     """Each sample is one call on the CPU by the monotonic clock."""
-    return {WALL: sampled(lambda: wall_ns(call), samples)}
+    return {WALL: sampled(lambda: wall_ns(call), samples, WALL_BUDGET_S)}
 
 
-def sampled(sample: Callable[[], T], count: int, budget_s: float = BUDGET_S) -> list[T]:
-    """As many samples as fit into the budget, at least MIN_SAMPLES and at most count."""
+def budget_s(samples: int) -> float:
+    """The seconds that a measurement of so many samples may take on a GPU."""
+    return max(LEAST_BUDGET_S, samples * SAMPLE_S)
+
+
+def sampled(sample: Callable[[], T], count: int, seconds: float | None = None) -> list[T]:
+    """As many samples as fit into the seconds, at least MIN_SAMPLES and at most count; None: into
+    the budget of a GPU's.
+    """
     samples: list[T] = []
-    deadline = time.perf_counter() + budget_s
+    deadline = time.perf_counter() + (budget_s(count) if seconds is None else seconds)
     while len(samples) < count:
         samples.append(sample())
         if len(samples) >= MIN_SAMPLES and time.perf_counter() > deadline:
