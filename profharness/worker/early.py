@@ -50,7 +50,7 @@ def open_context() -> bool:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-        return (
+        return bool(
             cuda.cuInit(0) == 0
             and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0
             and cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0

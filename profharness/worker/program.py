@@ -130,7 +130,7 @@ def run_program(folder: Path, module: str) -> NoReturn:
     try:
         write(JournalEntry("environment", environment=keys))
         watched = watch is not None and watch.begin(environment.gpu_uuid())
-        journalled = write
+        journalled: Write = write
         if watch is not None and watched:
             journalled = watched_write(watch, write, plan.cells[-1].cell)
         importlib.import_module(module).body(Program(folder, plan, device, keys, journalled))
