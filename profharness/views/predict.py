@@ -16,9 +16,11 @@ from profharness.answers.atlas.answer import (
 )
 from profharness.answers.explain.maps import Map, draw_maps, value_text
 from profharness.config import AUTO, parse_config
+from profharness.dispatch.advice import call_code
 from profharness.views.document import (
     Block,
     Chart,
+    Code,
     Column,
     Document,
     Heading,
@@ -114,11 +116,9 @@ def config_blocks(
     """
     some = {AUTO, answer[0].best} if len(backends) == len(answer) and not full else {*backends}
     shown = [row for row in answer if row.backend in backends]
-    blocks: list[Block] = [
-        Heading(answer[0].config, place.text),
-        Note(statement(answer)),
-        Table.of(BACKEND_COLUMNS, [row for row in shown if row.status == "ok"]),
-    ]
+    blocks: list[Block] = [Heading(answer[0].config, place.text), Note(statement(answer))]
+    if ran := [row for row in shown if row.status == "ok"]:
+        blocks.append(Table.of([each for each in BACKEND_COLUMNS if _tells(each, ran)], ran))
     kernels = [
         launch_record(launch) | {"backend": row.backend}
         for row in shown
@@ -127,12 +127,24 @@ def config_blocks(
     ]
     if kernels:
         blocks += [Heading("Kernels of a call", level=3), Table.of(KERNEL_COLUMNS, kernels)]
+    auto = answer[0]
+    if auto.best and auto.certain and (auto.regret or 0) > MUCH:
+        config = parse_config(auto.config)
+        code = Code(call_code(config, config, auto.best))
+        blocks += [Note(f"to have {auto.best} compute it", "instead"), code]
     for row in shown:
         if row.status != "ok":
             said = "; ".join(reason.message for reason in row.reasons) or "as the atlas has it"
             blocks.append(status_note(row.status, said, row.backend))
     outside = dict.fromkeys(row.outside for row in shown if row.outside)
     return [*blocks, *(Note(text, "no time", "warning") for text in outside if text)]
+
+
+def _tells(column: Column, rows: Sequence[Predicted]) -> bool:
+    """Whether a column has anything in it; an interval of what was measured has not."""
+    if column.key in ("low_ns", "high_ns"):
+        return any(row.source != "measured" for row in rows)
+    return any(getattr(row, column.key) is not None for row in rows)
 
 
 def _asked(backends: Sequence[str]) -> str:
