@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profharness
-from profharness.answers.atlas.data import Atlas, AtlasCell, find_atlas
+from profharness.answers.atlas.data import Atlas, AtlasCell, atlas_of, find_atlas, write_atlas
 from profharness.answers.atlas.rows import PROFILER, against, predicted_rows
 from profharness.cli.kernels import command as kernels
 from profharness.cli.predict import command
@@ -134,6 +135,27 @@ def test_several_configs_make_maps_of_choice_time_and_loss(tmp_path: Path) -> No
     assert "legend" in text
     told("--config", RANGE, "--gpu", "H200", "-o", tmp_path / "maps.html")
     assert "What auto takes" in (tmp_path / "maps.html").read_text()
+
+
+def test_a_variant_of_a_board_is_called_by_its_own_name() -> None:
+    said = predict("--config", "2,8,512,64,bf16", "--gpu", "H200 NVL", "--torch", "2.11").stderr
+    assert "no atlas of H200 NVL with torch 2.11.0" in said
+
+
+def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
+    atlas: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    machine = replace(atlas.machine, gpu="NVIDIA RTX 3060 Laptop GPU", capability="8.6")
+    own = tmp_path / "own"
+    own.mkdir()
+    write_atlas(atlas_of(machine, measured), own / "laptop.atlas")
+    label = measured[0].config.label
+    for gpu in ("RTX 3060 Laptop GPU", "H200"):
+        document = answer("--config", label, "--gpu", gpu, "--atlas", own)
+        assert document["rows"][0]["source"] == "measured"
+        assert document["rows"][0]["gpu"].endswith(gpu)
+    error = predict("--config", label, "--atlas", own).exception
+    assert "which GPU is not said, and there are atlases of NVIDIA H200, NVIDIA RTX" in str(error)
 
 
 @pytest.mark.parametrize("format_", ["csv", "jsonl", "md"])

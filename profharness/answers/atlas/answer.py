@@ -4,6 +4,7 @@ PyTorch's own choice loses.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from profharness.answers.atlas.data import Atlas, Launch, Machine
 from profharness.answers.atlas.model import Estimate, estimate
 from profharness.config import AUTO, SDPA_BACKENDS, Config
-from profharness.devices import find_gpu
+from profharness.devices import Gpu, data_sheet, find_gpu
 from profharness.dispatch.machine import Machine as RuleMachine
 from profharness.dispatch.machine import from_config, machine_for, machine_of, release_text
 from profharness.dispatch.predict import Prediction, predict
@@ -24,11 +25,14 @@ BACKENDS = (AUTO, *SDPA_BACKENDS)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The GPU and the release that an answer is about. atlas is None where nothing was measured there."""
+    """The GPU and the release that an answer is about. atlas is None where nothing was measured there. asked is
+    what the table of GPUs knows it by: a name, else a capability.
+    """
 
     gpu: str
     release: str
     rules: RuleMachine
+    asked: str
     atlas: Atlas | None = None
 
     @property
@@ -47,28 +51,40 @@ def machine_text(machine: Machine) -> str:
 
 
 def place_of(atlas: Atlas) -> Place:
-    """The place where an atlas was measured."""
+    """The place where an atlas was measured. Its GPU need not be one that a table has."""
     machine = atlas.machine
-    rules = machine_of(
-        {
-            "torch": machine.torch,
-            "torch_cuda": machine.cuda,
-            "cudnn": machine.cudnn,
-            "capability": capability_of(machine.gpu),
-        }
-    )
-    return Place(find_gpu(machine.gpu).name, release_text(rules.torch), rules, atlas)
+    known = known_gpu(machine.gpu)
+    capability = f"{known.capability[0]}.{known.capability[1]}" if known else machine.capability
+    environment = {"torch": machine.torch, "torch_cuda": machine.cuda, "cudnn": machine.cudnn}
+    rules = machine_of(environment | {"capability": capability})
+    name = known.name if known else machine.gpu
+    return Place(name, release_text(rules.torch), rules, known.name if known else rules.sm, atlas)
 
 
 def place_named(gpu: str, torch: str) -> Place:
     """A place without an atlas, by rule alone. Raises UsageError for a GPU or a release that is none."""
-    rules = machine_for(gpu, torch)
-    return Place(find_gpu(gpu).name, release_text(rules.torch), rules)
+    rules, name = machine_for(gpu, torch), find_gpu(gpu).name
+    shown = name if same_gpu(gpu, name) else gpu
+    return Place(shown, release_text(rules.torch), rules, name)
 
 
-def capability_of(gpu: str) -> str:
-    """`9.0` for an H200."""
-    return ".".join(map(str, find_gpu(gpu).capability))
+def known_gpu(name: str) -> Gpu | None:
+    """The row of the table of GPUs, None where it has none."""
+    try:
+        return find_gpu(name)
+    except UsageError:
+        return None
+
+
+def same_gpu(one: str, other: str) -> bool:
+    """Whether two names mean one GPU; variants of a board with other rates are not the same."""
+    names, rates = set(), set()
+    for text in (one, other):
+        known, sheet = known_gpu(text), data_sheet(text)
+        names.add(known.name if known else re.sub(r"[^a-z0-9]|nvidia", "", text.lower()))
+        if sheet is not None:  # a name in a spelling of the user's has none
+            rates.add((*sheet.flops_per_s.items(), sheet.bandwidth_bytes_per_s))
+    return len(names) == 1 and len(rates) < 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +125,7 @@ FIELDS = tuple(field.name for field in fields(Predicted))
 def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
     """A tuple for each config, with `auto` first and then each backend of PyTorch's."""
     resolved = [config.resolve("cuda") for config in configs]
-    estimates = iter(estimate(place.atlas, resolved, BACKENDS, place.gpu, place.release))
+    estimates = iter(estimate(place.atlas, resolved, BACKENDS, place.asked, place.release))
     answers = []
     for config in resolved:
         told = [next(estimates) for _ in BACKENDS]

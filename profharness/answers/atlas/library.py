@@ -15,6 +15,7 @@ from profharness.answers.atlas.answer import (
     place_named,
     place_of,
     predict_all,
+    same_gpu,
     shown_backends,
     statement,
 )
@@ -27,7 +28,6 @@ from profharness.answers.atlas.data import (
     read_shards,
 )
 from profharness.config import Config
-from profharness.devices import data_sheet, find_gpu
 from profharness.dispatch.machine import RELEASES, parse_release, release_text
 from profharness.dispatch.machine import Machine as RuleMachine
 from profharness.environment import gpu_name
@@ -86,14 +86,6 @@ def entry_record(entry: Entry) -> dict[str, Any]:
     place = {"name": entry.name, "origin": entry.origin, "path": str(entry.path)}
     record = place | asdict(atlas.machine) | counts | {"cells": len(atlas)}
     return {name: record[name] for name in FIELDS}
-
-
-def same_gpu(one: str, other: str) -> bool:
-    """Whether two names mean one GPU; variants of a board with other rates are not the same."""
-    sheets = [data_sheet(name) for name in (one, other)]
-    rates = [sheet and (sheet.flops_per_s, sheet.bandwidth_bytes_per_s) for sheet in sheets]
-    alike = None in rates or rates[0] == rates[1]
-    return alike and find_gpu(one).name == find_gpu(other).name
 
 
 def find_place(
@@ -197,26 +189,19 @@ def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
 
 
 def find_entry(entries: Sequence[Entry], name: str) -> Entry:
-    """The atlas of a name, of a path, or the only one of a GPU. Raises NotFoundError, UsageError."""
+    """The atlas of a name, the only one of a GPU, or that of a path. Raises NotFoundError, UsageError."""
     for entry in entries:
         if name in (entry.name, entry.path.name):
             return entry
+    fitting = [each for each in entries if same_gpu(each.atlas.machine.gpu, name)]
+    if len(fitting) == 1:
+        return fitting[0]
     path = Path(name)
     if path.exists():
         return Entry(path, USER, read_any(path))
-    fitting = [each for each in entries if _is_of(each.atlas.machine.gpu, name)]
-    if len(fitting) == 1:
-        return fitting[0]
     names = ", ".join(entry.name for entry in fitting or entries) or "none"
     fault = "more than one atlas is of" if fitting else "no atlas and no file is called"
     raise NotFoundError(f"{fault} {shown(name)!r}; there are {names}")
-
-
-def _is_of(gpu: str, name: str) -> bool:
-    try:
-        return same_gpu(gpu, name)
-    except UsageError:  # a name that is no GPU's
-        return False
 
 
 def read_any(path: Path) -> Atlas:

@@ -10,7 +10,7 @@ from profharness.answers.atlas.answer import BACKENDS, Place, Predicted, nanosec
 from profharness.answers.atlas.data import Launch
 from profharness.answers.atlas.library import place_at, predicted
 from profharness.config import Config, parse_config
-from profharness.devices import Device, find_gpu, occupancy
+from profharness.devices import Device, occupancy
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CellRow, KernelRow
 
@@ -75,7 +75,7 @@ def _kernel_row(
     filled = None
     if launch.block is not None and None not in (launch.registers, launch.shared_bytes):
         major, minor = place.rules.capability
-        device = Device(0, place.gpu, major, minor, find_gpu(place.gpu).sm_count or 0)
+        device = Device(0, place.gpu, major, minor, 0)  # occupancy asks for one SM alone
         x, y, z = launch.block
         filled = occupancy(x * y * z, launch.registers or 0, launch.shared_bytes or 0, device)
     return KernelRow(
