@@ -28,7 +28,7 @@ def command(port: int, host: str, store: Path) -> None:
     """Show the store in a browser, read-only, with ready queries and a report of each run.
 
     Needs the extra `web` (Datasette). It answers to this machine alone unless --host says
-    otherwise, and ends with Ctrl-C.
+    otherwise, and ends with Ctrl-C. Runs that are ingested meanwhile appear at once.
 
     \b
     Example:
@@ -39,8 +39,8 @@ def command(port: int, host: str, store: Path) -> None:
 
     if host not in LOOPBACK:
         hint(
-            f"warning: --host {host}: whoever reaches this machine can read the whole store, "
-            "host names and paths in it included"
+            f"warning: --host {host}: whoever reaches this machine can read the whole store without a "
+            "password, host names and paths in it included; nobody can write"
         )
     serve(
         store,

@@ -72,6 +72,7 @@ from profharness.runner.observe import Observed, observe
 from profharness.runner.probe import probe_interpreter
 from profharness.runner.supervise import Progress
 from profharness.store import LATEST, Selection, Store, open_store
+from profharness.store.filesystems import refuse_network
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -336,6 +337,7 @@ def require_store(path: Path) -> None:
 
     Making a new one is left for later, for it costs as much as a cell.
     """
+    refuse_network(path)
     place = path if path.exists() else path.parent
     if place == path or not place.is_dir():
         open_store(path, write=True).close()

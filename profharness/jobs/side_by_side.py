@@ -28,6 +28,7 @@ import profharness.store as stores
 from profharness.errors import ProfharnessError, StoreError, UsageError, shown
 from profharness.files import exclusive
 from profharness.processes import END_GRACE_S, held, kill_group, read_end, start_python
+from profharness.store.filesystems import refuse_network
 from profharness.store.schema import connect, damaged, is_damage
 from profharness.store.sources import find_sources
 
@@ -194,6 +195,7 @@ def take_in(
 
     Raises StoreError for a store that cannot be used. Where the iteration ends early, so do the readers.
     """
+    refuse_network(store)
     with ExitStack() as opened:
         folder = opened.enter_context(_shard_folder(store))
         slots = threading.Semaphore(AHEAD * len(cpus))

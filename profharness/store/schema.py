@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from profharness.errors import NotFoundError, StoreError
+from profharness.store.filesystems import may_be_read, refuse_network
 from profharness.store.tables import TABLES, VIEWS
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
@@ -117,7 +118,7 @@ def connect(
     any_thread: others than this thread may read with it.
 
     Raises NotFoundError when there is no store to read. Raises StoreError for a file that is
-    foreign, damaged, or of another schema, which stays untouched.
+    foreign, damaged, of another schema, or to be written over a network, which stays untouched.
     """
     if write and not path.exists() and not path.parent.is_dir():
         raise StoreError(f"{path}: its folder does not exist; create it or name another --store")
@@ -127,6 +128,8 @@ def connect(
             "--store names another"
         )
     _check_header(path)
+    if write:
+        refuse_network(path)
     try:
         if write:
             return waiting(lambda: _open_writer(path, foreign_keys))
@@ -325,8 +328,12 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
 
 
 def _open_reader(path: Path, any_thread: bool) -> sqlite3.Connection:
-    """A connection that cannot write rows; an immutable one on a medium that is read-only."""
-    for mode in ("mode=rw", "mode=ro&immutable=1"):
+    """A connection that cannot write rows; an immutable one on a medium that is read-only, or on a
+    network file system, where nobody writes.
+    """
+    for mode in (
+        ("mode=ro&immutable=1",) if may_be_read(path) else ("mode=rw", "mode=ro&immutable=1")
+    ):
         connection = _raw(path, mode, any_thread=any_thread)
         try:
             if not _is_made(connection, path):

@@ -58,6 +58,27 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # name -> (title, what it answers, SQL over the store's views)
 QUERIES: dict[str, tuple[str, str, str]] = {
+    "stored_runs": (
+        "Runs",
+        "Which runs are stored, the newest first, with the rank of a job that each is of.",
+        """SELECT run, kind, created, device, torch, rank, world_size,
+            (SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells,
+            (SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches
+        FROM runs r ORDER BY created DESC, id DESC""",
+    ),
+    "busy_devices": (
+        "How busy each GPU was",
+        "Of each traced program: the span from the first launch to the last, the part of it in which "
+        "the GPU was busy, in which collectives ran, and in which nothing but collectives did.",
+        """SELECT run, rank, device_index, span_ms, busy, collectives, exposed FROM (
+            SELECT r.run, r.rank, d.device AS device_index,
+                (end_ns - start_ns) / 1e6 AS span_ms,
+                round(1.0 * busy_ns / nullif(end_ns - start_ns, 0), 4) AS busy,
+                round(1.0 * collective_ns / nullif(end_ns - start_ns, 0), 4) AS collectives,
+                round(1.0 * exposed_ns / nullif(end_ns - start_ns, 0), 4) AS exposed, r.created
+            FROM device_times d JOIN traces t ON t.id = d.trace_id JOIN runs r ON r.id = t.run_id)
+        ORDER BY created DESC, run, rank, device_index""",
+    ),
     "slowest_kernels": (
         "Slowest kernels",
         "Kernels by the time that they take in a call, in µs.",

@@ -1,0 +1,108 @@
+"""File systems that reach over a network, where SQLite's write-ahead log does not work: its index is
+shared memory, which other hosts do not see, and locks are not to be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from profharness.errors import StoreError
+from profharness.files import DEFAULT_STORE, STORE_VARIABLE
+
+# types as the kernel names them; a type behind `fuse.` is a program's own
+NETWORK = {
+    "9p": "9P",
+    "afs": "AFS",
+    "beegfs": "BeeGFS",
+    "ceph": "CephFS",
+    "cifs": "CIFS",
+    "gcsfuse": "Cloud Storage FUSE",
+    "glusterfs": "GlusterFS",
+    "goofys": "S3 (goofys)",
+    "gpfs": "GPFS",
+    "juicefs": "JuiceFS",
+    "lustre": "Lustre",
+    "nfs": "NFS",
+    "nfs4": "NFS",
+    "orangefs": "OrangeFS",
+    "panfs": "PanFS",
+    "pvfs2": "PVFS",
+    "rclone": "rclone",
+    "s3fs": "S3 (s3fs)",
+    "smb3": "SMB",
+    "smbfs": "SMB",
+    "sshfs": "SSHFS",
+    "wekafs": "WekaFS",
+}
+MOUNTS = Path("/proc/self/mountinfo")
+ROOT = "/"
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+def network_name(path: Path) -> str | None:
+    """The name of the network file system on which a file lies or would lie; None on a disk of this
+    host, and where the system does not tell.
+    """
+    with contextlib.suppress(OSError):
+        real = os.path.realpath(path)
+        under = [
+            (len(point), kind)
+            for point, kind in _mounts(MOUNTS.read_text(errors="surrogateescape"))
+            if point == ROOT or real == point or real.startswith(f"{point}/")
+        ]
+        # of two mounts at one point the later one covers the earlier
+        length = max((length for length, _ in under), default=0)
+        kinds = [kind for place, kind in under if place == length]
+        if kinds and not (kinds[-1] == "9p" and length == len(ROOT)):  # a sandbox has its root so
+            return NETWORK.get(kinds[-1].removeprefix("fuse."))
+    return None
+
+
+def _mounts(text: str) -> Iterator[tuple[str, str]]:
+    """(mount point, type) of each line of mountinfo."""
+    for line in text.splitlines():
+        fields, dash, rest = line.partition(" - ")
+        places = fields.split(" ")
+        if dash and len(places) > 4:
+            point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), places[4])
+            yield point, rest.split(" ")[0]
+
+
+def refuse_network(path: Path) -> None:
+    """Raise StoreError for a store that is to be written on a network file system."""
+    name = network_name(path)
+    if name is not None:
+        raise StoreError(
+            f"{path}: lies on {name}, where several hosts would damage it; keep the store on a disk of "
+            f"one host (--store {_elsewhere()}, or {STORE_VARIABLE}); run folders and traces may stay"
+        )
+
+
+def may_be_read(path: Path) -> str | None:
+    """The name of the network file system of a store that is read there as it lies, None elsewhere.
+
+    Raises StoreError where a writer is at work on it, or has left what it wrote in the log.
+    """
+    name = network_name(path)
+    log = path.with_name(f"{path.name}-wal")
+    with contextlib.suppress(OSError):
+        if name is not None and log.stat().st_size:
+            raise StoreError(
+                f"{path}: lies on {name} and has a log beside it ({log.name}): another host may be "
+                f"writing to it; copy both to a disk of this host and name that with --store"
+            )
+    return name
+
+
+def _elsewhere() -> Path:
+    """Where a store may lie: below the user's home, else in a folder for temporary files."""
+    places = [Path.home(), Path("/var/tmp"), Path(tempfile.gettempdir())]
+    usable = (
+        place for place in places if os.access(place, os.W_OK) and network_name(place) is None
+    )
+    return next(usable, places[-1]) / DEFAULT_STORE
