@@ -429,12 +429,14 @@ def turn_order(seed: int, config: str, round_number: int, count: int) -> list[in
 class Fleet:
     """Where cells run. scheduler: `local`, `local:2`, the address of a cluster's, or `slurm:FILE`; None:
     on this host, on all of its GPUs where there are several. gpus: the classes that each config runs
-    on, by name. insecure: a scheduler without TLS may be on another host.
+    on, by name. insecure: a scheduler without TLS may be on another host. submit: a script for Slurm
+    is sent at once.
     """
 
     scheduler: str | None = None
     gpus: tuple[str, ...] = ()
     insecure: bool = False
+    submit: bool = False
 
 
 @dataclass(frozen=True)

@@ -170,13 +170,24 @@ def scheduler_options(function: F) -> F:
 
     @functools.wraps(function)
     def command(
-        *arguments: Any, scheduler: str | None, gpu: tuple[str, ...], insecure: bool, **rest: Any
+        *arguments: Any,
+        scheduler: str | None,
+        gpu: tuple[str, ...],
+        insecure: bool,
+        submit: bool,
+        **rest: Any,
     ) -> Any:
-        return function(*arguments, fleet=Fleet(scheduler, split_names(gpu), insecure), **rest)
+        if submit and not (scheduler or "").startswith("slurm:"):
+            raise UsageError("--submit sends the script of --scheduler slurm:FILE; name one")
+        fleet = Fleet(scheduler, split_names(gpu), insecure, submit)
+        return function(*arguments, fleet=fleet, **rest)
 
     wrapped: Any = click.option(
-        "--insecure", is_flag=True, help="Let a scheduler on another host be without TLS."
+        "--submit", is_flag=True, help="Send the script of --scheduler slurm:FILE with sbatch."
     )(command)
+    wrapped = click.option(
+        "--insecure", is_flag=True, help="Let a scheduler on another host be without TLS."
+    )(wrapped)
     wrapped = click.option(
         "--gpu",
         multiple=True,
@@ -186,8 +197,9 @@ def scheduler_options(function: F) -> F:
     return click.option(  # type: ignore[no-any-return]
         "--scheduler",
         metavar="WHERE",
-        help="Run on lanes side by side: local is one a visible GPU, local:2 is two. Default where "
-        "there are several GPUs.",
+        help="Run on lanes side by side: local is one a visible GPU, local:2 is two; tls://head:8786 those "
+        "of a Dask scheduler; slurm:FILE writes an array job.  [default: local where there are several "
+        "GPUs]",
     )(wrapped)
 
 

@@ -156,7 +156,7 @@ def command(
         _report([captured], store)
         return
     chosen = _options(**options)
-    configs = configs or _shown(jobs.everyday_configs(chosen.protocol.device))
+    configs = configs or _shown(jobs.everyday_configs(chosen.protocol.device, chosen.fleet))
     asked = configs, split_names(backend), store, chosen
     if python:
         listener = jobs.Listener(hint, capture_progress)

@@ -6,17 +6,32 @@ from pathlib import Path
 
 import click
 
+from profharness import __version__
 from profharness.cli._options import emit, output_options, store_option
-from profharness.doctor import run_checks
+from profharness.doctor import check_lanes, check_slurm, run_checks
+from profharness.jobs.fleet import SLURM, describe_lanes
+from profharness.run import Fleet
 from profharness.views.doctor import doctor_document
 
 
 @click.command()
 @output_options
 @store_option
+@click.option(
+    "--scheduler",
+    metavar="WHERE",
+    help="Check the lanes of local, tls://head:8786 or slurm too: who is there, and what does not match.",
+)
+@click.option("--insecure", is_flag=True, help="Let that scheduler be without TLS.")
 @click.pass_context
 def command(
-    ctx: click.Context, format_: str | None, output: Path | None, force: bool, store: Path
+    ctx: click.Context,
+    format_: str | None,
+    output: Path | None,
+    force: bool,
+    store: Path,
+    scheduler: str | None,
+    insecure: bool,
 ) -> None:
     """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
 
@@ -24,12 +39,18 @@ def command(
     missing. Nothing is changed.
 
     \b
-    Example:
+    Examples:
       profharness doctor
+      profharness doctor --scheduler tls://head:8786
     """
     # loads what starts workers, which --help does not need
     from profharness.runner.probe import probe_environment
 
+    lanes = describe_lanes(Fleet(scheduler, insecure=insecure)) if scheduler else ()
     checks = run_checks(store, probe_environment)
-    emit(doctor_document(checks), format_, output, force=force)
+    if scheduler is not None and scheduler.startswith(SLURM):
+        checks.append(check_slurm())
+    elif scheduler is not None:
+        checks += check_lanes(lanes, __version__)
+    emit(doctor_document(checks, lanes), format_, output, force=force)
     ctx.exit(1 if any(check.state == "missing" for check in checks) else 0)

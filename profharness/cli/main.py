@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import click
 
 from profharness import __version__
-from profharness.errors import Interrupted, ProfharnessError
+from profharness.errors import Interrupted, Planned, ProfharnessError
 from profharness.files import shell_command
 
 # name -> (module with a `command`, help line); the module is imported when the command is used.
@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "scrub": ("profharness.cli.scrub", "Make a copy of a run that is fit to publish."),
     "runs": ("profharness.cli.runs", "List what is stored."),
     "backends": ("profharness.cli.backends", "List what can run here, and why not the others."),
+    "lane": ("profharness.cli.lane", "Run groups of a campaign, as a task of Slurm does."),
     "doctor": ("profharness.cli.doctor", "Check what is installed and works."),
     "new-kernel": ("profharness.cli.new_kernel", "Start an attention implementation of your own."),
 }
@@ -128,6 +129,9 @@ def _run() -> int:
     except BrokenPipeError:
         _silence(sys.stdout)  # whoever read the output has enough
         return 0
+    except Planned as planned:
+        _say(str(planned))
+        return planned.exit_code
     except ProfharnessError as error:
         _say(f"error: {error}")
         return error.exit_code

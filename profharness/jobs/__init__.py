@@ -113,9 +113,11 @@ EVERYDAY = (
 """What a capture runs that names no config."""
 
 
-def everyday_configs(device: str = "auto") -> dict[str, Config]:
-    """The configs of EVERYDAY by their uses, for a device as `default_backends` takes it."""
-    kind = device_type(device)
+def everyday_configs(device: str = "auto", lanes: Fleet | None = None) -> dict[str, Config]:
+    """The configs of EVERYDAY by their uses, for a device as `default_backends` takes it; that of
+    lanes, where they are named.
+    """
+    kind = device_type(fleet.lanes_device(lanes or Fleet(), device))
     return {use.name: parse_config(getattr(use, kind)) for use in EVERYDAY}
 
 

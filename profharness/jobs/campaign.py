@@ -200,8 +200,7 @@ def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:
     cell has crashed.
     """
     final = group_folder(folder, spec["group"])
-    parts = sorted(final.parent.glob(f"{spec['group']}.*{PART}"), key=_results)
-    part = parts[-1] if parts else final.with_name(f"{spec['group']}.failed{PART}")
+    part = fullest_part(final) or final.with_name(f"{spec['group']}.failed{PART}")
     make_part(part, spec)
     run = read_run(part)
     cells = tuple(
@@ -210,6 +209,11 @@ def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:
     )
     write_run(part, replace(run, cells=cells))
     publish(part, final)
+
+
+def fullest_part(final: Path) -> Path | None:
+    """The part with most results of those in which lanes have run a group; None where there is none."""
+    return max(final.parent.glob(f"{final.name}.*{PART}"), key=_results, default=None)
 
 
 def _results(part: Path) -> int:

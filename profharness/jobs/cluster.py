@@ -29,7 +29,8 @@ from profharness.jobs.lane import describe_lane, end_groups, run_group
 from profharness.jobs.window import OnStep
 
 Plain = dict[str, Any]
-FAILURES = (OSError, TimeoutError, ValueError)  # of a client whose scheduler or worker is gone
+# Of a client whose scheduler or worker is gone; the third while it looks for the scheduler again.
+FAILURES = (OSError, TimeoutError, AttributeError, ValueError)
 CONNECT_S = 10.0
 LOOK_S = 1.0  # between two looks at which workers are there
 LOOPBACK = "localhost"
@@ -111,7 +112,7 @@ class Cluster:
         if future.status == "finished":
             result: Plain = future.result()
             if "packed" in result:
-                self._client.run(shutil.rmtree, result["folder"], True, workers=[worker.address])
+                self._ask(shutil.rmtree, [worker.address], result["folder"], True)
             return name, result
         if future.status == "error":
             return name, {"group": _group(future), "error": _reason(future.exception())}

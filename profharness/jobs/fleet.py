@@ -6,16 +6,19 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from profharness import __version__
 from profharness.environment import lacking, visible_gpus
-from profharness.errors import MissingExtraError, UsageError
+from profharness.errors import CaptureError, MissingExtraError, Planned, UsageError
+from profharness.jobs import slurm
 from profharness.jobs.campaign import (
     Campaign,
     cut_groups,
+    merge,
     open_groups,
     plan_campaign,
     read_campaign,
@@ -26,16 +29,10 @@ from profharness.run import Fleet, Run, read_run
 from profharness.runner.capture import write_folder
 from profharness.runner.supervise import Progress
 
-SCHEDULERS = "local, local:2, tls://head:8786"
+SCHEDULERS = "local, local:2, tls://head:8786, slurm:sweep.sbatch"
+SLURM = "slurm"
+PRIVATE = ("uuid", "cpus", "address")  # of what is known of a lane
 ONE_ENVIRONMENT = ("torch", "driver")  # of what a lane tells, the same in all of a run
-
-
-class Remote(Transport, Protocol):
-    """A transport to other hosts."""
-
-    def close(self) -> None:
-        """Leave them; what runs there goes on."""
-        ...
 
 
 def open_transport(fleet: Fleet, device: str) -> Transport | None:
@@ -67,14 +64,29 @@ def lanes_device(fleet: Fleet, device: str) -> str:
         return "cuda" if any(lane.get("gpu") for lane in cluster.lanes()) else "cpu"
 
 
-def open_cluster(fleet: Fleet) -> Remote:
+def open_cluster(fleet: Fleet) -> Transport:
     """The lanes of a Dask scheduler. Raises MissingExtraError without the extra, and as `Cluster`."""
     if lacking("cluster"):
         raise MissingExtraError(f"--scheduler {fleet.scheduler}", "cluster")
     # the one file that imports distributed
     cluster = import_module("profharness.jobs.cluster")
-    remote: Remote = cluster.Cluster(fleet.scheduler, insecure=fleet.insecure)
+    remote: Transport = cluster.Cluster(fleet.scheduler, insecure=fleet.insecure)
     return remote
+
+
+def describe_lanes(fleet: Fleet) -> tuple[dict[str, Any], ...]:
+    """What the lanes of a scheduler tell of themselves; those of Slurm are not there before their job.
+    Raises as `open_transport` does.
+    """
+    scheduler = str(fleet.scheduler)
+    if scheduler.startswith(SLURM):
+        return ()
+    transport = open_transport(fleet, "auto")
+    if transport is None:
+        return ()
+    with closing(transport):
+        lanes = transport.lanes()
+    return tuple({key: lane[key] for key in lane if key not in PRIVATE} for lane in lanes)
 
 
 def _on_this_host(count: int | None, fleet: Fleet, device: str) -> LocalLanes:
@@ -97,27 +109,54 @@ def run_on_lanes(
     """Run a planned run as a campaign, on each class of GPU that is named, and return their folders;
     none where it is no work for lanes, and nothing was done. Raises as `capture` does.
     """
+    plan = partial(_plan, run, backends, out, fleet, python)
+    if (fleet.scheduler or "").startswith(slurm.PREFIX):
+        raise _planned(fleet, plan)
     transport = open_transport(fleet, run.protocol.device)
     if transport is None:
         return []
-    lanes = transport.lanes()
-    if fleet.scheduler is None and len(cut_groups(run, backends, len(lanes))) < 2:
-        return []
-    folders = []
-    for gpu in fleet.gpus or (None,):
-        own = run if len(fleet.gpus) < 2 else replace(run, run=f"{run.run}-{_word(str(gpu))}")
-        count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
-        groups = cut_groups(own, backends, count, gpu)
-        folder = write_folder(out, own, backends)
-        plan_campaign(folder, Campaign(tuple(backends), tuple(groups), gpu, python))
-        folders.append(folder)
-    Window(folders, transport, progress, agreeing()).carry_out()
+    with closing(transport):
+        lanes = transport.lanes()
+        if fleet.scheduler is None and len(cut_groups(run, backends, len(lanes))) < 2:
+            return []
+        folders = []
+        for gpu in fleet.gpus or (None,):
+            count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
+            folders.append(plan(gpu, count)[0])
+        Window(folders, transport, progress, agreeing()).carry_out()
     return folders
 
 
-def _word(gpu: str) -> str:
-    """The name of a class as a part of a run's id, which is the name of a folder too."""
-    return re.sub(r"[^a-z0-9]+", "", gpu.casefold()) or "gpu"
+def _plan(
+    run: Run,
+    backends: Sequence[str],
+    out: Path,
+    fleet: Fleet,
+    python: str | None,
+    gpu: str | None,
+    lanes: int,
+) -> tuple[Path, Campaign]:
+    """The campaign of one class of GPU, in a folder of its own, cut for so many lanes."""
+    if len(fleet.gpus) > 1:
+        run = replace(run, run=f"{run.run}-{slurm.word(str(gpu))}")
+    groups = cut_groups(run, backends, lanes, gpu)
+    folder = write_folder(out, run, backends)
+    campaign = Campaign(tuple(backends), tuple(groups), gpu, python)
+    return plan_campaign(folder, campaign), campaign
+
+
+def _planned(fleet: Fleet, plan: Callable[[str | None, int], tuple[Path, Campaign]]) -> Planned:
+    """Write down a campaign for Slurm, and send it where that is asked for; how to go on."""
+    classes = fleet.gpus or (None,)
+    files = [slurm.script_file(str(fleet.scheduler), gpu, len(classes)) for gpu in classes]
+    lines = []
+    for gpu, file in zip(classes, files, strict=True):
+        folder, campaign = plan(gpu, slurm.LANES)
+        tasks = slurm.write_script(file, folder, campaign)
+        lines.append(f"wrote {file}: an array of {tasks} task(s) for {folder}")
+        lines.append(slurm.submit(file) if fleet.submit else f"send it with: sbatch {file}")
+        lines.append(f"when it has run: profharness ingest {folder}")
+    return Planned("\n".join(lines))
 
 
 def agreeing() -> Callable[[dict[str, Any]], str | None]:
@@ -146,9 +185,17 @@ def resume_on_lanes(folder: Path, fleet: Fleet, progress: Progress | None) -> No
     if why := why_not_resumed(folder, run):
         raise UsageError(f"--resume: {why}")
     device = run.protocol.device
+    left = open_groups(folder, campaign)
+    if left and fleet.scheduler is None and device == "cuda" and not visible_gpus():
+        merge(folder, campaign)
+        raise CaptureError(
+            f"{folder}: {len(left)} group(s) are left, and this host has no GPU for them; go on where "
+            f"there is one, or take in what is done: profharness ingest {folder}"
+        )
     fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
     transport = open_transport(fleet, device) or LocalLanes(local_lanes(None, device))
-    Window([folder], transport, progress, agreeing()).carry_out()
+    with closing(transport):
+        Window([folder], transport, progress, agreeing()).carry_out()
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:

@@ -70,6 +70,11 @@ def host_key() -> str:
     return hashed_key(f"{socket.gethostname()} {boot}")
 
 
+def own_part(final: Path) -> Path:
+    """Where the lanes of this host run a group until it is whole."""
+    return final.with_name(f"{final.name}.{host_key()}{PART}")
+
+
 def run_group(
     spec: Mapping[str, Any],
     on_step: Callable[[Plain], None] = lambda _: None,
@@ -107,7 +112,7 @@ def _in_child(
     on_start: Callable[[subprocess.Popen[bytes]], None],
 ) -> Plain:
     environment = child_environment()
-    part = Path(spec["root"]) / f"{spec['group']}.{host_key()}{PART}"
+    part = own_part(Path(spec["root"]) / spec["group"])
     if spec.get("uuid"):
         environment[VISIBLE] = spec["uuid"]
     # ncu keeps others off by a file in TMPDIR, whatever GPU it profiles

@@ -143,3 +143,6 @@ class LocalLanes:
             first = child.pid not in self._told
             self._told.add(child.pid)
             kill_group(child, signal.SIGTERM if first else signal.SIGKILL)
+
+    def close(self) -> None:
+        """Nothing is kept open."""

@@ -62,6 +62,10 @@ class Transport(Protocol):
         """End what a lane does; called once more, at once. Does not wait for it."""
         ...
 
+    def close(self) -> None:
+        """Leave the lanes. What still runs there goes on."""
+        ...
+
 
 @dataclass(frozen=True)
 class Sweep:

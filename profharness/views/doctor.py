@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from profharness.views.document import Block, Column, Document, Note, Table, record
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 LEVELS = {"missing": "error", "warning": "warning"}
 
 
-def doctor_document(checks: Sequence[Check]) -> Document:
-    """One row a check, and the remedies below."""
+def doctor_document(checks: Sequence[Check], lanes: Sequence[Mapping[str, Any]] = ()) -> Document:
+    """One row a check, and the remedies below. JSON has what each lane told of itself too."""
     columns = (
         Column("name", "check"),
         Column("state", "state"),
@@ -29,7 +29,9 @@ def doctor_document(checks: Sequence[Check]) -> Document:
     )
     blocks: tuple[Block, ...] = (Table.of(columns, checks), *notes)
     fields = ("name", "state", "detail", "remedy")
-    return Document("profharness.doctor/1", "Doctor", blocks, fields, tuple(map(record, checks)))
+    extra = {"lanes": [dict(lane) for lane in lanes]} if lanes else {}
+    records = tuple(map(record, checks))
+    return Document("profharness.doctor/1", "Doctor", blocks, fields, records, extra)
 
 
 def backends_document(states: Sequence[BackendState]) -> Document:
