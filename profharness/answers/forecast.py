@@ -69,7 +69,7 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
     by_step = any(row.calls is not None for row in layers.rows)
     points = [() if _why_not(row, by_step) else _points(row) for row in layers.rows]
     asked = {
-        (parse_config(label), row.asked or ANY_BACKEND): None
+        (parse_config(label), _allowed(row)): None
         for row, own in zip(layers.rows, points, strict=True)
         for label, _ in own
     }
@@ -93,6 +93,11 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
         ]
     doubts = (doubt, *_doubts(layers, asked))
     return replace(layers, forecast=_summed(layers, place, by_step, rows, points, doubts))
+
+
+def _allowed(row: LayerRow) -> str:
+    """What the program allowed, as a set that `sdpa_setting` reads; empty where it ruled out all."""
+    return ANY_BACKEND if row.asked is None else row.asked.replace(",", "+")
 
 
 def _points(row: LayerRow) -> Points:
@@ -124,9 +129,10 @@ def _answers(asked: Sequence[Asked], place: Place) -> Iterator[_Answer]:
         prediction = predict(params, place.rules)
         takers = tuple(name for name in SDPA_BACKENDS if prediction.backends[name].eligible)
         choice = prediction.choice
-        if allowed != ANY_BACKEND:
-            # an observed program names what it allowed by commas
-            setting = sdpa_setting(allowed.replace(",", "+"))
+        if not allowed:
+            choice = "none"
+        elif allowed != ANY_BACKEND:
+            setting = sdpa_setting(allowed)
             choice = predict(permitted(params, setting), place.rules).choice
         yield _Answer(choice, takers, estimates)
 
@@ -137,8 +143,7 @@ def _in_order(config: Config) -> Config:
 
 
 def _row(row: LayerRow, points: Points, answers: Mapping[Asked, _Answer]) -> LayerForecast:
-    allowed = row.asked or ANY_BACKEND
-    told = [(answers[parse_config(label), allowed], calls) for label, calls in points]
+    told = [(answers[parse_config(label), _allowed(row)], calls) for label, calls in points]
     choices = dict.fromkeys(answer.choice for answer, _ in told)
     backend = " and ".join(sorted(choices))
     if failed := [CHOICES[name] for name in choices if name in CHOICES]:
@@ -157,7 +162,7 @@ def _row(row: LayerRow, points: Points, answers: Mapping[Asked, _Answer]) -> Lay
     outside = next((item.outside for item, _ in chosen if item.outside), None)
     forecast = LayerForecast(
         predicted_backend=backend,
-        predicted_source=max((item.source for item, _ in chosen), key=SOURCES.index),
+        predicted_source="floor" if total.ns is None else _least_sure(chosen),
         predicted_kernels=tuple(parse_kernel_name(each.kernel).short for each in middle.launches),
         predicted_ns=_share(total.ns, calls),
         predicted_low_ns=_share(total.low, calls),
@@ -166,6 +171,11 @@ def _row(row: LayerRow, points: Points, answers: Mapping[Asked, _Answer]) -> Lay
         predicted_reason=outside,
     )
     return _with_best(forecast, total, others, calls)
+
+
+def _least_sure(estimates: Iterable[tuple[Estimate, float]]) -> str:
+    """The least sure source of some estimates."""
+    return max((item.source for item, _ in estimates), key=SOURCES.index)
 
 
 def _with_best(
@@ -250,12 +260,17 @@ def _summed(
         conclusions=(),
         rows=tuple(rows),
     )
-    texts = (*_conclusions(forecast), *filter(None, doubts), *_left_out(layers, rows))
+    texts = (
+        *_conclusions(forecast, layers.processes),
+        *filter(None, doubts),
+        *_left_out(layers, rows),
+    )
     return replace(forecast, conclusions=texts)
 
 
-def _conclusions(forecast: Forecast) -> Iterator[str]:
+def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
     whole = "a step" if forecast.of == "step" else "the whole program"
+    whole += f" ({processes} processes)" if processes > 1 else ""
     sources = Counter(row.predicted_source for row in forecast.rows if row.predicted_source)
     if not forecast.calls:
         return
