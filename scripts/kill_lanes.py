@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from profharness.store import ingest_path
+
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "PROFHARNESS_KILLED"  # in the environment of all that a trial starts
 ORPHAN_S = 2.0
@@ -161,8 +163,7 @@ class Trial:
         folder = self.run_folder()
         if folder is None:
             return ["no campaign at all"]
-        ingest = [sys.executable, "-m", "profharness", "ingest", str(folder)]
-        subprocess.run(ingest, cwd=self.place, env=importable(), check=True, capture_output=True)
+        ingest_path(self.place / "profharness.db", folder)
         cells = json.loads((folder / "run.json").read_bytes())["cells"]
         status = collections.Counter(cell["status"] for cell in cells)
         faults = []

@@ -143,8 +143,7 @@ def test_an_interrupt_lets_groups_end_and_the_campaign_goes_on(tmp_path: Path) -
     assert folder is not None
     before = Counter(cell.status for cell in read_run(folder).cells)
     assert before["ok"]
-    client = trial.start("--resume", folder.name, "--scheduler", "local:2")
-    assert client.wait() == 0
+    resume_into_store(folder, tmp_path / "profharness.db", lanes=Fleet("local:2"))
     assert len(read_run(folder).cells) == CELLS
     assert trial.wrong_cells() == []
 
