@@ -145,6 +145,9 @@ class Trial:
                     faults.append(f"orphans after the client: {left}")
                 # before that nothing was promised
                 client = self.start("--resume", "latest") if self.run_folder() else self.first()
+        if client.wait(PATIENCE_S) and self.run_folder() is None:
+            # it was hit while it tried out what the workers run in: nothing was planned yet
+            client = self.first()
         code = client.wait(PATIENCE_S)
         if code and "is finished" not in self.log() and "has anything left" not in self.log():
             faults.append(f"the client ended with {code}: {self.log()[-1500:]}")
