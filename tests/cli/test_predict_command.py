@@ -158,6 +158,20 @@ def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
     assert "which GPU is not said, and there are atlases of NVIDIA H200, NVIDIA RTX" in str(error)
 
 
+def test_a_call_measured_on_auto_counts_for_what_it_took(
+    atlas: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    write_atlas(atlas_of(atlas.machine, measured[:1]), own / "one.atlas")
+    cell = measured[0]
+    rows = answer("--config", cell.config.label, "--gpu", "H200", "--atlas", own)["rows"]
+    same = [row for row in rows if row["backend"] in ("auto", cell.choice)]
+    assert [row["source"] for row in same] == ["measured", "measured"]
+    assert same[0]["kernel_ns"] == same[1]["kernel_ns"]
+    assert {row["source"] for row in rows if row not in same} != {"measured"}
+
+
 @pytest.mark.parametrize("format_", ["csv", "jsonl", "md"])
 def test_every_format_names_the_config(format_: str) -> None:
     assert "b2-h8-s512-d64-fp16" in told("--config", "2,8,512,64", "--format", format_)

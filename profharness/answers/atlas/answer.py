@@ -4,6 +4,7 @@ PyTorch's own choice loses.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,12 +16,14 @@ from profharness.config import AUTO, SDPA_BACKENDS, Config
 from profharness.devices import Gpu, data_sheet, find_gpu
 from profharness.dispatch.machine import Machine as RuleMachine
 from profharness.dispatch.machine import from_config, machine_for, machine_of, release_text
-from profharness.dispatch.predict import Prediction, predict
+from profharness.dispatch.predict import judge
 from profharness.errors import UsageError
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import Refusal
 
 BACKENDS = (AUTO, *SDPA_BACKENDS)
+MEASURED = "measured"
+REPEATS = 0.02  # of a measured time, at the 90th percentile of two measurements
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ class Predicted:
 
     low_ns and high_ns are the 90 % interval, error the model's relative error there. choice is what
     `auto` takes, by rule. reasons are those of a refusal. best is the fastest backend of those with a
-    time, regret this time over its time, less 1. certain: the two intervals do not overlap.
+    time, regret this time over its time, less 1. certain: the two intervals do not overlap, those of
+    what was measured widened by REPEATS.
     """
 
     config: str
@@ -123,34 +127,39 @@ FIELDS = tuple(field.name for field in fields(Predicted))
 
 
 def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
-    """A tuple for each config, with `auto` first and then each backend of PyTorch's."""
-    resolved = [config.resolve("cuda") for config in configs]
+    """A tuple for each config, with `auto` first and then each backend of PyTorch's. What was measured of
+    `auto` is told of the backend that it took too, and the other way round: they make the same call.
+    """
+    resolved = [config if config.dtype else config.resolve("cuda") for config in configs]
     estimates = iter(estimate(place.atlas, resolved, BACKENDS, place.asked, place.release))
     answers = []
     for config in resolved:
-        told = [next(estimates) for _ in BACKENDS]
-        # the rules take longer than all else, and say nothing new where every backend takes a config
-        known = all(each.status == "ok" for each in told) and told[0].choice
-        ruled = None if known else predict(from_config(config), place.rules)
-        rows = [_row(config, each, ruled, place) for each in told]
-        answers.append(tuple(_judged(rows)))
+        told = {backend: next(estimates) for backend in BACKENDS}
+        auto = told[AUTO]
+        if auto.choice in SDPA_BACKENDS and auto.status == "ok":
+            for known, other in ((AUTO, auto.choice), (auto.choice, AUTO)):
+                if told[known].source == MEASURED != told[other].source:
+                    told[other] = replace(told[known], backend=other, choice=auto.choice)
+        answers.append(tuple(_judged([_row(config, each, place) for each in told.values()])))
     return answers
 
 
-def _row(config: Config, told: Estimate, ruled: Prediction | None, place: Place) -> Predicted:
+def _row(config: Config, told: Estimate, place: Place) -> Predicted:
     reasons: tuple[Refusal, ...] = ()
-    if ruled is not None and told.status == "refused" and told.backend in ruled.backends:
-        verdict = ruled.backends[told.backend]
+    choice = told.choice if told.backend == AUTO else None
+    if told.backend == AUTO and choice is None:
+        choice = "unknown" if told.status == "unknown" else "none"
+    elif told.status == "refused":
+        verdict = judge(told.backend, from_config(config), place.rules)
         reasons = verdict.certain or verdict.reasons
-    choice = ruled.choice if ruled is not None and told.backend == AUTO else None
     return Predicted(
         config=config.label,
         backend=told.backend,
         gpu=place.gpu,
         torch=place.release,
         source=told.source,
-        status=told.status,
-        choice=told.choice if told.backend == AUTO and told.choice else choice,
+        status="refused" if told.status == "none" else told.status,
+        choice=choice,
         reasons=reasons,
         kernel_ns=nanoseconds(told.kernel_us),
         low_ns=nanoseconds(told.low_us),
@@ -182,17 +191,17 @@ def _judged(rows: Sequence[Predicted]) -> Iterator[Predicted]:
             yield replace(found, regret=0.0, certain=True)
         else:
             regret = max(0.0, row.kernel_ns / best.kernel_ns - 1)
-            apart = None not in (row.low_ns, best.high_ns) and row.low_ns > best.high_ns  # type: ignore[operator]
-            yield replace(found, regret=regret, certain=apart)
+            yield replace(found, regret=regret, certain=_bounds(row)[0] > _bounds(best)[1])
 
 
 def statement(answer: Sequence[Predicted]) -> str:
     """One sentence: what `auto` takes and in what time, what is fastest, and what that would save."""
     auto = answer[0]
     lead = f"auto takes {auto.choice}"
-    if auto.status != "ok" or auto.choice in (None, "none", "unknown"):
-        why = {"none": "raises: no backend takes this config", "refused": "is refused"}
-        return f"auto {why.get(auto.status, 'is not known here')}."
+    if auto.choice == "none":
+        return "auto raises: no backend takes this config."
+    if auto.choice == "unknown":
+        return "what auto takes is not known: the rules of this release do not tell."
     if auto.kernel_ns is None:
         bound = "" if auto.low_ns is None else f", and not below {_us(auto.low_ns)} by the roofline"
         return f"{lead} by rule; its time is not known{bound}."
@@ -217,6 +226,12 @@ def _time(row: Predicted) -> str:
 
 def _us(ns: int | None) -> str:
     return "-" if ns is None else f"{ns / 1e3:.2f} µs"
+
+
+def _bounds(row: Predicted) -> tuple[float, float]:
+    """The interval of a row with a time; what was measured repeats within REPEATS."""
+    low, high = row.low_ns or 0, row.high_ns or math.inf
+    return (low * (1 - REPEATS), high * (1 + REPEATS)) if row.source == MEASURED else (low, high)
 
 
 def predicted_record(row: Predicted) -> dict[str, Any]:
