@@ -6,8 +6,9 @@ What is laid out in another way is left to the decoder: an event, or the whole s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -23,10 +24,11 @@ from profharness.parse.chrome_events import (
     GpuArgs,
     fits,
 )
-from profharness.parse.columns import MAX_INT, Flags, GpuRows, Ids, Ints, LaunchRows, OpRows
+from profharness.parse.columns import MAX_INT, Flags, GpuRows, Ids, Ints, LaunchRows, OpRows, Tables
 from profharness.parse.ops import MODULE
 
 Words = NDArray[np.uint64]
+Places = tuple[Ints, Ints]  # where texts begin and end
 
 SEPARATOR = b"},\n  {"  # from the end of one event to the start of the next
 SEGMENT = 1 << 20  # bytes at once: fewer cost more calls, more do not stay in the CPU's cache
@@ -46,15 +48,19 @@ def _word(text: bytes) -> np.uint64:
 
 BORDER, PHASE, ARGS = _word(b" },\n  {\n"), _word(b'    "ph"'), _word(b'    "arg')
 TIME, LASTED, DURATION = _word(b'    "ts"'), _word(b'    "dur'), _word(b', "dur":')
-CATEGORY, OP, FRAME, MARK = map(_word, (b'"cat": "', b'cpu_op",', b"python_f", b"cpu_inst"))
-CALLS = _word(b"cuda_run"), _word(b"cuda_dri")
-DEVICE = _word(b'kernel",'), _word(b"gpu_memc"), _word(b"gpu_mems")
+CATEGORY, MARK = _word(b'"cat": "'), _word(b"cpu_inst")
+OP, CALL, DEVICE, FRAME, MODULE_CALL = range(1, 6)  # kinds of spans, and how categories begin
+KINDS = (
+    (_word(b'cpu_op",'), OP), (_word(b"cuda_run"), CALL), (_word(b"cuda_dri"), CALL),
+    (_word(b'kernel",'), DEVICE), (_word(b"gpu_memc"), DEVICE), (_word(b"gpu_mems"), DEVICE),
+    (_word(b"python_f"), FRAME),
+)  # fmt: skip
 MODULE_NAME, CORRELATION = _word(MODULE.encode()[:8]), _word(b'ation": ')
 TO_DEVICE, TO_BACKWARD = _word(b'ac2g", "'), _word(b'fwdbwd",')
 # by the number of digits: what of eight bytes is kept, and zeros for the rest
 KEEP = np.array([((1 << 64) - 1) & ~((1 << 8 * (8 - n)) - 1) for n in range(9)], np.uint64)
 ZEROS = np.uint64(0x3030303030303030)
-CORRELATED, EXTERNAL = b'"correlation": ', b'      "External id": '
+CORRELATED, EXTERNAL = b'"correlation": ', _word(b'"Externa')
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,9 @@ class Form:
     its first line of fields.
     """
 
-    span: np.uint64  # the phase of a span, of an instant, and of an arrow's ends
+    span: np.uint64  # what stands before the category of a span, and of an instant
     instant: np.uint64
-    begins: np.uint64
+    begins: np.uint64  # the phase of an arrow's ends
     ends: np.uint64
     category: int  # the place of a span's category
     mark: int  # and of an instant's
@@ -83,14 +89,14 @@ class Form:
 
 FORMS = (
     Form(  # to 2.12
-        span=_word(b': "X", "'), instant=_word(b': "i", "'),
+        span=_word(b'": "X", '), instant=_word(b'": "i", '),
         begins=_word(b': "s", "'), ends=_word(b': "f", "'),
         category=23, mark=23, name=len(MODULES + '", "name": "'), head=1, args=3, arrow=2, moment=1,
         lines=4, key=21, before_key=_word(b', "id": '), process=_word(b', "pid":'),
         time=b', "ts": ',
     ),
     Form(  # from 2.13 on, each field in a line
-        span=_word(b': "X",\n '), instant=_word(b': "i",\n '),
+        span=_word(b'X",\n    '), instant=_word(b'   \n    '),
         begins=_word(b': "s",\n '), ends=_word(b': "f",\n '),
         category=27, mark=32, name=len(MODULES + '",\n    "name": "'), head=5, args=9, arrow=6,
         moment=5, lines=10, key=25, before_key=_word(b'  "id": '), process=_word(b',\n    "p'),
@@ -140,30 +146,22 @@ class _Known(dict[bytes, int]):
 
 
 class _Heads(_Known):
-    """Heads of spans to the numbers of their name and thread, in one."""
+    """Heads of spans to the numbers of their name, by its category, and of their thread, in one."""
 
-    def __init__(self, names: Ids, threads: Ids, categories: Collection[str]) -> None:
+    def __init__(self, tables: Tables, modules: Ids) -> None:
         super().__init__()
-        self._names, self._threads, self._categories = names, threads, categories
+        self._kernels, self._threads = tables.kernels, tables.threads
+        self._names = {"cpu_op": tables.names, MODULES: modules}
+        self._names |= dict.fromkeys(LAUNCH, tables.apis)
 
     def read(self, text: bytes) -> int:
         head = _HEAD.decode(b"{%b}" % text)
+        if head.cat in GPU:
+            return self._kernels[head.cat.removeprefix("gpu_"), head.name] << THREAD_BITS
         thread = self._threads[head.pid, head.tid]
-        if head.cat not in self._categories or thread >> THREAD_BITS:
+        if head.cat not in self._names or thread >> THREAD_BITS:
             return -1
-        return self._names[head.name] << THREAD_BITS | thread
-
-
-class _Kernels(_Known):
-    """Heads of what ran on the device to the number of its kind and name."""
-
-    def __init__(self, kernels: Ids) -> None:
-        super().__init__()
-        self._kernels = kernels
-
-    def read(self, text: bytes) -> int:
-        head = _HEAD.decode(b"{%b}" % text)
-        return self._kernels[head.cat.removeprefix("gpu_"), head.name] if head.cat in GPU else -1
+        return self._names[head.cat][head.name] << THREAD_BITS | thread
 
 
 class _Threads(_Known):
@@ -187,9 +185,13 @@ class _DeviceArgs(_Known):
         super().__init__()
         self._configs = configs
         self.rows: list[tuple[int, ...]] = []
+        self._table = np.empty((5, 0), np.int64)
 
     def read(self, text: bytes) -> int:
-        args = _GPU_ARGS.decode(b"{%b}" % text)
+        if len(self.rows) >= MAX_KNOWN:
+            return -1
+        whole = text.lstrip(b", ").replace(CORRELATED + b",", CORRELATED + b"0,")
+        args = _GPU_ARGS.decode(b"{%b}" % whole)
         config = (args.grid, args.block, args.registers, args.shared)
         numbers = (args.device, args.stream, args.graph_node or -1, args.bytes)
         if not fits(config) or max(map(abs, numbers)) > MAX_INT:
@@ -197,34 +199,31 @@ class _DeviceArgs(_Known):
         self.rows.append((self._configs[config], *numbers))
         return len(self.rows) - 1
 
-    def clear(self) -> None:
-        super().clear()
-        self.rows.clear()
+    def table(self) -> Ints:
+        """A column for each place, and a last one of -1 for those that cannot be read."""
+        if self._table.shape[1] != len(self.rows) + 1:
+            self._table = np.array([*self.rows, (-1,) * 5], np.int64).T
+        return self._table
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Spans of a segment: their numbers there, and columns; times are ns."""
+    """Spans of a segment: their numbers there, and columns; times are ns, name and thread ids, mark the
+    correlation of those that have one.
+    """
 
     events: Ints
+    kind: Ints
     start: Ints
     duration: Ints
-    head: Ints
-
-    @property
-    def name(self) -> Ints:
-        """Numbers of names, where heads are of _Heads."""
-        return self.head >> THREAD_BITS
-
-    @property
-    def thread(self) -> Ints:
-        """Numbers of threads, where heads are of _Heads."""
-        return self.head & ((1 << THREAD_BITS) - 1)
+    name: Ints
+    thread: Ints
+    mark: Ints
 
     def where(self, keep: Flags) -> _Rows:
         """The rows that are kept."""
-        columns = (self.events, self.start, self.duration, self.head)
-        return self if keep.all() else _Rows(*(column[keep] for column in columns))
+        at = np.flatnonzero(keep)
+        return _Rows(*(getattr(self, item.name)[at] for item in fields(self)))
 
 
 class Segment:
@@ -235,7 +234,6 @@ class Segment:
     def __init__(self, text: bytes, ends: Ints, first: Ints) -> None:
         self.text = text
         self.raw = np.frombuffer(text, np.uint8)
-        self.words: Words = np.ndarray((len(text) - 7,), "<u8", text, strides=(1,))
         self.form = FORMS[text[16] == NEWLINE]
         self.ends = ends
         self.first = first
@@ -260,7 +258,7 @@ class Segment:
         return bool(
             self.ends[0] == 1
             and (self.raw[controls] == NEWLINE).all()
-            and (self.words[self.ends[border] - 7] == BORDER).all()
+            and (self.word(self.ends[border] - 7) == BORDER).all()
             and (end - self.ends[border - 2] == len("  },\n")).all()
         )
 
@@ -280,7 +278,7 @@ class Segment:
         last = self.ends[behind - 2]
         return np.asarray(
             (behind - first >= line + 4)
-            & (self.words[self.ends[at - 1] + 1] == ARGS)
+            & (self.word(self.ends[at - 1] + 1) == ARGS)
             & (self.raw[self.ends[at] - 1] == OPEN)
             & (self.ends[at] - self.ends[at - 1] == len('    "args": {\n'))
             & (self.raw[self.ends[at - 1] - 1] == COMMA)
@@ -288,12 +286,34 @@ class Segment:
             & (last - self.ends[behind - 3] == len("    }\n"))
         )
 
+    def word(self, places: Ints) -> Words:
+        """The word from each place on."""
+        return self.blocks(places, 1)[:, 0]
+
+    def behind_digits(self, places: Ints) -> Ints:
+        """The first place from each on, of at most 19, that has no digit."""
+        behind, left = places.copy(), np.arange(len(places))
+        for _ in range(MAX_DIGITS + 4):
+            character = self.raw[behind[left]]
+            left = left[(character >= ord("0")) & (character <= ord("9"))]
+            if not len(left):
+                break
+            behind[left] += 1
+        return behind
+
+    def blocks(self, places: Ints, count: int) -> Words:
+        """So many words in a row from each place on; one copy costs as much as that of one word."""
+        shape, item = (len(self.text) - 8 * count + 1,), f"V{8 * count}"
+        rows: Any = np.ndarray(shape, item, self.text, strides=(1,))
+        blocks: Words = rows[places].view("<u8").reshape(-1, count)
+        return blocks
+
     def distances(self, places: Ints, word: np.uint64, widths: Iterable[int]) -> Ints:
         """How far behind each place the word stands; a negative width is before it. 0: nowhere."""
         found = np.zeros(len(places), np.int64)
         left = np.arange(len(places))
         for width in widths:
-            hit = self.words[places[left] + width] == word
+            hit = self.word(places[left] + width) == word
             found[left[hit]] = width
             left = left[~hit]
             if not len(left):
@@ -301,48 +321,72 @@ class Segment:
         return found
 
     def numbers(self, begin: Ints, end: Ints) -> tuple[Ints, Flags]:
+        """The whole numbers that stand there, and where there is one."""
+        count = end - begin
+        low = self.blocks(end - 8, 1)[:, 0]
+        keep = KEEP[np.clip(count, 0, 8)]
+        value, known = _digits(low & keep | ZEROS & ~keep)
+        long = np.flatnonzero(count > 8)
+        if len(long):
+            keep = KEEP[np.minimum(count[long] - 8, 8)]
+            high, is_number = _digits(self.blocks(end[long] - 16, 1)[:, 0] & keep | ZEROS & ~keep)
+            value[long] += high * 10**8
+            known[long] &= is_number
+        return value, known & (count >= 1) & (count <= MAX_DIGITS)
+
+    def moments(self, begin: Ints, end: Ints) -> tuple[Ints, Flags]:
         """Thousandths of the decimal numbers with no or three decimals that stand there, and where
         there is one.
         """
-        decimals = (self.raw[end - 4] == POINT) & (end - begin > 4)
-        whole, known = self.digits(begin, end - 4 * decimals)
-        part, exact = _digits(self.words[end - 8] & KEEP[3] | ZEROS & ~KEEP[3])
-        return whole * 1000 + np.where(decimals, part, 0), known & (exact | ~decimals)
-
-    def digits(self, begin: Ints, end: Ints) -> tuple[Ints, Flags]:
-        """The whole numbers that stand there, and where there is one."""
-        count = end - begin
-        known = (count >= 1) & (count <= MAX_DIGITS)
+        point = end - 4
+        words = self.blocks(point - 16, 3)
+        if not ((words[:, 2] & np.uint64(0xFF)) == POINT).all():  # no decimals
+            decimals = (words[:, 2] & np.uint64(0xFF)) == POINT
+            value, known = self.numbers(begin, end)
+            if decimals.any():
+                more, also = self.moments(begin[decimals], end[decimals])
+                value[~decimals] *= 1000
+                value[decimals], known[decimals] = more, also
+            else:
+                value *= 1000
+            return value, known
+        count = point - begin
         keep = KEEP[np.clip(count, 0, 8)]
-        value, is_number = _digits(self.words[end - 8] & keep | ZEROS & ~keep)
+        value, known = _digits(words[:, 1] & keep | ZEROS & ~keep)
         if count.max(initial=0) > 8:
             keep = KEEP[np.clip(count - 8, 0, 8)]
-            high, also = _digits(self.words[end - 16] & keep | ZEROS & ~keep)
-            value, is_number = value + high * 10**8, is_number & also
-        return value, known & is_number
+            high, also = _digits(words[:, 0] & keep | ZEROS & ~keep)
+            value += high * 10**8
+            known &= also
+        decimals = (words[:, 2] << np.uint64(32)) & KEEP[3] | ZEROS & ~KEEP[3]
+        part, also = _digits(decimals)
+        known &= also & (count >= 1) & (count <= MAX_DIGITS)
+        return value * 1000 + part, known
 
-    def times(self, events: Ints) -> tuple[Ints, Ints, Flags]:
-        """Start and duration of spans, and where they are known."""
+    def times(self, events: Ints) -> tuple[Places, Places, Flags]:
+        """Where starts and durations of spans stand, and which do."""
         line = self.first[events] + self.form.head
         begin, end = self.ends[line] + 1, self.ends[line + 1] - 1
-        known = (self.words[begin] == TIME) & (self.raw[end] == COMMA)
+        known = (self.word(begin) == TIME) & (self.raw[end] == COMMA)
+        known &= self.raw[begin - 2] == COMMA
         begin = begin + len('    "ts": ')
         if self.form.args - self.form.head > 2:  # the duration has a line of its own
-            stop, last = end, self.ends[line + 2]
             lasted = self.ends[line + 1] + 1
-            known &= self.words[lasted] == LASTED
-            lasted = lasted + len('    "dur": ')
-        else:
-            # most have as many digits as the first has
-            width = self.text.find(b",", int(begin[0])) - int(begin[0]) if len(begin) else 0
-            stop = begin + self.distances(
-                begin, DURATION, [width, *range(1, 20)] if 0 < width < 20 else range(1, 20)
-            )
-            last = end
-            lasted = stop + len(', "dur": ')
-        start, is_time = self.numbers(begin, stop)
-        duration, is_duration = self.numbers(lasted, last)
-        return start, duration, known & is_time & is_duration
+            known &= self.word(lasted) == LASTED
+            return (begin, end), (lasted + len('    "dur": '), self.ends[line + 2]), known
+        # most have as many digits as the first has
+        width = self.text.find(b",", int(begin[0])) - int(begin[0]) if len(begin) else 0
+        stop = begin + self.distances(begin, DURATION, _first(width, range(1, 20)))
+        return (begin, stop), (stop + len(', "dur": '), end), known
+
+    def correlations(self, events: Ints) -> Places:
+        """Where the correlation stands that ends the args of launch calls."""
+        end = self.ends[self.first[events + 1] - 3]
+        # most have as many digits as the last has
+        last = self.text.rfind(CORRELATED, 0, int(end[-1])) + len(CORRELATED) if len(end) else 0
+        width = last - 8 - int(end[-1]) if len(end) else 0
+        widths = range(-9, -19, -1)
+        return end + self.distances(end, CORRELATION, _first(width, widths)) + 8, end
 
     def heads(self, events: Ints) -> list[bytes]:
         """The text of each span's head without the comma behind it."""
@@ -355,6 +399,11 @@ class Segment:
         """The args of a span that has some, with their braces."""
         begin = int(self.ends[self.first[event] + self.form.args]) - 1
         return self.text[begin : int(self.ends[self.first[event + 1] - 2])]
+
+
+def _first(guess: int, widths: range) -> list[int]:
+    """The widths, and before them the guess if it is one of them."""
+    return [guess, *widths] if guess in widths else [*widths]
 
 
 def _digits(words: Words) -> tuple[Ints, Flags]:
@@ -373,11 +422,8 @@ class Lines:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         tables, self._modules = collector.tables, Ids()
-        self._ops = _Heads(tables.names, tables.threads, ("cpu_op",))
-        self._calls = _Heads(tables.apis, tables.threads, LAUNCH)
-        self._frames = _Heads(self._modules, tables.threads, (MODULES,))
+        self._heads = _Heads(tables, self._modules)
         self._threads = _Threads(tables.threads)
-        self._kernels = _Kernels(tables.kernels)
         self._args = _DeviceArgs(tables.configs)
 
     def take(self, text: bytes, stop: int, part: int) -> bool:
@@ -387,137 +433,167 @@ class Lines:
         segment = Segment.cut(text, stop)
         if segment is None:
             return False
-        first, form = segment.first[: segment.count], segment.form
-        head = segment.ends[first] + 1
-        phase, category = segment.words[head + 8], segment.words[head + form.category]
-        is_event = segment.words[head] == PHASE
-        is_named = is_event & (segment.words[head + form.category - 8] == CATEGORY)
-        is_span = is_named & (phase == form.span) & segment.have_args(first, form.args)
-        is_frame = is_span & (category == FRAME)
-        is_module = is_frame & (segment.words[head + form.category + form.name] == MODULE_NAME)
-        done = is_frame & ~is_module
-        done |= is_event & _are_marks(segment, first, head)
-        collector = self._collector
-        collector.settle(part)
-        self._take_arrows(segment, done)
-        self._take_ops(segment, np.flatnonzero(is_span & (category == OP)), done, part)
-        is_call = is_span & np.isin(category, CALLS)
-        self._take_calls(segment, np.flatnonzero(is_call), done, part)
-        is_device = np.isin(category, DEVICE)
-        if (is_span[is_device]).all():
-            self._take_device(segment, np.flatnonzero(is_device), done, part)
-        self._take_modules(segment, np.flatnonzero(is_module), done)
-        collector.tables.events += int(np.count_nonzero(done))
-        collector.add_texts(segment.left(done))
+        kind, done = _kinds(segment)
+        spans, arrows = np.flatnonzero(kind), _arrows(segment, done)
+        starts, durations, known = segment.times(spans)
+        heads = self._heads.column(segment.heads(spans))
+        kind, known = kind[spans], known & (heads >= 0)
+        args, correlations = self._device_args(segment, spans[kind == DEVICE])
+        calls = segment.correlations(spans[kind == CALL])
+        moments = zip(starts, arrows.times, strict=True)
+        times, are_times = segment.moments(*map(np.concatenate, moments))
+        duration, lasted = segment.moments(*durations)
+        marks = zip(calls, correlations, arrows.keys, strict=True)
+        numbers, are_numbers = segment.numbers(*map(np.concatenate, marks))
+        known &= are_times[: len(spans)] & lasted
+        mark, borders = np.zeros(len(spans), np.int64), [0, len(calls[0])]
+        borders.append(borders[1] + len(correlations[0]))
+        for each, (low, high) in zip((CALL, DEVICE), pairwise(borders), strict=True):
+            mark[kind == each], have = numbers[low:high], are_numbers[low:high]
+            known[kind == each] &= have
+        known[kind == DEVICE] &= args[0] >= 0
+        rows = _Rows(
+            spans,
+            kind,
+            times[: len(spans)],
+            duration,
+            heads >> THREAD_BITS,
+            heads & ((1 << THREAD_BITS) - 1),
+            mark,
+        )
+        moment, key = times[len(spans) :], numbers[borders[2] :]
+        arrived = are_times[len(spans) :] & are_numbers[borders[2] :]
+        self._collector.settle(part)
+        self._take_arrows(segment, arrows, (key, moment), arrived, done)
+        self._take_spans(segment, rows, args, known, done, part)
+        self._collector.tables.events += int(np.count_nonzero(done))
+        self._collector.add_texts(segment.left(done))
         return True
 
-    @staticmethod
-    def _spans(segment: Segment, events: Ints, heads: _Known) -> _Rows:
-        """The spans of which head and times can be read."""
-        numbers = heads.column(segment.heads(events))
-        start, duration, known = segment.times(events)
-        end = segment.ends[segment.first[events] + segment.form.head]
-        keep = known & (numbers >= 0) & (segment.raw[end - 1] == COMMA)
-        return _Rows(events, start, duration, numbers).where(keep)
-
-    def _take_ops(self, segment: Segment, events: Ints, done: Flags, part: int) -> None:
-        rows = self._spans(segment, events, self._ops)
-        places = rows.events.tolist()
-        columns = OpRows(rows.start, rows.start + rows.duration, rows.thread, rows.name)
-        self._collector.add_ops(part, columns, lambda row: segment.arguments(places[row]))
-        done[rows.events] = True
-
-    def _take_calls(self, segment: Segment, events: Ints, done: Flags, part: int) -> None:
-        """Launch calls that end with their correlation."""
-        rows = self._spans(segment, events, self._calls)
-        end = segment.ends[segment.first[rows.events + 1] - 3]
-        begin = end + segment.distances(end, CORRELATION, range(-9, -19, -1)) + 8
-        correlation, known = segment.digits(begin, end)
-        rows, correlation = rows.where(known), correlation[known]
-        columns = LaunchRows(correlation, rows.name, rows.thread, rows.start)
-        self._collector.add_launches(part, columns)
-        done[rows.events] = True
-
-    def _take_device(self, segment: Segment, events: Ints, done: Flags, part: int) -> None:
-        """Kernels, memcpys and memsets: all of a segment or none, so that they keep their order."""
-        rows = self._spans(segment, events, self._kernels)
-        args, begin, end = self._device_args(segment, rows.events)
-        correlation, known = segment.digits(begin, end)
-        if len(rows.events) < len(events) or args is None or not known.all():
-            return
-        config, device, stream, node, size = args
-        kernel = rows.head
-        columns = (rows.start, rows.duration, kernel, config, device, stream, correlation, node)
-        self._collector.add_device(part, GpuRows(*columns, size))
-        done[events] = True
-
-    def _device_args(self, segment: Segment, events: Ints) -> tuple[Ints | None, Ints, Ints]:
-        """Columns as _DeviceArgs has them, and where each correlation begins and ends; no columns
-        where some args cannot be read.
+    def _take_spans(
+        self, segment: Segment, rows: _Rows, args: Ints, known: Flags, done: Flags, part: int
+    ) -> None:
+        """Write the spans that are known, by their kinds. args: of the device's, as _DeviceArgs has
+        them.
         """
-        text, known, read = segment.text, self._args, []
-        begins = segment.ends[segment.first[events] + segment.form.args] + 1
-        ends = segment.ends[segment.first[events + 1] - 3]
-        places: list[tuple[int, int]] = []
-        lines: Any = zip(begins.tolist(), ends.tolist(), strict=True)
-        for begin, end in lines:
-            at = text.find(CORRELATED, begin, end) + len(CORRELATED)
-            comma = text.find(b",", at, end)
-            if at < len(CORRELATED) or comma < 0:
-                return None, begins, begins
-            if text.startswith(EXTERNAL, begin):  # which counts, as the correlation does
-                begin = text.find(b",", begin, at) + 1
-            number = known[text[begin:at] + b"0" + text[comma:end]]
-            if number < 0:
-                return None, begins, begins
-            read.append(known.rows[number])
-            places.append((at, comma))
-        columns: Ints = np.array(read, np.int64).reshape(-1, 5).T
-        of_number: Ints = np.array(places, np.int64).reshape(-1, 2).T
-        return columns, of_number[0], of_number[1]
-
-    def _take_modules(self, segment: Segment, events: Ints, done: Flags) -> None:
-        rows = self._spans(segment, events, self._frames)
+        is_device = rows.kind == DEVICE
+        if not known[is_device].all():  # all of a segment or none, so that they keep their order
+            known = known & ~is_device
+        done[rows.events[known]] = True
+        ops, calls, device, modules = (
+            rows.where(known & (rows.kind == kind)) for kind in (OP, CALL, DEVICE, MODULE_CALL)
+        )
+        places = ops.events.tolist()
+        columns = OpRows(ops.start, ops.start + ops.duration, ops.thread, ops.name)
+        add = self._collector
+        add.add_ops(part, columns, lambda row: segment.arguments(places[row]))
+        add.add_launches(part, LaunchRows(calls.mark, calls.name, calls.thread, calls.start))
+        if len(device.events):
+            config, number, stream, node, size = args
+            times = (device.start, device.duration, device.name)
+            add.add_device(part, GpuRows(*times, config, number, stream, device.mark, node, size))
         names = list(self._modules)
-        columns = (rows.start, rows.start + rows.duration, rows.thread)
-        self._collector.add_modules([names[name] for name in rows.name.tolist()], columns)
-        done[rows.events] = True
+        add.add_modules(
+            [names[name] for name in modules.name.tolist()],
+            (modules.start, modules.start + modules.duration, modules.thread),
+        )
 
-    def _take_arrows(self, segment: Segment, done: Flags) -> None:
-        """Ends of arrows: those from launch calls to the device are needed by nobody."""
-        form, first = segment.form, segment.first[: segment.count]
-        events = np.flatnonzero(segment.first[1 : segment.count + 1] - first == form.lines)
-        place = segment.ends[first[events] + form.arrow - 1] + len('\n    "cat": "')
-        is_named = segment.words[place - 8] == CATEGORY
-        category = segment.words[place]
-        done[events[is_named & (category == TO_DEVICE)]] = True
-        events = events[is_named & (category == TO_BACKWARD)]
-        head = segment.ends[first[events]] + 1
-        end = segment.ends[first[events] + form.moment] - 1
-        phase, key = segment.words[head + 8], head + form.key
-        process = key + segment.distances(key, form.process, range(1, MAX_DIGITS))
-        word = _word(form.time[-8:])
-        moment = end + segment.distances(end, word, range(-9, -13 - MAX_DIGITS, -1)) + 8
-        keys, has_key = segment.digits(key, process)
-        times, has_time = segment.numbers(moment, end)
-        keep = has_key & has_time & (segment.words[head] == PHASE)
-        keep &= segment.words[key - 8] == form.before_key
-        keep &= ((phase == form.begins) | (phase == form.ends)) & (segment.raw[end] == COMMA)
-        keep &= moment - process > len(form.time)
-        stop = moment[keep] - len(form.time)
-        columns = zip(process[keep].tolist(), stop.tolist(), strict=True)
-        threads = self._threads.column(segment.text[begin:stop] for begin, stop in columns)
-        begins = phase[keep] == form.begins
-        made = np.stack([keys[keep], begins.astype(np.int64), threads, times[keep]])
+    def _device_args(self, segment: Segment, events: Ints) -> tuple[Ints, Places]:
+        """Columns as _DeviceArgs has them, -1 where args cannot be read, and where correlations stand."""
+        text, begins = segment.text, segment.ends[segment.first[events] + segment.form.args] + 1
+        ends = segment.ends[segment.first[events + 1] - 3]
+        # an external id counts as the correlation does
+        counted = segment.word(begins + 6) == EXTERNAL
+        begins = np.where(
+            counted, segment.behind_digits(begins + len('      "External id": ')), begins
+        )
+        near = text.find(CORRELATED, int(begins[0])) - int(begins[0]) if len(begins) else 0
+        places = begins + near
+        for row in np.flatnonzero(
+            segment.word(places + len(CORRELATED) - 8) != CORRELATION
+        ).tolist():
+            places[row] = text.find(CORRELATED, int(begins[row]), int(ends[row]))
+        places = np.where(places < begins, begins, places + len(CORRELATED))
+        behind = segment.behind_digits(places)
+        columns = zip(*(c.tolist() for c in (begins, places, behind, ends)), strict=True)
+        texts = [text[begin:at] + text[comma:end] for begin, at, comma, end in columns]
+        numbers = self._args.column(texts)
+        return self._args.table()[:, numbers], (places, behind)
+
+    def _take_arrows(
+        self,
+        segment: Segment,
+        arrows: _Arrows,
+        numbers: tuple[Ints, Ints],
+        known: Flags,
+        done: Flags,
+    ) -> None:
+        """Write arrows; numbers: their keys and times, where known."""
+        keep = known & arrows.known
+        key, moment = numbers
+        places = (arrows.keys[1][keep], arrows.times[0][keep] - len(segment.form.time))
+        columns = zip(*(place.tolist() for place in places), strict=True)
+        threads = self._threads.column(segment.text[begin:end] for begin, end in columns)
+        made = np.stack([key[keep], arrows.begins[keep].astype(np.int64), threads, moment[keep]])
         self._collector.add_arrows(made[:, threads >= 0])
-        done[events[keep][threads >= 0]] = True
+        done[arrows.events[keep][threads >= 0]] = True
 
 
-def _are_marks(segment: Segment, first: Ints, head: Ints) -> Flags:
-    """Which events are instants of the CPU, such as a change of memory, that nobody needs."""
-    form = segment.form
-    place = head + form.mark
-    is_mark = (segment.words[head + 8] == form.instant) & (segment.words[place] == MARK)
-    is_mark &= segment.words[place - 8] == CATEGORY
-    result: Flags = is_mark & segment.have_args(first, form.args + 1)
-    return result
+def _kinds(segment: Segment) -> tuple[Ints, Flags]:
+    """The kind of each event that is a span of some, else 0; and which nobody needs."""
+    first, form = segment.first[: segment.count], segment.form
+    head = segment.ends[first] + 1
+    phase, named, category = segment.blocks(head + form.category - 16, 3).T
+    is_span = (phase == form.span) & (named == CATEGORY) & segment.have_args(first, form.args)
+    kind = np.zeros(len(first), np.int64)
+    for word, number in KINDS:
+        kind[category == word] = number
+    if (kind[~is_span] == DEVICE).any():  # all of a segment or none, so that they keep their order
+        kind[kind == DEVICE] = 0
+    kind[~is_span] = 0
+    frames = np.flatnonzero(kind == FRAME)
+    name = segment.word(head[frames] + form.category + form.name)
+    kind[frames] = np.where(name == MODULE_NAME, MODULE_CALL, 0)
+    done = np.zeros(len(first), np.bool_)
+    done[frames[name != MODULE_NAME]] = True
+    other = np.flatnonzero(~is_span)
+    phase, named, category = segment.blocks(head[other] + form.mark - 16, 3).T
+    other = other[(phase == form.instant) & (named == CATEGORY) & (category == MARK)]
+    if len(other):
+        done[other] = segment.have_args(first, form.args + 1)[other]
+    return kind, done
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrows:
+    """Ends of arrows from forward to backward: their numbers in a segment, where their key and time
+    stand, whether they begin there, and which are known to be such.
+    """
+
+    events: Ints
+    keys: Places
+    times: Places
+    begins: Flags
+    known: Flags
+
+
+def _arrows(segment: Segment, done: Flags) -> _Arrows:
+    """Those of a segment; done with are those from launch calls to the device, that nobody needs."""
+    form, first = segment.form, segment.first[: segment.count]
+    events = np.flatnonzero(segment.first[1 : segment.count + 1] - first == form.lines)
+    place = segment.ends[first[events] + form.arrow - 1] + len('\n    "cat": "')
+    named, category = segment.blocks(place - 8, 2).T
+    category = np.where(named == CATEGORY, category, ZEROS)
+    done[events[category == TO_DEVICE]] = True
+    events = events[category == TO_BACKWARD]
+    head = segment.ends[first[events]] + 1
+    end = segment.ends[first[events] + form.moment] - 1
+    phase, key = segment.word(head + 8), head + form.key
+    process = key + segment.distances(key, form.process, range(1, MAX_DIGITS))
+    word = _word(form.time[-8:])
+    moment = end + segment.distances(end, word, range(-9, -13 - MAX_DIGITS, -1)) + 8
+    begins = phase == form.begins
+    known = (segment.word(head) == PHASE) & (segment.word(key - 8) == form.before_key)
+    known &= (begins | (phase == form.ends)) & (segment.raw[end] == COMMA)
+    known &= moment - process > len(form.time)
+    return _Arrows(events, (key, process), (moment, end), begins, known)

@@ -64,9 +64,16 @@ class Window:
 
     def fill(self, size: int = BLOCK) -> bool:
         """Append up to `size` bytes; False at the end. Raises TraceFormatError on damaged gzip."""
+        kept = len(self.buffer)
+        if 0 < kept < size // 8 and not isinstance(self._file, GzipReader) and not self.eof:
+            self._file.seek(self.base)  # reading a little again costs less than joining
+            data = self._read(kept + size)
+            self.eof = len(data) <= kept
+            self.buffer = self.buffer if self.eof else data
+            return not self.eof
         data = b"" if self.eof else self._read(size)
         self.eof = not data
-        self.buffer = self.buffer + data if self.buffer else data
+        self.buffer = self.buffer + data if kept else data
         return bool(data)
 
     def seek(self, offset: int) -> None:
