@@ -118,12 +118,14 @@ def visible_gpus() -> tuple[VisibleGpu, ...]:
     with _opened_nvml() as nvml:
         if nvml is None:
             return ()
-        try:
-            count = range(nvml.nvmlDeviceGetCount())
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in count]
-            return _chosen([_instances(nvml, handle) for handle in handles])
-        except nvml.NVMLError:  # a GPU is lost
-            return ()
+        gpus: list[list[VisibleGpu]] = []
+        with contextlib.suppress(nvml.NVMLError):
+            gpus = [[] for _ in range(nvml.nvmlDeviceGetCount())]
+        for index in range(len(gpus)):
+            # one that is lost is left out, and the others keep their numbers
+            with contextlib.suppress(nvml.NVMLError):
+                gpus[index] = _instances(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
+        return _chosen(gpus)
 
 
 def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:

@@ -299,7 +299,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
             # after the plain pass, which tells which cells run at all
             for profiler in profilers:
                 if profiler.session is not None:
-                    _wrapped_pass(record, profiler, tools, python, inherited)
+                    _wrapped_pass(record, profiler, tools, python)
             # an interrupt that was put off is raised here, where it still names the folder
             let_through()
     finally:
@@ -362,7 +362,6 @@ def _wrapped_pass(
     profiler: Profiler,
     tools: dict[str, Tool],
     python: str | None,
-    inherited: tuple[int, ...],
 ) -> None:
     """All cells under a profiler that wraps the worker. What goes wrong is a problem of the run."""
     protocol = replace(
@@ -380,8 +379,8 @@ def _wrapped_pass(
             record.add_entry,
             lambda: open_session(profiler, tools, record.folder, protocol, record.notify),
             record.add_outcome,
+            # not the lock of the GPU: a tool's daemon could keep it after the run
             partial(worker_argv, python=python),
-            inherited,
         )
     except CaptureError as error:
         # what a session has found says more than that no worker started

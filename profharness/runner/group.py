@@ -54,7 +54,7 @@ def main() -> None:
         carry_on(part, _Steps())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGTERM)
-    except ProfharnessError as failure:
+    except (ProfharnessError, OSError) as failure:
         error = str(failure)
     lost = _lost(spec.get("uuid"), part, error)
     if lost:
@@ -62,11 +62,19 @@ def main() -> None:
         shutil.rmtree(part, ignore_errors=True)
         error = lost
     if error is None:
-        if spec.get("shares_cores"):
-            run = read_run(part)
-            write_run(part, replace(run, problems=(*run.problems, SHARED_HOST)))
-        publish(part, Path(spec["root"]) / spec["group"])
+        try:
+            _publish(part, spec)
+        except (ProfharnessError, OSError) as failure:
+            error = str(failure)
     print(json.dumps({"error": error, "lost": lost}), flush=True)
+
+
+def _publish(part: Path, spec: Mapping[str, Any]) -> None:
+    if spec.get("shares_cores"):
+        run = read_run(part)
+        problems = dict.fromkeys((*run.problems, SHARED_HOST))
+        write_run(part, replace(run, problems=tuple(problems)))
+    publish(part, Path(spec["root"]) / spec["group"])
 
 
 def make_part(part: Path, spec: Mapping[str, Any]) -> None:

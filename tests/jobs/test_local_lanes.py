@@ -109,6 +109,23 @@ def test_a_lane_a_gpu_by_its_uuid() -> None:
     assert [lane["lane"] for lane in local_lanes(3, "cpu")] == ["cpu 0", "cpu 1", "cpu 2"]
 
 
+@pytest.mark.usefixtures("three_gpus")
+def test_a_lost_gpu_is_left_out_and_the_others_keep_their_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def handle(_: FakeNvml, index: int) -> str:
+        if index == 0:
+            raise FakeNvml.NVMLError
+        return f"GPU-{index}abc"
+
+    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetHandleByIndex", handle)
+    assert [gpu.uuid for gpu in visible_gpus()] == ["GPU-1abc", "MIG-0def", "MIG-1def"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.uuid for gpu in visible_gpus()] == ["GPU-1abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert visible_gpus() == ()
+
+
 def test_a_cpu_list_is_read_as_the_kernel_writes_it() -> None:
     assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert parse_cores("\n") == set()
