@@ -2,6 +2,7 @@
 group, and on a host of two GPUs or more a sweep on one of them against two.
 
     python scripts/bench_lanes.py [--configs SWEEP] [--alone SWEEP] [--keep FOLDER]
+    python scripts/bench_lanes.py --scheduler tls://head:8786
 """
 
 from __future__ import annotations
@@ -60,12 +61,7 @@ class Instant:
 
     def submit(self, lane: Plain, spec: Plain, _: OnStep) -> None:
         begin = time.process_time()
-        final = Path(spec["root"]) / spec["group"]
-        part = final.with_name(f"{final.name}.here.part")
-        for cell in spec["run"]["cells"]:
-            cell |= {"status": "ok", "samples": {"cold": [1000] * 100, "graph": [1000] * 100}}
-        make_part(part, spec)
-        publish(part, final)
+        make_group(spec)
         told = {"group": spec["group"], "error": None, "seconds": 1.0}
         self._done.append((lane["lane"], told))
         self.spent_s += time.process_time() - begin
@@ -75,6 +71,62 @@ class Instant:
 
     def end(self, lane: Plain) -> None:
         pass
+
+
+def make_group(spec: Plain) -> None:
+    """The folder of a group as a lane would leave it."""
+    final = Path(spec["root"]) / spec["group"]
+    part = final.with_name(f"{final.name}.here.part")
+    for cell in spec["run"]["cells"]:
+        cell |= {"status": "ok", "samples": {"cold": [1000] * 100, "graph": [1000] * 100}}
+    make_part(part, spec)
+    publish(part, final)
+
+
+def dask_rows(out: Path, url: str) -> Iterator[tuple[str, str, str]]:
+    """What groups cost that lanes of a Dask scheduler find done, from the window and back: by the wall,
+    and in CPU seconds of the client.
+    """
+    from profharness.jobs.cluster import Cluster
+
+    class Quick(Cluster):
+        """Makes each group before it is handed out; spent_s is its own time."""
+
+        spent = (0.0, 0.0)
+
+        def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:
+            begin = clocks()
+            make_group(spec)
+            wall, cpu = since(begin)
+            self.spent = self.spent[0] + wall, self.spent[1] + cpu
+            super().submit(lane, spec, on_step)
+
+    def measured(text: str, a_group: int) -> tuple[float, float, int, int]:
+        folder, made, run = planned(text, out, a_group)
+        transport = Quick(url, insecure=True)
+        transport.lanes()
+        begin = clocks()
+        Window([folder], transport).carry_out()
+        wall, cpu = since(begin)
+        transport.close()
+        wall, cpu = wall - transport.spent[0], cpu - transport.spent[1]
+        return wall, cpu, len(made.groups), len(run.cells)
+
+    wall, cpu, groups, _ = measured("1,1,{8:2400:+8},8,fp32", 1)
+    a_group = wall / groups
+    figure = f"{a_group * 1e3:.1f} ms, {cpu / groups * 1e3:.1f} CPU ms of the client"
+    yield "Dask, a group", figure, "≤ 20 ms"
+    wall, _, groups, cells = measured("1,{1:10:+1},{8:2400:+8},8,fp32", 100)
+    yield "Dask, a cell", f"{max(0, wall - groups * a_group) / cells * 1e3:.2f} ms", "≤ 1 ms"
+
+
+def clocks() -> tuple[float, float]:
+    """Seconds by the wall, and of CPU in this process."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(begin: tuple[float, float]) -> tuple[float, float]:
+    return time.perf_counter() - begin[0], time.process_time() - begin[1]
 
 
 def planned(
@@ -204,13 +256,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=re.split(r"\n\n", __doc__ or "")[0])
     parser.add_argument("--configs", default=SWEEP, help="of the sweep on two GPUs")
     parser.add_argument("--alone", default=EVERY_OTHER, help="of the sweep on one")
+    parser.add_argument("--scheduler", help="of Dask: what a group costs through it, and no more")
     parser.add_argument("--keep", type=Path, help="a folder for what was measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = options.keep or Path(folder)
         out.mkdir(parents=True, exist_ok=True)
         print("| what | figure | wanted |\n|---|---:|---|", flush=True)
-        for row in rows(out, options.alone, options.configs):
+        asked = out, options.alone, options.configs
+        for row in dask_rows(out, options.scheduler) if options.scheduler else rows(*asked):
             print(f"| {' | '.join(row)} |", flush=True)
 
 
