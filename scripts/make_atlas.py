@@ -5,7 +5,7 @@ docs/atlas.md describes. A call that is cut off loses its last batch; the next o
     python scripts/make_atlas.py measure FOLDER --scheduler local     every GPU of this host, a folder each class
     python scripts/make_atlas.py stats FOLDER
     python scripts/make_atlas.py pack FOLDER OUT.tar.xz
-    python scripts/make_atlas.py package SHARDS     a folder or an archive of shards
+    python scripts/make_atlas.py package SHARDS [--products FILE]   a folder or an archive of shards
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ from atlas_cells import LONGEST_US, Cell, Sampler
 from atlas_fleet import measure_on_lanes
 
 from profharness.answers.atlas.data import PACKAGED, SUFFIX, read_shards, write_atlas
+from profharness.answers.atlas.fit import model_of as learn
+from profharness.answers.atlas.fit import read_products
+from profharness.answers.atlas.model import MODEL_SUFFIX
+from profharness.answers.atlas.stored import write_model
 from profharness.dispatch.machine import Machine, machine_for, machine_of, release_text
 from profharness.errors import ProfharnessError, UsageError
 from profharness.parse import open_trace
@@ -51,6 +55,7 @@ START_S = 120  # the first line: torch and CUDA load
 DEATHS = 3  # workers in turn that die without a result
 PARSERS = 4
 UNLIKELY = 150  # where of so many cells none ran, something else is wrong
+THINNED = 3  # of the further products, each so-manieth is learned from
 LAST_S = 15  # before the end no batch is begun: one takes seconds, and its trace has to be read
 # what a folder holds one of
 OF_THE_MACHINE = ("device_type", "gpu", "torch", "torch_cuda", "cudnn")
@@ -519,11 +524,15 @@ def pack(options: argparse.Namespace) -> int:
 
 
 def package(options: argparse.Namespace) -> int:
-    """Make the file of the package from a folder or an archive of shards."""
+    """Make the files of the package, an atlas and its model, from a folder or an archive of shards."""
     atlas = read_shards(options.folder)
     path = PACKAGED / f"{atlas.machine.name}{SUFFIX}"
     write_atlas(atlas, path, force=True)
-    print(f"{path}: {len(atlas)} cells, {path.stat().st_size} bytes")
+    print(f"{path}: {len(atlas)} cells, {path.stat().st_size} bytes", flush=True)
+    products = read_products(options.products, THINNED) if options.products else None
+    path = PACKAGED / f"{atlas.machine.name}{MODEL_SUFFIX}"
+    write_model(learn(atlas, products), path)
+    print(f"{path}: {path.stat().st_size} bytes")
     return 0
 
 
@@ -538,6 +547,9 @@ def main(words: list[str] | None = None) -> int:
         command.add_argument("folder", type=Path)
         if function is pack:
             command.add_argument("out", type=Path)
+        if function is package:
+            text = "which kernels cuBLAS took for further products (traces/cublas-*.json.xz)"
+            command.add_argument("--products", type=Path, help=text)
         if function is measure:
             command.add_argument("--seconds", type=float, default=540)
             command.add_argument("--seed", type=int, default=0)

@@ -1,17 +1,54 @@
-"""What a GPU does with configs on backends: measured cells of its atlas, else a floor."""
+"""What a GPU does with configs on backends: measured cells of its atlas, the model between them, and
+a floor where there is neither. docs/atlas.md explains it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from profharness.answers.atlas.data import NOTHING, Atlas, AtlasCell, Launch
-from profharness.config import AUTO, Config
+import numpy as np
+
+from profharness.answers.atlas.data import (
+    NOTHING,
+    NUMBERS,
+    PACKAGED,
+    VARIANT,
+    Atlas,
+    AtlasCell,
+    Dim3,
+    Launch,
+    variant_of,
+)
+from profharness.answers.atlas.features import (
+    DTYPES,
+    KINDS,
+    Columns,
+    at,
+    sizes,
+    with_shapes,
+)
+from profharness.answers.atlas.stored import Model, Timing, read_model
+from profharness.answers.atlas.times import Launched, columns, regimes_of, together
+from profharness.answers.atlas.trees import Values
+from profharness.config import AUTO, SDPA_BACKENDS, Config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import data_sheet, find_gpu, flop_peak
 from profharness.dispatch.machine import Machine, from_config, machine_for
 from profharness.dispatch.predict import predict
 from profharness.errors import UsageError
+
+MODEL_SUFFIX = ".model"
+MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # that were sampled
+BOUNDS = {
+    "batch": "batch", "num_heads": "heads", "num_kv_heads": "kv_heads", "seq_len_q": "queries", "seq_len_kv": "keys",
+    "head_dim": "head_dim",
+}  # fmt: skip
+LONGER = 1.5  # an estimate may be so many times the longest measured call
+NEAR = 0.45  # the share of a call's time from which a ceiling of the GPU counts as its bottleneck
+TINY_US = 4.0  # kernels that take less on average are bound by their launches
 
 
 @dataclass(frozen=True)
@@ -36,6 +73,68 @@ class Estimate:
     outside: str | None = None
 
 
+class Ruled(NamedTuple):
+    """What the dispatch rules say: PyTorch's own choice, and whether each backend takes a call."""
+
+    choice: str
+    eligible: dict[str, bool | None]
+
+    def answer(self, backend: str) -> tuple[str | None, str]:
+        """The backend that runs and the status of a call on a backend."""
+        if backend == AUTO:
+            known = self.choice in SDPA_BACKENDS
+            return (
+                (self.choice, "ok")
+                if known
+                else (None, "refused" if self.choice == "none" else "unknown")
+            )
+        eligible = self.eligible.get(backend)
+        return (backend, "ok") if eligible else (None, "unknown" if eligible is None else "refused")
+
+
+class Dispatch:
+    """The rules of a machine, asked once for all configs that they cannot tell apart."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._known: dict[tuple[object, ...], Ruled] = {}
+
+    def ask(self, config: Config) -> Ruled:
+        """What they say of a config."""
+        key = self._key(config) if self.machine.torch >= (2, 9) else (config,)
+        if key not in self._known:
+            prediction = predict(from_config(config), self.machine)
+            eligible = {name: each.eligible for name, each in prediction.backends.items()}
+            self._known[key] = Ruled(prediction.choice, eligible)
+        return self._known[key]
+
+    def _key(self, config: Config) -> tuple[object, ...]:
+        """All that the rules from 2.9 on look at: of sizes, only what sets them apart."""
+        queries, keys, dim = config.seq_len_q, config.seq_len_kv, config.head_dim
+        broadcast = config.mask != "none" or config.layout != "contiguous"
+        return (
+            *variant_of(config), dim % 8, dim if dim > 128 else 0,
+            (min(config.batch, 2), min(config.num_heads, 2)) if broadcast else (),
+            config.num_heads == config.num_kv_heads, config.num_heads % config.num_kv_heads == 0,
+            max(config.batch, config.num_heads) > 65_535, min(queries, 2), min(keys, 2),
+            config.causal and queries == keys, self.machine.torch >= (2, 15) and keys % 128 == 64,
+            config.mask_strides is None or config.mask_dims,
+        )  # fmt: skip
+
+
+class Forecast(NamedTuple):
+    """Some configs on a backend that runs, by the model: launches of config i are the places
+    edges[i] to edges[i + 1].
+    """
+
+    edges: list[int]
+    launches: list[Launch]
+    us: list[float]
+    error: list[float]
+    graph: list[float]
+    bottleneck: list[str]
+
+
 def estimate(
     atlas: Atlas | None,
     configs: Sequence[Config],
@@ -48,20 +147,173 @@ def estimate(
     """What each config does on each backend, in the order configs x backends. measured=False asks
     the model alone. Raises UsageError for an unknown GPU.
     """
-    configs = [config.resolve("cuda") for config in configs]
-    rows = (
-        atlas.rows(configs, backends)
-        if atlas is not None and measured
-        else [NOTHING] * (len(configs) * len(backends))
-    )
-    machine = machine_for(gpu, torch)
-    asked = ((config, backend) for config in configs for backend in backends)
-    return [
-        _measured(atlas.cell(row))
-        if atlas is not None and row != NOTHING
-        else _floor(config, backend, machine, gpu)
-        for (config, backend), row in zip(asked, rows, strict=True)
-    ]
+    configs = [config if config.dtype else config.resolve("cuda") for config in configs]
+    count = len(backends)
+    rows = [NOTHING] * (len(configs) * count)
+    if atlas is not None and measured:
+        rows = atlas.rows(configs, backends)
+    dispatch = Dispatch(machine_for(gpu, torch))
+    model = None if atlas is None else model_of(atlas.machine.name)
+    answers: list[Estimate | None] = [None] * len(rows)
+    wanted: dict[str, dict[int, list[int]]] = {}  # of each choice: the places of each config
+    for place, row in enumerate(rows):
+        config, backend = configs[place // count], backends[place % count]
+        if atlas is not None and row != NOTHING:
+            answers[place] = _measured(atlas.cell(row))
+            continue
+        choice, status = dispatch.ask(config).answer(backend)
+        outside = None if model is None or choice is None else _outside(config, model)
+        answer = Estimate(backend, "floor", choice, status, outside=outside)
+        if choice is None and status == "refused" and model is not None:
+            answers[place] = replace(answer, source="model")
+        elif choice is None or model is None or outside or choice not in model.rules:
+            answers[place] = replace(answer, low_us=floor_us(config, gpu) if choice else None)
+        else:
+            wanted.setdefault(choice, {}).setdefault(place // count, []).append(place)
+    if model is not None and wanted:
+        _fill(answers, model, configs, backends, wanted, gpu)
+    return [answer for answer in answers if answer is not None]
+
+
+def _fill(
+    answers: list[Estimate | None],
+    model: Model,
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    wanted: dict[str, dict[int, list[int]]],
+    gpu: str,
+) -> None:
+    """Put the model's answers into their places."""
+    asked = sorted({index for places in wanted.values() for index in places})
+    c = with_shapes(sizes([configs[index] for index in asked]))
+    number = {index: row for row, index in enumerate(asked)}
+    for choice, places in wanted.items():
+        rows = np.array([number[index] for index in places])
+        forecast = _forecast(model, choice, at(c, rows), gpu)
+        most = model.bounds[f"{choice} us"] * LONGER
+        for row, (index, users) in enumerate(places.items()):
+            us, error = forecast.us[row], forecast.error[row]
+            first, last = forecast.edges[row : row + 2]
+            launches = tuple(forecast.launches[first:last])
+            for place in users:
+                backend = backends[place % len(backends)]
+                if us > most:
+                    text = f"{choice} was measured up to {most / LONGER / 1e3:.0f} ms a call"
+                    answers[place] = Estimate(
+                        backend,
+                        "floor",
+                        choice,
+                        "ok",
+                        low_us=floor_us(configs[index], gpu),
+                        outside=text,
+                    )
+                    continue
+                answers[place] = Estimate(
+                    backend, "model", choice, "ok", launches, us, us / (1 + error), us * (1 + error), error,
+                    forecast.graph[row], forecast.bottleneck[row],
+                )  # fmt: skip
+
+
+def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Forecast:
+    calls = model.rules[choice].calls(c)
+    whole = together(calls, c, model.codes, model.curves[choice])
+    count = len(c["B"])
+    us, error, graph = np.empty(count), np.empty(count), np.empty(count)
+    for direction in (0, 1):
+        rows = np.flatnonzero(c["BWD"] == direction)
+        timing = model.timings.get((choice, direction))
+        if len(rows) and timing is not None:
+            part, some = at(c, rows), whole.at(rows)
+            us[rows] = np.exp(timing.trees.sums(columns(part, some))) * some.us
+            error[rows], graph[rows] = _errors(timing, part, us[rows])
+    scale = us / whole.us
+    names = [_named(model, kind) for kind in range(len(model.kinds))]
+    times = (whole.each * scale[calls.place]).tolist()
+    grids = map(tuple, calls.grid.tolist())
+    launches = []
+    for kind, grid, time in zip(calls.kind.tolist(), grids, times, strict=True):
+        name, block, registers, shared = names[kind]
+        launches.append(Launch(name, grid if block else None, block, registers, shared, time))
+    edges = np.searchsorted(calls.place, np.arange(count + 1)).tolist()
+    bottleneck = _bottlenecks(c, whole, us, gpu)
+    return Forecast(edges, launches, us.tolist(), error.tolist(), graph.tolist(), bottleneck)
+
+
+def _errors(timing: Timing, c: Columns, us: Values) -> tuple[list[float], list[float]]:
+    regimes = regimes_of(c, us)
+    error = [timing.errors.get(each, timing.errors[""]) for each in regimes]
+    graph = [timing.graph.get(each.split()[1], 1.0) for each in regimes]
+    return error, (np.array(graph) * us).tolist()
+
+
+def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]:
+    """What each call is bound by: `compute memory launch latency`. Rates are the data sheet's."""
+    work = 2 * np.where(c["BWD"] > 0, 7, 2) * c["S"] * c["D"] * np.where(c["CAUSAL"] > 0, 0.5, 1.0)
+    moved = c["ITEM"] * (2 * c["Q"] + 2 * c["K"]) * np.where(c["BWD"] > 0, 2.5, 1.0)
+    unfused = whole.count > 11  # whole matrices of scores go through memory again and again
+    moved = moved + np.where(unfused, 4 * c["S"] * whole.count * 0.8, c["M"] * c["ITEM"])
+    peaks = data_sheet(find_gpu(gpu).name)
+    if peaks is None or not peaks.bandwidth_bytes_per_s:
+        return ["latency"] * len(us)
+    rates = np.array([(flop_peak(peaks, dtype) or ("", np.inf))[1] for dtype in DTYPES])
+    rate = np.where(unfused, rates[2], rates[c["DT"].astype(int)])
+    compute, memory = work / rate * 1e6 / us, moved / peaks.bandwidth_bytes_per_s * 1e6 / us
+    small = us / whole.count < TINY_US
+    bound = np.select(
+        [(compute >= memory) & (compute > NEAR), memory > NEAR, small], ["compute", "memory", "launch"], "latency"
+    )  # fmt: skip
+    return [str(each) for each in bound.tolist()]
+
+
+def _named(model: Model, kind: int) -> tuple[str, Dim3 | None, int | None, int | None]:
+    """The name, block, registers and shared bytes of a kind."""
+    name, x, y, z, registers, shared = model.kinds[kind].tolist()
+    if x == NOTHING:
+        return model.names[name], None, None, None
+    return model.names[name], (x, y, z), registers, shared
+
+
+@lru_cache(maxsize=4)
+def model_of(name: str) -> Model | None:
+    """The packaged model of the machine of that name."""
+    path = PACKAGED / f"{name}{MODEL_SUFFIX}"
+    return read_model(path) if path.exists() else None
+
+
+@lru_cache(maxsize=4096)
+def _unsampled(others: tuple[Any, ...]) -> str | None:
+    """Why configs with these values besides their numbers were not sampled."""
+    values = dict.fromkeys(NUMBERS, 1) | dict(zip(VARIANT, others, strict=True))
+    variant = Config(**values)
+    told = {
+        "dtype": variant.dtype not in DTYPES,
+        f"mask={variant.mask}": variant.mask not in KINDS,
+        f"mask_shape={variant.mask_shape}": variant.mask_shape not in MASK_SHAPES,
+        "dropout": variant.dropout != 0,
+        "scale": variant.scale is not None,
+        f"layout={variant.layout}": variant.layout != "contiguous",
+        "head_dim_v": variant.head_dim_v is not None,
+        "kv_batch": variant.kv_batch is not None,
+        "deterministic": variant.deterministic,
+        "strides": any(
+            (variant.q_strides, variant.k_strides, variant.v_strides, variant.mask_strides)
+        ),
+    }
+    wrong = [name for name, is_so in told.items() if is_so]
+    return f"the atlas has no configs with {', '.join(wrong)}" if wrong else None
+
+
+def _outside(config: Config, model: Model) -> str | None:
+    """Why a config is outside of what was sampled; None where it is inside."""
+    for name, shown in BOUNDS.items():
+        value, most, least = (
+            getattr(config, name),
+            model.bounds[name],
+            model.bounds[f"least {name}"],
+        )
+        if not least <= value <= most:
+            return f"{shown} {value} is outside of the atlas's {least:.0f} to {most:.0f}"
+    return _unsampled(variant_of(config))
 
 
 def _measured(cell: AtlasCell) -> Estimate:
@@ -77,20 +329,6 @@ def _measured(cell: AtlasCell) -> Estimate:
         0.0 if cell.kernel_us is not None else None,
         cell.graph_us,
     )
-
-
-def _floor(config: Config, backend: str, machine: Machine, gpu: str) -> Estimate:
-    """The choice by rule, and the least time that the data sheet's rates allow."""
-    prediction = predict(from_config(config), machine)
-    if backend == AUTO:
-        choice = prediction.choice if prediction.choice in prediction.backends else None
-        status = "ok" if choice else prediction.choice
-    else:
-        eligible = prediction.backends[backend].eligible
-        choice = backend if eligible else None
-        status = {True: "ok", False: "refused", None: "unknown"}[eligible]
-    bound = Estimate(backend, "floor", choice, status)
-    return replace(bound, low_us=floor_us(config, gpu)) if status == "ok" else bound
 
 
 def floor_us(config: Config, gpu: str) -> float | None:

@@ -1,0 +1,204 @@
+"""What the model sees of configs: columns of numbers that kernels are chosen by and times grow with.
+
+All functions take and give arrays with one value a config. Sources: FlashAttention's and PyTorch's
+public code for tiles and splits; the rest was seen in the atlas.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from profharness.answers.atlas.trees import Integers, Values
+from profharness.config import Config
+
+Columns = dict[str, Values]
+SMS = 132
+DTYPES = ("fp16", "bf16", "fp32")
+KINDS = ("none", "bool", "float")  # of masks; the others are outside
+MASK_LETTERS = "bhqk"
+DEFAULT_MASK = "11qk"
+# Of a batched product: which cells' product it is, and its m, n and k as cuBLAS sees them (column-major).
+PRODUCTS: Mapping[int, tuple[str, str, str]] = {
+    0: ("SK", "SQ", "D"),  # scores
+    1: ("D", "SQ", "SK"),  # output
+    2: ("D", "SK", "SQ"),  # dV
+    3: ("SK", "SQ", "D"),  # dP
+    4: ("SK", "D", "SQ"),  # dK, transposed
+    5: ("D", "SQ", "SK"),  # dQ
+}
+# Tiles of cuBLAS's fp32 kernels, and how many blocks of each one SM holds.
+TILES = {(32, 32): 12, (64, 32): 8, (128, 32): 4, (32, 64): 8, (64, 64): 4, (128, 64): 2, (32, 128): 4,
+         (64, 128): 2, (128, 128): 2, (256, 64): 2, (64, 256): 2, (256, 128): 1, (128, 256): 1}  # fmt: skip
+COMMON = ("32x32", "64x64", "128x32", "64x128", "128x128", "64x256", "32x64", "128x64")
+
+
+def ceil(value: Values, step: Values | float) -> Values:
+    """How many steps hold the value."""
+    return np.ceil(value / step)
+
+
+def sizes(configs: Sequence[Config]) -> Columns:
+    """The numbers of each config. Configs must be inside what an atlas samples."""
+    rows = [
+        (
+            each.batch,
+            each.num_heads,
+            each.num_kv_heads,
+            each.seq_len_q,
+            each.seq_len_kv,
+            each.head_dim,
+            DTYPES.index(str(each.dtype)),
+            each.causal,
+            each.bwd,
+            KINDS.index(each.mask),
+            *(letter != "1" for letter in (each.mask_shape or DEFAULT_MASK)),
+        )
+        for each in configs
+    ]
+    names = ("B", "H", "KV", "SQ", "SK", "D", "DT", "CAUSAL", "BWD", "MASK", "MB", "MH", "MQ", "MK")
+    table = np.array(rows, np.float64).reshape(-1, len(names)).T
+    return dict(zip(names, table, strict=True))
+
+
+def with_shapes(c: Columns) -> Columns:
+    """The sizes, and what follows from them for any backend."""
+    c = dict(c)
+    c["BH"], c["BKV"], c["G"] = c["B"] * c["H"], c["B"] * c["KV"], c["H"] / c["KV"]
+    c["F32"] = (c["DT"] == 2) * 1.0
+    c["ITEM"] = np.where(c["DT"] == 2, 4.0, 2.0)
+    c["D8"] = ceil(c["D"], 8) * 8
+    for name in ("SQ", "SK"):
+        for step in (4, 8, 32, 64, 128, 256):
+            c[f"{name}%{step}"] = c[name] % step
+    c["D%8"], c["D%4"], c["D%32"] = c["D"] % 8, c["D"] % 4, c["D"] % 32
+    c["Q"], c["K"] = c["BH"] * c["SQ"] * c["D"], c["BKV"] * c["SK"] * c["D"]
+    c["KX"] = c["BH"] * c["SK"] * c["D"]
+    c["S"] = c["BH"] * c["SQ"] * c["SK"]
+    c["ROWS"], c["KROWS"] = c["BH"] * c["SQ"], c["BH"] * c["SK"]
+    c["SQSK"], c["SQ=SK"] = c["SQ"] * c["SK"], (c["SQ"] == c["SK"]) * 1.0
+    c["M"] = np.where(c["MASK"] > 0, _product(c), 0.0)
+    c["SK8"] = ceil(c["SK"], 8) * 8
+    c["M8"] = np.where(c["MASK"] > 0, _product(c | {"SK": c["SK8"]}), 0.0)
+    c["SK16"] = ceil(c["SK"], 16) * 16
+    for step in (64, 128):
+        c[f"BLOCKS{step}"] = c["BH"] * ceil(c["SQ"], step)
+        c[f"KBLOCKS{step}"] = c["BH"] * ceil(c["SK"], step)
+    c["SQ*SK8"] = c["SQ"] * c["SK8"]
+    c["PADDED"] = np.where(c["MASK"] == 2, c["M8"], 1.0)  # what a padded mask is filled with first
+    for name in ("S", "KX"):  # elementwise kernels take at most 2 GiB at once
+        pieces = np.exp2(np.ceil(np.log2(np.maximum(1, c[name] * 4 / 2**31))))
+        c[f"{name}P"] = c[name] / pieces
+    return cudnn_shapes(efficient_shapes(flash_shapes(c)))
+
+
+def efficient_shapes(c: Columns) -> Columns:
+    """What efficient's backward splits keys into, and the floats that it clears for dQ (a buffer
+    and a lock for each tile) and for the sums over splits.
+    """
+    narrow, middle = c["D"] <= 64, (c["D"] > 64) & (c["D"] <= 128) & (c["F32"] == 0)
+    wide = (c["D"] > 128) & (c["F32"] == 0)
+    tiles = ceil(c["SK"], np.where(middle, 128.0, 64.0))
+    tiles = np.where((c["BH"] >= 256) & (tiles <= 2), 1.0, tiles)
+    c["KEYSPLITS"] = np.where(wide, np.clip(200 // c["BH"], 1, tiles), tiles)
+    c["ESPLIT"] = (c["KEYSPLITS"] > 1) * 1.0
+    buffers = ceil(c["SQ"], np.where(narrow, 64.0, 128.0))
+    buffers = buffers * np.where(narrow, 4100.0, np.where(middle, 16388.0, ceil(c["D"], 64) * 8196))
+    sums = np.where(wide, c["KEYSPLITS"] * 128 * ceil(c["D"], 128) * 128, 0.0)
+    c["CLEARED"] = c["BH"] * (buffers + sums)
+    return c
+
+
+def cudnn_shapes(c: Columns) -> Columns:
+    """The blocks of the small kernels around cuDNN's backward: rows a block by head_dim."""
+    odd = c["D"] % 16 > 0
+    c["DQBLOCKS"] = ceil(c["SQ"], np.maximum(1, np.where(odd, 1024, 2048) // c["D"]))
+    c["HEADBLOCKS"] = ceil(c["SK"], np.maximum(1, 1024 // c["D"]))
+    c["DELTABLOCKS"] = ceil(c["SQ"], 2 ** np.floor(np.log2(np.maximum(1, 1024 / c["D"]))))
+    return c
+
+
+def _product(c: Columns) -> Values:
+    result = np.ones_like(c["B"])
+    for letter, size in zip(("MB", "MH", "MQ", "MK"), ("B", "H", "SQ", "SK"), strict=True):
+        result = result * np.where(c[letter] > 0, c[size], 1.0)
+    return result
+
+
+def flash_shapes(c: Columns) -> Columns:
+    """FlashAttention's own: one query of grouped heads is taken as a group of queries, and keys are
+    split where the blocks leave SMs idle (num_splits_heuristic of its public code).
+    """
+    swapped = (c["SQ"] == 1) & (c["H"] > c["KV"])
+    c["SWAP"] = swapped * 1.0
+    c["FSQ"] = np.where(swapped, c["G"], c["SQ"])
+    c["FBH"] = np.where(swapped, c["BKV"], c["BH"])
+    c["FH"] = np.where(swapped, c["KV"], c["H"])
+    step = np.where(c["D8"] <= 64, 256.0, np.where(c["D8"] <= 128, 128.0, 64.0))
+    c["FN"] = ceil(c["SK"], step)
+    c["FBLOCKS"] = c["FBH"] * ceil(c["FSQ"], 64)
+    c["SPLITS"] = split_count(c["FBLOCKS"], c["FN"])
+    c["SPLIT"] = (c["SPLITS"] > 1) * 1.0
+    c["LOGSPLITS"] = np.ceil(np.log2(c["SPLITS"]))
+    rows = np.where(c["D8"] > 224, 64.0, 128.0)
+    width = np.where(c["D8"] <= 64, 128.0, 64.0)
+    c["EVEN"] = ((c["FSQ"] % rows == 0) & (c["SK"] % width == 0)) * 1.0
+    c["EVENSPLIT"] = ((c["FSQ"] % 64 == 0) & (c["SK"] % step == 0)) * 1.0
+    return c
+
+
+def split_count(blocks: Values, tiles: Values, sms: int = 2 * SMS, most: int = 128) -> Values:
+    """FlashAttention's number of splits of the keys: the fewest with 85 % of the best use of the SMs."""
+    limit = np.minimum(np.minimum(float(sms), tiles), most)
+    best, result = np.zeros(len(blocks), np.float32), np.ones_like(blocks)
+    uses = []
+    for splits in range(1, most + 1):
+        waves = np.float32(blocks * splits) / np.float32(sms)
+        eligible = (splits <= limit) & (
+            (splits == 1) | (ceil(tiles, splits) != ceil(tiles, max(1, splits - 1)))
+        )
+        use = np.where(eligible, waves / np.ceil(waves), np.float32(0))
+        uses.append(use)
+        best = np.maximum(best, use)
+    for splits in range(most, 0, -1):
+        use = uses[splits - 1]
+        result = np.where(
+            (use > 0) & (use >= np.float32(0.85) * best) & (splits <= limit), splits, result
+        )
+    return np.where(blocks >= 0.8 * sms, 1.0, result)
+
+
+def at(c: Columns, rows: Integers) -> Columns:
+    """The columns of some configs."""
+    return {name: column[rows] for name, column in c.items()}
+
+
+def product_sizes(c: Columns, product: int) -> Columns:
+    """The sizes of a batched product of math."""
+    m, n, k = (c[name] for name in PRODUCTS[product])
+    return {"m": m, "n": n, "k": k, "batch": c["BH"], "mn": m * n, "mnb": m * n * c["BH"]}
+
+
+def product_shapes(c: Columns, product: int) -> Columns:
+    """A batched product of math: its sizes, alignments, and the waves of each tile on the SMs."""
+    p = product_sizes(c, product)
+    m, n = p["m"], p["n"]
+    for name in ("m", "n", "k"):
+        p[f"{name}%4"] = p[name] % 4
+        p[f"{name}%32"] = p[name] % 32
+        p[f"{name}%128"] = p[name] % 128
+    work = {}
+    for (rows, columns), resident in TILES.items():
+        name, area = f"{rows}x{columns}", rows * columns
+        blocks = ceil(m, rows) * ceil(n, columns) * c["BH"]
+        waves = ceil(blocks, SMS * resident)
+        p[f"blocks{name}"], p[f"waves{name}"] = blocks, waves
+        p[f"use{name}"] = blocks / (SMS * resident) / waves
+        work[name] = ceil(blocks, SMS) * area, waves * resident * area
+    for one, other in itertools.combinations(COMMON, 2):
+        for at, kind in enumerate(("share", "filled")):
+            p[f"{kind}{one}/{other}"] = work[one][at] / work[other][at]
+    p["m/n"] = m / n
+    return p

@@ -1,0 +1,78 @@
+"""scripts/check_atlas.py: it takes lines, shards and archives, and its figures come from the model alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import check_atlas
+import pytest
+
+from profharness.answers.atlas.data import find_atlas, shard_lines
+
+HELD_OUT = Path(__file__).parents[1] / "traces" / "atlas-h200-held-out.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[check_atlas.Pair]:
+    """Each eighth config of the held-out set, as the lines of a file."""
+    path = tmp_path_factory.mktemp("lines") / "cells.jsonl"
+    rows = (row for row in shard_lines(HELD_OUT) if "config" in row)
+    groups = (list(cells) for _, cells in itertools.groupby(rows, key=lambda row: row["config"]))
+    kept = ("config", "backend", "choice", "status", "kernel_us", "graph_us", "kernels")
+    with path.open("w") as file:
+        for cells in itertools.islice(groups, 0, None, 8):
+            for cell in cells:
+                line = {name: cell[name] for name in kept if name in cell}
+                file.write(json.dumps(line) + "\n")
+    atlas = find_atlas("H200", "2.11")
+    assert atlas is not None
+    return check_atlas.pairs_of(path, atlas, "H200", "2.11")
+
+
+def test_the_model_keeps_its_limits_on_cells_that_it_has_not_seen(
+    pairs: list[check_atlas.Pair],
+) -> None:
+    apart = [each for each in pairs if not each.known]
+    assert len(apart) > 0.8 * len(pairs)
+    assert {each.told.source for each in apart} <= {"model", "floor"}
+    figures = check_atlas.figures(apart)
+    missed = {name for name, value in figures.items() if not check_atlas.keeps(name, value)}
+    # cuBLAS's choice among its fp32 kernels, which math calls, is not known well enough; and of
+    # so few configs one more or less is half a per cent
+    few = "best backend within 3 %"
+    assert missed <= {"names of kernels in order", "grid, block, registers, shared memory", few}
+    assert figures[few] > 0.94
+    fused = [each for each in apart if each.told.choice != "math"]
+    figures = check_atlas.figures(fused)
+    assert figures["names of kernels in order"] > 0.985
+    assert figures["grid, block, registers, shared memory"] > 0.97
+
+
+def test_a_wrong_answer_is_counted(pairs: list[check_atlas.Pair]) -> None:
+    timed = [each for each in pairs if each.told.kernel_us and each.has_launches][:50]
+    assert check_atlas.figures(timed)["names of kernels in order"] == 1
+    wrong = [
+        replace(each, told=replace(each.told, launches=(), kernel_us=1e9, choice="none"))
+        for each in timed
+    ]
+    figures = check_atlas.figures(wrong)
+    assert figures["choice"] == 0
+    assert figures["median error of kernel time"] > 1
+    assert figures["inside the 90 % interval"] == pytest.approx(
+        check_atlas.figures(timed)["inside the 90 % interval"]
+    )
+
+
+def test_a_file_without_cells_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "none.jsonl"
+    path.write_text("")
+    assert check_atlas.main([str(path)]) == 2
+    assert "no cell that ran or was refused" in capsys.readouterr().err
+    path.write_text("not JSON\n")
+    assert check_atlas.main([str(path)]) == 2
+    assert "not a line of an atlas" in capsys.readouterr().err
