@@ -101,6 +101,8 @@ def _folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     cleaner = _cleaner(single.values(), run, journals)
     copy.mkdir()
     for job in single.values():
+        # the traces of a campaign stand in the folders of its groups
+        (copy / job.name).parent.mkdir(parents=True, exist_ok=True)
         _scrub_one(job, copy / job.name, cleaner)
     for name, rows in journals.items():
         lines = (msgspec.json.encode(cleaner.clean_json(row)) + b"\n" for row in rows)

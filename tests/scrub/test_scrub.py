@@ -107,6 +107,18 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def test_traces_in_folders_of_groups_keep_their_places(run: Path, tmp_path: Path) -> None:
+    record = read_run(run)
+    (run / "groups" / "g").mkdir(parents=True)
+    moved = tuple(replace(trace, path=f"groups/g/{trace.path}") for trace in record.traces)
+    for before, after in zip(record.traces, moved, strict=True):
+        (run / before.path).rename(run / after.path)
+    write_run(run, replace(record, traces=moved))
+    scrub(run, tmp_path / "copy")
+    assert {trace.path for trace in moved} <= content(tmp_path / "copy").keys()
+    assert read_run(tmp_path / "copy").traces == moved
+
+
 def test_the_copy_of_a_run_says_the_same_and_nothing_private(run: Path, tmp_path: Path) -> None:
     before = content(run)
     assert audit(run)
