@@ -198,17 +198,11 @@ def observe() -> contextlib.AbstractContextManager[Any]:
 def ingest(
     *sources: PathLike, scheduler: str | None = None, store: PathLike | None = None
 ) -> pd.DataFrame:
-    """Take traces and run folders into the store; one row per run, status new, unchanged or
-    replaced. scheduler: `local` reads with a process a CPU, `local:4` with four. Raises TraceFormatError;
-    the file that raises leaves the store as it was.
+    """Take traces and run folders into the store; one row per run, status new, unchanged or replaced.
+    scheduler: `local` is a process a CPU. Raises TraceFormatError; the file that raises leaves the store as it was.
     """
-    path = store_path(store)
-    results = (
-        (result for source in sources for result in stores.ingest_path(path, Path(source)))
-        if scheduler is None
-        else ingested(path, map(Path, sources), scheduler)
-    )
-    return stores.to_frame(list(results), stores.IngestResult)
+    results = ingested(store_path(store), map(Path, sources), scheduler)
+    return stores.to_frame(results, stores.IngestResult)
 
 
 def runs(*, store: PathLike | None = None) -> pd.DataFrame:

@@ -221,10 +221,13 @@ def take_in(
             slots.release()
 
 
-def ingested(store: Path, paths: Iterable[Path], scheduler: str) -> list[IngestResult]:
-    """Take all sources of these paths in. Raises TraceFormatError for the first path that is none,
-    ProfharnessError for sources that could not be taken in, once all others are.
+def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[IngestResult]:
+    """Take all sources of these paths in; without a scheduler this process reads them. Raises
+    TraceFormatError for a path that is none, ProfharnessError for sources that readers could not take in,
+    once all others are.
     """
+    if scheduler is None:
+        return [result for path in paths for result in stores.ingest_path(store, path)]
     cpus = readers_of(scheduler)
     sources = [source for path in paths for source in find_sources(path)]
     outcomes = list(take_in(store, sources, cpus))

@@ -6,6 +6,7 @@ A task is `{store, shard, source}`; the answer is what became of the source (`In
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from profharness.errors import ProfharnessError, shown
+from profharness.errors import NotFoundError, ProfharnessError, shown
 from profharness.store.ingest import IngestResult, ingest_source, unchanged
 from profharness.store.schema import connect, make_shard
 from profharness.store.sources import read_source
@@ -32,7 +33,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     for line in sys.stdin.buffer:
         task = json.loads(line)
-        answers.write(json.dumps(_answered(task)) + "\n")
+        answers.write(json.dumps(answered(task)) + "\n")
         answers.flush()
 
 
@@ -41,7 +42,8 @@ def _stop(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _answered(task: Plain) -> Plain:
+def answered(task: Plain) -> Plain:
+    """The answer to one task."""
     path = Path(task["source"])
     try:
         return _read(Path(task["store"]), Path(task["shard"]), path)
@@ -60,10 +62,10 @@ def _read(store: Path, shard: Path, path: Path) -> Plain:
     source = read_source(path)
     whole = all(raw.problem is None for raw in source.raws)
     told = {"content_hash": source.content_hash, "whole": whole}
-    if store.exists():
-        with closing(connect(store, write=False)) as connection:
-            if same := unchanged(connection, source):
-                return _plain(same) | told
+    # while it is being made there is none yet
+    with contextlib.suppress(NotFoundError), closing(connect(store, write=False)) as connection:
+        if same := unchanged(connection, source):
+            return _plain(same) | told
     shard.unlink(missing_ok=True)  # of a reader that was ended
     with closing(make_shard(shard)) as connection:
         return _plain(ingest_source(shard, lambda: connection, source, None)) | told

@@ -19,6 +19,7 @@ import profharness
 from profharness.errors import ProfharnessError, UsageError
 from profharness.jobs.side_by_side import readers_of, take_in
 from profharness.store import ingest_path
+from profharness.store.reader import answered
 from profharness.store.schema import connect
 from profharness.store.sources import find_sources
 
@@ -115,6 +116,17 @@ def test_what_ends_in_the_middle_leaves_whole_sources_and_no_process(
     mine, direct = contents(store), contents(folder / "direct.db")
     assert mine["launches"] == direct["launches"] and mine["kernels"] == direct["kernels"]
     assert [path.name for path in tmp_path.iterdir()] == ["s.db"]
+
+
+def test_a_source_is_read_while_the_store_is_being_made(folder: Path, tmp_path: Path) -> None:
+    """A file that is empty so far is no store yet, and no reason to fail."""
+    store, shard = tmp_path / "s.db", tmp_path / "shard.db"
+    source = folder / "ranks" / "rank0.json"
+    task = {"store": str(store), "shard": str(shard), "source": str(source)}
+    store.touch()
+    assert answered(task)["status"] == "new" and shard.stat().st_size > 0
+    store.unlink()
+    assert answered(task)["status"] == "new" and not store.exists()
 
 
 @pytest.mark.parametrize("text", ["local:0", "local:x", "tls://head:8786", "slurm:x.sbatch"])

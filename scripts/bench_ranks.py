@@ -1,0 +1,197 @@
+"""Figures of `ranks` and of `ingest --scheduler local`, on jobs made from a real trace.
+
+python scripts/bench_ranks.py fleets [--fleets N] [--ranks N]     who is named in even and uneven jobs
+python scripts/bench_ranks.py many [--ranks N]                    how long a job of many ranks takes
+python scripts/bench_ranks.py ingest [--files N] [--mb N]         many files into one store, and again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from make_ranks import Fleet, make_ranks, read
+from make_trace import STACKED, make_trace
+
+from profharness.answers.ranks import compare_ranks
+from profharness.jobs.side_by_side import ingested, readers_of
+from profharness.store import ingest_path, open_store
+
+SLOW = 1.05
+OF_A_GPU = ("kernel", "cuda_runtime", "user_annotation", "gpu_memcpy", "gpu_memset")
+WHOLE = (1000, 100)  # files and MB each, to which the ingest is projected
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (0, -1))
+
+
+def cost(work: Callable[[], object]) -> tuple[float, float]:
+    """(CPU seconds, seconds) of some work."""
+    cpu, begin = cpu_seconds(), time.perf_counter()
+    work()
+    return cpu_seconds() - cpu, time.perf_counter() - begin
+
+
+def small() -> dict[str, Any]:
+    """The real step with what the comparison is made of, so that thousands of files are quickly made."""
+    trace = read()
+    trace["traceEvents"] = [
+        event
+        for event in trace["traceEvents"]
+        if event.get("cat") in OF_A_GPU or event.get("ph") == "M"
+    ]
+    return trace
+
+
+def fleets(count: int, ranks: int) -> None:
+    """Even jobs, and as many with one GPU that is 5 % slow: whom `ranks` names."""
+    trace = small()
+    named: Counter[str] = Counter()
+    ratios = []
+    with tempfile.TemporaryDirectory() as name:
+        for seed in range(2 * count):
+            slow = {seed % ranks: SLOW} if seed >= count else {}
+            folder, store = Path(name) / f"job{seed}", Path(name) / f"{seed}.db"
+            for path in make_ranks(trace, folder, Fleet(ranks, seed, slow)):
+                ingest_path(store, path)
+                path.unlink()
+            with open_store(store) as opened:
+                answer = compare_ranks(opened)
+            store.unlink()
+            told = {each.ranks for each in answer.findings}
+            right = (f"rank {seed % ranks}",)
+            named["false" if told - ({right} if slow else set()) else "none false"] += 1
+            if slow:
+                named["slow named" if right in told else "slow missed"] += 1
+                ratios += [row.ratio or 0 for row in answer.rows if row.rank == seed % ranks]
+    print(f"{count} even jobs and {count} with a GPU {SLOW - 1:.0%} slow, of {ranks} ranks each")
+    print(f"jobs with a false name      {named['false']} of {2 * count}")
+    print(f"slow GPUs named             {named['slow named']} of {count}")
+    print(f"their ratios                {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+def many(ranks: int) -> None:
+    """One job of many ranks, one of them slow."""
+    with tempfile.TemporaryDirectory() as name:
+        store = Path(name) / "s.db"
+        job = Path(name) / "job"
+        make_ranks(small(), job, Fleet(ranks, 1, {ranks // 3: SLOW}))
+        print(
+            "ingest      CPU s {:.1f}, s {:.1f}".format(
+                *cost(lambda: ingested(store, [job], "local"))
+            )
+        )
+        command = [sys.executable, "-m", "profharness", "ranks", "--store", str(store)]
+        shown: list[str] = []
+
+        def ask() -> None:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            shown.append(done.stdout)
+
+        costs = [cost(ask) for _ in range(5)]
+        print(f"ranks       CPU s {min(c for c, _ in costs):.2f}, s {min(s for _, s in costs):.2f}")
+        with open_store(store) as opened:
+            groups = opened.connection.execute("SELECT count(*) FROM launch_groups").fetchone()[0]
+        print(
+            f"of {ranks} ranks, {groups:,} groups of launches, {store.stat().st_size / 1e6:.0f} MB"
+        )
+        print("\n".join(shown[-1].splitlines()[:4]))
+
+
+def ingest(files: int, megabytes: int) -> None:
+    """Files of a program's trace, each of another rank, read by a process a CPU; then once more."""
+    with tempfile.TemporaryDirectory() as name:
+        job, store = Path(name) / "job", Path(name) / "s.db"
+        job.mkdir()
+        first = Path(name) / "first.json"
+        make_trace(STACKED, first, megabytes * 10**6, "bare")
+        body = first.read_bytes()[1:]
+        first.unlink()
+        for rank in range(files):
+            told = json.dumps({"distributedInfo": {"rank": rank, "world_size": files}})
+            (job / f"rank{rank}.json").write_bytes(told[:-1].encode() + b"," + body)
+        size = sum(path.stat().st_size for path in job.iterdir())
+        cpus = len(readers_of("local"))
+        cpu, seconds = cost(lambda: ingested(store, [job], "local"))
+        again, again_s = cost(lambda: ingested(store, [job], "local"))
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        with open_store(store) as opened:
+            (launches,) = opened.connection.execute("SELECT count(*) FROM launches").fetchone()
+        whole = WHOLE[0] * WHOLE[1] * 1e6
+        print(
+            f"{files} files, {size / 1e9:.2f} GB, {launches:,} launches; {cpus} CPUs, load {os.getloadavg()[0]:.1f}"
+        )
+        print(f"{'':24}{'CPU s':>8}{'s':>8}{'CPU s / 100 MB':>16}")
+        print(f"{'ingest':24}{cpu:8.1f}{seconds:8.1f}{cpu / size * 1e8:16.3f}")
+        print(f"{'again':24}{again:8.1f}{again_s:8.1f}{again / size * 1e8:16.3f}")
+        print(f"peak of a process       {peak:8.0f} MB")
+        held = store.stat().st_size
+        print(f"store                   {held / 1e6:8.0f} MB, {held / launches:.0f} B a launch")
+        minutes = cpu / size * whole / cpus / 60
+        print(f"{WHOLE[0]:,} x {WHOLE[1]} MB on {cpus} free CPUs: {minutes:.1f} min")
+        merged(job, launches // files)
+
+
+def merged(job: Path, launches: int) -> None:
+    """What the merge of one shard costs."""
+    from profharness.store.ingest import ingest_source
+    from profharness.store.merge import merge_shard
+    from profharness.store.schema import connect, make_shard
+    from profharness.store.sources import read_source
+
+    paths = sorted(job.iterdir())[:4]
+    store = job.with_name("merged.db")
+    spent = []
+    connection = connect(store, write=True, foreign_keys=False)
+    for number, path in enumerate(paths):
+        shard, source = job.with_name(f"{number}.db"), read_source(path)
+        made = make_shard(shard)
+        result = ingest_source(shard, lambda made=made: made, source, None)  # type: ignore[misc]
+        made.close()
+
+        def merge(
+            shard: Path = shard, result: Any = result, key: str = source.content_hash
+        ) -> None:
+            merge_shard(connection, shard, result, key, whole=True)
+
+        spent.append(cost(merge)[0])
+    connection.close()
+    best = min(spent[1:])
+    print(
+        f"merge of {launches:,} launches {best:.3f} CPU s: {launches / best / 1e6:.2f} M launches a CPU second"
+    )
+
+
+def main() -> None:
+    """Measure one of the three."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("what", choices=("fleets", "many", "ingest"))
+    made.add_argument("--fleets", type=int, default=100)
+    made.add_argument("--ranks", type=int)
+    made.add_argument("--files", type=int, default=40)
+    made.add_argument("--mb", type=int, default=100)
+    options = made.parse_args()
+    if options.what == "fleets":
+        fleets(options.fleets, options.ranks or 8)
+    elif options.what == "many":
+        many(options.ranks or 1000)
+    else:
+        ingest(options.files, options.mb)
+
+
+if __name__ == "__main__":
+    main()
