@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _frame import output
 from make_ranks import Fleet, make_ranks, read
 from make_trace import STACKED, make_trace
 
@@ -29,6 +30,11 @@ from profharness.store import ingest_path, open_store
 
 SLOW = 1.05
 OF_A_GPU = ("kernel", "cuda_runtime", "user_annotation", "gpu_memcpy", "gpu_memset")
+# what a CPU second is worth while others are at work on the machine
+JSON_LOAD = (
+    "import json, sys, time\nwith open(sys.argv[1]) as file:\n    json.load(file)\n"
+    "print(time.process_time())"
+)
 WHOLE = (1000, 100)  # files and MB each, to which the ingest is projected
 
 
@@ -122,6 +128,8 @@ def ingest(files: int, megabytes: int) -> None:
         for rank in range(files):
             told = json.dumps({"distributedInfo": {"rank": rank, "world_size": files}})
             (job / f"rank{rank}.json").write_bytes(told[:-1].encode() + b"," + body)
+        del body
+        alone = float(output([sys.executable, "-c", JSON_LOAD, str(job / "rank0.json")]))
         size = sum(path.stat().st_size for path in job.iterdir())
         cpus = len(readers_of("local"))
         cpu, seconds = cost(lambda: ingested(store, [job], "local"))
@@ -134,6 +142,7 @@ def ingest(files: int, megabytes: int) -> None:
             f"{files} files, {size / 1e9:.2f} GB, {launches:,} launches; {cpus} CPUs, load {os.getloadavg()[0]:.1f}"
         )
         print(f"{'':24}{'CPU s':>8}{'s':>8}{'CPU s / 100 MB':>16}")
+        print(f"{'json.load of one':24}{alone:8.1f}{'':8}{alone / size * files * 1e8:16.3f}")
         print(f"{'ingest':24}{cpu:8.1f}{seconds:8.1f}{cpu / size * 1e8:16.3f}")
         print(f"{'again':24}{again:8.1f}{again_s:8.1f}{again / size * 1e8:16.3f}")
         print(f"peak of a process       {peak:8.0f} MB")
