@@ -22,7 +22,7 @@ SDP_BACKENDS = {  # the ones that SDPA chooses between, and their members of SDP
     "math": "MATH",
 }
 SDPA_BACKENDS = tuple(SDP_BACKENDS)
-AUTO = "auto"  # all flags as they are
+AUTO = "auto"  # all flags as they are, and what an observed call asks for where none is ruled out
 OWN_CHOICE = (AUTO, "all-disabled")  # settings that leave the choice to PyTorch
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
 # Which dimensions a mask really has, those it is broadcast over written as 1; the fewer-dimensional

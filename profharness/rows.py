@@ -316,7 +316,6 @@ class CallRow:
         return tuple(tuple(tensor["dims"]) if tensor else None for tensor in self.tensors)
 
 
-ANY_BACKEND = "auto"  # what an observed call asked for where the program ruled out no backend
 UNTRACED = 0
 """In place of a trace's number."""
 

@@ -17,12 +17,11 @@ from profharness.answers.layers import (
     LayerRow,
     numbered_names,
 )
-from profharness.config import SDPA_BACKENDS, Config, parse_config, sdpa_setting
+from profharness.config import AUTO, SDPA_BACKENDS, Config, parse_config, sdpa_setting
 from profharness.dispatch.machine import from_config, permitted
 from profharness.dispatch.predict import predict
 from profharness.errors import NotFoundError
 from profharness.kernel_names import parse_kernel_name
-from profharness.rows import ANY_BACKEND
 from profharness.stats import THRESHOLD
 
 OF_SDPA = ("sdpa", "inner")  # kinds of calls whose backend PyTorch's dispatcher chooses
@@ -97,7 +96,7 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
 
 def _allowed(row: LayerRow) -> str:
     """What the program allowed, as a set that `sdpa_setting` reads; empty where it ruled out all."""
-    return ANY_BACKEND if row.asked is None else row.asked.replace(",", "+")
+    return AUTO if row.asked is None else row.asked.replace(",", "+")
 
 
 def _points(row: LayerRow) -> Points:
@@ -131,7 +130,7 @@ def _answers(asked: Sequence[Asked], place: Place) -> Iterator[_Answer]:
         choice = prediction.choice
         if not allowed:
             choice = "none"
-        elif allowed != ANY_BACKEND:
+        elif allowed != AUTO:
             setting = sdpa_setting(allowed)
             choice = predict(permitted(params, setting), place.rules).choice
         yield _Answer(choice, takers, estimates)

@@ -16,9 +16,8 @@ from profharness.answers.layers import (
     LayerRow,
     any_length,
 )
-from profharness.config import SDPA_BACKENDS, parse_config, split_names
+from profharness.config import AUTO, SDPA_BACKENDS, parse_config, split_names
 from profharness.errors import GateError, UsageError
-from profharness.rows import ANY_BACKEND
 
 THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls that PyTorch's choice is asked about
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
@@ -173,7 +172,7 @@ def _not_ran(rows: Sequence[LayerRow]) -> Iterator[str]:
     for row in rows:
         if not row.ran or not row.asked:
             continue
-        if row.asked != ANY_BACKEND and row.ran not in split_names(row.asked):
+        if row.asked != AUTO and row.ran not in split_names(row.asked):
             yield f"{_place(row)}: asked for {row.asked}, {row.ran} ran"
         elif row.choice and row.choice != row.ran:
             yield f"{_place(row)}: PyTorch chose {row.choice}, {row.ran} ran"

@@ -14,12 +14,11 @@ from typing import Any
 from profharness.answers.agreement import FAMILY_BACKENDS, backend_of_op
 from profharness.answers.explain.rules import Place, explain_by_rule, named_places
 from profharness.answers.observed import Observed
-from profharness.config import Config, parse_config
+from profharness.config import AUTO, Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import (
-    ANY_BACKEND,
     UNTRACED,
     WHOLE_TRACE,
     CallRow,
@@ -512,7 +511,7 @@ def _because(
 def _departures(kind: TemplateRow, ran_there: str | None) -> Iterator[str]:
     """Where something else ran than was asked for, or than was said, and masks without effect."""
     if ran_there == "math" and kind.asked not in (None, "math"):
-        allowed = "any backend" if kind.asked == ANY_BACKEND else kind.asked
+        allowed = "any backend" if kind.asked == AUTO else kind.asked
         yield f"a silent fall-back: the program allowed {allowed}, and math ran"
     if ran_there and kind.choice and kind.choice != ran_there and ran_there != "none":
         yield f"PyTorch said that it would take {kind.choice}, and {ran_there} ran"

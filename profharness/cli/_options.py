@@ -121,9 +121,11 @@ format_option = click.option(
 )
 
 
-def config_options(function: F) -> F:
+def config_options(function: F, repeat: str = " Repeatable.") -> F:
     """--config (many) and --configs FILE as `config: tuple[str, ...]` and `configs_file: Path |
-    None`. `{grammar}` in the command's help becomes the options of a config."""
+    None`. `{grammar}` in the command's help becomes the options of a config. repeat: what --config's
+    own help says of several.
+    """
     lines = "\n      ".join(grammar_lines())
     function.__doc__ = (function.__doc__ or "").replace("{grammar}", lines)
     function = click.option(
@@ -137,7 +139,7 @@ def config_options(function: F) -> F:
         "--config",
         multiple=True,
         metavar="CONFIG",
-        help="batch,heads,seq_len,head_dim and more, as in 2,8,512,64,bf16,causal. Repeatable.",
+        help=f"batch,heads,seq_len,head_dim and more, as in 2,8,512,64,bf16,causal.{repeat}",
     )(function)
 
 

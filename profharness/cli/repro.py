@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -27,7 +28,7 @@ from profharness.store import Selection, open_store
 
 
 @click.command()
-@config_options
+@partial(config_options, repeat=" Once: a script is of one cell.")
 @backend_option
 @click.option(
     "--run",

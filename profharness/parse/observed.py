@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from profharness.config import AUTO
 from profharness.errors import UsageError
 from profharness.parse.ops import OUTER
 from profharness.parse.replay import replay_config
-from profharness.rows import ANY_BACKEND
 from profharness.run import observed_journals, observed_rows
 from profharness.trace import AttentionCall, TensorArgument
 
@@ -210,7 +210,7 @@ def _call(
             reason = str(error)
     allowed = (row.enabled or {}) if row.kind == "sdpa" else {}
     enabled = tuple(name for name in row.priority or tuple(allowed) if allowed.get(name))
-    asked = (ANY_BACKEND if all(allowed.values()) else ",".join(enabled)) if allowed else None
+    asked = (AUTO if all(allowed.values()) else ",".join(enabled)) if allowed else None
     mask = row.mask.contents if row.mask else None
     unmasked = row.masked is False if row.compiled else tensors[3] is None
     if row.kind == "sdpa" and unmasked:

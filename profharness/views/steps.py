@@ -95,7 +95,7 @@ STEP_COLUMNS = (
 MATH_COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend", repeat=False),
-    Column("role", "step"),
+    Column("step", "step"),
     Column("launches", "n/call", "count", right=True),
     Column("ns", "µs/call", "us", right=True),
     Column("share", "share%", "percent", right=True),
@@ -366,7 +366,7 @@ def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
         {
             "cell": f"{step['config']} {step['backend']}",
             "µs": step["ns"] / 1e3,
-            "step": step["role"],
+            "step": step["step"],
         }
         for step in steps
         if step["ns"] > 0
@@ -381,8 +381,11 @@ def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
 
 def _math_steps(rows: Sequence[KernelRow]) -> Iterator[dict[str, Any]]:
     total = sum(row.total_ns or 0 for row in rows)
-    for role, own in by_role(rows).items():
+    grouped: dict[str, list[KernelRow]] = {}
+    for role, mine in by_role(rows).items():
+        grouped.setdefault(STEP_OF.get(role, OTHER), []).extend(mine)
+    for step, own in sorted(grouped.items(), key=lambda item: ORDER[item[0]]):
         launches = sum(launches_per_call(row, 1) for row in own)
         ns = sum(call_ns(row, 1) or 0 for row in own)
         share = sum(row.total_ns or 0 for row in own) / total if total else 0.0
-        yield {"role": role, "launches": launches, "ns": ns, "share": share}
+        yield {"step": step, "launches": launches, "ns": ns, "share": share}

@@ -123,12 +123,12 @@ def test_the_steps_of_math_add_up(captured: Path) -> None:
     )
     table = next(block for block in document.blocks[place:] if isinstance(block, Table))
     shares: dict[tuple[str, str], float] = {}
-    roles: dict[tuple[str, str], set[str]] = {}
-    for config, backend, role, _, _, share in table.rows:
+    steps: dict[tuple[str, str], set[str]] = {}
+    for config, backend, step, _, _, share in table.rows:
         shares[config, backend] = shares.get((config, backend), 0) + share
-        roles.setdefault((config, backend), set()).add(role)
+        steps.setdefault((config, backend), set()).add(step)
     assert all(total == pytest.approx(1) for total in shares.values())
-    assert {"qk", "softmax", "pv"} <= roles["b2-h8-s512-d64-fp16", "math"]
+    assert {"QK^T", "softmax", "PV"} <= steps["b2-h8-s512-d64-fp16", "math"]
     assert ("b2-h8-s512-d64-fp16", "flash") not in shares
 
 
