@@ -14,6 +14,7 @@ from profharness.errors import UsageError
 CONVENTIONS = ("exact", "flash-attention")
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 STATISTIC_BYTES = 4  # log-sum-exp and delta are fp32, one a query row
+CASTS = "casts"  # the phase that inputs need which are narrower than the scores
 REPEAT = "repeat K and V"  # the phase that grouped heads need where products do not group them
 SOFTMAX_OPS = 5  # a score: scale, compare, subtract and exponentiate, add, divide
 SOFTMAX_BWD_OPS = 4  # a score: multiply with the probability, subtract delta, multiply, scale
@@ -227,7 +228,7 @@ def _unfused(config: Config, dtype: str) -> tuple[Phase, ...]:
     key, value = key * repeated * widen, value * repeated * widen
     if widen > 1:
         wide = query + key + value + output
-        steps.append(Phase("casts", 0, wide + wide // widen, matmul=False))
+        steps.append(Phase(CASTS, 0, wide + wide // widen, matmul=False))
     steps.append(Phase("QK^T", per_key, query + key + matrix))
     if config.causal or config.mask != "none":
         hidden = tensors.mask or config.seq_len_q * config.seq_len_kv

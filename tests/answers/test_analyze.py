@@ -112,7 +112,7 @@ def test_math_pays_for_its_score_matrices(h200: dict[tuple[str, str], CellAnalys
     found = evidence(math_cell, "score_traffic")
     assert found["score matrix"] == 16 * 512 * 512 * 4
     assert float(found["DRAM bytes"]) > 20 * 4194304
-    assert math_cell.bottleneck == "score traffic"
+    assert math_cell.bottleneck == "score traffic" and math_cell.finding("input_copies") is None
     assert evidence(math_cell, "fp32_products")["fp32 rate"] == 67
     assert math_cell.finding("faster_backend") is not None
     best = math_cell.remedies[0]
@@ -299,6 +299,20 @@ def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
     launch = late.finding("launch_gap")
     assert launch is not None and "at least 50" in launch.sentence
     assert launch.factor == pytest.approx(2)
+
+
+def test_math_of_a_decode_step_pays_for_copies_of_its_inputs(
+    h200: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    """K and V are repeated for four heads each and cast to fp32; a score matrix is half a megabyte."""
+    each = h200["b1-h32-kv8-sq1-skv4096-d128-bf16", "math"]
+    assert each.bottleneck == "input copies"
+    told, scores = each.finding("input_copies"), each.finding("score_traffic")
+    assert told is not None and (told.severity, told.grade) == ("major", DERIVED)
+    assert "(repeat K and V and casts)" in told.sentence
+    found = evidence(each, "input_copies")
+    assert found["score matrix"] == 32 * 4096 * 4 and found["bytes of copies"] > 250e6
+    assert scores is not None and scores.severity == "minor"
 
 
 @pytest.mark.parametrize(("per_step", "hit"), [(0.5, True), (1.2, False)])

@@ -100,6 +100,13 @@ _JUDGES: tuple[Callable[[Facts, Findings], Bottleneck | None], ...] = (
     _at_peak,
     partial(
         _major,
+        code="input_copies",
+        word="input copies",
+        cause="copies of the inputs",
+        holds=_scores_take_time,
+    ),
+    partial(
+        _major,
         code="score_traffic",
         word="score traffic",
         cause="score traffic",
@@ -142,7 +149,7 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
         ),
     ),
     (
-        ("score_traffic", "fp32_products"),
+        ("score_traffic", "input_copies", "fp32_products"),
         lambda _, backend: (
             "Let a fused backend take the call; `profharness explain` says what stands in its way."
             if _by_math(backend)

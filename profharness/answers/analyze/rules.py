@@ -23,7 +23,7 @@ from profharness.answers.analyze.figures import (
 from profharness.answers.analyze.launching import launch_gap
 from profharness.answers.roles import GEMMS
 from profharness.config import Config
-from profharness.costs import matrix_bytes, tensor_bytes
+from profharness.costs import CASTS, REPEAT, matrix_bytes, tensor_bytes
 from profharness.devices import KIB, l1_bytes
 from profharness.profilers.ncu_metrics import L1_BYTES, L2_BYTES
 
@@ -189,9 +189,21 @@ def score_traffic(facts: Facts) -> list[Finding]:
         evidence.append(Evidence("peak memory", peak, "B", "allocator"))
     text += f"; {percent(outside)} of the kernel time is no matrix product."
     measured = MEASURED if figures.dram_bytes is not None else DERIVED
-    factor = by_phases / figures.compulsory_bytes
-    severity = "major" if factor >= 2 else "minor"
-    return [Finding("score_traffic", text, severity, measured, tuple(evidence))]
+    severity = "major" if by_phases / figures.compulsory_bytes >= 2 else "minor"
+    copied = sum(phase.bytes for phase in facts.phases if phase.name in (REPEAT, CASTS))
+    if copied < by_phases / 2:
+        return [Finding("score_traffic", text, severity, measured, tuple(evidence))]
+    what = " and ".join(phase.name for phase in facts.phases if phase.name in (REPEAT, CASTS))
+    copies = Finding(
+        "input_copies",
+        f"Copies of the inputs go through memory: {size(copied)} of the {size(by_phases)} that the "
+        f"steps move are for what math does before its products ({what}), and one score matrix is "
+        f"{size(matrix)}; fused attention moves {size(figures.compulsory_bytes)} in all.",
+        severity,
+        DERIVED,
+        (Evidence("bytes of copies", copied, "B", "phases, unfused"), *evidence),
+    )
+    return [copies, Finding("score_traffic", text, "minor", measured, tuple(evidence))]
 
 
 def eager_scores(facts: Facts) -> list[Finding]:
