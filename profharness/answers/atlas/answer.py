@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -140,58 +140,76 @@ def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted
             for known, other in ((AUTO, auto.choice), (auto.choice, AUTO)):
                 if told[known].source == MEASURED != told[other].source:
                     told[other] = replace(told[known], backend=other, choice=auto.choice)
-        answers.append(tuple(_judged([_row(config, each, place) for each in told.values()])))
+        answers.append(_rows(config, told, place))
     return answers
 
 
-def _row(config: Config, told: Estimate, place: Place) -> Predicted:
-    reasons: tuple[Refusal, ...] = ()
-    choice = told.choice if told.backend == AUTO else None
-    if told.backend == AUTO and choice is None:
-        choice = "unknown" if told.status == "unknown" else "none"
-    elif told.status == "refused":
-        verdict = judge(told.backend, from_config(config), place.rules)
-        reasons = verdict.certain or verdict.reasons
-    return Predicted(
-        config=config.label,
-        backend=told.backend,
-        gpu=place.gpu,
-        torch=place.release,
-        source=told.source,
-        status="refused" if told.status == "none" else told.status,
-        choice=choice,
-        reasons=reasons,
-        kernel_ns=nanoseconds(told.kernel_us),
-        low_ns=nanoseconds(told.low_us),
-        high_ns=nanoseconds(told.high_us),
-        error=told.error,
-        graph_ns=nanoseconds(told.graph_us),
-        bottleneck=told.bottleneck,
-        outside=told.outside or None,
-        kernels=tuple(told.launches) if told.launches else None,
+def _rows(config: Config, told: Mapping[str, Estimate], place: Place) -> tuple[Predicted, ...]:
+    """The rows of a config, with the best backend, and what each of them loses."""
+    timed = [each for name, each in told.items() if each.kernel_us and name != AUTO]
+    best = min(timed, key=lambda each: each.kernel_us or 0, default=None)
+    label = config.label
+    return tuple(
+        Predicted(
+            config=label,
+            backend=each.backend,
+            gpu=place.gpu,
+            torch=place.release,
+            source=each.source,
+            status="refused" if each.status == "none" else each.status,
+            choice=_choice(each),
+            reasons=_reasons(config, each, place),
+            kernel_ns=nanoseconds(each.kernel_us),
+            low_ns=nanoseconds(each.low_us),
+            high_ns=nanoseconds(each.high_us),
+            error=each.error,
+            graph_ns=nanoseconds(each.graph_us),
+            bottleneck=each.bottleneck,
+            best=None if best is None else best.backend,
+            best_ns=None if best is None else nanoseconds(best.kernel_us),
+            regret=(regret := None if best is None else _regret(each, best)),
+            certain=None if best is None or regret is None else _is_certain(each, best),
+            outside=each.outside or None,
+            kernels=tuple(each.launches) if each.launches else None,
+        )
+        for each in told.values()
     )
+
+
+def _choice(told: Estimate) -> str | None:
+    """What `auto` takes, `none` where PyTorch raises; None of a single backend."""
+    if told.backend != AUTO:
+        return None
+    return told.choice or ("unknown" if told.status == "unknown" else "none")
+
+
+def _reasons(config: Config, told: Estimate, place: Place) -> tuple[Refusal, ...]:
+    if told.status != "refused" or told.backend == AUTO:
+        return ()
+    verdict = judge(told.backend, from_config(config), place.rules)
+    return verdict.certain or verdict.reasons
+
+
+def _regret(told: Estimate, best: Estimate) -> float | None:
+    if told.kernel_us is None or not best.kernel_us:
+        return None
+    same = best.backend in (told.backend, told.choice)
+    return 0.0 if same else max(0.0, told.kernel_us / best.kernel_us - 1)
+
+
+def _is_certain(told: Estimate, best: Estimate) -> bool:
+    same = best.backend in (told.backend, told.choice)
+    return same or _bounds(told)[0] > _bounds(best)[1]
+
+
+def _bounds(told: Estimate) -> tuple[float, float]:
+    """The interval of a time; what was measured repeats within REPEATS."""
+    low, high = told.low_us or 0.0, told.high_us or math.inf
+    return (low * (1 - REPEATS), high * (1 + REPEATS)) if told.source == MEASURED else (low, high)
 
 
 def nanoseconds(us: float | None) -> int | None:
     return None if us is None else round(1e3 * us)
-
-
-def _judged(rows: Sequence[Predicted]) -> Iterator[Predicted]:
-    """The rows of a config with the best backend, and what each of them loses."""
-    timed = [row for row in rows if row.kernel_ns and row.backend != AUTO]
-    best = min(timed, key=lambda row: row.kernel_ns or 0, default=None)
-    for row in rows:
-        if best is None or best.kernel_ns is None:
-            yield row
-            continue
-        found = replace(row, best=best.backend, best_ns=best.kernel_ns)
-        if row.kernel_ns is None:
-            yield found
-        elif best.backend in (row.backend, row.choice):
-            yield replace(found, regret=0.0, certain=True)
-        else:
-            regret = max(0.0, row.kernel_ns / best.kernel_ns - 1)
-            yield replace(found, regret=regret, certain=_bounds(row)[0] > _bounds(best)[1])
 
 
 def statement(answer: Sequence[Predicted]) -> str:
@@ -226,12 +244,6 @@ def _time(row: Predicted) -> str:
 
 def _us(ns: int | None) -> str:
     return "-" if ns is None else f"{ns / 1e3:.2f} µs"
-
-
-def _bounds(row: Predicted) -> tuple[float, float]:
-    """The interval of a row with a time; what was measured repeats within REPEATS."""
-    low, high = row.low_ns or 0, row.high_ns or math.inf
-    return (low * (1 - REPEATS), high * (1 + REPEATS)) if row.source == MEASURED else (low, high)
 
 
 def predicted_record(row: Predicted) -> dict[str, Any]:
