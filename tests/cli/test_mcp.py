@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from waiting import PATIENCE_S
 
 from profharness.cli.main import cli
+from profharness.errors import UsageError
 from profharness.store import ingest_path
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -239,3 +240,15 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
         "error: `profharness mcp` needs a package that is not installed; "
         "pip install 'profharness[mcp]' brings it\n"
     )
+
+
+def test_an_answer_that_is_too_large_says_what_to_ask(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from profharness.cli import _tools
+
+    monkeypatch.setattr(_tools, "MAX_ANSWER_BYTES", 1000)
+    with pytest.raises(
+        UsageError, match=r"the answer has 0\.\d MB, .*; ask for less: fewer configs"
+    ):
+        _tools.answer("kernels", {}, served.store)
