@@ -21,7 +21,7 @@ from typing import Any
 
 BLOCKS, WARMUP = 3, 3
 HEADER = (
-    "| regime | rows | backend right | with a time | measured / predicted, median | "
+    "| regime | rows | backend right | kernels right | with a time | measured / predicted, median | "
     "10th to 90th percentile | within the interval |"
 )
 
@@ -193,6 +193,7 @@ class Row:
     predicted: float | None
     low: float | None
     high: float | None
+    kernels_right: bool
 
     @property
     def ratio(self) -> float | None:
@@ -225,6 +226,7 @@ def compared(folder: Path, gpu: str) -> Iterator[Row]:
                         path.name.removesuffix(".json.gz"), row.config, row.ran or "-",
                         told.predicted_backend or "-", told.predicted_source or "-", spent / row.calls,
                         told.predicted_ns, told.predicted_low_ns, told.predicted_high_ns,
+                        tuple(dict.fromkeys(told.predicted_kernels)) == row.kernels,
                     )  # fmt: skip
 
 
@@ -244,7 +246,8 @@ def regime(row: Row) -> str:
 def summary(name: str, rows: list[Row]) -> str:
     told = [row for row in rows if row.ratio is not None]
     right = sum(row.ran == row.takes for row in rows)
-    parts = [name, f"{len(rows)}", f"{right}", f"{len(told)}"]
+    kernels = sum(row.kernels_right for row in told)
+    parts = [name, f"{len(rows)}", f"{right}", f"{kernels}", f"{len(told)}"]
     if told:
         ratios = sorted(row.ratio or 0 for row in told)
         low, high = ratios[round((len(ratios) - 1) * 0.1)], ratios[round((len(ratios) - 1) * 0.9)]
@@ -268,10 +271,10 @@ def compare(source: Path, gpu: str, every: bool) -> None:
         for row in rows:
             predicted = f"{row.predicted / 1e3:.2f}" if row.predicted else "-"
             ratio = f"{row.ratio:.2f}" if row.ratio else "-"
-            print(row.name, row.config, row.ran, row.takes, row.source, f"{row.measured / 1e3:.2f}",
+            print(row.name, row.config, row.ran, row.takes, row.kernels_right, row.source, f"{row.measured / 1e3:.2f}",
                   predicted, ratio, sep="\t")  # fmt: skip
     print(HEADER)
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in dict.fromkeys(sorted(map(regime, rows))):
         print(summary(name, [row for row in rows if regime(row) == name]))
     print(summary("all", rows))
