@@ -129,12 +129,12 @@ def ingest(files: int, megabytes: int) -> None:
             told = json.dumps({"distributedInfo": {"rank": rank, "world_size": files}})
             (job / f"rank{rank}.json").write_bytes(told[:-1].encode() + b"," + body)
         del body
-        alone = float(output([sys.executable, "-c", JSON_LOAD, str(job / "rank0.json")]))
         size = sum(path.stat().st_size for path in job.iterdir())
         cpus = len(readers_of("local"))
         cpu, seconds = cost(lambda: ingested(store, [job], "local"))
         again, again_s = cost(lambda: ingested(store, [job], "local"))
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        alone = float(output([sys.executable, "-c", JSON_LOAD, str(job / "rank0.json")]))
         with open_store(store) as opened:
             (launches,) = opened.connection.execute("SELECT count(*) FROM launches").fetchone()
         whole = WHOLE[0] * WHOLE[1] * 1e6
