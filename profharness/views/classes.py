@@ -26,14 +26,22 @@ def classes_document(
     return Document(
         first.schema,
         f"Bench of runs {', '.join(answer.run for answer in answers)}",
-        (*blocks, *_compared(answers)),
+        (*blocks, *class_blocks(answers)),
         first.fields,
         tuple(chain.from_iterable(document.records for document in documents)),
-        {**first.extra, "classes": [_class(answer) for answer in answers]},
+        {**first.extra, "classes": [class_record(answer) for answer in answers]},
     )
 
 
-def _class(answer: Benched) -> dict[str, object]:
+def are_classes(answers: Sequence[Benched]) -> bool:
+    """Whether answers are of several devices, and some cell is in two of them."""
+    cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
+    alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
+    return alike and len({_device(answer) for answer in answers}) > 1
+
+
+def class_record(answer: Benched) -> dict[str, object]:
+    """A class for programs."""
     return {
         "run": answer.run,
         "device": _device(answer),
@@ -47,7 +55,7 @@ def _device(answer: Benched) -> str:
     return str(environment.get("gpu") or environment.get("cpu") or answer.run)
 
 
-def _compared(answers: Sequence[Benched]) -> list[Block]:
+def class_blocks(answers: Sequence[Benched]) -> list[Block]:
     """Medians by class and how many times as fast the others are as the first."""
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +12,13 @@ from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.answers.analyze.figures import machine_of
 from profharness.answers.atlas.rows import against
-from profharness.answers.bench.answer import benched
+from profharness.answers.bench.answer import Benched, benched
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import OF_A_FILE, Diff
 from profharness.answers.diff.sides import find_sides
 from profharness.answers.summary import Summary, summarize_run
 from profharness.config import parse_config
+from profharness.errors import NotFoundError
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import Problem
 from profharness.store import Store
@@ -26,6 +28,7 @@ from profharness.views.bench import (
     lengthless,
     rate_blocks,
 )
+from profharness.views.classes import are_classes, class_blocks, class_record
 from profharness.views.devices import device_blocks
 from profharness.views.diff import diff_document
 from profharness.views.document import Block, Chart, Code, Column, Document, Heading, Note, Table
@@ -77,6 +80,9 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
         blocks += [*change_blocks(diff), *diff_blocks(diff)]
         extra["diff"] = diff.to_json()
+    if classes := _classes(store, runs):
+        blocks += class_blocks(classes)
+        extra["classes"] = [class_record(answer) for answer in classes]
     for run in runs:
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
         own = _run_blocks(store, run, cells, kernels, extra, bench)
@@ -90,6 +96,18 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     blocks += glossary_blocks(blocks)
     title = f"{f'Run {runs[0]}' if len(runs) == 1 else f'{len(runs)} runs'}: attention kernels"
     return Document(SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra)
+
+
+def _classes(store: Store, runs: Sequence[str]) -> list[Benched]:
+    """The times of the same cells on several kinds of GPU; none where the runs are of one."""
+    environments = map(store.environment, runs)
+    if len({each.get("gpu") or each.get("cpu") for each in environments}) < 2:
+        return []
+    timed = []
+    for run in runs:
+        with contextlib.suppress(NotFoundError):  # a program, or a verification
+            timed.append(benched(store, run))
+    return timed if are_classes(timed) else []
 
 
 def _run_blocks(

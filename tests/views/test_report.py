@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from profharness.cli.report import command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import Refusal
-from profharness.run import Cell, Check, Problem, Protocol, Run, write_run
+from profharness.run import Cell, Check, Problem, Protocol, Run, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.views.bench import latency_charts, rate_blocks
 from profharness.views.document import Chart, Code, Column, Document, Heading, Note, Table
@@ -114,6 +115,27 @@ def test_two_runs_have_a_part_each_and_a_diff(captured: Path) -> None:
     chart = next(each for each in charts(document).values() if each.kind == "dumbbell")
     assert {row["side"] for row in chart.rows} == {"baseline", "candidate"}
     assert len(document.extra["runs"]) == 2 and document.extra["diff"]["rows"]
+
+
+def test_the_same_cells_on_two_classes_of_gpu_stand_side_by_side(
+    swept: Path, tmp_path: Path
+) -> None:
+    run = read_run(tmp_path / "swept")
+    other = replace(run, run="20260102-h100", environment={"gpu": "NVIDIA H100 PCIe"})
+    (tmp_path / "other").mkdir()
+    write_run(tmp_path / "other", other)
+    ingest_path(swept, tmp_path / "other")
+    document = report(swept, run.run, other.run)
+    assert "classes" in headings(document)
+    assert [each["device"] for each in document.extra["classes"]] == [
+        *("NVIDIA H200", "NVIDIA H100 PCIe"),
+    ]
+    # two runs of one class have none
+    again = replace(run, run="20260103-h200")
+    (tmp_path / "again").mkdir()
+    write_run(tmp_path / "again", again)
+    ingest_path(swept, tmp_path / "again")
+    assert "classes" not in headings(report(swept, run.run, again.run))
 
 
 def test_the_steps_of_math_add_up(captured: Path) -> None:
