@@ -14,6 +14,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -295,10 +296,12 @@ class Atlas:
 
 def variant_of(config: Config) -> tuple[Any, ...]:
     """What a config has besides its NUMBERS."""
-    return tuple([getattr(config, name) for name in VARIANT])
+    others: tuple[Any, ...] = _others(config)
+    return others
 
 
 VARIANT = tuple(each.name for each in fields(Config) if each.name not in NUMBERS)
+_others = attrgetter(*VARIANT)
 _DEFAULTS = {each.name: each.default for each in fields(Config)}
 
 

@@ -86,6 +86,21 @@ def family(name: str) -> str:
     return next((each for each, pattern in FAMILIES if pattern.search(name)), neutral(name))
 
 
+class Part(Columns):
+    """The columns of some configs, each taken when it is asked for."""
+
+    def __init__(self, whole: Columns, rows: Integers) -> None:
+        super().__init__()
+        self.whole, self.rows = whole, rows
+
+    def __missing__(self, name: str) -> Values:
+        self[name] = self.whole[name][self.rows]
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.whole
+
+
 class Formula(NamedTuple):
     """A size of a grid: multiplier * ceil(quantity / step), at most limit (0: none). scale is
     multiplied too; a constant has the quantity `1`.
@@ -149,7 +164,8 @@ def solve(c: Columns, sizes: Values) -> Formula:
                 if formula is None:
                     continue
                 right = float((formula.values(c) == sizes).mean())
-                if right > share:
+                # a limit explains some cells of any kernel: it must explain more than a few
+                if right > share + (CAPPED if limit and right < 1 else 0):
                     best, share = formula._replace(right=right), right
                 if right == 1.0:
                     return best
@@ -272,7 +288,10 @@ class Rules:
         for key, users in slots.items():
             rows = np.concatenate([each for each, _ in users])
             order = np.concatenate([np.full(len(each), number) for each, number in users])
-            found += self._slot(key, rows, order * PARTS, of(c, key, rows))
+            some = Part(c, rows)
+            if key[0] == PRODUCT:
+                some.update(product_shapes(some, product_of(key)))
+            found += self._slot(key, rows, order * PARTS, some)
         return Calls(*(
             np.concatenate([getattr(each, name) for each in found])
             for name in ("place", "order", "kind", "grid", "product")
@@ -284,14 +303,14 @@ class Rules:
         found = []
         for number in np.unique(classes):
             inside = np.flatnonzero(classes == number)
-            part = at(c, inside)
+            part = Part(c, inside)
             for place, name in enumerate(parts[number]):
                 kinds, decision = self.kinds[key, name]
                 indexes = np.array(kinds)[decision.classes(part)]
                 grid = np.empty((len(inside), 3), np.int64)
                 for kind in np.unique(indexes):
                     same = indexes == kind
-                    those = {each: column[same] for each, column in part.items()}
+                    those = Part(part, same)
                     formulas = self.formulas[int(kind), key]
                     grid[same] = np.stack([each.values(those) for each in formulas], axis=1)
                 product = np.full(len(inside), product_of(key))

@@ -48,6 +48,7 @@ BOUNDS = {
 }  # fmt: skip
 LONGER = 1.5  # an estimate may be so many times the longest measured call
 NEAR = 0.45  # the share of a call's time from which a ceiling of the GPU counts as its bottleneck
+MOST_KNOWN = 100_000  # answers of the rules that are kept
 TINY_US = 4.0  # kernels that take less on average are bound by their launches
 
 
@@ -102,6 +103,8 @@ class Dispatch:
     def ask(self, config: Config) -> Ruled:
         """What they say of a config."""
         key = self._key(config) if self.machine.torch >= (2, 9) else (config,)
+        if len(self._known) > MOST_KNOWN:
+            self._known.clear()
         if key not in self._known:
             prediction = predict(from_config(config), self.machine)
             eligible = {name: each.eligible for name, each in prediction.backends.items()}
@@ -120,6 +123,12 @@ class Dispatch:
             config.causal and queries == keys, self.machine.torch >= (2, 15) and keys % 128 == 64,
             config.mask_strides is None or config.mask_dims,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def dispatch_of(machine: Machine) -> Dispatch:
+    """The rules of a machine, with all that they were asked before."""
+    return Dispatch(machine)
 
 
 class Forecast(NamedTuple):
@@ -152,7 +161,7 @@ def estimate(
     rows = [NOTHING] * (len(configs) * count)
     if atlas is not None and measured:
         rows = atlas.rows(configs, backends)
-    dispatch = Dispatch(machine_for(gpu, torch))
+    dispatch = dispatch_of(machine_for(gpu, torch))
     model = None if atlas is None else model_of(atlas.machine.name)
     answers: list[Estimate | None] = [None] * len(rows)
     wanted: dict[str, dict[int, list[int]]] = {}  # of each choice: the places of each config

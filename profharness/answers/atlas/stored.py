@@ -9,7 +9,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,14 @@ class Model:
     names: tuple[str, ...]
     kinds: npt.NDArray[np.int64]
     codes: npt.NDArray[np.int64]
-    rules: dict[str, Rules]
-    curves: dict[str, dict[tuple[int, int], Curve]]
-    timings: dict[tuple[str, int], Timing]
+    rules: Mapping[str, Rules]
+    curves: Mapping[str, dict[tuple[int, int], Curve]]
+    timings: Mapping[tuple[str, int], Timing]
     bounds: dict[str, float]
 
 
+LATER = ("rules", "curves", "timings")  # what is made of a file backend by backend
+WRONG = (struct.error, zlib.error, ValueError, TypeError, KeyError, IndexError, AttributeError)
 CLASSES = {
     each.__name__: each
     for each in (Model, Timing, Rules, Decision, Tree, Formula, Choice, Curve, Boost)
@@ -92,7 +94,7 @@ def _encoded(value: Any, arrays: _Arrays) -> Any:
         return {"Formula": list(value)}
     if isinstance(value, tuple):
         return [_encoded(each, arrays) for each in value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         pairs = ([_encoded(key, arrays), _encoded(each, arrays)] for key, each in value.items())
         return {"d": list(pairs)}
     return value
@@ -111,6 +113,34 @@ def _decoded(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
     if name == "d":
         return {_decoded(key, arrays): _decoded(each, arrays) for key, each in parts}
     return CLASSES[name](*(_decoded(each, arrays) for each in parts))
+
+
+class _Parts(Mapping[Any, Any]):
+    """A dict of a file whose values are made when something asks for them."""
+
+    def __init__(
+        self, pairs: list[Any], arrays: Mapping[str, npt.NDArray[Any]], source: str
+    ) -> None:
+        self.arrays, self.source = arrays, source
+        self.raw = {_decoded(key, arrays): value for key, value in pairs}
+        self.made: dict[Any, Any] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in self.made:
+            value = self.raw[key]
+            try:
+                self.made[key] = _decoded(value, self.arrays)
+            except WRONG:
+                raise ProfharnessError(
+                    f"{self.source}: the model is forged; get it again"
+                ) from None
+        return self.made[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.raw)
+
+    def __len__(self) -> int:
+        return len(self.raw)
 
 
 def write_model(model: Model, path: Path) -> None:
@@ -151,9 +181,14 @@ def read_model(path: Path) -> Model:
         arrays = {
             kind: np.frombuffer(part, kind) for kind, part in zip(KINDS, parts[1:], strict=True)
         }
-        model = _decoded(json.loads(parts[0]), arrays)
-        if not isinstance(model, Model):
-            raise TypeError
-    except (struct.error, zlib.error, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        told = json.loads(parts[0])["Model"]
+        values: dict[str, Any] = {
+            each.name: _Parts(value["d"], arrays, name)
+            if each.name in LATER
+            else _decoded(value, arrays)
+            for each, value in zip(fields(Model), told, strict=True)
+        }
+        model = Model(**values)
+    except WRONG:
         raise ProfharnessError(f"{name}: the model is forged; get it again") from None
     return model
