@@ -260,7 +260,14 @@ class Segment:
             and (self.raw[controls] == NEWLINE).all()
             and (self.word(self.ends[border] - 7) == BORDER).all()
             and (end - self.ends[border - 2] == len("  },\n")).all()
+            and self._is_balanced()
         )
+
+    def _is_balanced(self) -> bool:
+        """Whether quotes and brackets come in pairs: damage to what nobody reads mostly breaks some."""
+        own = self.raw[: self.ends[-1]]
+        quotes, opened, closed = (np.count_nonzero(own == ord(mark)) for mark in '"[]')
+        return quotes % 2 == 0 and opened == closed
 
     def left(self, done: Flags) -> list[bytes]:
         """The texts of the events that are not done with, which may be fewer than all."""
@@ -402,7 +409,7 @@ class Segment:
 
 
 def _first(guess: int, widths: range) -> list[int]:
-    """The widths, and before them the guess if it is one of them."""
+    """The widths, the guess first if it is one of them."""
     return [guess, *widths] if guess in widths else [*widths]
 
 
@@ -452,15 +459,8 @@ class Lines:
             mark[kind == each], have = numbers[low:high], are_numbers[low:high]
             known[kind == each] &= have
         known[kind == DEVICE] &= args[0] >= 0
-        rows = _Rows(
-            spans,
-            kind,
-            times[: len(spans)],
-            duration,
-            heads >> THREAD_BITS,
-            heads & ((1 << THREAD_BITS) - 1),
-            mark,
-        )
+        name, thread = heads >> THREAD_BITS, heads & ((1 << THREAD_BITS) - 1)
+        rows = _Rows(spans, kind, times[: len(spans)], duration, name, thread, mark)
         moment, key = times[len(spans) :], numbers[borders[2] :]
         arrived = are_times[len(spans) :] & are_numbers[borders[2] :]
         self._collector.settle(part)

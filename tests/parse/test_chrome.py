@@ -14,6 +14,7 @@ from reference import actual_rows, expected_rows, load, ordered_rows
 
 from profharness.parse import open_trace
 from profharness.parse.chrome import parse_chrome
+from profharness.parse.chrome_lines import Lines
 from profharness.trace import Trace
 
 DATA = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
@@ -89,6 +90,30 @@ def test_cpu_trace_gives_innermost_ops(
         assert {"profharness:c1", "profharness:c2"} <= cells
         names = [r.name for r in trace.ranges]
         assert names.count("profharness:c1") == 1
+
+
+@pytest.mark.parametrize("source", ["2.11", "installed"])
+def test_lines_tell_what_the_decoder_tells(
+    source: str, cpu_trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = DATA if source == "2.11" else cpu_trace
+
+    def shape() -> tuple[Any, ...]:
+        with parsed(path, processes=1) as trace:
+            return ordered_rows(trace), trace.ranges, trace.calls, trace.op_paths, trace.warnings
+
+    taken: list[bool] = []
+    take = Lines.take
+
+    def counted(lines: Lines, text: bytes, stop: int, part: int) -> bool:
+        taken.append(take(lines, text, stop, part))
+        return taken[-1]
+
+    monkeypatch.setattr(Lines, "take", counted)
+    by_lines = shape()
+    assert any(taken) or source == "installed"  # other releases may have other layouts
+    monkeypatch.setattr(Lines, "take", lambda *_: False)
+    assert shape() == by_lines
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -225,6 +225,18 @@ def test_half_characters_of_the_header_are_replaced(tmp_path: Path) -> None:
     assert result.launches == 1
 
 
+@pytest.mark.parametrize("lost", [1, 4000])
+def test_damage_in_args_that_nobody_reads_is_counted(lost: int, tmp_path: Path) -> None:
+    data = gzip.decompress(DATA.read_bytes())
+    at = data.index(b'Input type": ["c10::Half"')
+    at += len("Input type")
+    path = tmp_path / "t.json"
+    behind = at + lost if lost == 1 else data.index(b"[[", at + lost)
+    path.write_bytes(data[:at] + data[behind:])
+    with closing(parse_chrome(path, processes=1)) as trace:  # type: ignore[type-var]
+        assert trace.skipped == 1
+
+
 def test_directory_and_missing_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(TraceFormatError):
