@@ -464,7 +464,7 @@ class Lines:
         moment, key = times[len(spans) :], numbers[borders[2] :]
         arrived = are_times[len(spans) :] & are_numbers[borders[2] :]
         self._collector.settle(part)
-        self._take_arrows(segment, arrows, (key, moment), arrived, done)
+        self._take_arrows(segment, arrows, key, moment, arrived, done)
         self._take_spans(segment, rows, args, known, done, part)
         self._collector.tables.events += int(np.count_nonzero(done))
         self._collector.add_texts(segment.left(done))
@@ -521,16 +521,10 @@ class Lines:
         return self._args.table()[:, numbers], (places, behind)
 
     def _take_arrows(
-        self,
-        segment: Segment,
-        arrows: _Arrows,
-        numbers: tuple[Ints, Ints],
-        known: Flags,
-        done: Flags,
+        self, segment: Segment, arrows: _Arrows, key: Ints, moment: Ints, known: Flags, done: Flags
     ) -> None:
-        """Write arrows; numbers: their keys and times, where known."""
+        """Write arrows, given their keys and times where known."""
         keep = known & arrows.known
-        key, moment = numbers
         places = (arrows.keys[1][keep], arrows.times[0][keep] - len(segment.form.time))
         columns = zip(*(place.tolist() for place in places), strict=True)
         threads = self._threads.column(segment.text[begin:end] for begin, end in columns)
