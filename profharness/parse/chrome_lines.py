@@ -267,7 +267,7 @@ class Segment:
         """Whether quotes and brackets come in pairs: damage to what nobody reads mostly breaks some."""
         own = self.raw[: self.ends[-1]]
         quotes, opened, closed = (np.count_nonzero(own == ord(mark)) for mark in '"[]')
-        return quotes % 2 == 0 and opened == closed
+        return bool(quotes % 2 == 0 and opened == closed)
 
     def left(self, done: Flags) -> list[bytes]:
         """The texts of the events that are not done with, which may be fewer than all."""
