@@ -55,7 +55,6 @@ START_S = 120  # the first line: torch and CUDA load
 DEATHS = 3  # workers in turn that die without a result
 PARSERS = 4
 UNLIKELY = 150  # where of so many cells none ran, something else is wrong
-THINNED = 3  # of the further products, each so-manieth is learned from
 LAST_S = 15  # before the end no batch is begun: one takes seconds, and its trace has to be read
 # what a folder holds one of
 OF_THE_MACHINE = ("device_type", "gpu", "torch", "torch_cuda", "cudnn")
@@ -529,7 +528,7 @@ def package(options: argparse.Namespace) -> int:
     path = PACKAGED / f"{atlas.machine.name}{SUFFIX}"
     write_atlas(atlas, path, force=True)
     print(f"{path}: {len(atlas)} cells, {path.stat().st_size} bytes", flush=True)
-    products = read_products(options.products, THINNED) if options.products else None
+    products = read_products(options.products) if options.products else None
     path = PACKAGED / f"{atlas.machine.name}{MODEL_SUFFIX}"
     write_model(learn(atlas, products), path)
     print(f"{path}: {path.stat().st_size} bytes")

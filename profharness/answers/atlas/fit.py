@@ -136,8 +136,8 @@ class Products:
     shapes: Integers
 
 
-def read_products(path: Path, step: int = 1) -> Products:
-    """Each so-manieth product of a file. Raises UsageError where it is none."""
+def read_products(path: Path) -> Products:
+    """The products of a file. Raises UsageError where it is none."""
     try:
         told = json.loads(lzma.decompress(path.read_bytes()))
         columns = [told["columns"][name] for name in SHAPES]
@@ -145,7 +145,7 @@ def read_products(path: Path, step: int = 1) -> Products:
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError):
         text = f"{shown(path)}: not a file of products; give one such as traces/cublas-h200.json.xz"
         raise UsageError(text) from None
-    return Products(names, np.array(columns, np.int64).T[::step])
+    return Products(names, np.array(columns, np.int64).T)
 
 
 def _product_role(
