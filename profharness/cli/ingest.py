@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,15 +78,18 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
             hint(f"error: {error}")
     done = warned = 0
     taken: list[str] = []
-    for outcome in _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths):
-        if outcome.error is not None:
-            failed += 1
-            hint(f"error: {outcome.error}")
-            continue
-        done += 1
-        warned += any(result.warnings for result in outcome.results)
-        _report(outcome.source, outcome.results)
-        taken += [result.run for result in outcome.results]
+    outcomes = _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths)
+    # closed at once, whatever ends the loop: readers end with it
+    with contextlib.closing(outcomes):
+        for outcome in outcomes:
+            if outcome.error is not None:
+                failed += 1
+                hint(f"error: {outcome.error}")
+                continue
+            done += 1
+            warned += any(result.warnings for result in outcome.results)
+            _report(outcome.source, outcome.results)
+            taken += [result.run for result in outcome.results]
     if taken:
         hint(_shown_by(store, list(dict.fromkeys(taken))))
     # only now: one bad source keeps no other out of the store
@@ -96,7 +99,7 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
         raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
 
 
-def _in_turn(store: Path, paths: Sequence[Path]) -> Iterator[Taken]:
+def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[Taken, None, None]:
     """What became of each source, read by this process."""
     for source in paths:
         try:
@@ -112,17 +115,20 @@ def _in_turn(store: Path, paths: Sequence[Path]) -> Iterator[Taken]:
             yield Taken(source, tuple(results))
 
 
-def _side_by_side(store: Path, paths: Sequence[Path], cpus: Sequence[int]) -> Iterator[Taken]:
+def _side_by_side(
+    store: Path, paths: Sequence[Path], cpus: Sequence[int]
+) -> Generator[Taken, None, None]:
     """What became of each source, read by a process a CPU; a line tells how far that is."""
     hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
     progress = _Countdown([_size(path) for path in paths])
     done = 0
     try:
-        for outcome in take_in(store, paths, cpus, progress.tell):
-            progress.clear()
-            yield outcome
-            done += 1
-            progress.advance()
+        with contextlib.closing(take_in(store, paths, cpus, progress.tell)) as outcomes:
+            for outcome in outcomes:
+                progress.clear()
+                yield outcome
+                done += 1
+                progress.advance()
     except KeyboardInterrupt:
         progress.clear()
         hint(

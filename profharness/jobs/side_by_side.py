@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -189,11 +189,12 @@ def take_in(
     sources: Sequence[Path],
     cpus: Sequence[int],
     waiting: Callable[[], None] = lambda: None,
-) -> Iterator[Taken]:
+) -> Generator[Taken, None, None]:
     """Read sources side by side, one reader a CPU of the list, and take them into the store; what became
     of each, in their order. waiting is called while nothing comes.
 
-    Raises StoreError for a store that cannot be used. Where the iteration ends early, so do the readers.
+    Readers end with the iteration: close it where it ends early. Raises StoreError for a store that
+    cannot be used.
     """
     refuse_network(store)
     with ExitStack() as opened:
@@ -230,7 +231,8 @@ def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[
         return [result for path in paths for result in stores.ingest_path(store, path)]
     cpus = readers_of(scheduler)
     sources = [source for path in paths for source in find_sources(path)]
-    outcomes = list(take_in(store, sources, cpus))
+    with closing(take_in(store, sources, cpus)) as taken:
+        outcomes = list(taken)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors:
         raise ProfharnessError("\n".join(errors))
