@@ -96,7 +96,7 @@ def test_a_run_with_traces_has_its_sections(captured: Path) -> None:
     document = report(captured)
     assert headings(document) == [
         *("In short", "Selection map", "Cells", "Latency", "Kernels", "Steps of math"),
-        *("Disagreements", "Device", "Environment", "What the words mean"),
+        *("Disagreements", "Against the atlas", "Device", "Environment", "What the words mean"),
     ]
     assert {chart.kind for chart in charts(document).values()} == {
         "map",
