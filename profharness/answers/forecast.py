@@ -142,22 +142,22 @@ def _in_order(config: Config) -> Config:
 
 
 def _row(row: LayerRow, points: Points, answers: Mapping[Asked, _Answer]) -> LayerForecast:
-    told = [(answers[parse_config(label), _allowed(row)], calls) for label, calls in points]
-    choices = dict.fromkeys(answer.choice for answer, _ in told)
+    weighted = [(answers[parse_config(label), _allowed(row)], calls) for label, calls in points]
+    choices = dict.fromkeys(answer.choice for answer, _ in weighted)
     backend = " and ".join(sorted(choices))
     if failed := [CHOICES[name] for name in choices if name in CHOICES]:
         return LayerForecast(predicted_backend=backend, predicted_reason="; ".join(failed))
-    chosen = [(answer.estimates[answer.choice], calls) for answer, calls in told]
+    chosen = [(answer.estimates[answer.choice], calls) for answer, calls in weighted]
     total = _total(chosen)
     everywhere = [
-        name for name in SDPA_BACKENDS if all(name in answer.takers for answer, _ in told)
+        name for name in SDPA_BACKENDS if all(name in answer.takers for answer, _ in weighted)
     ]
     others = {
-        name: _total([(answer.estimates[name], calls) for answer, calls in told])
+        name: _total([(answer.estimates[name], calls) for answer, calls in weighted])
         for name in everywhere
     }
     middle, _ = chosen[(len(chosen) - 1) // 2]
-    calls = sum(weight for _, weight in told)
+    calls = sum(weight for _, weight in weighted)
     outside = next((item.outside for item, _ in chosen if item.outside), None)
     forecast = LayerForecast(
         predicted_backend=backend,
@@ -304,9 +304,9 @@ def _doubts(layers: LayerMap, asked: Iterable[Asked]) -> Iterator[str]:
 def _left_out(layers: LayerMap, rows: Sequence[LayerForecast]) -> Iterator[str]:
     """A sentence for each reason that rows have no time for."""
     names: dict[str, list[str]] = {}
-    for row, told in zip(layers.rows, rows, strict=True):
-        if told.predicted_ns is None:
-            reason = told.predicted_reason or "no time is known, the bound alone"
+    for row, forecast in zip(layers.rows, rows, strict=True):
+        if forecast.predicted_ns is None:
+            reason = forecast.predicted_reason or "no time is known, the bound alone"
             names.setdefault(reason, []).append(row.module or row.config or row.kind)
     for reason, modules in names.items():
         yield f"no time of {numbered_names(modules)}: {reason}"

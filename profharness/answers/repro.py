@@ -62,8 +62,8 @@ class ReproCell:
 def asked_cell(configs: Sequence[Config], backends: Sequence[str]) -> ReproCell:
     """The cell of a question without a run. Raises UsageError unless it names one."""
     if len(configs) != 1:
-        told = f"{len(configs)} configs" if configs else "no config"
-        raise UsageError(f"a script is of one cell, and this names {told}; give one --config")
+        amount = f"{len(configs)} configs" if configs else "no config"
+        raise UsageError(f"a script is of one cell, and this names {amount}; give one --config")
     if len(backends) > 1:
         raise UsageError(f"a script is of one cell; give one --backend, not {','.join(backends)}")
     return ReproCell(configs[0], backends[0] if backends else "auto")

@@ -89,20 +89,20 @@ def run_group(
     """
     begin = time.monotonic()
     final = Path(spec["root"]) / spec["group"]
-    told: Plain = {"error": None, "lost": None}
+    outcome: Plain = {"error": None, "lost": None}
     try:
         if not final.is_dir():
-            told |= _in_child(spec, on_step, on_start)
-        if told["error"] is None and spec.get("pack"):
-            told |= {"content_hash": content_hash(final), "packed": pack(final)}
+            outcome |= _in_child(spec, on_step, on_start)
+        if outcome["error"] is None and spec.get("pack"):
+            outcome |= {"content_hash": content_hash(final), "packed": pack(final)}
     except (OSError, ProfharnessError) as error:
-        told["error"] = str(error)
+        outcome["error"] = str(error)
     return {
         "group": spec["group"],
         "folder": str(final),
         "attempt": spec.get("attempt", 1),
         "seconds": round(time.monotonic() - begin, 3),
-        **told,
+        **outcome,
     }
 
 
@@ -130,7 +130,7 @@ def _in_child(
     _children.add(child)
     on_start(child)
     assert child.stdin is not None and child.stdout is not None
-    told: Plain | None = None
+    outcome: Plain | None = None
     try:
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(json.dumps({**spec, "part": str(part)}).encode())
@@ -138,7 +138,7 @@ def _in_child(
             with contextlib.suppress(ValueError):  # a line that its end cut short
                 row = json.loads(line)
                 if "error" in row:
-                    told = row
+                    outcome = row
                 else:
                     on_step(row)
         child.wait()
@@ -154,12 +154,12 @@ def _in_child(
         log.unlink(missing_ok=True)
         if own:
             shutil.rmtree(own, ignore_errors=True)
-    if told is None:
+    if outcome is None:
         how = child.wait()
         name = signal.Signals(-how).name if how < 0 else f"exit code {how}"
         tail = f"; its last words: {' / '.join(words.splitlines()[-2:])}" if words else ""
-        told = {"error": f"what ran the group died: {name}{tail}", "lost": None}
-    return told
+        outcome = {"error": f"what ran the group died: {name}{tail}", "lost": None}
+    return outcome
 
 
 def run_spec(text: str) -> Plain:

@@ -121,11 +121,11 @@ class LocalLanes:
         own["shares_cores"] = "warning" in lane
 
         def work() -> None:
-            told = run_group(
+            outcome = run_group(
                 {**spec, **own}, partial(on_step, name), partial(self._children.__setitem__, name)
             )
             self._children.pop(name, None)
-            self._done.put((name, told))
+            self._done.put((name, outcome))
 
         # daemon: nothing waits for a lane when this process leaves, and the child ends with its thread
         threading.Thread(target=work, daemon=True, name=name).start()

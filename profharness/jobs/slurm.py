@@ -193,18 +193,18 @@ class Task:
         part = fullest_part(final)
         if part is not None and not own_part(final).exists():
             part.rename(own_part(final))
-        told = run_group({**spec, "attempt": len(errors) + 1})
-        if told["error"] is None:
+        outcome = run_group({**spec, "attempt": len(errors) + 1})
+        if outcome["error"] is None:
             self.done += 1
-            self._say(f"group {group.group}: {told['seconds']:.1f} s")
+            self._say(f"group {group.group}: {outcome['seconds']:.1f} s")
             return
-        if told["lost"]:
-            raise CaptureError(f"{self.folder}: this lane can run no group: {told['error']}")
-        self._say(f"group {group.group} failed: {told['error']}")
+        if outcome["lost"]:
+            raise CaptureError(f"{self.folder}: this lane can run no group: {outcome['error']}")
+        self._say(f"group {group.group} failed: {outcome['error']}")
         with self._errors_file(group).open("a", encoding="utf-8") as file:
-            file.write(" ".join(str(told["error"]).split()) + "\n")
+            file.write(" ".join(str(outcome["error"]).split()) + "\n")
         if len(errors) + 1 >= TRIES:
-            words = f"the group failed {TRIES} times; the last time: {told['error']}"
+            words = f"the group failed {TRIES} times; the last time: {outcome['error']}"
             fail_group(self.folder, spec, words)
 
     def _errors(self, group: Group) -> list[str]:

@@ -246,26 +246,26 @@ class Window:
         """The lanes that are of the class of a group."""
         return {name for name, lane in self._lanes.items() if task.sweep.takes(lane.description)}
 
-    def _take(self, name: str, told: Mapping[str, Any]) -> None:
+    def _take(self, name: str, outcome: Mapping[str, Any]) -> None:
         lane = self._lanes.get(name)
-        if lane is None or lane.task is None or lane.task.group.group != told["group"]:
+        if lane is None or lane.task is None or lane.task.group.group != outcome["group"]:
             return  # of a lane that was given up
         task, lane.task = lane.task, None
-        folder, error = group_folder(task.sweep.folder, task.group.group), told["error"]
-        if error is None and told.get("packed"):
+        folder, error = group_folder(task.sweep.folder, task.group.group), outcome["error"]
+        if error is None and outcome.get("packed"):
             try:
-                unpack(told["packed"], folder, told["content_hash"])
+                unpack(outcome["packed"], folder, outcome["content_hash"])
             except CaptureError as failure:
                 error = str(failure)
         if error is None and folder.is_dir():
             lane.failed.clear()
             self._estimated += task.group.seconds
-            self._measured += float(told["seconds"])
+            self._measured += float(outcome["seconds"])
             self._count(task)
-            self._say(self._standing(name, float(told["seconds"])))
+            self._say(self._standing(name, float(outcome["seconds"])))
             return
         why = str(error or "it left no run folder")
-        if told.get("lost"):
+        if outcome.get("lost"):
             del self._lanes[name]
             self._leave_out(name, why)
             self._queue.appendleft(task)  # it was not the group's fault

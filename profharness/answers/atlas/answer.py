@@ -134,19 +134,19 @@ def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted
     estimates = iter(estimate(place.atlas, resolved, BACKENDS, place.asked, place.release))
     answers = []
     for config in resolved:
-        told = {backend: next(estimates) for backend in BACKENDS}
-        auto = told[AUTO]
+        estimated = {backend: next(estimates) for backend in BACKENDS}
+        auto = estimated[AUTO]
         if auto.choice in SDPA_BACKENDS and auto.status == "ok":
             for known, other in ((AUTO, auto.choice), (auto.choice, AUTO)):
-                if told[known].source == MEASURED != told[other].source:
-                    told[other] = replace(told[known], backend=other, choice=auto.choice)
-        answers.append(_rows(config, told, place))
+                if estimated[known].source == MEASURED != estimated[other].source:
+                    estimated[other] = replace(estimated[known], backend=other, choice=auto.choice)
+        answers.append(_rows(config, estimated, place))
     return answers
 
 
-def _rows(config: Config, told: Mapping[str, Estimate], place: Place) -> tuple[Predicted, ...]:
+def _rows(config: Config, estimated: Mapping[str, Estimate], place: Place) -> tuple[Predicted, ...]:
     """The rows of a config, with the best backend, and what each of them loses."""
-    timed = [each for name, each in told.items() if each.kernel_us and name != AUTO]
+    timed = [each for name, each in estimated.items() if each.kernel_us and name != AUTO]
     best = min(timed, key=lambda each: each.kernel_us or 0, default=None)
     label = config.label
     return tuple(
@@ -172,40 +172,42 @@ def _rows(config: Config, told: Mapping[str, Estimate], place: Place) -> tuple[P
             outside=each.outside or None,
             kernels=tuple(each.launches) if each.launches else None,
         )
-        for each in told.values()
+        for each in estimated.values()
     )
 
 
-def _choice(told: Estimate) -> str | None:
+def _choice(estimated: Estimate) -> str | None:
     """What `auto` takes, `none` where PyTorch raises; None of a single backend."""
-    if told.backend != AUTO:
+    if estimated.backend != AUTO:
         return None
-    return told.choice or ("unknown" if told.status == "unknown" else "none")
+    return estimated.choice or ("unknown" if estimated.status == "unknown" else "none")
 
 
-def _reasons(config: Config, told: Estimate, place: Place) -> tuple[Refusal, ...]:
-    if told.status != "refused" or told.backend == AUTO:
+def _reasons(config: Config, estimated: Estimate, place: Place) -> tuple[Refusal, ...]:
+    if estimated.status != "refused" or estimated.backend == AUTO:
         return ()
-    verdict = judge(told.backend, from_config(config), place.rules)
+    verdict = judge(estimated.backend, from_config(config), place.rules)
     return verdict.certain or verdict.reasons
 
 
-def _regret(told: Estimate, best: Estimate) -> float | None:
-    if told.kernel_us is None or not best.kernel_us:
+def _regret(estimated: Estimate, best: Estimate) -> float | None:
+    if estimated.kernel_us is None or not best.kernel_us:
         return None
-    same = best.backend in (told.backend, told.choice)
-    return 0.0 if same else max(0.0, told.kernel_us / best.kernel_us - 1)
+    same = best.backend in (estimated.backend, estimated.choice)
+    return 0.0 if same else max(0.0, estimated.kernel_us / best.kernel_us - 1)
 
 
-def _is_certain(told: Estimate, best: Estimate) -> bool:
-    same = best.backend in (told.backend, told.choice)
-    return same or _bounds(told)[0] > _bounds(best)[1]
+def _is_certain(estimated: Estimate, best: Estimate) -> bool:
+    same = best.backend in (estimated.backend, estimated.choice)
+    return same or _bounds(estimated)[0] > _bounds(best)[1]
 
 
-def _bounds(told: Estimate) -> tuple[float, float]:
+def _bounds(estimated: Estimate) -> tuple[float, float]:
     """The interval of a time; what was measured repeats within REPEATS."""
-    low, high = told.low_us or 0.0, told.high_us or math.inf
-    return (low * (1 - REPEATS), high * (1 + REPEATS)) if told.source == MEASURED else (low, high)
+    low, high = estimated.low_us or 0.0, estimated.high_us or math.inf
+    return (
+        (low * (1 - REPEATS), high * (1 + REPEATS)) if estimated.source == MEASURED else (low, high)
+    )
 
 
 def nanoseconds(us: float | None) -> int | None:

@@ -139,9 +139,9 @@ class Products:
 def read_products(path: Path) -> Products:
     """The products of a file. Raises UsageError where it is none."""
     try:
-        told = json.loads(lzma.decompress(path.read_bytes()))
-        columns = [told["columns"][name] for name in SHAPES]
-        names = tuple(tuple(map(neutral, each)) for each in told["kernels"])
+        record = json.loads(lzma.decompress(path.read_bytes()))
+        columns = [record["columns"][name] for name in SHAPES]
+        names = tuple(tuple(map(neutral, each)) for each in record["kernels"])
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError):
         text = f"{shown(path)}: not a file of products; give one such as traces/cublas-h200.json.xz"
         raise UsageError(text) from None

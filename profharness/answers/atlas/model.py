@@ -294,7 +294,7 @@ def _unsampled(others: tuple[Any, ...]) -> str | None:
     """Why configs with these values besides their numbers were not sampled."""
     values = dict.fromkeys(NUMBERS, 1) | dict(zip(VARIANT, others, strict=True))
     variant = Config(**values)
-    told = {
+    beyond = {
         "dtype": variant.dtype not in DTYPES,
         f"mask={variant.mask}": variant.mask not in KINDS,
         f"mask_shape={variant.mask_shape}": variant.mask_shape not in MASK_SHAPES,
@@ -308,7 +308,7 @@ def _unsampled(others: tuple[Any, ...]) -> str | None:
             (variant.q_strides, variant.k_strides, variant.v_strides, variant.mask_strides)
         ),
     }
-    wrong = [name for name, is_so in told.items() if is_so]
+    wrong = [name for name, is_so in beyond.items() if is_so]
     return f"the atlas has no configs with {', '.join(wrong)}" if wrong else None
 
 

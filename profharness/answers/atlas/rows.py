@@ -27,46 +27,47 @@ def predicted_rows(
     atlas if there is none. run is the place. Raises what `predicted` raises.
     """
     found = predicted(configs, backends, gpu, torch)
-    told = [row for answer in found.answers for row in found.of(answer)]
-    rows = [row for each in told for row in _kernel_rows(each, found.place)]
-    return rows, [_cell_row(each, found.place) for each in told], found.doubt
+    prediction = [row for answer in found.answers for row in found.of(answer)]
+    rows = [row for each in prediction for row in _kernel_rows(each, found.place)]
+    return rows, [_cell_row(each, found.place) for each in prediction], found.doubt
 
 
-def _cell_row(told: Predicted, place: Place) -> CellRow:
+def _cell_row(prediction: Predicted, place: Place) -> CellRow:
     message = None
-    if told.status == "ok" and not told.kernels:
+    if prediction.status == "ok" and not prediction.kernels:
         message = (
-            told.outside or "no atlas has this config on this GPU, so its kernels are not known"
+            prediction.outside
+            or "no atlas has this config on this GPU, so its kernels are not known"
         )
     return CellRow(
         run=place.text,
-        cell=f"{told.config} {told.backend}",
-        config=told.config,
-        backend=told.backend,
-        status=told.status,
+        cell=f"{prediction.config} {prediction.backend}",
+        config=prediction.config,
+        backend=prediction.backend,
+        status=prediction.status,
         message=message,
-        choice=told.choice,
+        choice=prediction.choice,
         sdpa_op=None,
         iterations=1,
-        refusals=told.reasons,
+        refusals=prediction.reasons,
         warnings=(),
-        predicted=told.choice,
+        predicted=prediction.choice,
     )
 
 
-def _kernel_rows(told: Predicted, place: Place) -> Iterator[KernelRow]:
+def _kernel_rows(prediction: Predicted, place: Place) -> Iterator[KernelRow]:
     """Launches of one kernel in one configuration are one row, as of a capture."""
     groups: dict[tuple[Any, ...], list[tuple[int, Launch]]] = {}
-    for order, launch in enumerate(told.kernels or ()):
+    for order, launch in enumerate(prediction.kernels or ()):
         key = (launch.kernel, launch.grid, launch.block, launch.registers, launch.shared_bytes)
         groups.setdefault(key, []).append((order, launch))
-    whole = sum(nanoseconds(launch.time_us) or 0 for launch in told.kernels or ())
+    whole = sum(nanoseconds(launch.time_us) or 0 for launch in prediction.kernels or ())
     for same in groups.values():
-        yield _kernel_row(told, place, same, whole)
+        yield _kernel_row(prediction, place, same, whole)
 
 
 def _kernel_row(
-    told: Predicted, place: Place, same: Sequence[tuple[int, Launch]], whole_ns: int
+    prediction: Predicted, place: Place, same: Sequence[tuple[int, Launch]], whole_ns: int
 ) -> KernelRow:
     order, launch = same[0]
     name = parse_kernel_name(launch.kernel)
@@ -80,11 +81,11 @@ def _kernel_row(
         filled = occupancy(x * y * z, launch.registers or 0, launch.shared_bytes or 0, device)
     return KernelRow(
         run=place.text,
-        config=told.config,
-        backend=told.backend,
-        cell=f"{told.config} {told.backend}",
+        config=prediction.config,
+        backend=prediction.backend,
+        cell=f"{prediction.config} {prediction.backend}",
         profiler=PROFILER,
-        status=told.status,
+        status=prediction.status,
         range=None,
         kernel=launch.kernel,
         kernel_short=name.short,
@@ -110,7 +111,7 @@ def _kernel_row(
         occupancy_limiter=filled.limiter if filled else None,
         device=0,
         shared_share=filled.shared_share if filled else None,
-        source=told.source,
+        source=prediction.source,
     )
 
 
@@ -141,25 +142,29 @@ def against(
     answers = dict(zip(labels, predict_all(place, list(map(parse_config, labels))), strict=True))
     found = []
     for cell in ran:
-        (told,) = (row for row in answers[cell.config] if row.backend == cell.backend)
-        if told.kernel_ns:
-            found.append(_compared(told, told.kernel_ns, by_cell[cell.cell]))
+        (prediction,) = (row for row in answers[cell.config] if row.backend == cell.backend)
+        if prediction.kernel_ns:
+            found.append(_compared(prediction, prediction.kernel_ns, by_cell[cell.cell]))
     return found
 
 
-def _compared(told: Predicted, expected_ns: int, rows: Sequence[KernelRow]) -> dict[str, Any]:
+def _compared(prediction: Predicted, expected_ns: int, rows: Sequence[KernelRow]) -> dict[str, Any]:
     ran_ns = round(sum(row.call_ns or 0 for row in rows))
     inside = None
-    if told.source == "model" and told.low_ns is not None and told.high_ns is not None:
-        inside = told.low_ns <= ran_ns <= told.high_ns
+    if (
+        prediction.source == "model"
+        and prediction.low_ns is not None
+        and prediction.high_ns is not None
+    ):
+        inside = prediction.low_ns <= ran_ns <= prediction.high_ns
     launched = Counter[str]()
     for row in rows:
         launched[row.kernel_short] += round(row.launches_per_call or 0)
-    expected = Counter(parse_kernel_name(each.kernel).short for each in told.kernels or ())
+    expected = Counter(parse_kernel_name(each.kernel).short for each in prediction.kernels or ())
     values = {
         "ran_ns": ran_ns,
         "ratio": ran_ns / expected_ns,
         "inside": inside,
         "same_kernels": launched == expected if expected else None,
     }
-    return {name: values[name] if name in values else getattr(told, name) for name in AGAINST}
+    return {name: values[name] if name in values else getattr(prediction, name) for name in AGAINST}

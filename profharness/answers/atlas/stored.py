@@ -181,12 +181,12 @@ def read_model(path: Path) -> Model:
         arrays = {
             kind: np.frombuffer(part, kind) for kind, part in zip(KINDS, parts[1:], strict=True)
         }
-        told = json.loads(parts[0])["Model"]
+        listed = json.loads(parts[0])["Model"]
         values: dict[str, Any] = {
             each.name: _Parts(value["d"], arrays, name)
             if each.name in LATER
             else _decoded(value, arrays)
-            for each, value in zip(fields(Model), told, strict=True)
+            for each, value in zip(fields(Model), listed, strict=True)
         }
         model = Model(**values)
     except WRONG:

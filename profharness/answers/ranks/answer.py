@@ -211,10 +211,10 @@ def _other_kernels(
         if usual is None:
             continue
         name = table.kernels[kernel].short
-        told = _usual([rank.get(place, frozenset()) for rank in families])
+        typical = _usual([rank.get(place, frozenset()) for rank in families])
         for index, number in enumerate(numbers):
             # another backend's kernels are told as such
-            chose = told is not None and families[index].get(place, frozenset()) != told[0]
+            chose = typical is not None and families[index].get(place, frozenset()) != typical[0]
             if number == usual[0] or (
                 chose and table.kernels[kernel].family in _own(families, place)
             ):
