@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,3 +49,9 @@ def test_a_circle_under_type_checking_and_a_lazy_import_are_counted(tmp_path: Pa
     assert figures["circles of files, type checking counted"] == 1
     assert figures["imports inside functions"] == 1
     assert figures["files"] == 3
+
+
+def test_each_file_of_tests_has_a_name_of_its_own() -> None:
+    # modules of one name hide each other, and pytest-xdist says so at the end alone
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

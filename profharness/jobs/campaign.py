@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from profharness.runner.group import PART, make_part, publish
 
 GROUPS_FOLDER = "groups"
 SCHEMA = "profharness.campaign/1"
+GROUP_NAME = re.compile(r"[0-9a-f]{16}")
 GROUP_S = (
     60.0  # of estimated work in a process, whose start (5.5 s on an H200) is a tenth of it at most
 )
@@ -155,6 +157,9 @@ def read_campaign(folder: Path) -> Campaign:
         raise TraceFormatError(path, text, expected=f"schema {SCHEMA}") from None
     if campaign.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
+    # a name is that of a folder, and no way out of the campaign's
+    if not all(GROUP_NAME.fullmatch(group.group) for group in campaign.groups):
+        raise TraceFormatError(path, "a group has no proper name", expected=f"schema {SCHEMA}")
     return campaign
 
 

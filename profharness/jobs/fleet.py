@@ -79,7 +79,7 @@ def describe_lanes(fleet: Fleet) -> tuple[dict[str, Any], ...]:
     Raises as `open_transport` does.
     """
     scheduler = str(fleet.scheduler)
-    if scheduler.startswith(SLURM):
+    if scheduler == SLURM or scheduler.startswith(slurm.PREFIX):
         return ()
     transport = open_transport(fleet, "auto")
     if transport is None:
@@ -117,13 +117,14 @@ def run_on_lanes(
         return []
     with closing(transport):
         lanes = transport.lanes()
-        if fleet.scheduler is None and len(cut_groups(run, backends, len(lanes))) < 2:
+        small = len(cut_groups(run, backends, len(lanes))) < 2
+        if fleet.scheduler is None and not fleet.gpus and small:
             return []
         folders = []
         for gpu in fleet.gpus or (None,):
             count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
             folders.append(plan(gpu, count)[0])
-        Window(folders, transport, progress, agreeing()).carry_out()
+        Window(folders, transport, progress, agreeing(run.protocol.device)).carry_out()
     return folders
 
 
@@ -159,15 +160,18 @@ def _planned(fleet: Fleet, plan: Callable[[str | None, int], tuple[Path, Campaig
     return Planned("\n".join(lines))
 
 
-def agreeing() -> Callable[[dict[str, Any]], str | None]:
-    """Why a lane cannot take part: it has another profharness than this host, or another torch or
-    driver than the first lane with a GPU of its name. A run has one environment.
+def agreeing(device: str) -> Callable[[dict[str, Any]], str | None]:
+    """Why a lane cannot take part: it has another profharness than this host, no GPU where `cuda` is
+    asked for, or another torch or driver than the first lane with a GPU of its name. A run has one
+    environment.
     """
     first: dict[str | None, dict[str, Any]] = {}
 
     def why_not(lane: dict[str, Any]) -> str | None:
         if lane["profharness"] != __version__:
             return f"it has profharness {lane['profharness']}, and this host {__version__}"
+        if device == "cuda" and lane["gpu"] is None:
+            return "it has no GPU"
         other = first.setdefault(lane["gpu"], lane)
         for key in ONE_ENVIRONMENT:
             if lane[key] != other[key]:
@@ -195,7 +199,7 @@ def resume_on_lanes(folder: Path, fleet: Fleet, progress: Progress | None) -> No
     fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
     transport = open_transport(fleet, device) or LocalLanes(local_lanes(None, device))
     with closing(transport):
-        Window([folder], transport, progress, agreeing()).carry_out()
+        Window([folder], transport, progress, agreeing(device)).carry_out()
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:

@@ -41,10 +41,12 @@ class Holder:
         return f"process {self.pid} of host {self.host.split()[0]}"
 
     def has_ended(self) -> bool:
-        """Whether it is known to be gone: a process of this host, before its boot or ended since."""
+        """Whether it is known to be gone: a process of this host since its boot that has ended. Of another
+        boot nothing is known: hosts of one image may share a name.
+        """
         if self.host != host_name():
             return False
-        return self.boot != _read(BOOT_ID) or process_start(self.pid) != self.start
+        return self.boot == _read(BOOT_ID) and process_start(self.pid) != self.start
 
 
 def host_name() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -173,18 +174,25 @@ class Task:
             holder = read_holder(path)
             self._say(f"group {group.group} is taken over from {holder.text if holder else '?'}")
             self._watch.clear(path)
-        lease = Lease(path, lambda: end_groups(True), self._beat_s)
+        taken = threading.Event()
+
+        def end_mine() -> None:
+            taken.set()
+            end_groups(True)
+
+        lease = Lease(path, end_mine, self._beat_s)
         if not lease.take():
             return False
         try:
             # another lane may have ended it a moment ago
             if group in open_groups(self.folder, self._campaign):
-                self._work(group, lane)
+                self._work(group, lane, taken)
         finally:
             lease.end()
         return True
 
-    def _work(self, group: Group, lane: Plain) -> None:
+    def _work(self, group: Group, lane: Plain, taken: threading.Event) -> None:
+        """Run a group. taken: set where another lane has taken its lease over, which is no failure."""
         final = group_folder(self.folder, group.group)
         own = {key: lane[key] for key in ("uuid", "cpus") if lane.get(key)}
         errors = self._errors(group)
@@ -197,6 +205,9 @@ class Task:
         if outcome["error"] is None:
             self.done += 1
             self._say(f"group {group.group}: {outcome['seconds']:.1f} s")
+            return
+        if taken.is_set():
+            self._say(f"group {group.group} was taken over by another lane")
             return
         if outcome["lost"]:
             raise CaptureError(f"{self.folder}: this lane can run no group: {outcome['error']}")

@@ -225,7 +225,7 @@ class Window:
                 self._failed(lane, lane.task, "its lane is gone")
 
     def _feed(self) -> None:
-        for name, lane in self._lanes.items():
+        for name, lane in tuple(self._lanes.items()):
             if lane.task is None and (task := self._next(name, lane)) is not None:
                 lane.task, lane.done = task, 0
                 spec = _spec(task)
@@ -282,7 +282,10 @@ class Window:
             # other groups fail there too: it is the lane, and its failures count for no group
             del self._lanes[name]
             self._leave_out(name, f"{LANE_TRIES} groups failed there in a row, the last one: {why}")
-            task.errors.pop()
+            busy = (other.task for other in self._busy() if other.task)
+            for waiting in (task, *self._queue, *busy):
+                kept = [text for text in waiting.errors if not text.startswith(f"{name}: ")]
+                waiting.errors[:] = kept
         if len(task.errors) < TRIES:
             self._say(f"{name}: group {task.group.group} failed, and is tried again: {why}")
             self._queue.append(task)

@@ -476,9 +476,10 @@ class Lines:
         """Write the spans that are known, by their kinds. args: of the device's, as _DeviceArgs has
         them.
         """
-        is_device = rows.kind == DEVICE
-        if not known[is_device].all():  # all of a segment or none, so that they keep their order
-            known = known & ~is_device
+        for number in (CALL, DEVICE):  # all of a segment or none, so that they keep their order
+            is_kind = rows.kind == number
+            if not known[is_kind].all():
+                known = known & ~is_kind
         done[rows.events[known]] = True
         ops, calls, device, modules = (
             rows.where(known & (rows.kind == kind)) for kind in (OP, CALL, DEVICE, MODULE_CALL)
@@ -542,8 +543,9 @@ def _kinds(segment: Segment) -> tuple[Ints, Flags]:
     kind = np.zeros(len(first), np.int64)
     for word, number in KINDS:
         kind[category == word] = number
-    if (kind[~is_span] == DEVICE).any():  # all of a segment or none, so that they keep their order
-        kind[kind == DEVICE] = 0
+    for number in (CALL, DEVICE):  # all of a segment or none, so that they keep their order
+        if (kind[~is_span] == number).any():
+            kind[kind == number] = 0
     kind[~is_span] = 0
     frames = np.flatnonzero(kind == FRAME)
     name = segment.word(head[frames] + form.category + form.name)

@@ -61,6 +61,10 @@ def main() -> None:
         # what failed on it says nothing of the cells
         shutil.rmtree(part, ignore_errors=True)
         error = lost
+    elif error is not None and not _has_results(part):
+        lost = (
+            error  # no worker starts here, or nothing can be written: another group fares no better
+        )
     if error is None:
         try:
             _publish(part, spec)
@@ -115,6 +119,12 @@ def _lost(uuid: str | None, part: Path, error: str | None) -> str | None:
     if any(gpu.uuid == uuid for gpu in visible_gpus()):
         return None
     return "its GPU does not answer any more"
+
+
+def _has_results(part: Path) -> bool:
+    with contextlib.suppress(ProfharnessError, OSError):
+        return any(cell.status != "pending" for cell in read_run(part).cells)
+    return False
 
 
 class _Steps:

@@ -20,6 +20,7 @@ NETWORK = {
     "afs": "AFS",
     "beegfs": "BeeGFS",
     "ceph": "CephFS",
+    "ceph-fuse": "CephFS",
     "cifs": "CIFS",
     "gcsfuse": "Cloud Storage FUSE",
     "glusterfs": "GlusterFS",

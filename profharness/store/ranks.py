@@ -10,6 +10,7 @@ from typing import Any
 
 from profharness.errors import NotFoundError
 from profharness.rows import TRACE_PROFILERS, DeviceTime, RankKernel, RankLaunches, RankRow
+from profharness.store.places import MAX_RANK
 from profharness.store.selection import Selection, find_run
 
 # `rank` is the run's, else that of the trace, whose run may be of several ranks
@@ -111,7 +112,7 @@ def _job_of(record: Record, records: Sequence[Record]) -> set[str]:
 
 def _size(record: Record) -> int | None:
     size = record["size"] if record["world_size"] is None else record["world_size"]
-    return size if isinstance(size, int) else None
+    return size if isinstance(size, int) and 0 <= size <= MAX_RANK else None
 
 
 def _is_below(path: str, ref: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from kill_lanes import stand_in
 
 import profharness.jobs.campaign as campaigns
 from profharness.cli.main import cli
@@ -17,7 +18,7 @@ from profharness.doctor import check_lanes, check_slurm
 from profharness.errors import CaptureError, Planned, UsageError
 from profharness.jobs import capture_into_store, resume_into_store
 from profharness.jobs.slurm import Task, script_file
-from profharness.run import CaptureOptions, Fleet, Protocol
+from profharness.run import CaptureOptions, Fleet, Protocol, read_run
 from profharness.store import ingest_path, open_store
 
 # Runs the tasks of an array side by side, as Slurm does on idle hosts.
@@ -44,11 +45,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(place: Path, fleet: Fleet, device: str = "cpu") -> str:
+def planned(
+    place: Path, fleet: Fleet, device: str = "cpu", lengths: str = "8,16", python: str | None = None
+) -> str:
     protocol = Protocol(iterations=1, warmup=0, samples=1, device=device)
-    options = CaptureOptions(("events",), place / "runs", protocol, fleet=fleet)
+    options = CaptureOptions(("events",), place / "runs", protocol, python=python, fleet=fleet)
     with pytest.raises(Planned) as said:
-        configs = expand_configs("1,1,{8,16},8,fp32")
+        configs = expand_configs(f"1,1,{{{lengths}}},8,fp32")
         capture_into_store(configs, ["math"], place / "store.db", options)
     return str(said.value)
 
@@ -80,18 +83,30 @@ def test_the_script_asks_for_a_gpu_of_the_class(place: Path) -> None:
         resume_into_store(folder, place / "store.db")
 
 
-def test_a_group_that_fails_three_times_is_given_up(
+def test_a_host_where_no_worker_starts_leaves_its_groups_to_others(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned(place, Fleet("slurm:sweep.sbatch"))
     (folder,) = (place / "runs").iterdir()
-    said: list[str] = []
     # a host whose torch starts nowhere
     monkeypatch.setenv("PYTHONPATH", str(place / "broken"))
     (place / "broken" / "torch").mkdir(parents=True)
     (place / "broken" / "torch" / "__init__.py").write_text("raise ImportError('no libcuda')")
+    with pytest.raises(CaptureError, match=r"this lane can run no group: .*no libcuda"):
+        Task(folder, 1, print, beat_s=0.05).carry_out()
+    assert {cell.status for cell in read_run(folder).cells} == {"pending"}
+    assert len(campaigns.open_groups(folder, campaigns.read_campaign(folder))) == 2
+
+
+def test_a_group_that_fails_three_times_is_given_up(place: Path) -> None:
+    # the stand-in of a worker kills what runs the group at this length
+    planned(place, Fleet("slurm:sweep.sbatch"), lengths="8,666", python=str(stand_in(place)))
+    (folder,) = (place / "runs").iterdir()
+    said: list[str] = []
     task = Task(folder, 1, said.append, beat_s=0.05)
-    task._campaign = replace(task._campaign, groups=task._campaign.groups[:1])
+    poison = {cell.cell for cell in read_run(folder).cells if cell.config.seq_len_q == 666}
+    groups = tuple(group for group in task._campaign.groups if poison & set(group.cells))
+    task._campaign = replace(task._campaign, groups=groups)
     run = task.carry_out()
     assert run is not None and task.done == 0
     crashed, pending = sorted(run.cells, key=lambda cell: cell.status)

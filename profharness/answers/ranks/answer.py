@@ -214,7 +214,8 @@ def _other_kernels(
         typical = _usual([rank.get(place, frozenset()) for rank in families])
         for index, number in enumerate(numbers):
             # another backend's kernels are told as such
-            chose = typical is not None and families[index].get(place, frozenset()) != typical[0]
+            ran = families[index].get(place, frozenset())
+            chose = bool(ran) and typical is not None and ran != typical[0]
             if number == usual[0] or (
                 chose and table.kernels[kernel].family in _own(families, place)
             ):
@@ -250,20 +251,22 @@ def _some(names: Sequence[str]) -> str:
 
 def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[Finding]:
     texts = [json.dumps(rank.environment, sort_keys=True, default=str) for rank in ranks]
-    usual = _usual(texts)
-    base = next(
-        (
-            rank.environment
-            for rank, text in zip(ranks, texts, strict=True)
-            if usual and text == usual[0]
-        ),
-        ranks[0].environment,
-    )
+    base: dict[str, Any] = {}
+    split: set[str] = set()  # keys of which no value is that of most ranks
+    for key in dict.fromkeys(key for rank in ranks for key in rank.environment):
+        values = [json.dumps(rank.environment.get(key), sort_keys=True) for rank in ranks]
+        usual = _usual(values)
+        if usual is None:
+            split.add(key)
+        else:
+            base[key] = json.loads(str(usual[0]))
     alike: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
         alike.setdefault(text, []).append(index)
     for indices in alike.values():
-        for change in environment_changes(base, ranks[indices[0]].environment):
+        environment = ranks[indices[0]].environment
+        own = {key: value for key, value in environment.items() if key not in split}
+        for change in environment_changes(base, own):
             text = f"{change.key} is {change.candidate}, on most ranks {change.baseline}"
             if change.explains:
                 text += f": {change.explains}"
