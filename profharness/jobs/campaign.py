@@ -37,7 +37,7 @@ from profharness.runner.group import PART, make_part, publish
 
 GROUPS_FOLDER = "groups"
 SCHEMA = "profharness.campaign/1"
-GROUP_NAME = re.compile(r"[0-9a-f]{16}")
+GROUP_NAME = re.compile(r"\w[\w-]*")
 GROUP_S = (
     60.0  # of estimated work in a process, whose start (5.5 s on an H200) is a tenth of it at most
 )
