@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from profharness.answers.atlas.trees import Integers, Values
-from profharness.config import Config
+from profharness.config import DTYPES, Config
 
 Columns = dict[str, Values]
 SMS = 132
-DTYPES = ("fp16", "bf16", "fp32")
 KINDS = ("none", "bool", "float")  # of masks; the others are outside
 MASK_LETTERS = "bhqk"
 DEFAULT_MASK = "11qk"
