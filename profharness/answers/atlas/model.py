@@ -23,7 +23,6 @@ from profharness.answers.atlas.data import (
     variant_of,
 )
 from profharness.answers.atlas.features import (
-    DTYPES,
     KINDS,
     Columns,
     at,
@@ -33,7 +32,7 @@ from profharness.answers.atlas.features import (
 from profharness.answers.atlas.stored import Model, Timing, read_model
 from profharness.answers.atlas.times import Launched, columns, regimes_of, together
 from profharness.answers.atlas.trees import Values
-from profharness.config import AUTO, SDPA_BACKENDS, Config
+from profharness.config import AUTO, DTYPES, SDPA_BACKENDS, Config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import data_sheet, find_gpu, flop_peak
 from profharness.dispatch.machine import Machine, from_config, machine_for
