@@ -18,7 +18,7 @@ from profharness.answers.agreement import predicted_rows, with_predictions
 from profharness.answers.analyze.figures import FIELDS, analyze_record
 from profharness.answers.analyze.programs import analyze_selected
 from profharness.answers.atlas.answer import flat_record as predicted_flat
-from profharness.answers.atlas.library import predicted
+from profharness.answers.atlas.catalog import predicted
 from profharness.answers.bench.rows import BenchRow
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.sides import find_sides

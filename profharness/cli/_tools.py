@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from profharness import __version__, stats
 from profharness.answers.agreement import predicted_rows
-from profharness.answers.atlas.library import find_place, known_atlases, predicted
+from profharness.answers.atlas.catalog import find_place, known_atlases, predicted
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.answers.explain.rules import asked_about, named_places

@@ -227,7 +227,7 @@ def _answered(question: Question) -> tuple[Document, list[Explanation]]:
 
 def _prediction(config: Config, place: Place) -> dict[str, Any] | None:
     """Time and best backend by the place's atlas; None without one."""
-    from profharness.answers.atlas.library import timed  # loads numpy
+    from profharness.answers.atlas.catalog import timed  # loads numpy
 
     return timed(config, str(place.gpu), place.machine)
 

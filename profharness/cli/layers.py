@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from profharness.answers.atlas.answer import Place
-from profharness.answers.atlas.library import find_place, known_atlases
+from profharness.answers.atlas.catalog import find_place, known_atlases
 from profharness.answers.forecast import forecast_map
 from profharness.answers.layer_gates import check_gates, parse_gates, require_recorded
 from profharness.answers.layers import LayerMap, find_layers, replay_lines

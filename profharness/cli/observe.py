@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from profharness.answers.atlas.answer import Place
-from profharness.answers.atlas.library import find_place, known_atlases
+from profharness.answers.atlas.catalog import find_place, known_atlases
 from profharness.answers.layer_gates import Gates, check_gates, parse_gates
 from profharness.answers.layers import NO_MASK_EFFECT, find_layers
 from profharness.cli._options import DEFAULT_WIDTH, gate_options, hint, out_option, store_option

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.atlas.library import predicted
+from profharness.answers.atlas.catalog import predicted
 from profharness.cli._options import (
     atlas_option,
     backend_option,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profharness.answers.atlas.library import FIELDS, Entry, entry_record
+from profharness.answers.atlas.catalog import FIELDS, Entry, entry_record
 from profharness.views.document import Column, Document, Note, Table
 
 SCHEMA = "profharness.atlas/1"
