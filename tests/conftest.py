@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 from waiting import MARK, Clock
 
+if TYPE_CHECKING:
+    from profharness.answers.atlas.data import Atlas
+
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session")
+def packaged() -> Atlas:
+    """The atlas of an H200 that comes with the package."""
+    from profharness.answers.atlas.data import find_atlas  # loads numpy, for few tests
+
+    found = find_atlas("H200", "2.11")
+    assert found is not None
+    return found
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from pathlib import Path
 import check_atlas
 import pytest
 
-from profharness.answers.atlas.data import find_atlas, shard_lines
+from profharness.answers.atlas.data import Atlas, shard_lines
 
 HELD_OUT = Path(__file__).parents[1] / "traces" / "atlas-h200-held-out.tar.xz"
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[check_atlas.Pair]:
+def pairs(packaged: Atlas, tmp_path_factory: pytest.TempPathFactory) -> list[check_atlas.Pair]:
     """Each eighth config of the held-out set, as the lines of a file."""
     path = tmp_path_factory.mktemp("lines") / "cells.jsonl"
     rows = (row for row in shard_lines(HELD_OUT) if "config" in row)
@@ -27,9 +27,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[check_atlas.Pair]:
             for cell in cells:
                 line = {name: cell[name] for name in kept if name in cell}
                 file.write(json.dumps(line) + "\n")
-    atlas = find_atlas("H200", "2.11")
-    assert atlas is not None
-    return check_atlas.pairs_of(path, atlas, "H200", "2.11")
+    return check_atlas.pairs_of(path, packaged, "H200", "2.11")
 
 
 def test_the_model_keeps_its_limits_on_cells_that_it_has_not_seen(

@@ -19,7 +19,6 @@ from profharness.answers.atlas.data import (
     VERSION,
     Atlas,
     atlas_of,
-    find_atlas,
     packaged_atlases,
     read_atlas,
     read_shards,
@@ -32,13 +31,6 @@ from profharness.errors import ProfharnessError, UsageError
 ROOT = Path(__file__).parents[2]
 ARCHIVE = ROOT / "traces" / "atlas-h200.tar.xz"
 WHEEL_BYTES = 4_000_000  # what all packaged atlases may take together
-
-
-@pytest.fixture(scope="module")
-def packaged() -> Atlas:
-    atlas = find_atlas("H200", "2.11")
-    assert atlas is not None
-    return atlas
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 
 from profharness.answers.atlas import stored
 from profharness.answers.atlas.boost import Schedule, boost
-from profharness.answers.atlas.data import Atlas, find_atlas, packaged_atlases
+from profharness.answers.atlas.data import Atlas, packaged_atlases
 from profharness.answers.atlas.features import sizes, with_shapes
 from profharness.answers.atlas.fit import rows_of, rules_of
 from profharness.answers.atlas.kernels import Formula, family, neutral, solve
@@ -33,15 +33,8 @@ H200 = machine_for("H200", "2.11")
 
 
 @pytest.fixture(scope="module")
-def atlas() -> Atlas:
-    found = find_atlas("H200", "2.11")
-    assert found is not None
-    return found
-
-
-@pytest.fixture(scope="module")
-def model(atlas: Atlas) -> Model:
-    found = model_of(atlas.machine.name)
+def model(packaged: Atlas) -> Model:
+    found = model_of(packaged.machine.name)
     assert found is not None
     return found
 
@@ -71,17 +64,17 @@ def test_boosted_trees_come_close_to_a_smooth_surface() -> None:
     [("SQ", 128, "1", 0), ("SP", 1024, "1", 0), ("SK", 64, "BH", 0), ("ROWS", 4, "1", 132)],
 )
 def test_a_formula_is_found_in_the_sizes_that_it_gives(
-    atlas: Atlas, quantity: str, step: int, multiplier: str, limit: int
+    packaged: Atlas, quantity: str, step: int, multiplier: str, limit: int
 ) -> None:
-    c = with_shapes(sizes([atlas.config(row) for row in range(0, len(atlas), 97)]))
+    c = with_shapes(sizes([packaged.config(row) for row in range(0, len(packaged), 97)]))
     values = Formula(quantity, step, multiplier, limit).values(c)
     found = solve(c, values)
     assert found.right == 1
     assert (found.values(c) == values).all()
 
 
-def test_names_that_differ_by_dtype_alone_are_one_neutral_name(atlas: Atlas) -> None:
-    names = atlas.tables["kernels"]
+def test_names_that_differ_by_dtype_alone_are_one_neutral_name(packaged: Atlas) -> None:
+    names = packaged.tables["kernels"]
     neutrals = {neutral(name) for name in names}
     assert len(neutrals) < 0.75 * len(names)
     half, brain = ("void f<cutlass::half_t>(x)", "void f<cutlass::bfloat16_t>(x)")
@@ -97,41 +90,44 @@ def test_a_curve_follows_the_work_that_decides() -> None:
     assert curve.us(np.array([2.0**20]))[0] == pytest.approx(2**20 / 100, rel=0.2)
 
 
-def test_the_splits_of_flash_are_those_of_its_heuristic(atlas: Atlas) -> None:
+def test_the_splits_of_flash_are_those_of_its_heuristic(packaged: Atlas) -> None:
     rows = [
         row
-        for row in np.flatnonzero(atlas.column("sequence") >= 0)[::3].tolist()
-        if atlas.tables["backends"][atlas.column("backend")[row]] == "flash"
+        for row in np.flatnonzero(packaged.column("sequence") >= 0)[::3].tolist()
+        if packaged.tables["backends"][packaged.column("backend")[row]] == "flash"
     ]
-    c = with_shapes(sizes([atlas.config(row) for row in rows]))
-    combined = [any("combine" in launch.kernel for launch in atlas.launches(row)) for row in rows]
+    c = with_shapes(sizes([packaged.config(row) for row in rows]))
+    combined = [
+        any("combine" in launch.kernel for launch in packaged.launches(row)) for row in rows
+    ]
     assert ((c["SPLITS"] > 1) == np.array(combined)).all()
 
 
-def test_rules_learned_from_some_cells_hold_for_others(atlas: Atlas) -> None:
-    code = atlas.tables["backends"].index("efficient")
-    rows = np.flatnonzero((atlas.column("backend") == code) & (atlas.column("sequence") >= 0))
+def test_rules_learned_from_some_cells_hold_for_others(packaged: Atlas) -> None:
+    code = packaged.tables["backends"].index("efficient")
+    rows = np.flatnonzero((packaged.column("backend") == code) & (packaged.column("sequence") >= 0))
     rows = rows[rows % 3 == 0]
-    configs = [atlas.config(row) for row in rows]
+    configs = [packaged.config(row) for row in rows]
     apart = rows_of(configs) // 10 % 5 == 0
     c = with_shapes(sizes(configs))
     learn, ask = np.flatnonzero(~apart), np.flatnonzero(apart)
-    rules = rules_of(atlas, rows[learn], {name: each[learn] for name, each in c.items()})
+    rules = rules_of(packaged, rows[learn], {name: each[learn] for name, each in c.items()})
     calls = rules.calls({name: each[ask] for name, each in c.items()})
     edges = np.searchsorted(calls.place, np.arange(len(ask) + 1))
     right = 0
     for place, row in enumerate(rows[ask]):
         first, last = edges[place : place + 2]
         names = [
-            atlas.tables["kernels"][atlas.column("kernel")[kind]] for kind in calls.kind[first:last]
+            packaged.tables["kernels"][packaged.column("kernel")[kind]]
+            for kind in calls.kind[first:last]
         ]
-        right += names == [launch.kernel for launch in atlas.launches(row)]
+        right += names == [launch.kernel for launch in packaged.launches(row)]
     assert right / len(ask) > 0.95
 
 
-def test_rules_asked_once_for_like_configs_say_what_they_say_of_each(atlas: Atlas) -> None:
+def test_rules_asked_once_for_like_configs_say_what_they_say_of_each(packaged: Atlas) -> None:
     dispatch = Dispatch(H200)
-    configs = {atlas.config(row): None for row in range(0, len(atlas), 19)}
+    configs = {packaged.config(row): None for row in range(0, len(packaged), 19)}
     for config in configs:
         full = predict(from_config(config), H200)
         told = dispatch.ask(config)
@@ -139,12 +135,12 @@ def test_rules_asked_once_for_like_configs_say_what_they_say_of_each(atlas: Atla
         assert told.eligible == {name: each.eligible for name, each in full.backends.items()}
 
 
-def test_an_estimate_says_where_it_is_from(atlas: Atlas) -> None:
-    known = atlas.config(0)
+def test_an_estimate_says_where_it_is_from(packaged: Atlas) -> None:
+    known = packaged.config(0)
     between = parse_config("5,24,1111,128,bf16,causal,kv_heads=8")
     far = parse_config("2,8,200000,64,fp16")
     other = parse_config("2,8,512,64,fp16,dropout=0.1")
-    told = estimate(atlas, [known, between, far, other], ["auto", "flash"], "H200", "2.11")
+    told = estimate(packaged, [known, between, far, other], ["auto", "flash"], "H200", "2.11")
     assert [each.source for each in told] == [
         "measured", "measured", "model", "model", "floor", "floor", "floor", "floor",
     ]  # fmt: skip
@@ -162,9 +158,9 @@ def test_an_estimate_says_where_it_is_from(atlas: Atlas) -> None:
     assert told[6].outside == "the atlas has no configs with dropout"
 
 
-def test_refused_calls_and_places_without_an_atlas(atlas: Atlas) -> None:
+def test_refused_calls_and_places_without_an_atlas(packaged: Atlas) -> None:
     odd = parse_config("2,8,512,64,fp32,causal")
-    told = estimate(atlas, [odd], ["flash", "cudnn", "math"], "H200", "2.11", measured=False)
+    told = estimate(packaged, [odd], ["flash", "cudnn", "math"], "H200", "2.11", measured=False)
     assert [each.status for each in told] == ["refused", "refused", "ok"]
     assert [each.choice for each in told] == [None, None, "math"]
     elsewhere = estimate(None, [odd], ["auto"], "A100", "2.8")
@@ -172,14 +168,14 @@ def test_refused_calls_and_places_without_an_atlas(atlas: Atlas) -> None:
     assert elsewhere[0].kernel_us is None
 
 
-def test_the_model_alone_is_close_on_cells_of_the_atlas(atlas: Atlas) -> None:
-    rows = np.flatnonzero(atlas.column("sequence") >= 0)[::67]
+def test_the_model_alone_is_close_on_cells_of_the_atlas(packaged: Atlas) -> None:
+    rows = np.flatnonzero(packaged.column("sequence") >= 0)[::67]
     off = []
     for backend in SDPA_BACKENDS:
-        code = atlas.tables["backends"].index(backend)
-        cells = [atlas.cell(row) for row in rows if atlas.column("backend")[row] == code]
+        code = packaged.tables["backends"].index(backend)
+        cells = [packaged.cell(row) for row in rows if packaged.column("backend")[row] == code]
         configs = [cell.config for cell in cells]
-        told = estimate(atlas, configs, [backend], "H200", "2.11", measured=False)
+        told = estimate(packaged, configs, [backend], "H200", "2.11", measured=False)
         assert [each.status for each in told] == ["ok"] * len(told)
         off += [
             abs(math.log(each.kernel_us / cell.kernel_us))

@@ -13,7 +13,6 @@ from click.testing import CliRunner, Result
 from profharness.answers.atlas.data import (
     Atlas,
     atlas_of,
-    find_atlas,
     read_atlas,
     shard_lines,
     write_atlas,
@@ -31,13 +30,6 @@ NAME = "h200-torch2.11.0-cuda13.0-cudnn91900"
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-
-
-@pytest.fixture(scope="module")
-def packaged() -> Atlas:
-    found = find_atlas("H200", "2.11")
-    assert found is not None
-    return found
 
 
 @pytest.fixture

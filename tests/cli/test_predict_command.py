@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profharness
-from profharness.answers.atlas.data import Atlas, AtlasCell, atlas_of, find_atlas, write_atlas
+from profharness.answers.atlas.data import Atlas, AtlasCell, atlas_of, write_atlas
 from profharness.answers.atlas.rows import PROFILER, against, predicted_rows
 from profharness.cli.kernels import command as kernels
 from profharness.cli.predict import command
@@ -33,16 +33,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def atlas() -> Atlas:
-    found = find_atlas("H200", "2.11")
-    assert found is not None
-    return found
-
-
-@pytest.fixture(scope="module")
-def measured(atlas: Atlas) -> list[AtlasCell]:
+def measured(packaged: Atlas) -> list[AtlasCell]:
     """A few cells from all over the atlas: `auto` that ran, and a backend that was refused."""
-    cells = [atlas.cell(row) for row in range(0, len(atlas), 997)]
+    cells = [packaged.cell(row) for row in range(0, len(packaged), 997)]
     ran = [cell for cell in cells if cell.backend == "auto" and cell.kernel_us]
     refused = [cell for cell in cells if cell.status == "refused" and cell.backend != "auto"]
     return [*ran[:4], *refused[:1]]
@@ -143,9 +136,9 @@ def test_a_variant_of_a_board_is_called_by_its_own_name() -> None:
 
 
 def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
-    atlas: Atlas, measured: list[AtlasCell], tmp_path: Path
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
 ) -> None:
-    machine = replace(atlas.machine, gpu="NVIDIA RTX 3060 Laptop GPU", capability="8.6")
+    machine = replace(packaged.machine, gpu="NVIDIA RTX 3060 Laptop GPU", capability="8.6")
     own = tmp_path / "own"
     own.mkdir()
     write_atlas(atlas_of(machine, measured), own / "laptop.atlas")
@@ -159,11 +152,11 @@ def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
 
 
 def test_a_call_measured_on_auto_counts_for_what_it_took(
-    atlas: Atlas, measured: list[AtlasCell], tmp_path: Path
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
 ) -> None:
     own = tmp_path / "own"
     own.mkdir()
-    write_atlas(atlas_of(atlas.machine, measured[:1]), own / "one.atlas")
+    write_atlas(atlas_of(packaged.machine, measured[:1]), own / "one.atlas")
     cell = measured[0]
     rows = answer("--config", cell.config.label, "--gpu", "H200", "--atlas", own)["rows"]
     same = [row for row in rows if row["backend"] in ("auto", cell.choice)]
