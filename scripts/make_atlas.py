@@ -35,7 +35,14 @@ from _frame import pack_files
 from atlas_cells import LONGEST_US, Cell, Sampler
 from atlas_fleet import measure_on_lanes
 
-from profharness.answers.atlas.data import PACKAGED, SUFFIX, read_shards, write_atlas
+from profharness.answers.atlas.data import (
+    PACKAGED,
+    SHARD_VERSION,
+    SUFFIX,
+    read_shards,
+    shard_lines,
+    write_atlas,
+)
 from profharness.answers.atlas.fit import model_of as learn
 from profharness.answers.atlas.fit import read_products
 from profharness.answers.atlas.model import MODEL_SUFFIX
@@ -46,7 +53,6 @@ from profharness.parse import open_trace
 from profharness.trace import NONE, LaunchConfig, Trace, range_cell
 from profharness.worker.program import end_with
 
-VERSION = 1
 WORKER = Path(__file__).with_name("atlas_worker.py")
 CELLS_A_BATCH = 32
 WORKERS = 5  # while one measures, the others prepare: cuDNN can take a second for a new shape
@@ -145,19 +151,10 @@ def rows_of(cells: list[Row], results: list[Row], path: str) -> list[Row]:
 
 def lines_of(path: Path) -> Iterator[Row]:
     """The lines of a shard; the last one may have been cut off. Raises UsageError for other files."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError
-            except ValueError:
-                if not line.endswith("\n"):
-                    return
-                raise UsageError(f"{path}, line {number}: not a line of an atlas") from None
-            if number == 1 and row.get("atlas") != VERSION:
-                raise UsageError(f"{path}: not a shard of an atlas of version {VERSION}")
-            yield row
+    for number, row in enumerate(shard_lines(path)):
+        if number == 0 and row.get("atlas") != SHARD_VERSION:
+            raise UsageError(f"{path}: not a shard of an atlas of version {SHARD_VERSION}")
+        yield row
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -209,7 +206,7 @@ def new_shard(folder: Path, environment: Row, seed: int) -> Shard:
             break
         number += 1
     shard = Shard(path)
-    shard.write([{"atlas": VERSION, "environment": environment, "seed": seed}])
+    shard.write([{"atlas": SHARD_VERSION, "environment": environment, "seed": seed}])
     return shard
 
 
