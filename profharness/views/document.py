@@ -106,6 +106,20 @@ class Column:
     repeat: bool = True
 
 
+# Of a launch that ran, and of one that is predicted.
+LAUNCH_COLUMNS: dict[str, Column] = {
+    column.key: column
+    for column in (
+        Column("kernel_short", "kernel", shrink=True),
+        Column("grid", "grid", "triple", right=True),
+        Column("block", "block", "triple", right=True),
+        Column("shared_bytes", "smem KiB", "kib", right=True),
+        Column("registers_per_thread", "regs", "count", right=True),
+        Column("duration_ns", "µs", "us", right=True),
+    )
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Heading:
     """A line above what follows it. level 2 opens a section, 3 a part of one."""

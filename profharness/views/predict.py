@@ -18,6 +18,7 @@ from profharness.answers.explain.maps import Map, draw_maps, value_text
 from profharness.config import AUTO, parse_config
 from profharness.dispatch.advice import call_code
 from profharness.views.document import (
+    LAUNCH_COLUMNS,
     Block,
     Chart,
     Code,
@@ -46,12 +47,7 @@ BACKEND_COLUMNS = (
 )
 KERNEL_COLUMNS = (
     Column("backend", "backend", repeat=False),
-    Column("kernel_short", "kernel", shrink=True),
-    Column("grid", "grid", "triple", right=True),
-    Column("block", "block", "triple", right=True),
-    Column("shared_bytes", "smem KiB", "kib", right=True),
-    Column("registers_per_thread", "regs", "count", right=True),
-    Column("duration_ns", "µs", "us", right=True),
+    *LAUNCH_COLUMNS.values(),
 )
 LOSS_COLUMNS = (
     Column("config", "config"),
