@@ -4,6 +4,7 @@ do.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -15,6 +16,12 @@ def shown(path: str | Path) -> str:
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
         for char in str(path)
     )
+
+
+def few(names: Collection[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(list(names)[:most]) + more
 
 
 class ProfharnessError(Exception):

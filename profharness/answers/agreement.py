@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.config import SDPA_BACKENDS, leaves_choice, parse_config
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError, UsageError, few
 from profharness.files import shell_command
 from profharness.rows import (
     NAIVE_COMPILED,
@@ -345,8 +345,7 @@ def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
         configs.setdefault((entry.backend, entry.took), []).append(entry.config)
     notes = []
     for (backend, took), labels in configs.items():
-        more = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
-        notes.append((f"{backend} at {', '.join(labels[:SHOWN])}{more}", replacement_text(took)))
+        notes.append((f"{backend} at {few(labels, SHOWN)}", replacement_text(took)))
     return notes
 
 

@@ -36,7 +36,7 @@ from profharness.backends.inputs import (
 from profharness.backends.sources import find_implementation, fingerprint, parts_of
 from profharness.config import Config, parse_config, sdpa_setting
 from profharness.dispatch.advice import TORCH_DTYPES, setting_code
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError, UsageError, few
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import Protocol
 from profharness.store import Selection, Store
@@ -79,10 +79,9 @@ def stored_cell(store: Store, selection: Selection) -> ReproCell:
         )
     if len(cells) > 1:
         named = [f"{cell.config} {cell.backend}" for cell in cells]
-        more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
         raise UsageError(
             f"{len(named)} cells of run {run} are meant; name one with --config and --backend: "
-            f"{', '.join(named[:SHOWN])}{more}"
+            f"{few(named, SHOWN)}"
         )
     (cell,) = cells
     environment = store.environment(cell.run)

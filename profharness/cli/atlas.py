@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.atlas.data import SUFFIX, write_atlas
 from profharness.answers.atlas.catalog import find_entry, known_atlases, read_any, user_folder
+from profharness.answers.atlas.data import SUFFIX, write_atlas
 from profharness.answers.atlas.merge import add, atlases_of_store, lines_of, merge
 from profharness.cli._options import (
     atlas_option,

@@ -7,7 +7,6 @@ What is on disk is all the state there is.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -33,7 +32,7 @@ from profharness.run import (
     read_run,
     write_run,
 )
-from profharness.runner.group import PART, make_part, publish
+from profharness.runner.group import PART, make_part, publish, results_in
 
 GROUPS_FOLDER = "groups"
 SCHEMA = "profharness.campaign/1"
@@ -218,14 +217,7 @@ def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:
 
 def fullest_part(final: Path) -> Path | None:
     """The part with most results of those in which lanes have run a group; None where there is none."""
-    return max(final.parent.glob(f"{final.name}.*{PART}"), key=_results, default=None)
-
-
-def _results(part: Path) -> int:
-    """How many cells of a group's part have a result."""
-    with contextlib.suppress(TraceFormatError):
-        return sum(cell.status != "pending" for cell in read_run(part).cells)
-    return -1
+    return max(final.parent.glob(f"{final.name}.*{PART}"), key=results_in, default=None)
 
 
 def merge(folder: Path, campaign: Campaign) -> Run:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from profharness.errors import CaptureError
+from profharness.runner.group import publish
 
 BLOCK = 1 << 20
 
@@ -53,7 +54,7 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
         _extract(data, part)
         if content_hash(part) != expected:
             raise CaptureError(f"{folder.name}: what the lane sent has another hash than it said")
-        return _named(part, folder)
+        return publish(part, folder)
     except (OSError, tarfile.TarError) as error:
         raise CaptureError(f"{folder}: what the lane sent cannot be unpacked: {error}") from None
     finally:
@@ -74,17 +75,6 @@ def _extract(data: bytes, part: Path) -> None:
             # x: a name that comes twice is no folder that was packed here
             with content, path.open("xb") as file:
                 shutil.copyfileobj(content, file, BLOCK)
-
-
-def _named(part: Path, folder: Path) -> bool:
-    """Give a whole folder its name; False where another has come first."""
-    try:
-        part.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        return False
-    return True
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

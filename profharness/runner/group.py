@@ -61,7 +61,7 @@ def main() -> None:
         # what failed on it says nothing of the cells
         shutil.rmtree(part, ignore_errors=True)
         error = lost
-    elif error is not None and not _has_results(part):
+    elif error is not None and results_in(part) < 1:
         lost = (
             error  # no worker starts here, or nothing can be written: another group fares no better
         )
@@ -90,14 +90,23 @@ def make_part(part: Path, spec: Mapping[str, Any]) -> None:
     write_folder(part.parent, run, spec["backends"], spec["python"], part.name)
 
 
-def publish(part: Path, final: Path) -> None:
-    """Give a whole group its name. Where another lane was quicker, its results stay."""
+def publish(part: Path, final: Path) -> bool:
+    """Give a whole group its name. Where another lane was quicker, its results stay: False."""
     try:
         part.rename(final)
     except OSError:
         if not final.is_dir():
             raise
         shutil.rmtree(part, ignore_errors=True)
+        return False
+    return True
+
+
+def results_in(part: Path) -> int:
+    """How many cells of a group's part have a result; -1 where it is no run folder."""
+    with contextlib.suppress(ProfharnessError, OSError):
+        return sum(cell.status != "pending" for cell in read_run(part).cells)
+    return -1
 
 
 def _wait_for(part: Path) -> None:
@@ -119,12 +128,6 @@ def _lost(uuid: str | None, part: Path, error: str | None) -> str | None:
     if any(gpu.uuid == uuid for gpu in visible_gpus()):
         return None
     return "its GPU does not answer any more"
-
-
-def _has_results(part: Path) -> bool:
-    with contextlib.suppress(ProfharnessError, OSError):
-        return any(cell.status != "pending" for cell in read_run(part).cells)
-    return False
 
 
 class _Steps:

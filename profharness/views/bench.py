@@ -14,6 +14,7 @@ from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import Peaks, flop_peak
 from profharness.dispatch.predict import every_refusal
+from profharness.errors import few
 from profharness.rows import COLD, EAGER, EVENT, GPU_MEASUREMENTS, GRAPH, HOST, KERNEL, WALL
 from profharness.stats import THRESHOLD
 from profharness.views.axes import axis_blocks, axis_charts, sweep_charts
@@ -334,10 +335,7 @@ def _regret(answer: Benched) -> Iterator[Block]:
         if loss.real:
             labels_of.setdefault(loss.code, []).append(loss.config)
     for code, labels in list(labels_of.items())[:SHOWN_CODES]:
-        more = f" and {len(labels) - SHOWN_CODES} more" if len(labels) > SHOWN_CODES else ""
-        yield Note(
-            f"for {', '.join(labels[:SHOWN_CODES])}{more}, the fastest backend is selected so"
-        )
+        yield Note(f"for {few(labels, SHOWN_CODES)}, the fastest backend is selected so")
         yield Code(code)
 
 

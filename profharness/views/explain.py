@@ -20,6 +20,7 @@ from profharness.answers.explain.rules import (
 )
 from profharness.config import AUTO, SDPA_BACKENDS, sdpa_setting
 from profharness.dispatch.advice import Advice, BackendAnswer
+from profharness.errors import few
 from profharness.views.document import Block, Code, Column, Document, Heading, Note, Table
 
 COLUMNS = (
@@ -322,9 +323,8 @@ def _edge_text(edge: Edge, drawn: Map) -> str:
     other = drawn.columns if edge.along == drawn.rows else drawn.rows
     if edge.everywhere:
         return f"{text} at every {other}"
-    shown = ", ".join(value_text(value) for value in edge.at[:MAX_VALUES])
-    more = len(edge.at) - MAX_VALUES
-    return f"{text} at {other} {shown}" + (f" and {more} more" if more > 0 else "")
+    places = few([value_text(value) for value in edge.at], MAX_VALUES)
+    return f"{text} at {other} {places}"
 
 
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from profharness.answers.ranks.model import CODES, RankComparison, RankFigures
+from profharness.errors import few
 from profharness.views.document import (
     Block,
     Column,
@@ -95,8 +96,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 def _notes(answer: RankComparison) -> Iterator[Note]:
     for finding in answer.findings:
-        more = len(finding.ranks) - LABELS_SHOWN
-        labels = ", ".join(finding.ranks[:LABELS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        labels = few(finding.ranks, LABELS_SHOWN)
         yield Note(
             finding.sentence, f"{finding.code}: {labels}" if labels else finding.code, "warning"
         )

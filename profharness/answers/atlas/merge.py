@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from profharness.answers.atlas.catalog import Entry
 from profharness.answers.atlas.data import (
     SHARD_VERSION,
     SUFFIX,
@@ -23,7 +24,6 @@ from profharness.answers.atlas.data import (
     machine_of,
     write_atlas,
 )
-from profharness.answers.atlas.catalog import Entry
 from profharness.config import AUTO, SDPA_BACKENDS, parse_config
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.rows import GRAPH, CellRow, LaunchRow, of_first_profiler, triple

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from profharness.answers.atlas.answer import BACKENDS, Place, Predicted, nanoseconds, predict_all
-from profharness.answers.atlas.data import Launch
 from profharness.answers.atlas.catalog import place_at, predicted
+from profharness.answers.atlas.data import Launch
 from profharness.config import Config, parse_config
 from profharness.devices import Device, occupancy
 from profharness.kernel_names import parse_kernel_name

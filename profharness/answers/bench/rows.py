@@ -4,7 +4,7 @@ samples that disagree, a figure above what the device can do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from profharness import costs, stats
 from profharness.answers.agreement import with_predictions
 from profharness.config import Config, parse_config
 from profharness.devices import MB, Peaks, flop_peak
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, few
 from profharness.rows import COLD, EAGER, EVENT, HOST, KERNEL, MEASUREMENTS, CellRow
 from profharness.store import Store
 
@@ -263,11 +263,15 @@ def run_cells(
     named += [("config", config) for config in configs or ()]
     for what, config in named:
         if not any(map(config.matches, held.values())):
-            raise NotFoundError(f"run {run} has no cell of {what} {config}; it has {_few(held)}")
+            raise NotFoundError(
+                f"run {run} has no cell of {what} {config}; it has {few(held, SHOWN_NAMES)}"
+            )
     names = dict.fromkeys(backend for _, backend in cells)
     for name in backends or ((baseline,) if isinstance(baseline, str) else ()):
         if name not in names:
-            raise NotFoundError(f"run {run} has no cell of backend {name}; it has {_few(names)}")
+            raise NotFoundError(
+                f"run {run} has no cell of backend {name}; it has {few(names, SHOWN_NAMES)}"
+            )
     kept = [
         cell
         for (label, backend), cell in cells.items()
@@ -277,12 +281,6 @@ def run_cells(
     if not kept and (configs or backends):
         raise NotFoundError(f"run {run} has no cell of these configs on these backends")
     return kept
-
-
-def _few(names: Collection[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(list(names)[:SHOWN_NAMES]) + more
 
 
 def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:

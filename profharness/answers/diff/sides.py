@@ -19,7 +19,7 @@ from profharness.answers.diff.model import (
 )
 from profharness.answers.observed import Observed
 from profharness.config import Config, parse_config, setting_name
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, few
 from profharness.store import Need, Selection, Store
 
 SHOWN = 6  # configs of a side in one message
@@ -191,9 +191,8 @@ def _has(side: Side) -> str:
         return f"{side.label} has counted calls and no recorded step, so no kernels and no times"
     if not unique:
         return f"{side.label} has no cells and no kernels of what was asked for"
-    shown = ", ".join(unique[:SHOWN])
-    more = f" and {len(unique) - SHOWN} more" if len(unique) > SHOWN else ""
+    names = few(unique, SHOWN)
     lacks = [] if rows else ["kernels"]
     lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
     without = f", without {' and '.join(lacks)}" if lacks else ""
-    return f"{side.label} has {shown}{more}{without}"
+    return f"{side.label} has {names}{without}"

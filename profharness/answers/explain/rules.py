@@ -41,7 +41,7 @@ from profharness.dispatch.machine import (
 from profharness.dispatch.perturb import rule_choice, rule_oracle
 from profharness.dispatch.predict import CPU_ORDER, Prediction, predict, undecided
 from profharness.environment import gpu_name
-from profharness.errors import UsageError
+from profharness.errors import UsageError, few
 
 SCHEMA = "profharness.explain/1"
 
@@ -429,9 +429,8 @@ LISTED = 6  # releases that one sentence names
 
 def skipped_text(releases: Sequence[str]) -> str:
     """One sentence on the releases of a range that no answer is about."""
-    names = ", ".join(releases[:LISTED])
-    more = f" and {len(releases) - LISTED} more" if len(releases) > LISTED else ""
-    return f"left out of the answer: the rules of PyTorch {names}{more} were not read"
+    names = few(releases, LISTED)
+    return f"left out of the answer: the rules of PyTorch {names} were not read"
 
 
 def _unread(missing: Sequence[Release]) -> str:

@@ -12,9 +12,9 @@ import numpy as np
 
 from profharness.answers.diff.model import environment_changes
 from profharness.answers.ranks.figures import (
-    MAD_TO_SIGMA,
     Launched,
     attention,
+    center,
     launched,
     outside,
     paces,
@@ -36,7 +36,7 @@ from profharness.answers.ranks.model import (
     RankComparison,
     RankFigures,
 )
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, few
 from profharness.kernel_names import COLLECTIVE
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def compare(store: Store, refs: Sequence[str], threshold: float) -> RankComparis
         for label in finding.ranks:
             codes.setdefault(label, []).append(finding.code)
     ratios = np.array([row.ratio for row in rows if row.ratio is not None])
-    spread = MAD_TO_SIGMA * float(np.median(np.abs(ratios - np.median(ratios))))
+    _, spread = center(ratios)
     hosts = {rank.host_key for rank in ranks}
     return RankComparison(
         rows=tuple(
@@ -322,9 +322,8 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[Finding]:
     size = max((rank.world_size or 0 for rank in ranks), default=0)
     absent = sorted(set(range(size)) - {rank.rank for rank in ranks if rank.rank is not None})
     if absent and any(rank.rank is not None for rank in ranks):
-        shown = ", ".join(map(str, absent[:RANKS_SHOWN]))
-        more = f" and {len(absent) - RANKS_SHOWN} more" if len(absent) > RANKS_SHOWN else ""
-        yield Finding(MISSING, (), f"of {size} ranks these are not stored: {shown}{more}")
+        names = few([str(rank) for rank in absent], RANKS_SHOWN)
+        yield Finding(MISSING, (), f"of {size} ranks these are not stored: {names}")
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:

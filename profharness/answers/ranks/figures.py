@@ -126,6 +126,12 @@ def _medians(values: Figures) -> Figures:
     return np.where(known > 0, middle, np.nan)
 
 
+def center(values: Figures) -> tuple[float, float]:
+    """(the median, the standard deviation by the median absolute deviation)."""
+    middle = float(np.median(values))
+    return middle, MAD_TO_SIGMA * float(np.median(np.abs(values - middle)))
+
+
 def outside(values: Figures, sigmas: float) -> tuple[Figures, Figures]:
     """(how far each value lies above the median of the others, how far the spread of the others reaches):
     so many standard deviations, from the median absolute deviation. NaN is left out.
@@ -136,15 +142,14 @@ def outside(values: Figures, sigmas: float) -> tuple[Figures, Figures]:
         return above, reach
     seen = values[known]
     if len(seen) > LEFT_OUT_UP_TO:
-        middle = float(np.median(seen))
+        middle, sigma = center(seen)
         above[known] = seen - middle
-        reach[known] = sigmas * MAD_TO_SIGMA * float(np.median(np.abs(seen - middle)))
+        reach[known] = sigmas * sigma
         return above, reach
     for place, index in enumerate(known):
-        others = np.delete(seen, place)
-        middle = float(np.median(others))
+        middle, sigma = center(np.delete(seen, place))
         above[index] = values[index] - middle
-        reach[index] = sigmas * MAD_TO_SIGMA * float(np.median(np.abs(others - middle)))
+        reach[index] = sigmas * sigma
     return above, reach
 
 
