@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from profharness.answers.atlas.data import (
     TABLES,
     VERSION,
     Atlas,
+    Machine,
     atlas_of,
     packaged_atlases,
     read_atlas,
@@ -89,13 +91,44 @@ def forged(data: bytes, edit: str, value: object) -> bytes:
     ("edit", "value"),
     [("counts/cells", 61), ("counts/cells", 1 << 40), ("counts/times", -1), ("columns/batch", [3, 1]),
      ("tables/variants", [["no", "fields"]]), ("tables/variants", [{"__class__": 1}]),
-     ("tables/kernels", []), ("machine/host", "x"), ("columns/time_ns", [4, 1])],
+     ("tables/kernels", []), ("machine/host", "x"), ("columns/time_ns", [4, 1]),
+     ("machine/gpu", 5), ("machine/torch", None)],
 )  # fmt: skip
 def test_a_forged_header_is_refused(small: Path, tmp_path: Path, edit: str, value: object) -> None:
     path = tmp_path / "forged.atlas"
     path.write_bytes(forged(small.read_bytes(), edit, value))
     with pytest.raises(ProfharnessError, match=r"forged\.atlas: .* get it again"):
         list(read_atlas(path).cells())
+
+
+def test_a_machine_has_the_name_of_a_file_in_a_folder() -> None:
+    for gpu in ("../../../escaped", "/etc/passwd", "..", "a\0b\nc"):
+        name = Machine(gpu, "2.11.0/../..").name
+        assert Path(name).name == name and name.isprintable() and not name.startswith(".")
+
+
+def test_an_index_before_its_table_is_refused(small: Path, tmp_path: Path) -> None:
+    atlas = read_atlas(small)
+    for name in ("backend", "kernel", "status"):
+        columns = {each: atlas.column(each) for each in COLUMNS}
+        columns[name] = np.full_like(columns[name], -1)
+        path = tmp_path / f"{name}.atlas"
+        write_atlas(replace(atlas, columns=columns, blocks={}), path)
+        with pytest.raises(ProfharnessError, match=f"column {name} of the atlas is damaged"):
+            list(read_atlas(path).cells())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"config": 5}, {"backend": None}, {"kernels": [["one"]]}, {"kernel_us": "a"},
+     {"peak_bytes": 1 << 70}, {"kernel_us_each": [1, 2, 3]}, {"environment": 5}],
+)  # fmt: skip
+def test_a_line_that_is_no_cell_is_refused(tmp_path: Path, line: dict[str, object]) -> None:
+    head = {"atlas": 1, "environment": {"gpu": "NVIDIA H200", "torch": "2.11.0"}}
+    cell = {"config": "1,8,64,64,fp16", "backend": "auto", "status": "ok"} | line
+    (tmp_path / "shard-0.jsonl").write_text(f"{json.dumps(head)}\n{json.dumps(cell)}\n")
+    with pytest.raises(UsageError, match="a line is no cell of an atlas"):
+        read_shards(tmp_path)
 
 
 def test_a_file_cut_short_changed_or_of_another_version_is_refused(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import re
 import struct
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -82,7 +83,9 @@ class Machine:
         gpu = self.gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
         parts = [gpu, f"torch{self.torch.split('+')[0]}"]
         parts += [f"cuda{self.cuda}"] if self.cuda else []
-        return "-".join([*parts, *([f"cudnn{self.cudnn}"] if self.cudnn else [])])
+        parts += [f"cudnn{self.cudnn}"] if self.cudnn else []
+        # what a foreign file calls its machine must not lead out of a folder
+        return re.sub(r"[^\w.-]+", "-", "-".join(parts)).lstrip("-.")
 
 
 class Launch(NamedTuple):
@@ -171,10 +174,11 @@ class Atlas:
                 bound = self.counts["sequences"]
             elif name == "kind":
                 bound = self.counts["kinds"]
+            least = NOTHING if name == "sequence" else 0
             if (
                 bound is not None
                 and len(values)
-                and not NOTHING <= values.min() <= values.max() < bound
+                and not least <= values.min() <= values.max() < bound
             ):
                 raise ProfharnessError(
                     f"{self.source}: column {name} of the atlas is damaged; get it again"
@@ -454,7 +458,10 @@ def _atlas(header: Mapping[str, Any], body: memoryview, source: str) -> Atlas:
             raise ValueError
     for variant in tables["variants"]:
         _config(dict.fromkeys(NUMBERS, 1), variant)
-    return Atlas(Machine(**header["machine"]), tables, counts, blocks=blocks, source=source)
+    machine = Machine(**header["machine"])
+    if not isinstance(machine.gpu, str) or not isinstance(machine.torch, str):
+        raise ValueError
+    return Atlas(machine, tables, counts, blocks=blocks, source=source)
 
 
 def packaged_atlases() -> tuple[Path, ...]:
@@ -488,6 +495,8 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
 
 def cell_of(row: Mapping[str, Any]) -> AtlasCell:
     """The cell of a line of a shard. Lines kept apart from an atlas may lack regime and times."""
+    if not isinstance(row["backend"], str):
+        raise TypeError(f"backend {row['backend']!r}")
     names = row.get("kernels") or ()
     times = row.get("kernel_us_each") or (None,) * len(names)
     launches = (
@@ -567,7 +576,14 @@ def read_shards(path: Path) -> Atlas:
             elif row["status"] in ("ok", "refused"):
                 yield cell_of(row)
 
-    made = atlas_of(Machine("", ""), cells(), shown(path))
+    try:
+        made = atlas_of(Machine("", ""), cells(), shown(path))
+    except ProfharnessError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise UsageError(
+            f"{shown(path)}: a line is no cell of an atlas ({type(error).__name__}: {error})"
+        ) from None
     if len(machines) != 1:
         names = ", ".join(sorted(machine.name for machine in machines)) or "no machine"
         raise UsageError(f"{shown(path)}: shards of {names}; an atlas is of one machine")
