@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -33,13 +34,27 @@ Answer = TypeVar("Answer")
 
 def migrate(connection: sqlite3.Connection) -> None:
     """Bring the schema up to date inside the caller's open write transaction."""
-    from sqlite_utils import Database, Migrations  # imports pandas; an up-to-date store needs none
+    with _hidden("pandas"):  # sqlite_utils would import it, which takes longer than a large trace
+        from sqlite_utils import Database, Migrations
 
     migrations = Migrations(MIGRATION_SET)
     migrations(name="014_initial")(_initial)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+@contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """A module that is not imported yet looks as if it were not installed."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _initial(db: Any) -> None:
