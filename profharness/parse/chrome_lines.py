@@ -31,7 +31,7 @@ Words = NDArray[np.uint64]
 Places = tuple[Ints, Ints]  # where texts begin and end
 
 SEPARATOR = b"},\n  {"  # from the end of one event to the start of the next
-SEGMENT = 1 << 20  # bytes at once: fewer cost more calls, more do not stay in the CPU's cache
+SEGMENT = 3 << 19  # bytes at once: fewer cost more calls, more do not stay in the CPU's cache
 MARGIN = 64  # bytes behind an event in which its places may lie
 SHORTEST = 40  # bytes that an event has at least
 MAX_KNOWN = 1 << 15  # different texts that are remembered

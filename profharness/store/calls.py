@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from collections.abc import Sequence
+from typing import Any
 
 from profharness.rows import WHOLE_TRACE, CallKernel, CallRow, GapRow, StepRow, TemplateRow, triple
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from profharness.config import Config
-    from profharness.trace import LaunchBatch, Trace
-
-    Column = NDArray[np.int64]
-
 GAPS = 5  # the largest ones
-CALL_FIELDS = (  # of an AttentionCall, that are columns as they are
-    "step", "kind", "op", "sdpa_op", "compiled", "graph", "recompute", "backward", "path", "reason",
-    "pid", "tid", "start_ns", "duration_ns",
-)  # fmt: skip
 # Where a device was idle: each launch against the latest end of those before it.
 _ENDS = """
     SELECT l.id, l.device, l.start_ns, l.duration_ns, l.launch_ns, l.kernel_id, l.op_path_id,
@@ -35,80 +19,6 @@ _ENDS = """
     FROM launches l JOIN traces t ON l.id BETWEEN t.first_launch_id AND t.last_launch_id
     WHERE t.id = ? AND l.duration_ns IS NOT NULL AND l.device >= 0
         AND l.start_ns >= ? AND l.start_ns < ?"""
-
-
-class CallLaunches:
-    """The launches of a trace's calls, added up as its batches go by."""
-
-    def __init__(self, trace: Trace) -> None:
-        # loads numpy, which reading does without
-        from profharness.store.groups import Grouping
-
-        self._trace = trace
-        self._grouping = Grouping()
-        self._any = False
-
-    def add(self, batch: LaunchBatch, kernel: Column, launch_config: Column) -> None:
-        """Take in a batch; kernel and launch_config are row ids."""
-        mine = batch.call_span >= 0
-        if mine.any():
-            self._any = True
-            keys = [batch.call_span[mine], kernel[mine], launch_config[mine]]
-            self._grouping.add(keys, batch.duration_ns[mine], batch.start_ns[mine])
-
-    def insert(
-        self, connection: sqlite3.Connection, trace_id: int, configs: Mapping[Config, int]
-    ) -> None:
-        """Insert steps, calls and their kernels inside the caller's transaction. configs has the
-        row ids of the calls' configs.
-        """
-        trace = self._trace
-        connection.executemany(
-            "INSERT INTO steps (trace_id, ordinal, name, start_ns, duration_ns) VALUES (?, ?, ?, ?, ?)",
-            (
-                (trace_id, at, step.name, step.start_ns, step.duration_ns)
-                for at, step in enumerate(trace.steps)
-            ),
-        )
-        (first,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM calls").fetchone()
-        ids = range(first, first + len(trace.calls))
-        texts = {id(call.tensors): call.tensors for call in trace.calls}  # like calls share them
-        tensors = {key: json.dumps(msgspec.to_builtins(given)) for key, given in texts.items()}
-        modules = {names: json.dumps(names) for names in {call.modules for call in trace.calls}}
-        of_call = attrgetter(*CALL_FIELDS)
-        columns = "id, trace_id, ordinal, modules, config_id, tensors"
-        connection.executemany(
-            f"INSERT INTO calls ({columns}, {', '.join(CALL_FIELDS)}) "
-            f"VALUES (?, ?, ?, ?, ?, ?{', ?' * len(CALL_FIELDS)})",
-            (
-                (
-                    ids[ordinal],
-                    trace_id,
-                    ordinal,
-                    modules[call.modules],
-                    configs[call.config] if call.config else None,
-                    tensors[id(call.tensors)],
-                    *of_call(call),
-                )
-                for ordinal, call in enumerate(trace.calls)
-            ),
-        )
-        if not self._any:
-            return
-        grouped = self._grouping.finish()
-        figures = (grouped.fine.count, grouped.fine.total, grouped.fine.first)
-        rows = zip(grouped.keys.tolist(), *(column.tolist() for column in figures), strict=True)
-        added: dict[tuple[int, str, int, int], tuple[int, int, int]] = {}
-        for (span, kernel, config), count, total, first in rows:
-            place = trace.call_spans[span]
-            key = (ids[place.call], place.direction, kernel, config)
-            before = added.get(key, (0, 0, first))
-            added[key] = (before[0] + count, before[1] + total, min(before[2], first))
-        connection.executemany(
-            "INSERT INTO call_kernels (call_id, direction, kernel_id, launch_config_id, launches, "
-            "total_ns, first_ns) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            ((*key, *values) for key, values in added.items()),
-        )
 
 
 def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:

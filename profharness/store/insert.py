@@ -17,9 +17,9 @@ from profharness.config import Config
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import axes
 from profharness.stats import Series
-from profharness.store.calls import CallLaunches
 from profharness.store.groups import Grouped, Grouping
 from profharness.store.schema import insert_row
+from profharness.store.traced_calls import CallLaunches
 from profharness.trace import (
     CELL_RANGE_PREFIX,
     NONE,

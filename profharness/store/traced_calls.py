@@ -1,0 +1,101 @@
+"""Attention calls of a trace into rows, with the kernels that each of them launched."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from operator import attrgetter
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from profharness.config import Config
+from profharness.trace import LaunchBatch, Trace
+
+Column = NDArray[np.int64]
+
+CALL_FIELDS = (  # of an AttentionCall, that are columns as they are
+    "step", "kind", "op", "sdpa_op", "compiled", "graph", "recompute", "backward", "path", "reason",
+    "pid", "tid", "start_ns", "duration_ns",
+)  # fmt: skip
+
+
+class CallLaunches:
+    """The launches of a trace's calls, added up as its batches go by."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._directions = sorted({span.direction for span in trace.call_spans})
+        places = [(span.call, self._directions.index(span.direction)) for span in trace.call_spans]
+        self._places = np.array(places, np.int64).reshape(-1, 2).T
+        self._blocks: list[Column] = []
+
+    def add(self, batch: LaunchBatch, kernel: Column, launch_config: Column) -> None:
+        """Take in a batch; kernel and launch_config are row ids."""
+        mine = np.flatnonzero(batch.call_span >= 0)
+        if len(mine):
+            places = self._places[:, batch.call_span[mine]]
+            figures = (np.ones_like(mine), batch.duration_ns[mine], batch.start_ns[mine])
+            rows = np.stack([*places, kernel[mine], launch_config[mine], *figures])
+            self._blocks.append(_added_up(rows))
+
+    def insert(
+        self, connection: sqlite3.Connection, trace_id: int, configs: Mapping[Config, int]
+    ) -> None:
+        """Insert steps, calls and their kernels inside the caller's transaction. configs has the
+        row ids of the calls' configs.
+        """
+        trace = self._trace
+        connection.executemany(
+            "INSERT INTO steps (trace_id, ordinal, name, start_ns, duration_ns) VALUES (?, ?, ?, ?, ?)",
+            (
+                (trace_id, at, step.name, step.start_ns, step.duration_ns)
+                for at, step in enumerate(trace.steps)
+            ),
+        )
+        (first,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM calls").fetchone()
+        ids = range(first, first + len(trace.calls))
+        texts = {id(call.tensors): call.tensors for call in trace.calls}  # like calls share them
+        tensors = {key: json.dumps(msgspec.to_builtins(given)) for key, given in texts.items()}
+        modules = {names: json.dumps(names) for names in {call.modules for call in trace.calls}}
+        of_call = attrgetter(*CALL_FIELDS)
+        columns = "id, trace_id, ordinal, modules, config_id, tensors"
+        connection.executemany(
+            f"INSERT INTO calls ({columns}, {', '.join(CALL_FIELDS)}) "
+            f"VALUES (?, ?, ?, ?, ?, ?{', ?' * len(CALL_FIELDS)})",
+            (
+                (
+                    ids[ordinal],
+                    trace_id,
+                    ordinal,
+                    modules[call.modules],
+                    configs[call.config] if call.config else None,
+                    tensors[id(call.tensors)],
+                    *of_call(call),
+                )
+                for ordinal, call in enumerate(trace.calls)
+            ),
+        )
+        if not self._blocks:
+            return
+        call, direction, *rest = _added_up(np.concatenate(self._blocks, axis=1)).tolist()
+        names = map(self._directions.__getitem__, direction)
+        connection.executemany(
+            "INSERT INTO call_kernels (call_id, direction, kernel_id, launch_config_id, launches, "
+            "total_ns, first_ns) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            zip(map(ids.__getitem__, call), names, *rest, strict=True),
+        )
+
+
+def _added_up(rows: Column) -> Column:
+    """Columns call, direction, kernel, launch configuration, launches, total and first, those with equal
+    keys as one, in rising order of keys.
+    """
+    rows = rows[:, np.lexsort(rows[3::-1])]
+    is_new = (rows[:4, 1:] != rows[:4, :-1]).any(axis=0)
+    begins = np.flatnonzero(np.r_[True, is_new])
+    sums = np.add.reduceat(rows[4:6], begins, axis=1)
+    first = np.minimum.reduceat(rows[6], begins)
+    return np.concatenate([rows[:4, begins], sums, first[None]])
