@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from profharness.environment import gpu_name, gpu_present
 from profharness.errors import (
     CaptureError,
     NotFoundError,
-    ProfharnessError,
     StoreError,
     TraceFormatError,
     UsageError,
@@ -37,8 +35,8 @@ from profharness.errors import (
 from profharness.jobs import fleet
 from profharness.jobs.campaign import is_campaign
 from profharness.jobs.fleet import run_on_lanes
+from profharness.jobs.meanwhile import opened_meanwhile
 from profharness.parse.observed import ObservedCall, read_observed
-from profharness.processes import STEP_S, deferred, let_through
 from profharness.profilers import find_profilers, require_tools
 from profharness.rows import COLD, KERNEL
 from profharness.run import (
@@ -72,13 +70,13 @@ from profharness.runner.observe import Observed, observe
 from profharness.runner.probe import probe_interpreter
 from profharness.runner.supervise import Progress
 from profharness.store import LATEST, Selection, Store, open_store
+from profharness.store.ahead import ReadAhead
 from profharness.store.filesystems import refuse_network
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
 
 
-LEAVING_S = 5.0  # that an interrupted job waits for the store to be made
 REGRET_MEASUREMENTS = KERNEL, COLD  # the first one ranks
 PROFILED_CALLS = 10  # of a bench, for the kernel measurement
 
@@ -164,9 +162,9 @@ def capture_into_store(
     plan_cells(configs, chosen)
     require_tools(find_profilers(options.profilers))
     require_store(store)
-    with _opened_meanwhile(store):
-        folders = _captured(configs, chosen, options, progress)
-    first, *others = (_take_in(folder, store) for folder in folders)
+    with opened_meanwhile(store) as meanwhile:
+        folders = _captured(configs, chosen, options, meanwhile.hears(progress))
+    first, *others = (_take_in(folder, store, meanwhile.ahead) for folder in folders)
     return replace(first, others=tuple(others))
 
 
@@ -324,7 +322,7 @@ def resume_into_store(
     campaign, of this host if none are named.
     """
     require_store(store)
-    with _opened_meanwhile(store):
+    with opened_meanwhile(store):
         if is_campaign(folder):
             fleet.resume_on_lanes(folder, lanes or Fleet(), progress)
         elif lanes is not None and lanes.scheduler is not None:
@@ -347,36 +345,11 @@ def require_store(path: Path) -> None:
         raise StoreError(f"{path}: {place} cannot be written; name another --store")
 
 
-@contextlib.contextmanager
-def _opened_meanwhile(store: Path) -> Iterator[None]:
-    """Makes the store while the worker starts: its schema and imports cost as long as a cell.
-
-    What goes wrong here shows when the run is taken in, with the run folder complete.
-    Signals are deferred: an exception amid an import would leave a lock for which the thread waits.
-    """
-
-    def prepare() -> None:
-        _ = stores.ingest_path  # imports the parsers
-        with contextlib.suppress(ProfharnessError, OSError):
-            open_store(store, write=True).close()
-
-    thread = threading.Thread(target=prepare, daemon=True)
-    with deferred():
-        thread.start()
-        try:
-            yield
-        except BaseException:
-            thread.join(LEAVING_S)
-            raise
-        while thread.is_alive():
-            thread.join(STEP_S)
-            let_through()
-
-
-def _take_in(folder: Path, store: Path) -> Captured:
+def _take_in(folder: Path, store: Path, ahead: ReadAhead | None = None) -> Captured:
     """The run folder into the store; an interrupt names the folder, which is whole by now."""
     with interrupts_name(folder):
-        return Captured(folder, read_run(folder), stores.ingest_path(store, folder))
+        ingested = stores.ingest_path(store, folder, ahead=ahead)
+        return Captured(folder, read_run(folder), ingested)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ LOG_TAIL_BYTES = 4000
 class Step:
     """done of total cells have ended; cell is at a stage, or has its final status as one. notice is
     a sentence on what the user has to wait for. lane: where several run side by side, whose it is.
+    traces: files that are whole with the cell's end.
     """
 
     done: int
@@ -77,6 +78,7 @@ class Step:
     stage: str
     notice: str | None = None
     lane: str = ""
+    traces: tuple[Path, ...] = ()
 
 
 Progress = Callable[[Step], None]
@@ -475,7 +477,9 @@ class RunRecord:
             finished = sum(map(self._turns_done, self._cells.values()))
         elif result is None:
             stage = f"{profiler.name} {stage}"
-        self._progress(Step(finished, total, cell, stage))
+        traces = _cell_traces(self.folder, self.run.profilers, (cell,)) if result else ()
+        paths = tuple(self.folder / trace.path for trace in traces)
+        self._progress(Step(finished, total, cell, stage, traces=paths))
         if result is not None and time.monotonic() - self._saved > SAVE_EVERY_S:
             self.save()
 

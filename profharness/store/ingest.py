@@ -35,6 +35,7 @@ from profharness.run import (
     run_kind,
 )
 from profharness.store import growth
+from profharness.store.ahead import ReadAhead
 from profharness.store.device_times import TIMED, DeviceTimes
 from profharness.store.insert import (
     CellTrace,
@@ -96,11 +97,12 @@ class _RawError(Exception):
 
 
 def ingest_path(
-    store: Path, source: Path, *, progress: Progress | None = None
+    store: Path, source: Path, *, progress: Progress | None = None, ahead: ReadAhead | None = None
 ) -> list[IngestResult]:
     """Ingest a run folder, a trace file, or every one of them below a folder, in sorted order.
 
-    progress is called with the source's name, launches done and launches in all. A run folder's
+    progress is called with the source's name, launches done and launches in all. ahead: traces that
+    are parsed already. A run folder's
     trace that cannot be read becomes a problem of the stored run and a warning. Raises
     TraceFormatError for any other source that cannot be read, once all others are taken in (the
     store keeps what it had of it, and none is made for it alone), StoreError for a store that cannot be used.
@@ -115,7 +117,7 @@ def ingest_path(
         for path in find_sources(source):
             try:
                 read = read_source(path)
-                results.append(ingest_source(store, writer, read, progress))
+                results.append(ingest_source(store, writer, read, progress, ahead))
             except TraceFormatError as error:
                 failures.append(error)
             except StoreError as error:
@@ -160,6 +162,7 @@ def ingest_source(
     writer: Callable[[], sqlite3.Connection],
     source: Source,
     progress: Progress | None,
+    ahead: ReadAhead | None = None,
 ) -> IngestResult:
     """What becomes of one source, read and not parsed yet. writer: opens the store, which a source that
     cannot be read does not make.
@@ -178,7 +181,8 @@ def ingest_source(
     while True:
         with ExitStack() as opened:
             try:
-                parsed = [_open(raw, opened) for raw in source.raws if raw.problem is None]
+                whole = [raw for raw in source.raws if raw.problem is None]
+                parsed = [_open(raw, opened, ahead) for raw in whole]
                 connection = writer()
                 with transaction(connection):
                     return unchanged(connection, source) or _write(
@@ -193,15 +197,16 @@ def ingest_source(
                 source = replace(source, raws=raws)
 
 
-def _open(raw: Raw, opened: ExitStack) -> _Parsed:
+def _open(raw: Raw, opened: ExitStack, ahead: ReadAhead | None) -> _Parsed:
     """Parse up to the first batch, so that most of the work is done before the store is locked."""
+    kept = ahead.take(raw.path, raw.content_hash) if ahead is not None else None
     try:
-        trace = open_trace(raw.path)
+        trace, early = kept or (open_trace(raw.path), None)
         opened.callback(trace.close)
         if raw.profiler not in (None, trace.profiler):
             raise TraceFormatError(raw.path, f"a trace of {trace.profiler}", expected=raw.profiler)
         check_tables(raw.path, trace)
-        batches = trace.batches()
+        batches = trace.batches() if early is None else early
         first = list(islice(batches, 1))
     except TraceFormatError as error:
         raise _RawError(raw, error) from None

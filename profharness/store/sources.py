@@ -84,7 +84,7 @@ def read_source(path: Path) -> Source:
     """A run folder or trace file with its content hash, nothing parsed. Raises TraceFormatError."""
     if path.is_file():
         # a trace that is packed once more is the same trace
-        content_hash = _hash_file(path, packed=False)
+        content_hash = hash_file(path, packed=False)
         return Source(path, None, (Raw(None, shown(path.name), path, content_hash),), content_hash)
     run = read_run(path)
     raws = tuple(_raw(path, trace) for trace in run.traces)
@@ -92,11 +92,11 @@ def read_source(path: Path) -> Source:
     for raw in raws:
         digest.update(raw.content_hash.encode())
     for journal in observed_journals(path) if run.kind == OBSERVE else ():
-        digest.update(_hash_file(journal).encode())
+        digest.update(hash_file(journal).encode())
     return Source(path, run, raws, digest.hexdigest())
 
 
-def _hash_file(path: Path, *, packed: bool = True) -> str:
+def hash_file(path: Path, *, packed: bool = True) -> str:
     """XXH3-128 of the file's bytes, or with packed=False of what it packs, as hex.
 
     Raises TraceFormatError if it cannot be read.
@@ -128,7 +128,7 @@ def _raw(folder: Path, trace: TraceFile) -> Raw:
     try:
         if not path.is_file():
             raise TraceFormatError(path, "named in run.json but missing", expected="a raw trace")
-        content_hash = _hash_file(path)
+        content_hash = hash_file(path)
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror}"
     except TraceFormatError as error:

@@ -1,0 +1,92 @@
+"""Traces that are parsed while their run goes on: the store holds what it holds without that."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from profharness.config import parse_config
+from profharness.jobs import meanwhile
+from profharness.jobs.meanwhile import opened_meanwhile
+from profharness.rows import COLD, WALL
+from profharness.run import Cell, read_run
+from profharness.runner.supervise import Step
+from profharness.store import ingest, ingest_path, sources
+from profharness.store.ahead import ReadAhead
+
+TRACES = Path(__file__).resolve().parents[2] / "traces"
+RUN = TRACES / "h200-torch2.11"
+CELL = Cell("c0001", parse_config("1,1,8,8"), "flash", status="ok")
+
+
+def contents(store: Path) -> dict[str, list[object]]:
+    with closing(sqlite3.connect(store)) as connection:
+        # not SQLite's own, nor the dates of migrations
+        tables = connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name GLOB '[a-z]*'"
+        )
+        return {
+            name: connection.execute(f"SELECT * FROM {name}").fetchall()
+            for (name,) in tables.fetchall()
+        }
+
+
+def traces(folder: Path) -> list[Path]:
+    return sorted(folder / trace.path for trace in read_run(folder).traces)
+
+
+def test_what_was_parsed_ahead_is_stored_like_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RUN, folder)
+    (plain,) = ingest_path(tmp_path / "plain.db", folder)
+    monkeypatch.setattr(meanwhile, "ENOUGH_CPUS", 1)
+    steps = [Step(1, 1, CELL, "begin")]
+    steps += [
+        Step(1, 1, Cell("c", CELL.config, "flash", samples={COLD: [1]}), "ok", traces=(path,))
+        for path in traces(folder)
+    ]
+    heard: list[Step] = []
+    with opened_meanwhile(tmp_path / "ahead.db") as beside:
+        hear = beside.hears(heard.append)
+        for step in steps:
+            hear(step)
+    assert heard == steps
+    opened: list[Path] = []
+    parse = ingest.open_trace
+    monkeypatch.setattr(ingest, "open_trace", lambda path: opened.append(path) or parse(path))
+    (result,) = ingest_path(tmp_path / "ahead.db", folder, ahead=beside.ahead)
+    assert opened == []
+    assert result == plain
+    assert contents(tmp_path / "ahead.db") == contents(tmp_path / "plain.db")
+
+
+def test_times_by_the_clock_of_the_cpu_are_left_undisturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meanwhile, "ENOUGH_CPUS", 1)
+    path = traces(RUN)[0]
+    with opened_meanwhile(tmp_path / "s.db") as beside:
+        timed = Cell("c", CELL.config, "flash", samples={WALL: [1]})
+        beside.hears(None)(Step(1, 1, timed, "ok", traces=(path,)))
+    assert beside.ahead.take(path, sources.hash_file(path)) is None
+
+
+def test_a_file_that_changed_or_cannot_be_read_is_left_to_the_ingest(tmp_path: Path) -> None:
+    good, bad = tmp_path / "c1.torch.json.gz", tmp_path / "c2.torch.json"
+    shutil.copy(next(path for path in traces(RUN) if path.suffix == ".gz"), good)
+    bad.write_text('{"traceEvents": [')
+    ahead = ReadAhead()
+    for path in (good, good, bad, tmp_path / "none.json"):
+        ahead.add(path)
+    assert ahead.take(good, "another") is None
+    ahead.add(good)
+    content = sources.hash_file(good)
+    assert ahead.take(good, content) is not None
+    assert ahead.take(good, content) is None
+    assert ahead.take(bad, content) is None
