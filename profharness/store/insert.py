@@ -378,15 +378,31 @@ def _insert_columns(
     connection: sqlite3.Connection, table: str, columns: Mapping[str, Column]
 ) -> None:
     """Insert rows given as columns of equal length; NONE becomes NULL where there can be one."""
-    rows = np.stack(list(columns.values()), axis=1)
-    row = ", ".join("?" if name in _NEVER_NULL else f"nullif(?, {NONE})" for name in columns)
+    first = next(iter(columns))  # always has a mark: a row of none could not be repeated
+    marks = {
+        name: _mark(column, nullable=name not in _NEVER_NULL, fixed=name != first)
+        for name, column in columns.items()
+    }
+    told = [columns[name] for name, mark in marks.items() if "?" in mark]
+    rows = np.stack(told, axis=1)
+    row = f"({', '.join(marks.values())})"
     insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
-    single, many = insert + f"({row})", insert + ", ".join([f"({row})"] * ROWS_PER_STATEMENT)
+    single, many = insert + row, insert + ", ".join([row] * ROWS_PER_STATEMENT)
     whole = len(rows) - len(rows) % ROWS_PER_STATEMENT
     for begin in range(0, whole, BLOCK):
         block = rows[begin : min(begin + BLOCK, whole)]
-        connection.executemany(many, block.reshape(-1, ROWS_PER_STATEMENT * len(columns)).tolist())
+        connection.executemany(many, block.reshape(-1, ROWS_PER_STATEMENT * len(told)).tolist())
     connection.executemany(single, rows[whole:].tolist())
+
+
+def _mark(column: Column, *, nullable: bool, fixed: bool) -> str:
+    """What stands for a column in a statement: a mark for the value of each row, or, where it may be
+    fixed, the one value of all.
+    """
+    low, high = int(column.min()), int(column.max())
+    if low == high and fixed:
+        return "NULL" if nullable and low == NONE else str(low)
+    return f"nullif(?, {NONE})" if nullable and low <= NONE <= high else "?"
 
 
 def _insert_groups(
