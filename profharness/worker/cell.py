@@ -49,6 +49,9 @@ from profharness.worker.program import Program, Stage, UnwritableError, run_each
 from profharness.worker.workspace import Workspace, open_workspace
 
 NVTX_DOMAIN = "profharness"
+SLOW_NS = (
+    10 * timing.EAGER_NS
+)  # of a warm-up call, which then needs no trial to show how long it is
 
 
 def body(program: Program) -> None:
@@ -275,9 +278,11 @@ def _measured(attempt: Attempt) -> Cell:
     call = make_call(config, inputs, attempt.attention)
     with attempt.backend.context():
         cell = attempt.call_first(inputs, call)
+        begin = time.perf_counter_ns()
         for _ in range(plan.protocol.warmup):
             call()
         workspace.sync()
+        warm_ns = (time.perf_counter_ns() - begin) // max(1, plan.protocol.warmup)
         attempt.stage("profile")
         if "torch" in plan.profilers:
             sums = with_torch_profiler(call, cell, workspace)
@@ -285,18 +290,21 @@ def _measured(attempt: Attempt) -> Cell:
         else:
             profiled_calls(call, cell.cell, plan.protocol.iterations, workspace.sync)
         attempt.stage("timing")
-        cell = _timed(cell, workspace, call)
+        cell = _timed(cell, workspace, call, warm_ns)
     turns = {name: [(cell.process, 0, len(values))] for name, values in cell.samples.items()}
     return replace(cell, status="ok", iterations=plan.protocol.iterations, turns=turns)
 
 
-def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any]) -> Cell:
+def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
+    """The cell with its samples. warm_ns is what a warm-up call took, 0 without any."""
     count = workspace.plan.protocol.samples
     if count == 0 or workspace.plan.wrapped:
         return cell  # times under another program are not the call's own
     if workspace.device == "cpu":
         return replace(cell, samples=cell.samples | timing.time_wall(call, count))
-    (expected_ns,) = timing.time_eager(call, 1, timing.EAGER_NS)[EAGER]
+    expected_ns = warm_ns
+    if warm_ns < SLOW_NS:
+        (expected_ns,) = timing.time_eager(call, 1, timing.EAGER_NS)[EAGER]
     samples = timing.time_eager(call, count, expected_ns)
     clocks = workspace.clocks() if workspace.clocks else {}
     samplers: dict[str, Callable[[], timing.Sampler]] = {

@@ -25,8 +25,8 @@ PERIOD_S = 0.05
 KEPT = 4096  # readings, more than three minutes
 FIRST_S = 5.0  # NVML's first answer can be this late
 # what a measurement may take: a slow call gets fewer samples, never under MIN_SAMPLES
-SAMPLE_S = 0.0015  # for each sample that is asked for
-LEAST_BUDGET_S = 0.05  # and no less than this: more than a turn of a bench
+SAMPLE_S = 0.001  # for each sample that is asked for
+LEAST_BUDGET_S = 0.03  # and no less than this: more than a turn of a bench
 WALL_BUDGET_S = 0.5  # of the wall clock, which other programs on a CPU disturb
 MIN_SAMPLES = 5
 GRAPH_CALLS = 100  # at most: a replay's own launch costs 11 us, many calls in a graph share it
@@ -37,7 +37,7 @@ HOLD_NS = 50_000  # the first hold; a call whose queueing takes longer doubles i
 HOLD_MAX_NS = 50_000_000  # a call that is not queued by then waits for the device itself
 TRIAL_CYCLES = 1_000_000  # a spin that is timed to learn the cycles of a nanosecond
 EAGER_CALLS = 20  # in one burst: with their launches they have to fit into the launch queue (1024)
-EAGER_NS = 1_000_000  # no more calls than this in one burst
+EAGER_NS = 500_000  # no more calls than this in one burst
 T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
 
@@ -184,7 +184,9 @@ def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
             lengthen()
             continue
         reads.append(read)
-        if len(reads) == 8:  # no more: beyond its length the launch queue makes the host wait
+        # no more than 8: beyond its length the launch queue makes the host wait; and what is queued
+        # already shows in no clock, so all is read before the first look at it
+        if len(reads) == 8 or len(times) + len(reads) == MIN_SAMPLES:
             times += [each() for each in reads]
             reads.clear()
         if len(times) + len(reads) >= MIN_SAMPLES and time.perf_counter() > deadline:
@@ -207,25 +209,51 @@ def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[
     two events around it; the host's own time of a call stands beside it, under HOST.
     """
     calls = max(1, min(EAGER_CALLS, EAGER_NS // max(1, expected_ns)))
-    bursts = sampled(partial(_burst, call, calls), samples)
+    torch.cuda.synchronize()
+    bursts = overlapped(_Bursts(call, calls), samples)
     return {EAGER: [eager for eager, _ in bursts], HOST: [host for _, host in bursts]}
 
 
-def _burst(call: Callable[[], Any], calls: int) -> tuple[int, int]:
-    """Nanoseconds a call, and those of the host in it. Calls ahead of the burst bring the device and
-    the host to the distance that they keep.
+def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
+    """Samples of what `queue` starts, which returns what waits for the sample. Each is waited for when
+    the next is queued, so that a device that is slower than the host never runs dry.
     """
-    torch.cuda.synchronize()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(1 + calls // 5):
-        call()
-    start.record()
-    begin = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    host_ns = time.perf_counter_ns() - begin
-    stop.record()
-    return round(elapsed_ns(start, stop) / calls), round(host_ns / calls)
+    reads: deque[Callable[[], T]] = deque()
+    values: list[T] = []
+    deadline = time.perf_counter() + budget_s(samples)
+    while len(values) + len(reads) < samples:
+        reads.append(queue())
+        if len(reads) == 2:
+            values.append(reads.popleft()())
+        if len(values) + len(reads) >= MIN_SAMPLES and time.perf_counter() > deadline:
+            break
+    return values + [read() for read in reads]
+
+
+@dataclass
+class _Bursts:
+    """Queues bursts of so many calls. A device that has nothing more to do gets calls ahead of the
+    burst, which bring it and the host to the distance that they keep.
+    """
+
+    call: Callable[[], Any]
+    calls: int
+    last: Any = None
+
+    def __call__(self) -> Callable[[], tuple[int, int]]:
+        """What waits for the nanoseconds of a call, and those of the host in it."""
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if self.last is None or self.last.query():
+            for _ in range(1 + self.calls // 5):
+                self.call()
+        start.record()
+        begin = time.perf_counter_ns()
+        for _ in range(self.calls):
+            self.call()
+        host_ns = time.perf_counter_ns() - begin
+        stop.record()
+        self.last = stop
+        return lambda: (round(elapsed_ns(start, stop) / self.calls), round(host_ns / self.calls))
 
 
 Sampler = Callable[[int], dict[str, list[int]]]
@@ -239,8 +267,9 @@ def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
     """
     calls = max(1, min(TRIAL_CALLS, GRAPH_NS // max(1, expected_ns)))
     graph = _captured(call, calls)
-    graph.replay()
-    per_call = max(1, round(elapsed_ms(graph.replay) * 1e6 / calls))
+    per_call = _replayed_ns(graph, calls)
+    if per_call < GRAPH_NS:  # the first replay took longer: it loads the graph
+        per_call = _replayed_ns(graph, calls)
     enough = min(GRAPH_CALLS, GRAPH_NS // per_call)
     if enough > calls:
         calls, graph = enough, _captured(call, enough)
@@ -252,6 +281,10 @@ def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
         return {GRAPH: [round(milliseconds * 1e6 / calls) for milliseconds in times]}
 
     return replay
+
+
+def _replayed_ns(graph: Any, calls: int) -> int:
+    return max(1, round(elapsed_ms(graph.replay) * 1e6 / calls))
 
 
 def _captured(call: Callable[[], Any], calls: int) -> Any:

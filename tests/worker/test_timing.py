@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from profharness.worker.timing import HOLD_MAX_NS, HOLD_NS, Hold, NeverHeldError, Queued, held
+from profharness.worker import timing
+from profharness.worker.timing import (
+    HOLD_MAX_NS,
+    HOLD_NS,
+    MIN_SAMPLES,
+    Hold,
+    NeverHeldError,
+    Queued,
+    held,
+    overlapped,
+)
 
 
 def queue_of(needed_ns: int, hold: Hold, queued: list[int]) -> Queued:
@@ -27,3 +39,29 @@ def test_a_call_that_waits_for_the_device_is_never_held() -> None:
     with pytest.raises(NeverHeldError, match="waits for the GPU"):
         held(lambda: queue_of(2 * HOLD_MAX_NS, hold, queued), hold.lengthen, 20)
     assert HOLD_MAX_NS / 2 < queued[-1] <= HOLD_MAX_NS
+
+
+def test_each_burst_is_waited_for_when_the_next_is_queued() -> None:
+    events: list[str] = []
+
+    def queue() -> Callable[[], int]:
+        number = sum(event.startswith("queue") for event in events)
+        events.append(f"queue {number}")
+
+        def read() -> int:
+            events.append(f"read {number}")
+            return number
+
+        return read
+
+    assert overlapped(queue, 4) == [0, 1, 2, 3]
+    assert events == [
+        *("queue 0", "queue 1", "read 0", "queue 2", "read 1", "queue 3", "read 2", "read 3"),
+    ]
+
+
+def test_a_slow_call_has_the_least_number_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LEAST_BUDGET_S", 0.0)
+    monkeypatch.setattr(timing, "SAMPLE_S", 0.0)
+    assert overlapped(lambda: lambda: 1, 30) == [1] * MIN_SAMPLES
+    assert held(lambda: (False, lambda: 1), lambda: None, 30) == [1] * MIN_SAMPLES
