@@ -8,11 +8,13 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -242,13 +244,15 @@ def stopped_together(process: Group, mark: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def orphans_adopted(report: Callable[[str], None] = lambda _: None) -> Iterator[dict[str, str]]:
+def orphans_adopted(
+    report: Callable[[str], None] = lambda _: None, mark: Mapping[str, str] | None = None
+) -> Iterator[dict[str, str]]:
     """What a child started in the block, with this variable in its environment, leaves in sessions of
     its own comes to this process when its parent ends (Linux), and is ended after the block. report
     gets a sentence on each that has lost the variable: it may be somebody else's.
     """
     # another profharness may be at work at the same time
-    mark = {STARTED_BY: secrets.token_hex(8)}
+    mark = dict(mark or new_mark())
     # what was there before the block is somebody else's
     adopts, before = _adopt(1), set(_adopted())
     try:
@@ -261,6 +265,11 @@ def orphans_adopted(report: Callable[[str], None] = lambda _: None) -> Iterator[
                     report(f"process {pid} ({name}) was left behind and runs on; end it by hand")
             if adopts is not None:
                 _adopt(adopts)
+
+
+def new_mark() -> dict[str, str]:
+    """The variable by which what a child has started is known."""
+    return {STARTED_BY: secrets.token_hex(8)}
 
 
 def _adopted() -> dict[int, str]:
@@ -386,14 +395,57 @@ def start_group(
     with log.open("ab") as file:
         group = Group(
             argv,
-            stdin=subprocess.DEVNULL,
             stdout=file,
             env=environment,
             start_new_session=True,
-            **{"stderr": file, **options},
+            **{"stdin": subprocess.DEVNULL, "stderr": file, **options},
         )
     group.logs = (log,) if short else ()
     return group
+
+
+@dataclass
+class Forerunner:
+    """A worker that loads torch while this process still finds out what it is to do."""
+
+    group: Group
+    line: socket.socket
+    environment: dict[str, str]
+    mark: dict[str, str]
+
+    @classmethod
+    def start(cls) -> Forerunner:
+        """Raises OSError where it does not start."""
+        mine, its = socket.socketpair()
+        environment, mark = child_environment(), new_mark()
+        argv = [sys.executable, "-P", "-m", "profharness.worker.waiting"]
+        with its, held():
+            group = start_group(argv, Path(os.devnull), environment | mark, stdin=its)
+        return cls(group, mine, environment, mark)
+
+    def sent(self, arguments: Sequence[str], log: Path, descriptors: Sequence[int]) -> Group | None:
+        """The process, which now does what the worker does with these arguments; None where it cannot."""
+        try:
+            with log.open("ab") as file:
+                order = "\0".join(arguments).encode()
+                socket.send_fds(self.line, [order], [file.fileno(), *descriptors])
+        except OSError:  # it has ended
+            self.end()
+            return None
+        self.line.close()
+        self.group.logs = (log,)
+        return self.group
+
+    def end(self) -> None:
+        """End it; nothing of it is left."""
+        with held():
+            self.line.close()
+            kill_group(self.group)
+            wait_for(self.group, END_GRACE_S)
+
+
+forerunners: list[Forerunner] = []
+"""None or one, for the first worker that this process starts."""
 
 
 def run_group(

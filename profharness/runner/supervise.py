@@ -23,8 +23,10 @@ from profharness.config import parse_config
 from profharness.errors import CaptureError
 from profharness.processes import (
     WORKER_SCRIPT,
+    Forerunner,
     Group,
     child_environment,
+    forerunners,
     has_ended,
     held,
     let_through,
@@ -169,11 +171,12 @@ class Start:
         """Follow the worker, in a process group of its own, to its end; nothing of it is left, nor of
         what it or its tool started.
         """
-        with orphans_adopted(self.session.notify) as mark:
+        ahead = forerunners.pop() if forerunners else None
+        with orphans_adopted(self.session.notify, ahead.mark if ahead else None) as mark:
             try:
                 # an interrupt between the start and its note would leave a process that nobody ends
                 with held():
-                    self.process = start_group(
+                    self.process = self._sent(ahead, command) or start_group(
                         self.session.argv(command),
                         self.folder / LOG_FILE,
                         self.session.environment(child_environment()) | mark,
@@ -189,6 +192,18 @@ class Start:
             finally:
                 if self.process is not None:
                     self._finish(self.process)
+
+    def _sent(self, ahead: Forerunner | None, command: list[str]) -> Group | None:
+        """The worker that waits, if it is as this one is to be; else it is ended."""
+        if ahead is None:
+            return None
+        plain = worker_argv(self.folder)[:-1]
+        alike = self.session.argv(command)[: len(plain)] == plain
+        environment = self.session.environment(child_environment())
+        if not alike or self.session.wrapped or environment != ahead.environment:
+            ahead.end()
+            return None
+        return ahead.sent(command[len(plain) :], self.folder / LOG_FILE, self.inherited)
 
     def _now(self) -> float:
         """Seconds on a clock that stands still while the worker is stopped."""

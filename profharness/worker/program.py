@@ -5,6 +5,7 @@ with the parent, and leaves in order.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import select
@@ -12,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,7 +94,22 @@ def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
     return write_and_report
 
 
-def run_program(folder: Path, module: str) -> NoReturn:
+def run_arguments(arguments: Sequence[str], early: EarlyStart | None = None) -> NoReturn:
+    """Run the program of a command line: `[MODULE [ARGUMENT ...]] FOLDER`; without a module, the cells
+    of the plan one after another.
+    """
+    module = arguments[0] if arguments[1:] else "profharness.worker.cell"
+    run_program(Path(arguments[-1]), module, early)
+
+
+def starts_cuda(plan: Plan) -> bool:
+    """Whether CUDA can be started before torch does it: what a profiler watches has to begin as torch
+    begins it.
+    """
+    return plan.protocol.device != "cpu" and not plan.wrapped
+
+
+def run_program(folder: Path, module: str, early: EarlyStart | None = None) -> NoReturn:
     """Do the work of a plan by the `body` of a module, and leave: 0 when it is done, EXIT_DEAD_CONTEXT
     when a new process has to go on after the cell whose result the DeadContextError carries,
     EXIT_UNWRITABLE when the run folder cannot be written to.
@@ -114,8 +130,9 @@ def run_program(folder: Path, module: str) -> NoReturn:
         except OSError as error:
             raise UnwritableError(f"{JOURNAL_FILE}: {error.strerror}") from None
 
-    # what a profiler watches has to begin as torch begins it
-    early = EarlyStart() if plan.protocol.device != "cpu" and not plan.wrapped else None
+    if early is None and starts_cuda(plan):
+        early = EarlyStart()
+    gc.disable()  # nothing of what is loaded is garbage
     # loads torch, so after the parent's watch
     from profharness.worker import environment
 
@@ -133,7 +150,10 @@ def run_program(folder: Path, module: str) -> NoReturn:
         journalled: Write = write
         if watch is not None and watched:
             journalled = watched_write(watch, write, plan.cells[-1].cell)
-        importlib.import_module(module).body(Program(folder, plan, device, keys, journalled))
+        body = importlib.import_module(module).body
+        gc.freeze()  # nor does a collection amid a cell need to look at it
+        gc.enable()
+        body(Program(folder, plan, device, keys, journalled))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         code = EXIT_DEAD_CONTEXT

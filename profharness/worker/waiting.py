@@ -1,0 +1,60 @@
+"""`python -m profharness.worker.waiting PARENT`: a worker that is started before it is known what it
+has to do. It loads torch, then does what comes over the socket that is its stdin.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+
+from profharness.run import PLAN_FILE, Plan
+from profharness.worker.early import EarlyStart
+from profharness.worker.program import run_arguments, starts_cuda
+
+MOST_BYTES = 1 << 16
+MOST_DESCRIPTORS = 8
+
+
+class Order:
+    """The arguments that a worker else has from its command line. A thread takes them, and starts CUDA
+    for a plan that needs it, while torch is being loaded; without a parent it ends the process.
+    """
+
+    def __init__(self) -> None:
+        self.arguments: list[str] = []
+        self.early: EarlyStart | None = None
+        self._thread = threading.Thread(target=self._take, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until it has come."""
+        self._thread.join()
+
+    def _take(self) -> None:
+        with socket.socket(fileno=os.dup(0)) as line:
+            # the descriptors after the log's stay open: a lock that lasts as long as this process
+            text, descriptors, *_ = socket.recv_fds(line, MOST_BYTES, MOST_DESCRIPTORS)
+        if not text:
+            os._exit(0)
+        for number in (1, 2):
+            os.dup2(descriptors[0], number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        self.arguments = text.decode().split("\0")
+        plan = Path(self.arguments[-1], PLAN_FILE).read_bytes()
+        if starts_cuda(msgspec.json.decode(plan, type=Plan)):
+            self.early = EarlyStart()
+
+
+if __name__ == "__main__":
+    gc.disable()  # nothing of what is loaded is garbage
+    order = Order()
+    try:
+        import torch  # noqa: F401
+    finally:
+        order.wait()  # whose log tells what went wrong
+    run_arguments(order.arguments, order.early)
