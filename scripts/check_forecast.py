@@ -223,7 +223,7 @@ def compared(folder: Path, gpu: str) -> Iterator[Row]:
                 spent = (row.forward_ns or 0) + (row.backward_ns or 0)
                 if row.kind in OF_SDPA and row.config and row.calls and spent:
                     yield Row(
-                        path.name.removesuffix(".json.gz"), row.config, row.ran or "-",
+                        path.name.split(".json")[0], row.config, row.ran or "-",
                         told.predicted_backend or "-", told.predicted_source or "-", spent / row.calls,
                         told.predicted_ns, told.predicted_low_ns, told.predicted_high_ns,
                         tuple(dict.fromkeys(told.predicted_kernels)) == row.kernels,

@@ -38,15 +38,14 @@ def test_the_model_keeps_its_limits_on_cells_that_it_has_not_seen(
     assert {each.told.source for each in apart} <= {"model", "floor"}
     figures = check_atlas.figures(apart)
     missed = {name for name, value in figures.items() if not check_atlas.keeps(name, value)}
-    # cuBLAS's choice among its fp32 kernels, which math calls, is not known well enough; and of
-    # so few configs one more or less is half a per cent
-    few = "best backend within 3 %"
-    assert missed <= {"names of kernels in order", "grid, block, registers, shared memory", few}
-    assert figures[few] > 0.94
+    # of so few configs one more or less is half a per cent
+    few = {"best backend within 3 %": 0.94, "names of kernels in order": 0.965}
+    assert missed <= set(few)
+    assert all(figures[name] > least for name, least in few.items())
     fused = [each for each in apart if each.told.choice != "math"]
     figures = check_atlas.figures(fused)
-    assert figures["names of kernels in order"] > 0.985
-    assert figures["grid, block, registers, shared memory"] > 0.97
+    assert figures["names of kernels in order"] > 0.99
+    assert figures["grid, block, registers, shared memory"] > 0.985
 
 
 def test_a_wrong_answer_is_counted(pairs: list[check_atlas.Pair]) -> None:

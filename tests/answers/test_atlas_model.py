@@ -21,6 +21,7 @@ from profharness.answers.atlas.features import sizes, with_shapes
 from profharness.answers.atlas.fit import rows_of, rules_of
 from profharness.answers.atlas.kernels import Formula, family, neutral, solve
 from profharness.answers.atlas.model import MODEL_SUFFIX, Dispatch, estimate, model_of
+from profharness.answers.atlas.nets import Lessons, fitted
 from profharness.answers.atlas.stored import Model, read_model, write_model
 from profharness.answers.atlas.times import curve_of
 from profharness.answers.atlas.trees import grow, roundest
@@ -49,6 +50,26 @@ def test_a_tree_parts_what_its_features_part_and_cuts_at_round_numbers() -> None
     assert 1024.0 in tree.threshold
     assert roundest(1000, 1030) == 1024
     assert roundest(0.25, 0.5) == 0.375
+
+
+def test_a_network_learns_which_of_some_numbers_is_the_largest() -> None:
+    table = np.random.default_rng(3).random((6000, 4))
+    net = fitted(table, table.argmax(axis=1), Lessons(width=32, rounds=30, rows=256))
+    ask = np.random.default_rng(4).random((1000, 4))
+    assert (net.classes(ask) == ask.argmax(axis=1)).mean() > 0.97
+
+
+def test_the_splits_of_a_decode_on_cudnn_follow_blocks_and_keys(packaged: Atlas) -> None:
+    choice = packaged.tables["choices"].index("cudnn")
+    one = (packaged.column("seq_len_q") == 1) & (packaged.column("choice") == choice)
+    right = [0, 0]
+    for cell in map(packaged.cell, np.flatnonzero(one)[::3].tolist()):
+        for launch in cell.launches:
+            if "knob_35" in launch.kernel and launch.grid:
+                c = with_shapes(sizes([cell.config]))
+                right[int(c["CPARTS"][0] == launch.grid[0])] += 1
+    assert sum(right) > 200
+    assert right[1] > 0.98 * sum(right)
 
 
 def test_boosted_trees_come_close_to_a_smooth_surface() -> None:
@@ -198,7 +219,7 @@ def test_the_packaged_models_belong_to_packaged_atlases(model: Model, tmp_path: 
     whole = path.read_bytes()
     for bad, message in (
         (whole[:-1], "cut short or changed"),
-        (whole[:8] + b"\7" + whole[9:], "version 7; this profharness reads version 1"),
+        (whole[:8] + b"\7" + whole[9:], "version 7; this profharness reads version 2"),
         (b"", "not the model"),
         (forged({"Curve": ["blocks"]}), "forged"),
         (forged({"Popen": ["true"]}), "forged"),

@@ -6,7 +6,6 @@ public code for tiles and splits; the rest was seen in the atlas.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -28,10 +27,10 @@ PRODUCTS: Mapping[int, tuple[str, str, str]] = {
     4: ("SK", "D", "SQ"),  # dK, transposed
     5: ("D", "SQ", "SK"),  # dQ
 }
-# Tiles of cuBLAS's fp32 kernels, and how many blocks of each one SM holds.
-TILES = {(32, 32): 12, (64, 32): 8, (128, 32): 4, (32, 64): 8, (64, 64): 4, (128, 64): 2, (32, 128): 4,
-         (64, 128): 2, (128, 128): 2, (256, 64): 2, (64, 256): 2, (256, 128): 1, (128, 256): 1}  # fmt: skip
-COMMON = ("32x32", "64x64", "128x32", "64x128", "128x128", "64x256", "32x64", "128x64")
+# Tiles of cuBLAS's fp32 kernels, and of how many blocks an SM may hold their waves are counted.
+TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 32), (32, 128), (64, 128), (128, 64), (128, 128),
+         (64, 256), (256, 64), (128, 256), (256, 128))  # fmt: skip
+RESIDENT = (1, 2, 3, 4, 6, 8)
 
 
 def ceil(value: Values, step: Values | float) -> Values:
@@ -87,9 +86,9 @@ def with_shapes(c: Columns) -> Columns:
         c[f"KBLOCKS{step}"] = c["BH"] * ceil(c["SK"], step)
     c["SQ*SK8"] = c["SQ"] * c["SK8"]
     c["PADDED"] = np.where(c["MASK"] == 2, c["M8"], 1.0)  # what a padded mask is filled with first
-    for name in ("S", "KX"):  # elementwise kernels take at most 2 GiB at once
+    for name in ("S", "K", "KX"):  # elementwise kernels take at most 2 GiB at once
         pieces = np.exp2(np.ceil(np.log2(np.maximum(1, c[name] * 4 / 2**31))))
-        c[f"{name}P"] = c[name] / pieces
+        c[f"{name}P"], c[f"{name}PIECES"] = c[name] / pieces, pieces
     return cudnn_shapes(efficient_shapes(flash_shapes(c)))
 
 
@@ -111,7 +110,16 @@ def efficient_shapes(c: Columns) -> Columns:
 
 
 def cudnn_shapes(c: Columns) -> Columns:
-    """The blocks of the small kernels around cuDNN's backward: rows a block by head_dim."""
+    """The blocks of the small kernels around cuDNN's backward: rows a block by head_dim. And into
+    how many parts its decode splits the keys, as seen: a power of two, below two blocks an SM and
+    up to one part for 128 keys, where there are few blocks and many keys.
+    """
+    blocks = c["BKV"] * ceil(c["G"], 16)
+    fitting = 2 ** np.floor(np.log2(np.maximum(1, (2 * SMS - 1) / blocks)))
+    tiles = 2 ** np.floor(np.log2(np.maximum(1, c["SK8"] / 128)))
+    split = (blocks < 0.6 * SMS) & (c["SK"] > 512)
+    c["CSPLITS"] = np.where(split, np.minimum(np.minimum(fitting, 64), tiles), 1.0)
+    c["CPARTS"] = c["CSPLITS"] * ceil(c["D"], 128)
     odd = c["D"] % 16 > 0
     c["DQBLOCKS"] = ceil(c["SQ"], np.maximum(1, np.where(odd, 1024, 2048) // c["D"]))
     c["HEADBLOCKS"] = ceil(c["SK"], np.maximum(1, 1024 // c["D"]))
@@ -174,30 +182,59 @@ def at(c: Columns, rows: Integers) -> Columns:
     return {name: column[rows] for name, column in c.items()}
 
 
-def product_sizes(c: Columns, product: int) -> Columns:
-    """The sizes of a batched product of math."""
-    m, n, k = (c[name] for name in PRODUCTS[product])
+def product_sizes(c: Columns, product: Integers | int) -> Columns:
+    """The sizes of batched products of math, all the same one or one a config."""
+    if isinstance(product, int):
+        m, n, k = (c[name] for name in PRODUCTS[product])
+    else:
+        present = np.unique(product).tolist()
+        m, n, k = (
+            np.select(
+                [product == each for each in present], [c[PRODUCTS[each][at]] for each in present]
+            )
+            for at in range(3)
+        )
     return {"m": m, "n": n, "k": k, "batch": c["BH"], "mn": m * n, "mnb": m * n * c["BH"]}
 
 
-def product_shapes(c: Columns, product: int) -> Columns:
-    """A batched product of math: its sizes, alignments, and the waves of each tile on the SMs."""
-    p = product_sizes(c, product)
-    m, n = p["m"], p["n"]
-    for name in ("m", "n", "k"):
-        p[f"{name}%4"] = p[name] % 4
-        p[f"{name}%32"] = p[name] % 32
-        p[f"{name}%128"] = p[name] % 128
-    work = {}
-    for (rows, columns), resident in TILES.items():
-        name, area = f"{rows}x{columns}", rows * columns
-        blocks = ceil(m, rows) * ceil(n, columns) * c["BH"]
-        waves = ceil(blocks, SMS * resident)
-        p[f"blocks{name}"], p[f"waves{name}"] = blocks, waves
-        p[f"use{name}"] = blocks / (SMS * resident) / waves
-        work[name] = ceil(blocks, SMS) * area, waves * resident * area
-    for one, other in itertools.combinations(COMMON, 2):
-        for at, kind in enumerate(("share", "filled")):
-            p[f"{kind}{one}/{other}"] = work[one][at] / work[other][at]
-    p["m/n"] = m / n
-    return p
+def tiled(p: Columns) -> Columns:
+    """How many of each tile a product takes, by the names `T32x64`; and how CUTLASS lays them out in x
+    and y: up to eight of those along m are taken together.
+    """
+    columns = {}
+    for rows, width in TILES:
+        down, across = ceil(p["m"], rows), ceil(p["n"], width)
+        together = np.select([down >= 6, down >= 3, down >= 2], [8.0, 4.0, 2.0], 1.0)
+        columns[f"T{rows}x{width}"] = down * across
+        columns[f"X{rows}x{width}"] = across * together
+        columns[f"Y{rows}x{width}"] = ceil(down, together)
+    return columns
+
+
+def product_features(p: Columns) -> Values:
+    """What cuBLAS may weigh: the sizes in logarithms and their alignment; and of each tile what it
+    computes in vain, how full its waves are, and what a wave reads.
+    """
+    b, sizes = p["batch"], [p[name] for name in ("m", "n", "k")]
+    m, n, k = sizes
+    log, whole = np.log2, p["mnb"]
+    rows = [log(b), *map(log, sizes), log(whole), log(m / n)]
+    for height, width in TILES:
+        down, across = ceil(m, height), ceil(n, width)
+        blocks = b * down * across
+        rows.append(log(blocks * height * width / whole))
+        for resident in RESIDENT:
+            waves = blocks / (SMS * resident)
+            rows.append(log(np.ceil(waves) / waves))
+        rows.append(np.minimum(log(blocks / SMS), 0))
+        for wave in (SMS, 2 * SMS):
+            edges = np.minimum(down, wave) * height + np.clip(wave / down, 1, across) * width
+            rows.append(
+                log(np.clip(wave / (down * across), 1, b) * edges / (height + width) / wave)
+            )
+        rows.append(((blocks - 1) % SMS + 1) / SMS)
+    for size in sizes:
+        rows += [size % step == 0 for step in (4, 8, 16, 32)]
+        rows += [size <= most for most in (1, 2, 4, 8, 16, 32, 64)]
+    rows += [ceil(k, step) * step / k - 1 for step in (8, 16, 32, 64, 128, 256)]
+    return np.stack(rows, axis=1).astype(np.float32)

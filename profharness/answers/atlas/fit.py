@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,31 +17,35 @@ from profharness.answers.atlas.data import NOTHING, NUMBERS, Atlas
 from profharness.answers.atlas.features import (
     Columns,
     at,
-    product_shapes,
+    product_features,
+    product_sizes,
     sizes,
     with_shapes,
 )
 from profharness.answers.atlas.kernels import (
     AFTER,
     ANCHORS,
+    COMPUTED,
     FLAGS,
     MOST,
     PRODUCT,
+    SAME_LAYOUT,
     Calls,
     Choice,
-    Decision,
     Formula,
     Key,
+    Pick,
     Rules,
     Size,
     decide,
     family,
     neutral,
-    of,
     pooled,
     product_of,
     solve,
+    with_product,
 )
+from profharness.answers.atlas.nets import fitted
 from profharness.answers.atlas.stored import Model, Timing
 from profharness.answers.atlas.times import (
     Curve,
@@ -62,8 +67,10 @@ GROUP = (
 KEPT = 0.95  # the share of calls kept apart that an error holds for; 0.9 is promised
 LEAST_CELLS = 40
 SCHEDULE = Schedule(trees=400, rate=0.1)
-ASKED = 30  # features of products that a node looks at
-WELL = 0.97  # a formula that gives this share of the sizes stays
+MOSTLY = 0.8  # a formula that gives this share of the sizes stays
+ENOUGH = 4  # sizes that a formula must give to count more than what like kernels have
+CONFIGURATION = ("block_x", "block_y", "block_z", "registers", "shared_bytes")
+SIZES = ("m", "n", "k", "batch", "mn", "mnb")  # of a product
 SHAPES = ("product", "batch_heads", "seq_q", "seq_kv", "head_dim", "kernel")
 MOST_SIZES = 200  # that a tree decides between
 # Decisions ask for these columns.
@@ -94,8 +101,7 @@ def rules_of(atlas: Atlas, rows: Integers, c: Columns, products: Products | None
     table = _Slots(atlas)
     templates: dict[tuple[Key, ...], int] = {}
     chosen = np.empty(len(rows), np.int64)
-    # of each slot: the call's place, and the kinds and grids that fill it
-    users: dict[Key, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
+    users: dict[Key, list[_Use]] = defaultdict(list)
     for place, sequence in enumerate(atlas.column("sequence")[rows].tolist()):
         first = int(atlas.starts[sequence])
         slots = table.slots(sequence)
@@ -103,27 +109,50 @@ def rules_of(atlas: Atlas, rows: Integers, c: Columns, products: Products | None
         for key, places in slots:
             launches = tuple(first + each for each in places)
             kinds = tuple(table.kind[each] for each in launches)
-            users[pooled(key)].append((place, kinds, launches))
+            users[pooled(key)].append(_Use(place, product_of(key), kinds, launches))
     rules = Rules(tuple(templates), decide(c, FLAGS, chosen))
-    parts: dict[Key, dict[tuple[str, ...], int]] = {}
-    for key, calls in users.items():
-        known = parts.setdefault(key, {})
-        classes = np.array(
-            [
-                known.setdefault(tuple(table.names[kind] for kind in kinds), len(known))
-                for _, kinds, _ in calls
-            ]
+    jobs: list[_Job] = []
+    for key, uses in users.items():
+        own = with_product(
+            at(c, np.array([use.place for use in uses])), np.array([use.product for use in uses])
         )
-        rows_used = np.array([place for place, _, _ in calls])
-        own = of(c, key, rows_used)
-        if product_of(key) == NOTHING:
-            rules.roles[key] = decide(own, OF_KERNELS, classes)
-        else:
-            rules.roles[key] = _product_role(key, own, classes, known, products)
-        _configurations(rules, table, key, calls, own)
-    for key, known in parts.items():
+        names = table.labels if product_of(key) != NOTHING else table.names
+        known: dict[tuple[str, ...], int] = {}
+        classes = np.array(
+            [known.setdefault(tuple(names[kind] for kind in use.kinds), len(known)) for use in uses]
+        )
         rules.parts[key] = tuple(known)
+        if product_of(key) == NOTHING or products is None:
+            asked = OF_KERNELS if product_of(key) == NOTHING else (*OF_KERNELS, *SIZES)
+            rules.roles[key] = decide(own, asked, classes)
+        else:
+            rules.roles[key] = _product_role(product_of(key), own, classes, known, products)
+        jobs += _configurations(rules, names, table.grids, key, uses, own)
+    siblings: dict[tuple[str, int], Counter[Formula]] = defaultdict(Counter)
+    for job in sorted(jobs, key=lambda job: -len(job.grids)):
+        x, y, z = (
+            size_of(job.c, job.grids[:, axis], siblings[job.key[0], axis]) for axis in range(3)
+        )
+        rules.formulas[job.kind, job.key] = (x, y, z)
     return rules
+
+
+class _Use(NamedTuple):
+    """A slot of a call: its place, its product, and the kinds and launches that fill it."""
+
+    place: int
+    product: int
+    kinds: tuple[int, ...]
+    launches: tuple[int, ...]
+
+
+class _Job(NamedTuple):
+    """The grids of a kind in a slot, which formulas are to be found for, and the columns of their calls."""
+
+    kind: int
+    key: Key
+    c: Columns
+    grids: Integers
 
 
 @dataclass(frozen=True)
@@ -141,75 +170,87 @@ def read_products(path: Path) -> Products:
     try:
         record = json.loads(lzma.decompress(path.read_bytes()))
         columns = [record["columns"][name] for name in SHAPES]
-        names = tuple(tuple(map(neutral, each)) for each in record["kernels"])
+        names = tuple(
+            tuple(label(neutral(name), *others) for name, *others in each)
+            for each in record["kernels"]
+        )
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError):
         text = f"{shown(path)}: not a file of products; give one such as traces/cublas-h200.json.xz"
         raise UsageError(text) from None
     return Products(names, np.array(columns, np.int64).T)
 
 
+def label(name: str, block: Sequence[int], registers: int, shared_bytes: int) -> str:
+    """A kernel's name with its launch configuration."""
+    return " ".join(map(str, (name, *block, registers, shared_bytes)))
+
+
 def _product_role(
-    key: Key,
+    product: int,
     own: Columns,
     classes: Integers,
     known: dict[tuple[str, ...], int],
-    more: Products | None,
-) -> Decision:
+    more: Products,
+) -> Pick:
     """What fills a product's slot: learned from the atlas and from further products."""
-    shapes = product_shapes(own, product_of(key))
-    if more is not None:
-        some = more.shapes[more.shapes[:, 0] == product_of(key)]
-        code = np.array([known.get(each, NOTHING) for each in more.names])[some[:, 5]]
-        some, code = some[code != NOTHING], code[code != NOTHING]
+    tables, all_classes = [product_features(own)], [classes]
+    code = np.array([known.get(each, NOTHING) for each in more.names])
+    for each in (product, *(other for other, same in SAME_LAYOUT.items() if same == product)):
+        some = more.shapes[more.shapes[:, 0] == each]
+        some = some[code[some[:, 5]] != NOTHING]
         columns = dict(zip(("BH", "SQ", "SK", "D"), some[:, 1:5].T.astype(np.float64), strict=True))
-        further = product_shapes(columns, product_of(key))
-        shapes = {name: np.concatenate([each, further[name]]) for name, each in shapes.items()}
-        classes = np.concatenate([classes, code])
-    return decide(shapes, tuple(shapes), classes, asked=ASKED)
+        tables.append(product_features(product_sizes(columns, each)))
+        all_classes.append(code[some[:, 5]])
+    return Pick(fitted(np.concatenate(tables), np.concatenate(all_classes)))
 
 
 def _configurations(
     rules: Rules,
-    table: _Slots,
+    names: Sequence[str],
+    grids: Integers,
     key: Key,
-    calls: list[tuple[int, tuple[int, ...], tuple[int, ...]]],
+    uses: Sequence[_Use],
     c: Columns,
-) -> None:
-    """Learn the launch configurations and grids of the kernels that fill a slot."""
-    jobs: list[tuple[int, Columns, Integers]] = []
+) -> list[_Job]:
+    """Learn the launch configurations of the kernels that fill a slot; the grids are left to do."""
+    jobs: list[_Job] = []
     by_name: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for number, (_, kinds, launches) in enumerate(calls):
-        for kind, launch in zip(kinds, launches, strict=True):
-            by_name[table.names[kind]].append((number, kind, launch))
+    for number, use in enumerate(uses):
+        for kind, launch in zip(use.kinds, use.launches, strict=True):
+            by_name[names[kind]].append((number, kind, launch))
     for name, each in by_name.items():
         places, kinds, launches = np.array(each).T
         known, classes = np.unique(kinds, return_inverse=True)
-        some = {column: values[places] for column, values in c.items()}
+        some = at(c, places)
         rules.kinds[key, name] = (tuple(known.tolist()), decide(some, OF_CONFIGURATIONS, classes))
         for number, kind in enumerate(known.tolist()):
             same = classes == number
-            those = {column: values[same] for column, values in some.items()}
-            jobs.append((kind, those, table.grids[launches[same]]))
-    siblings: tuple[Counter[Formula], ...] = (Counter(), Counter(), Counter())
-    for kind, those, grids in sorted(jobs, key=lambda job: -len(job[2])):
-        x, y, z = (size_of(those, grids[:, axis], siblings[axis]) for axis in range(3))
-        rules.formulas[kind, key] = (x, y, z)
+            jobs.append(_Job(kind, key, at(some, same), grids[launches[same]]))
+    return jobs
 
 
 def size_of(c: Columns, sizes: Integers, siblings: Counter[Formula]) -> Size:
-    """The formula of a size: one that like kernels have if it gives all, else the simplest; where
-    none gives nearly all, and the sizes are few, a tree decides.
+    """The formula of a size: one that like kernels have, even where it misses some cells, else the
+    simplest. Where none gives most, and the sizes are few, a tree decides.
     """
+    best, share = Formula("1", 1.0, "1"), 0.0
     for formula, _ in siblings.most_common():
-        if (formula.values(c) == sizes).all():
-            siblings[formula] += len(sizes)
-            return formula
-    formula = solve(c, sizes)
-    if formula.right == 1:
-        siblings[formula] += len(sizes)
+        right = float((formula.values(c) == sizes).mean()) if formula.fits(c) else 0.0
+        if right > share:
+            best, share = formula, right
+        if right == 1:
+            break
     known, classes = np.unique(sizes, return_inverse=True)
-    if formula.right > WELL or len(known) > MOST_SIZES:
-        return formula
+    if share < 1:
+        formula = solve(c, sizes)
+        if (formula.right == 1 and (len(known) >= ENOUGH or share < MOSTLY)) or formula.right > max(
+            share, MOSTLY
+        ):
+            best, share = formula._replace(right=1.0), formula.right
+    if share == 1:
+        siblings[best] += len(sizes)
+    if share > MOSTLY or len(known) > MOST_SIZES:
+        return best
     asked = [name for name in OF_KERNELS if name in c]
     return Choice(tuple(known.tolist()), decide(c, asked, classes))
 
@@ -223,7 +264,22 @@ class _Slots:
         kernels = atlas.column("kernel").tolist()
         self.names = [neutral(texts[kernel]) for kernel in kernels]
         self.families = [family(texts[kernel]) for kernel in kernels]
-        self.kind = atlas.column("kind").tolist()
+        configurations = [atlas.column(name).tolist() for name in CONFIGURATION]
+        self.labels = [
+            label(name, (x, y, z), registers, shared)
+            for name, x, y, z, registers, shared in zip(self.names, *configurations, strict=True)
+        ]
+        # kinds that differ by a computed size alone count as one
+        alike: dict[str, int] = {}
+        same = [
+            alike.setdefault(label(name, (x, y, z), registers, 0), kind)
+            if COMPUTED.search(name)
+            else kind
+            for kind, (name, x, y, z, registers, _) in enumerate(
+                zip(self.names, *configurations, strict=True)
+            )
+        ]
+        self.kind = [same[kind] for kind in atlas.column("kind").tolist()]
         self.grids = np.stack([atlas.column(f"grid_{axis}") for axis in "xyz"], axis=1)
         self._known: dict[int, tuple[tuple[Key, tuple[int, ...]], ...]] = {}
 
@@ -316,8 +372,7 @@ def model_of(atlas: Atlas, products: Products | None = None) -> Model:
                 timings[backend, direction] = _timing(
                     at(c, inside), whole.at(inside), rows_of(configs)[inside], atlas, rows[inside]
                 )
-    kinds = ("kernel", "block_x", "block_y", "block_z", "registers", "shared_bytes")
-    table = np.stack([atlas.column(name) for name in kinds], axis=1)
+    table = np.stack([atlas.column(name) for name in ("kernel", *CONFIGURATION)], axis=1)
     names = tuple(atlas.tables["kernels"])
     return Model(atlas.machine.name, names, table, codes, rules, curves, timings, bounds_of(atlas))
 

@@ -10,12 +10,20 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from profharness.answers.atlas.data import NOTHING
-from profharness.answers.atlas.features import Columns, at, product_shapes
+from profharness.answers.atlas.features import (
+    TILES,
+    Columns,
+    product_features,
+    product_sizes,
+    tiled,
+)
+from profharness.answers.atlas.nets import Net
 from profharness.answers.atlas.trees import LEAF, Integers, Tree, Values, grow
 
 # Kernels that a library chooses among for one step. Any other kernel is a family of its own.
@@ -64,9 +72,11 @@ SAME = tuple(
         (r"#\d+", "#"),
     )
 )
+# Kernels whose shared memory holds a row of scores, and a number for each warp of the block.
+COMPUTED = re.compile(r"cunn_SoftMax(Forward|Backward)Smem")
 FLAGS = ("F32", "BWD", "CAUSAL", "MASK", "D%8", "D%4", "G", "SPLIT", "ESPLIT", "SWAP", "MB", "MH", "MQ", "MK",
          "SK%8", "SK%4", "SQ", "SK", "D", "B", "H", "BH", "S", "Q", "K", "M", "SQ=SK", "KV", "SQ%4",
-         "SQ%32", "SK%32", "SK%64", "SQ%64", "SK%128", "BKV")  # fmt: skip
+         "SQ%32", "SK%32", "SK%64", "SQ%64", "SK%128", "BKV", "CSPLITS", "SPIECES", "KPIECES", "KXPIECES")  # fmt: skip
 MULTIPLIERS = ("1", "BH", "BKV", "FBH", "B", "H", "KV", "SPLITS")
 PARTS = 4  # kernels that fill one slot, at most
 CAPPED = 0.02  # the share of cells from which a largest grid counts as a limit
@@ -112,6 +122,10 @@ class Formula(NamedTuple):
     limit: int = 0
     right: float = 1.0
 
+    def fits(self, c: Columns) -> bool:
+        """Whether configs have its columns: those of a product, others have not."""
+        return _known(c, self.quantity)
+
     def values(self, c: Columns) -> Values:
         """The sizes for some configs."""
         value = np.ceil(quantity(c, self.quantity) / self.step - 1e-9) * quantity(
@@ -132,12 +146,16 @@ def quantity(c: Columns, name: str) -> Values:
 
 
 QUANTITIES = (
-    "SQ", "SK", "FSQ", "Q", "K", "KXP", "SP", "M", "ROWS", "KROWS", "SQSK", "D", "B", "H", "KV", "BH",
+    "BH", "CPARTS", "SQ", "SK", "FSQ", "KP", "KXP", "SP", "Q", "K", "M", "ROWS", "KROWS", "SQSK", "D", "B", "H", "KV",
     "BKV", "FH", "SPLITS", "KEYSPLITS", "DQBLOCKS", "HEADBLOCKS", "DELTABLOCKS", "BH*SQ*D8",
     "BKV*SK*D8", "BH*SK*D8", "FBH*FSQ", "M8", "PADDED", "CLEARED", "BLOCKS64", "BLOCKS128",
     "KBLOCKS64", "KBLOCKS128", "SQ*SK8", "SQ*D", "SK*D", "SQ*H", "SK*H", "B*SQ", "B*SK", "SQ*D8",
     "SK*D8", "H*SQ*SK", "B*SQ*SK", "D8", "H*SQ*D", "KV*SK*D", "B*SQ*D8", "BKV*SK",
 )  # fmt: skip
+
+TILED = tuple(
+    f"{axis}{rows}x{width}" for axis in "XYT" for rows, width in TILES
+)  # of products; they count as they are
 
 
 def solve(c: Columns, sizes: Values) -> Formula:
@@ -157,7 +175,7 @@ def solve(c: Columns, sizes: Values) -> Formula:
             whole = free & (ratio == np.round(ratio)) & (ratio > 0)
             if whole.sum() <= share * len(sizes):
                 continue
-            for name in QUANTITIES:
+            for name in (*TILED, "m", "n", *QUANTITIES):
                 if not _known(c, name) or quantity(c, name).min() <= 0:
                     continue
                 formula = _fit(c, name, multiplier, limit, ratio, free)
@@ -184,6 +202,8 @@ def _fit(
     lower = (value / np.maximum(ratio, 1))[free]
     upper = np.where(ratio > 1, value / np.maximum(ratio - 1, 1e-9), np.inf)[free]
     low, high = lower.max(), upper.min()
+    if name in TILED:
+        return Formula(name, 1.0, multiplier, limit) if low <= 1 < high else None
     if low >= high:  # not all: the step of the median cell may still be right for most
         low, high = np.quantile(lower, 0.9), np.quantile(np.minimum(upper, 1e18), 0.1)
         if low >= high:
@@ -226,6 +246,17 @@ def decide(c: Columns, names: Sequence[str], classes: Integers, asked: int = 0) 
 
 
 @dataclass(frozen=True)
+class Pick:
+    """What cuBLAS takes for a product, by a network."""
+
+    net: Net
+
+    def classes(self, c: Columns) -> Integers:
+        """The class of each config, which has the sizes of its product."""
+        return self.net.classes(product_features(c))
+
+
+@dataclass(frozen=True)
 class Choice:
     """A size of a grid that a library chooses: one of some values, by a tree."""
 
@@ -250,7 +281,7 @@ class Calls:
     grid: Integers
     product: Integers
 
-    @property
+    @cached_property
     def blocks(self) -> Values:
         """How many blocks each launch has; 1 for what is no kernel."""
         blocks: Values = np.maximum(np.prod(self.grid, axis=1), 1).astype(np.float64)
@@ -272,32 +303,33 @@ class Rules:
     templates: tuple[tuple[Key, ...], ...]
     template: Decision
     parts: dict[Key, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    roles: dict[Key, Decision] = field(default_factory=dict)
+    roles: dict[Key, Decision | Pick] = field(default_factory=dict)
     kinds: dict[tuple[Key, str], tuple[tuple[int, ...], Decision]] = field(default_factory=dict)
     formulas: dict[tuple[int, Key], tuple[Size, Size, Size]] = field(default_factory=dict)
 
     def calls(self, c: Columns) -> Calls:
         """The launches of each config."""
         chosen = self.template.classes(c)
-        slots: dict[Key, list[tuple[Integers, int]]] = defaultdict(list)
+        slots: dict[Key, list[tuple[Integers, int, int]]] = defaultdict(list)
         for template in np.unique(chosen):
             rows = np.flatnonzero(chosen == template)
             for number, key in enumerate(self.templates[template]):
-                slots[pooled(key)].append((rows, number))
+                slots[pooled(key)].append((rows, number, product_of(key)))
         found: list[Calls] = []
         for key, users in slots.items():
-            rows = np.concatenate([each for each, _ in users])
-            order = np.concatenate([np.full(len(each), number) for each, number in users])
-            some = Part(c, rows)
-            if key[0] == PRODUCT:
-                some.update(product_shapes(some, product_of(key)))
-            found += self._slot(key, rows, order * PARTS, some)
+            rows = np.concatenate([each for each, _, _ in users])
+            order = np.concatenate([np.full(len(each), number) for each, number, _ in users])
+            product = np.concatenate([np.full(len(each), number) for each, _, number in users])
+            some = with_product(Part(c, rows), product)
+            found += self._slot(key, rows, order * PARTS, product, some)
         return Calls(*(
             np.concatenate([getattr(each, name) for each in found])
             for name in ("place", "order", "kind", "grid", "product")
         )).sorted()  # fmt: skip
 
-    def _slot(self, key: Key, rows: Integers, order: Integers, c: Columns) -> list[Calls]:
+    def _slot(
+        self, key: Key, rows: Integers, order: Integers, product: Integers, c: Columns
+    ) -> list[Calls]:
         role, parts = self.roles[key], self.parts[key]
         classes = role.classes(c)
         found = []
@@ -313,29 +345,32 @@ class Rules:
                     those = Part(part, same)
                     formulas = self.formulas[int(kind), key]
                     grid[same] = np.stack([each.values(those) for each in formulas], axis=1)
-                product = np.full(len(inside), product_of(key))
-                found.append(Calls(rows[inside], order[inside] + place, indexes, grid, product))
+                found.append(
+                    Calls(rows[inside], order[inside] + place, indexes, grid, product[inside])
+                )
         return found
 
 
-# cuBLAS takes for dP what it takes for the scores, and for dQ what it takes for the output.
+# dP is a product like the scores, dQ one like the output; dK is one like dV, of other sizes.
 SAME_PRODUCT = {3: 0, 5: 1}
+SAME_LAYOUT = {4: 2}
 
 
 def pooled(key: Key) -> Key:
     """The slot whose rules a slot has."""
-    if key[0] != PRODUCT:
-        return key
-    product = key[1] // MOST
-    return PRODUCT, MOST * SAME_PRODUCT.get(product, product)
+    product = product_of(key)
+    return key if product == NOTHING else (PRODUCT, MOST * SAME_LAYOUT.get(product, product))
 
 
 def product_of(key: Key) -> int:
     """Which product of math a slot is; NOTHING for other kernels."""
-    return key[1] // MOST if key[0] == PRODUCT else NOTHING
+    product = key[1] // MOST
+    return SAME_PRODUCT.get(product, product) if key[0] == PRODUCT else NOTHING
 
 
-def of(c: Columns, key: Key, rows: Integers) -> Columns:
-    """The columns of some configs, with a product's own."""
-    c = at(c, rows)
-    return c | product_shapes(c, product_of(key)) if key[0] == PRODUCT else c
+def with_product(c: Columns, product: Integers) -> Columns:
+    """The columns of configs, with the sizes of the product that a slot of them is, if any."""
+    if len(product) and product[0] != NOTHING:
+        sizes = product_sizes(c, product)
+        c.update(sizes | tiled(sizes))
+    return c

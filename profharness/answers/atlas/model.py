@@ -29,9 +29,10 @@ from profharness.answers.atlas.features import (
     sizes,
     with_shapes,
 )
+from profharness.answers.atlas.kernels import COMPUTED
 from profharness.answers.atlas.stored import Model, Timing, read_model
 from profharness.answers.atlas.times import Launched, columns, regimes_of, together
-from profharness.answers.atlas.trees import Values
+from profharness.answers.atlas.trees import Integers, Values
 from profharness.config import AUTO, DTYPES, SDPA_BACKENDS, Config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import data_sheet, find_gpu, flop_peak
@@ -164,13 +165,15 @@ def estimate(
     model = None if atlas is None else model_of(atlas.machine.name)
     answers: list[Estimate | None] = [None] * len(rows)
     wanted: dict[str, dict[int, list[int]]] = {}  # of each choice: the places of each config
+    bounds = {} if model is None else model.bounds
+    limits = [(name, bounds[f"least {name}"], bounds[name]) for name in BOUNDS if name in bounds]
     for place, row in enumerate(rows):
         config, backend = configs[place // count], backends[place % count]
         if atlas is not None and row != NOTHING:
             answers[place] = _measured(atlas.cell(row))
             continue
         choice, status = dispatch.ask(config).answer(backend)
-        outside = None if model is None or choice is None else _outside(config, model)
+        outside = None if model is None or choice is None else _outside(config, limits)
         answer = Estimate(backend, "floor", choice, status, outside=outside)
         if choice is None and status == "refused" and model is not None:
             answers[place] = replace(answer, source="model")
@@ -235,13 +238,18 @@ def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Forecast:
             us[rows] = np.exp(timing.trees.sums(columns(part, some))) * some.us
             error[rows], graph[rows] = _errors(timing, part, us[rows])
     scale = us / whole.us
-    names = [_named(model, kind) for kind in range(len(model.kinds))]
+    names = [_named(model, *kind) for kind in model.kinds.tolist()]
     times = (whole.each * scale[calls.place]).tolist()
     grids = map(tuple, calls.grid.tolist())
+    shared_bytes = computed_bytes(model, calls.kind, c["SK"][calls.place]).tolist()
     launches = []
-    for kind, grid, time in zip(calls.kind.tolist(), grids, times, strict=True):
-        name, block, registers, shared = names[kind]
-        launches.append(Launch(name, grid if block else None, block, registers, shared, time))
+    for kind, grid, time, shared in zip(
+        calls.kind.tolist(), grids, times, shared_bytes, strict=True
+    ):
+        name, block, registers = names[kind]
+        launches.append(
+            Launch(name, grid if block else None, block, registers, shared if block else None, time)
+        )
     edges = np.searchsorted(calls.place, np.arange(count + 1)).tolist()
     bottleneck = _bottlenecks(c, whole, us, gpu)
     return Forecast(edges, launches, us.tolist(), error.tolist(), graph.tolist(), bottleneck)
@@ -273,12 +281,21 @@ def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]
     return [str(each) for each in bound.tolist()]
 
 
-def _named(model: Model, kind: int) -> tuple[str, Dim3 | None, int | None, int | None]:
-    """The name, block, registers and shared bytes of a kind."""
-    name, x, y, z, registers, shared = model.kinds[kind].tolist()
+def _named(
+    model: Model, name: int, x: int, y: int, z: int, registers: int, _: int
+) -> tuple[str, Dim3 | None, int | None]:
+    """The name, block and registers of a kind."""
     if x == NOTHING:
-        return model.names[name], None, None, None
-    return model.names[name], (x, y, z), registers, shared
+        return model.names[name], None, None
+    return model.names[name], (x, y, z), registers
+
+
+def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
+    """The shared memory of launches by their kinds; of some kernels it follows the number of keys."""
+    names = [bool(COMPUTED.search(name)) for name in model.names]
+    block, fixed = model.kinds[kinds, 1], model.kinds[kinds, 5]
+    computed = np.array(names)[model.kinds[kinds, 0]]
+    return np.where(computed, 4 * keys + block // 8, fixed).astype(np.int64)
 
 
 @lru_cache(maxsize=4)
@@ -311,16 +328,14 @@ def _unsampled(others: tuple[Any, ...]) -> str | None:
     return f"the atlas has no configs with {', '.join(wrong)}" if wrong else None
 
 
-def _outside(config: Config, model: Model) -> str | None:
-    """Why a config is outside of what was sampled; None where it is inside."""
-    for name, shown in BOUNDS.items():
-        value, most, least = (
-            getattr(config, name),
-            model.bounds[name],
-            model.bounds[f"least {name}"],
-        )
+def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str | None:
+    """Why a config is outside of what was sampled; None where it is inside. limits are a number's
+    name, its least and its most.
+    """
+    for name, least, most in limits:
+        value = getattr(config, name)
         if not least <= value <= most:
-            return f"{shown} {value} is outside of the atlas's {least:.0f} to {most:.0f}"
+            return f"{BOUNDS[name]} {value} is outside of the atlas's {least:.0f} to {most:.0f}"
     return _unsampled(variant_of(config))
 
 

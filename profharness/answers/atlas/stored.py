@@ -18,16 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from profharness.answers.atlas.boost import Boost
-from profharness.answers.atlas.kernels import Choice, Decision, Formula, Rules
+from profharness.answers.atlas.kernels import Choice, Decision, Formula, Pick, Rules
+from profharness.answers.atlas.nets import Net
 from profharness.answers.atlas.times import Curve
 from profharness.answers.atlas.trees import Tree
 from profharness.errors import ProfharnessError, shown
 from profharness.files import atomic_file
 
 MAGIC = b"phmodel\n"
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("<8sII32s")  # magic, version, bytes of the JSON, checksum of all that follows
-KINDS = ("<i1", "<i2", "<i4", "<f4")  # of arrays, as they are stored
+KINDS = ("<i1", "<i2", "<i4", "<f2", "<f4")  # of arrays, as they are stored
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ LATER = ("rules", "curves", "timings")  # what is made of a file backend by back
 WRONG = (struct.error, zlib.error, ValueError, TypeError, KeyError, IndexError, AttributeError)
 CLASSES = {
     each.__name__: each
-    for each in (Model, Timing, Rules, Decision, Tree, Formula, Choice, Curve, Boost)
+    for each in (Model, Timing, Rules, Decision, Tree, Formula, Choice, Curve, Boost, Pick, Net)
 }
 
 
@@ -74,7 +75,7 @@ class _Arrays:
         self.ends = dict.fromkeys(KINDS, 0)
 
     def put(self, array: npt.NDArray[Any]) -> list[Any]:
-        kind = KINDS[3]
+        kind = KINDS[3 if array.dtype == np.float16 else 4]
         if array.dtype.kind in "iu":
             most = int(np.abs(array).max(initial=0))
             kind = next(each for each in KINDS[:3] if most < 1 << (8 * int(each[2]) - 1))

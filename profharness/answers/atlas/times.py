@@ -47,6 +47,22 @@ def _backward(c: Columns) -> Values:
     return waves * c["BH"] * _pairs(c, 64, 128) * c["D8"]
 
 
+def _walk(c: Columns) -> Values:
+    """The keys that the block with the most of them goes over, by head_dim."""
+    keys = np.where(c["CAUSAL"] > 0, np.minimum(c["SQ"], c["SK"]), c["SK"])
+    return ceil(keys, 64) * 64 * c["D8"]
+
+
+def _makespan(rows: float) -> Callable[[Columns], Values]:
+    """What one SM of all has to do, and no less than the longest block."""
+
+    def work(c: Columns) -> Values:
+        longest = np.minimum(c["SQ"], rows) * _walk(c)
+        return np.maximum(c["BH"] * _pairs(c, rows, 64) * c["D8"] / SMS, longest) + longest / 2
+
+    return work
+
+
 # What a kernel's time may follow, by the columns of its configs, of which GRID are its blocks.
 WORKS: dict[str, Callable[[Columns], Values]] = {
     "waves": lambda c: _quantized(c["GRID"]),
@@ -58,6 +74,12 @@ WORKS: dict[str, Callable[[Columns], Values]] = {
     "mask": lambda c: np.maximum(c["M"], 1),
     "keys of a block": lambda c: c["SK"] * _quantized(c["GRID"]),
     "rows": lambda c: c["GRID"] * c["SK"],
+    "walk": lambda c: _walk(c) * _quantized(c["GRID"]),
+    "walk of two": lambda c: _walk(c) * _quantized(c["GRID"] / 2),
+    "pairs of a block": lambda c: _quantized(c["GRID"]) / c["GRID"] * c["BH"] * _pairs(c, 64, 64) * c["D8"],
+    "pairs of two blocks": lambda c: _quantized(c["GRID"] / 2) / c["GRID"] * c["BH"] * _pairs(c, 64, 64) * c["D8"],
+    "makespan 64": _makespan(64),
+    "makespan 32": _makespan(32),
     "forward 128": _forward(128),
     "forward 64": _forward(64),
     "forward 32": _forward(32),
@@ -136,6 +158,7 @@ def columns(c: Columns, launches: Launched) -> Values:
         for blocks in (c["BH"] * ceil(c["SQ"], tile), c["BH"] * ceil(c["SK"], tile)):
             waves = blocks / SMS
             rows += [np.ceil(waves), waves / np.ceil(waves)]
+    rows += [np.log2(_walk(c)), np.log2(_makespan(64)(c)), c["D"] > 128]
     bytes_read = c["ITEM"] * (2 * c["Q"] + 2 * c["K"])
     rows += [np.log2(bytes_read), np.log2(c["BH"] * _pairs(c, 64, 64) * c["D8"] / bytes_read)]
     return np.stack(rows)
