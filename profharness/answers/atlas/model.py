@@ -4,7 +4,9 @@ a floor where there is neither. docs/atlas.md explains it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -182,8 +184,21 @@ def estimate(
         else:
             wanted.setdefault(choice, {}).setdefault(place // count, []).append(place)
     if model is not None and wanted:
-        _fill(answers, model, configs, backends, wanted, gpu)
+        with _uncollected():
+            _fill(answers, model, configs, backends, wanted, gpu)
     return [answer for answer in answers if answer is not None]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No cyclic collector inside: it would walk again and again over answers that hold no cycles."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _fill(
