@@ -310,7 +310,7 @@ def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
     names = [bool(COMPUTED.search(name)) for name in model.names]
     block, fixed = model.kinds[kinds, 1], model.kinds[kinds, 5]
     computed = np.array(names)[model.kinds[kinds, 0]]
-    return np.where(computed, 4 * keys + block // 8, fixed).astype(np.int64)
+    return np.asarray(np.where(computed, 4 * keys + block // 8, fixed), np.int64)
 
 
 @lru_cache(maxsize=4)

@@ -50,14 +50,15 @@ def _backward(c: Columns) -> Values:
 def _walk(c: Columns) -> Values:
     """The keys that the block with the most of them goes over, by head_dim."""
     keys = np.where(c["CAUSAL"] > 0, np.minimum(c["SQ"], c["SK"]), c["SK"])
-    return ceil(keys, 64) * 64 * c["D8"]
+    width: Values = c["D8"]
+    return ceil(keys, 64) * 64 * width
 
 
 def _makespan(rows: float) -> Callable[[Columns], Values]:
     """What one SM of all has to do, and no less than the longest block."""
 
     def work(c: Columns) -> Values:
-        longest = np.minimum(c["SQ"], rows) * _walk(c)
+        longest: Values = np.minimum(c["SQ"], rows) * _walk(c)
         return np.maximum(c["BH"] * _pairs(c, rows, 64) * c["D8"] / SMS, longest) + longest / 2
 
     return work
