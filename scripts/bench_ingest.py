@@ -1,7 +1,7 @@
 """CPU time and peak memory of profharness' ingest against json.load and HolisticTraceAnalysis,
 interleaved, each in a fresh process: CPU seconds of all its processes, in all and per 100 MB of JSON.
 
-python scripts/bench_ingest.py [--rounds N] [--parse-only] [--hta] [TRACE…]
+python scripts/bench_ingest.py [--rounds N] [--parse-only] [--hta] [--large] [TRACE…]
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from pathlib import Path
 from _frame import cost, in_turns, parser
 from make_trace import DEFAULT, STACKED, make_trace
 
-MADE_BYTES = 10**8
-# what is made: a trace of attention alone, and one program recorded without stacks and with them
+MADE_BYTES, LARGE_BYTES = 10**8, 10**9
+# what is made: a trace of attention alone, and one program recorded without stacks, with them, and
+# with so many that they are two thirds of the file
 MADE = {
     "attention": (DEFAULT, "attention"),
     "program": (STACKED, "bare"),
     "program with stacks": (STACKED, "attention"),
+    "program, mostly stacks": (STACKED, "stack"),
 }
+LARGE = {"large program": (STACKED, "bare")}
 CPU = "cpu = lambda: sum(sum(resource.getrusage(who)[:2]) for who in (0, -1))\nbefore = cpu()"
 PARSE = "trace = parse_chrome(path); list(map(len, (b.kernel for b in trace.batches())))"
 SUBJECTS = {
@@ -28,6 +31,8 @@ SUBJECTS = {
                   "json.load(read(path))"),
     "parse": ("from profharness.parse.chrome import parse_chrome", PARSE),
     "ingest": ("from profharness.store import ingest_path", "ingest_path(store, path)"),
+    "on one CPU": ("import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+                   "from profharness.store import ingest_path", "ingest_path(store, path)"),
     "hta": ("from hta.common.trace import parse_trace_file", "parse_trace_file(str(path))"),
 }  # fmt: skip
 
@@ -41,17 +46,24 @@ def main() -> None:
         nargs="*",
         help="by default some of 100 MB each are made: attention, and a program without and with stacks",
     )
+    made.add_argument(
+        "--large",
+        action="store_true",
+        help="make one of 1 GB instead, read on one CPU and on all; json.load takes 5 GB for it",
+    )
     made.add_argument("--parse-only", action="store_true", help="leave the store out")
     made.add_argument("--hta", action="store_true", help="HolisticTraceAnalysis too")
     options = made.parse_args()
     ours = "parse" if options.parse_only else "ingest"
     subjects = ["json.load", ours, *(["hta"] if options.hta else [])]
+    subjects += ["on one CPU"] if options.large else []
+    kinds, size = (LARGE, LARGE_BYTES) if options.large else (MADE, MADE_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        traces = options.trace or [Path(folder) / f"{name}.json" for name in MADE]
+        traces = options.trace or [Path(folder) / f"{name}.json" for name in kinds]
         for (source, profile), path in zip(
-            MADE.values(), () if options.trace else traces, strict=False
+            kinds.values(), () if options.trace else traces, strict=False
         ):
-            make_trace(source, path, MADE_BYTES, profile)
+            make_trace(source, path, size, profile)
         print(
             f"{'trace':28} {'what':10} {'median s':>9} {'per 100 MB':>11} {'MB RSS':>8} "
             f"{'json.load / it':>15}"
