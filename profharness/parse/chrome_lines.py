@@ -270,7 +270,7 @@ class Segment:
         for begin in range(0, int(self.ends[-1]), CACHED):
             part = self.raw[begin : min(begin + CACHED, int(self.ends[-1]))]
             for at, mark in enumerate(b'"[]'):
-                counts[at] += np.count_nonzero(np.equal(part, mark, out=same[: len(part)]))
+                counts[at] += int(np.count_nonzero(np.equal(part, mark, out=same[: len(part)])))
         return counts[0] % 2 == 0 and counts[1] == counts[2]
 
     def left(self, done: Flags) -> list[bytes]:
