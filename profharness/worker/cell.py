@@ -49,9 +49,7 @@ from profharness.worker.program import Program, Stage, UnwritableError, run_each
 from profharness.worker.workspace import Workspace, open_workspace
 
 NVTX_DOMAIN = "profharness"
-SLOW_NS = (
-    10 * timing.EAGER_NS
-)  # of a warm-up call, which then needs no trial to show how long it is
+SLOW_NS = 10 * timing.EAGER_NS  # a warm-up call of this length needs no trial to show it
 
 
 def body(program: Program) -> None:
