@@ -25,6 +25,7 @@ from profharness.jobs.campaign import (
 )
 from profharness.jobs.local import LocalLanes, local_lanes
 from profharness.jobs.window import Transport, Window, is_of_class
+from profharness.processes import forerunners
 from profharness.run import Fleet, Run, read_run
 from profharness.runner.capture import write_folder
 from profharness.runner.supervise import Progress
@@ -120,6 +121,8 @@ def run_on_lanes(
         small = len(cut_groups(run, backends, len(lanes))) < 2
         if fleet.scheduler is None and not fleet.gpus and small:
             return []
+        while forerunners:  # lanes start their own workers
+            forerunners.pop().end()
         folders = []
         for gpu in fleet.gpus or (None,):
             count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
