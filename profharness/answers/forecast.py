@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from profharness.answers.atlas.answer import Place, machine_text
-from profharness.answers.atlas.model import Estimate, estimate
+from profharness.answers.atlas.answer import Place, disagreement, machine_text, place_estimates
+from profharness.answers.atlas.model import Estimate
 from profharness.answers.layers import (
     Forecast,
     LayerForecast,
@@ -90,7 +90,8 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
             else row
             for row in rows
         ]
-    doubts = (doubt, *_doubts(layers, asked))
+    apart = disagreement(place, [_in_order(config) for config, _ in asked])
+    doubts = (doubt, place.others, apart, *_doubts(layers, asked))
     return replace(layers, forecast=_summed(layers, place, by_step, rows, points, doubts))
 
 
@@ -121,7 +122,7 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
 def _answers(asked: Sequence[Asked], place: Place) -> Iterator[_Answer]:
     """What each config does on a place, of what the program allows."""
     configs = [_in_order(config) for config, _ in asked]
-    found = iter(estimate(place.atlas, configs, SDPA_BACKENDS, place.gpu, place.release))
+    found = iter(place_estimates(place, configs, SDPA_BACKENDS))
     for config, allowed in asked:
         estimates = {name: next(found) for name in SDPA_BACKENDS}
         params = from_config(config)

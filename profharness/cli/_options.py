@@ -109,6 +109,11 @@ atlas_option = click.option(
     metavar="DIR",
     help="Where your own atlases lie.  [default: $XDG_DATA_HOME/profharness/atlases]",
 )
+driver_option = click.option(
+    "--driver",
+    metavar="VERSION",
+    help="Of several atlases of this GPU and release that of this driver.  [default: the best]",
+)
 device_option = click.option(
     "--device", type=click.Choice(DEVICES), default="auto", show_default=True
 )

@@ -21,7 +21,7 @@ from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.answers.explain.rules import asked_about, named_places
 from profharness.answers.layers import find_layers
 from profharness.cli.explain import Question, answer_question
-from profharness.cli.kernels import EVERY_PROFILER, rows_document
+from profharness.cli.kernels import EVERY_PROFILER, predict_kernels, rows_document
 from profharness.cli.layers import forecast_document
 from profharness.config import (
     Config,
@@ -36,6 +36,7 @@ from profharness.store import KERNELS_ELSE_CELLS, Selection, open_store
 from profharness.views.diff import diff_document
 from profharness.views.document import Document
 from profharness.views.explain_kernel import described, names_document
+from profharness.views.kernels import kernels_document
 from profharness.views.layers import layers_document
 from profharness.views.predict import predict_document
 from profharness.views.renderers import render_json
@@ -114,7 +115,8 @@ class Kernels(_Tool, frozen=True):
     """Which GPU kernels stored cells launched: names, grid, block, registers, shared memory, times.
 
     Use it for what really ran on a config that a run has. Beside the rows, cells tell what was refused
-    and why. Nothing is captured: a config that no run has is an error; ask explain about it.
+    and why. Nothing is captured: a config that no run has is an error; ask explain about it. With gpu an
+    atlas of that GPU answers, as for predict, and no store is read.
     """
 
     config: ConfigText = ""
@@ -128,8 +130,15 @@ class Kernels(_Tool, frozen=True):
         bool,
         Meta(description="Sum up by step: QK^T, softmax, PV, casts, launch gaps; with speed-ups."),
     ] = False
+    gpu: Annotated[
+        str,
+        Meta(description="Predict for this GPU by its atlas.", examples=["H200"]),
+    ] = ""
+    torch: Release = ""
 
     def document(self, store: Path) -> Document:
+        if self.gpu or self.torch:
+            return self._predicted()
         profilers = _profilers(self.profiler)
         if self.steps and len(profilers) > 1:
             raise UsageError("steps sums up what one profiler saw; name one as profiler")
@@ -142,6 +151,12 @@ class Kernels(_Tool, frozen=True):
             rows = of_first_profiler(rows)
         named = split_names(self.profiler)
         return rows_document(store, rows, cells, profilers=named, steps=self.steps)
+
+    def _predicted(self) -> Document:
+        if not self.gpu or self.run or self.profiler or self.steps:
+            raise UsageError("gpu, with torch, predicts; leave run, profiler and steps out")
+        configs, backends = _configs(self.config), split_names(self.backend)
+        return kernels_document(*predict_kernels(configs, backends, self.gpu, self.torch or None))
 
 
 class Layers(_Tool, frozen=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profharness.answers.atlas.catalog import find_entry, known_atlases, read_any, user_folder
+from profharness.answers.atlas.catalog import find_entries, known_atlases, read_any, user_folder
 from profharness.answers.atlas.data import SUFFIX, write_atlas
 from profharness.answers.atlas.merge import add, atlases_of_store, lines_of, merge
 from profharness.cli._options import (
@@ -48,7 +48,13 @@ def command() -> None:
 @atlas_option
 @output_options
 def list_(atlas: Path | None, format_: str | None, output: Path | None, force: bool) -> None:
-    """List the package's atlases and the user's own."""
+    """List the package's atlases and the user's own.
+
+    \b
+    Examples:
+      profharness atlas list
+      profharness atlas list --atlas /data/atlases --format json
+    """
     emit(atlas_document(known_atlases(atlas)), format_, output, force=force)
 
 
@@ -71,8 +77,15 @@ def list_(atlas: Path | None, format_: str | None, output: Path | None, force: b
 def add_(files: tuple[Path, ...], store: Path | None, run: str | None, atlas: Path | None) -> None:
     """Add atlases to the user's own: packed ones, shards of scripts/make_atlas.py, or a store.
 
-    What an atlas of the same machine has already is kept, and new cells go into a copy of it among the
-    user's own. Where the two disagree nothing is added, and the command says on what.
+    Cells that no atlas of the same machine has (GPU, torch, CUDA, cuDNN, driver) go into the user's own
+    atlas of it; answers come from that and the package's together. Where the two disagree on a cell
+    nothing is added, and the command says on what.
+
+    \b
+    Examples:
+      profharness atlas add shards
+      profharness atlas add h200.atlas --atlas /data/atlases
+      profharness atlas add --store profharness.db --run latest
     """
     if not files and store is None:
         raise UsageError("atlas add needs a file of an atlas, or --store STORE")
@@ -84,7 +97,8 @@ def add_(files: tuple[Path, ...], store: Path | None, run: str | None, atlas: Pa
             made += atlases_of_store(opened, run or ALL_RUNS)
     for each in made:
         path, count = add(each, user_folder(atlas), known_atlases(atlas))
-        hint(f"{each.source}: {count:,} new cells of {len(each):,}; in {path}")
+        where = f"; in {path}" if path else ", so nothing was written"
+        hint(f"{each.source}: {count:,} new cells of {len(each):,}{where}")
 
 
 @command.command("merge")
@@ -94,6 +108,10 @@ def merge_(files: tuple[Path, ...], output: Path | None, force: bool) -> None:
     """Merge atlases of one machine into one file.
 
     Two that disagree on a cell are told, with what they disagree on and how often, and not mixed.
+
+    \b
+    Example:
+      profharness atlas merge monday.atlas tuesday.jsonl -o both.atlas
     """
     if len(files) < 2 or output is None:
         raise UsageError("atlas merge needs two files or more, and -o FILE for the result")
@@ -110,12 +128,19 @@ def merge_(files: tuple[Path, ...], output: Path | None, force: bool) -> None:
 def export_(name: str, atlas: Path | None, output: Path | None, force: bool) -> None:
     """Write an atlas to a file: packed (.atlas), or as JSON lines (.jsonl).
 
-    NAME is one of `atlas list`, a GPU that has one atlas, or a file. `atlas add` takes either back.
+    NAME is one of `atlas list`, a GPU, or a file. The package's and your own of one machine are written
+    together. `atlas add` takes either format back.
+
+    \b
+    Examples:
+      profharness atlas export H200 -o h200.jsonl
+      profharness atlas export shards -o mine.atlas
     """
     if output is None:
         raise UsageError("atlas export needs -o FILE, ending in .atlas or .jsonl")
     _check_suffix(output, ".jsonl")
-    found = find_entry(known_atlases(atlas), name).atlas
+    entries = find_entries(known_atlases(atlas), name)
+    found = merge([entry.atlas for entry in entries]) if len(entries) > 1 else entries[0].atlas
     if output.suffix == SUFFIX:
         write_atlas(found, output, force=force)
     else:

@@ -13,11 +13,13 @@ from profharness.answers.agreement import (
     unmet_expectations,
 )
 from profharness.cli._options import (
+    atlas_option,
     backend_option,
     capture_progress,
     chosen_format,
     complete_runs,
     config_options,
+    driver_option,
     emit,
     hint,
     output_options,
@@ -34,6 +36,10 @@ from profharness.views.kernels import cell_notes, kernels_document, witness_docu
 from profharness.views.runs import warning_notes, with_warnings
 
 EVERY_PROFILER = "all"
+GPU_ALONE = (
+    "--torch, --driver and --atlas belong to --gpu NAME, which predicts; leave --run, --profiler and "
+    "--steps out"
+)
 NAMES = """
 Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
 the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows of a
@@ -65,6 +71,8 @@ block and the most splits that it combines; knob_7 is cuDNN's number of a varian
     help="Predict instead, by the atlas of this GPU (H200); no store is read and nothing runs.",
 )
 @click.option("--torch", metavar="RELEASE", help="Of --gpu: the release.  [default: the newest]")
+@driver_option
+@atlas_option
 @click.option(
     "--full",
     is_flag=True,
@@ -93,6 +101,8 @@ def command(
     run: str | None,
     gpu: str | None,
     torch: str | None,
+    driver: str | None,
+    atlas: Path | None,
     full: bool,
     steps: bool,
     expect: tuple[str, ...],
@@ -117,17 +127,15 @@ def command(
     Examples:
       profharness kernels --config 2,8,512,64 --backend auto,math --format csv
       profharness kernels --config 2,8,512,64 --profiler all
-      profharness kernels --config 2,8,512,64 --steps
       profharness kernels --config 2,8,512,64,bf16 --gpu H200
     """
     profilers = TRACE_PROFILERS if EVERY_PROFILER in profiler else profiler
     check_expected_names(expected := split_names(expect))
-    if gpu is not None or torch is not None:
+    if gpu or torch or driver or atlas:
         if gpu is None or run is not None or profiler or steps:
-            raise UsageError(
-                "--gpu NAME, with --torch, predicts; leave --run, --profiler, --steps out"
-            )
-        rows, cells = _predict(read_configs(config, configs_file), backend, gpu, torch)
+            raise UsageError(GPU_ALONE)
+        configs = read_configs(config, configs_file)
+        rows, cells = predict_kernels(configs, split_names(backend), gpu, torch, atlas, driver)
         emit(kernels_document(rows, cells, full=full), format_, output, force=force)
         if chosen_format(format_, output) == "csv":
             _hint_omitted(cells, {})
@@ -162,13 +170,18 @@ def rows_document(
     return with_warnings(make(rows, cells, full=full), _warnings(store, rows, cells))
 
 
-def _predict(
-    configs: Sequence[Config], backend: Sequence[str], gpu: str, torch: str | None
+def predict_kernels(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    gpu: str,
+    torch: str | None,
+    folder: Path | None = None,
+    driver: str | None = None,
 ) -> tuple[list[KernelRow], list[CellRow]]:
     """Rows of an atlas and its model, without any store."""
     from profharness.answers.atlas.rows import predicted_rows as rows_of_atlas  # loads numpy
 
-    rows, cells, doubt = rows_of_atlas(configs, split_names(backend), gpu, torch)
+    rows, cells, doubt = rows_of_atlas(configs, backends, gpu, torch, folder, driver)
     if doubt:
         hint(doubt)
     return rows, cells

@@ -14,9 +14,11 @@ from profharness.answers.layer_gates import check_gates, parse_gates, require_re
 from profharness.answers.layers import LayerMap, find_layers, replay_lines
 from profharness.answers.regret import regret_configs
 from profharness.cli._options import (
+    atlas_option,
     backend_option,
     capture_progress,
     complete_runs,
+    driver_option,
     emit,
     gate_options,
     hint,
@@ -66,6 +68,8 @@ MAX_TIME_S = 2.0  # sampling of one config on one backend
     metavar="NAME",
     help="Predict what another GPU would do with each layer, by its atlas: H200. Nothing runs.",
 )
+@driver_option
+@atlas_option
 @click.option(
     "--configs",
     "only_configs",
@@ -99,6 +103,8 @@ def command(
     step: int | None,
     torch: str | None,
     gpu: str | None,
+    driver: str | None,
+    atlas: Path | None,
     only_configs: bool,
     full: bool,
     regret: bool,
@@ -124,14 +130,14 @@ def command(
     Examples:
       profharness ingest trace.json.gz && profharness layers
       profharness layers --torch 2.11 --full
-      profharness layers --regret
       profharness layers --gpu H200
       profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
       profharness layers --configs > calls.txt; profharness capture --configs calls.txt
     """
+    require_gpu(gpu, driver, atlas)
     if gpu is not None:
         require_forecast_alone(only_configs, regret, bench_run, fail_on, expect)
-        where = find_place(known_atlases(), gpu, torch)
+        where = find_place(known_atlases(atlas), gpu, torch, driver=driver)
         document = forecast_document(store, run, where, step=step, full=full)
         emit(document, format_, output, force=force)
         return
@@ -152,6 +158,12 @@ def command(
         with measured("layers", name, "--bench", shown.run) if shown else contextlib.nullcontext():
             emit(layers_document(layers, full=full), format_, output, force=force)
     check_gates(layers, gates)
+
+
+def require_gpu(gpu: str | None, *options: object) -> None:
+    """Raises UsageError for options of --gpu without it."""
+    if gpu is None and any(options):
+        raise UsageError("--driver and --atlas say what --gpu answers from; add --gpu NAME")
 
 
 def require_forecast_alone(*others: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,16 @@ from profharness.answers.atlas.answer import Place
 from profharness.answers.atlas.catalog import find_place, known_atlases
 from profharness.answers.layer_gates import Gates, check_gates, parse_gates
 from profharness.answers.layers import NO_MASK_EFFECT, find_layers
-from profharness.cli._options import DEFAULT_WIDTH, gate_options, hint, out_option, store_option
-from profharness.cli.layers import forecast_document, require_forecast_alone
+from profharness.cli._options import (
+    DEFAULT_WIDTH,
+    atlas_option,
+    driver_option,
+    gate_options,
+    hint,
+    out_option,
+    store_option,
+)
+from profharness.cli.layers import forecast_document, require_forecast_alone, require_gpu
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import shell_command
 from profharness.jobs import Watched, observe_into_store
@@ -68,6 +77,8 @@ def _rank(_: click.Context, __: click.Parameter, text: str) -> str:
     metavar="NAME",
     help="Then predict what another GPU would do with each layer, by its atlas: H200.",
 )
+@driver_option
+@atlas_option
 @out_option
 @store_option
 @click.option("--note", help="A remark that is kept with the run.")
@@ -76,6 +87,8 @@ def _rank(_: click.Context, __: click.Parameter, text: str) -> str:
 def command(
     program: tuple[str, ...],
     gpu: str | None,
+    driver: str | None,
+    atlas: Path | None,
     out: Path,
     store: Path,
     fail_on: tuple[str, ...],
@@ -107,16 +120,16 @@ def command(
     Examples:
       profharness observe -- python train.py --epochs 1
       profharness observe --profiler none -- python -m pytest tests
-      profharness observe --rank all -- torchrun --nproc-per-node 2 train.py
       profharness observe --fail-on math-fallback,noop-mask --expect flash@'*' -- python train.py
       profharness observe --gpu H200 --profiler none -- python model.py
       profharness layers
     """
     gates = parse_gates(fail_on, expect)
+    require_gpu(gpu, driver, atlas)
     where = None
     if gpu is not None:
         require_forecast_alone(fail_on, expect)
-        where = find_place(known_atlases(), gpu, None)  # a GPU that is none is told before it runs
+        where = find_place(known_atlases(atlas), gpu, None, driver=driver)
     if program[0].startswith("-"):
         raise UsageError(
             f"{program[0]} is no program; write: profharness observe -- python train.py"
@@ -127,14 +140,18 @@ def command(
         hint(f"no step was recorded: {_why_no_step(watched.calls, asked)}")
     code = _report(watched, store)
     if where is not None and watched.observed.why is None:
-        _show_forecast(watched, where, store)
+        _show_forecast(watched, where, store, {"--driver": driver, "--atlas": atlas})
     if gates:
         _check(watched, gates, store)
     return code
 
 
-def _show_forecast(watched: Watched, where: tuple[Place, str], store: Path) -> None:
-    """The map of another GPU; the program's own exit code stays where nothing can be predicted."""
+def _show_forecast(
+    watched: Watched, where: tuple[Place, str], store: Path, options: Mapping[str, object]
+) -> None:
+    """The map of another GPU; the program's own exit code stays where nothing can be predicted. options
+    are those that `layers` needs too.
+    """
     run = watched.observed.run.run
     try:
         document = forecast_document(store, run, where)
@@ -142,7 +159,8 @@ def _show_forecast(watched: Watched, where: tuple[Place, str], store: Path) -> N
         hint(f"error: {error}")
         return
     hint(RENDERERS["table"](document, width=shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns))
-    again = shell_command("layers", run, "--gpu", where[0].gpu, store=store)
+    words = [word for name, value in options.items() if value for word in (name, str(value))]
+    again = shell_command("layers", run, "--gpu", where[0].gpu, *words, store=store)
     hint(f"see it again with: {again}")
 
 

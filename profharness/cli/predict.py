@@ -12,6 +12,7 @@ from profharness.cli._options import (
     backend_option,
     chosen_format,
     config_options,
+    driver_option,
     emit,
     hint,
     output_options,
@@ -33,8 +34,10 @@ from profharness.views.predict import predict_document
 @click.option(
     "--torch",
     metavar="RELEASE",
-    help="The PyTorch release, 2.11 or 2.11.0.  [default: the atlas's newest]",
+    help="The PyTorch release, 2.11 or 2.11.0.  [default: the newest that has an atlas of this GPU; "
+    "without one the newest whose rules are known]",
 )
+@driver_option
 @atlas_option
 @click.option("--full", is_flag=True, help="Each config by itself too, where there are several.")
 @output_options
@@ -44,6 +47,7 @@ def command(
     backend: tuple[str, ...],
     gpu: str | None,
     torch: str | None,
+    driver: str | None,
     atlas: Path | None,
     full: bool,
     format_: str | None,
@@ -65,7 +69,8 @@ def command(
       profharness predict --config '2,16,{512:8192:*2},{64,128,256},bf16' --gpu H200 -o maps.html
       profharness predict --configs FILE --gpu H200 --format csv
     """
-    found = predicted(read_configs(config, configs_file), split_names(backend), gpu, torch, atlas)
+    configs = read_configs(config, configs_file)
+    found = predicted(configs, split_names(backend), gpu, torch, atlas, driver)
     if gpu is None:
         hint(f"answering for {found.place.text}")
     if found.doubt:

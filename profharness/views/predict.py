@@ -101,7 +101,8 @@ def atlas_record(place: Place) -> dict[str, Any] | None:
         return None
     machine = place.atlas.machine
     names = ("gpu", "torch", "cuda", "cudnn", "driver")
-    return {name: getattr(machine, name) for name in names} | {"cells": len(place.atlas)}
+    cells = {"cells": len(place.atlas), "own_cells": sum(map(len, place.own))}
+    return {name: getattr(machine, name) for name in names} | cells
 
 
 def config_blocks(
@@ -130,10 +131,19 @@ def config_blocks(
         blocks += [Note(f"to have {auto.best} compute it", "instead"), code]
     for row in shown:
         if row.status != "ok":
-            said = "; ".join(reason.message for reason in row.reasons) or "as the atlas has it"
+            said = "; ".join(reason.message for reason in row.reasons) or _unreasoned(row)
             blocks.append(status_note(row.status, said, row.backend))
     outside = dict.fromkeys(row.outside for row in shown if row.outside)
     return [*blocks, *(Note(text, "no time", "warning") for text in outside if text)]
+
+
+def _unreasoned(row: Predicted) -> str:
+    """What stands for reasons that nobody tells."""
+    if row.status == "unknown":
+        return "the rules of this release do not tell"
+    return (
+        "PyTorch refused it when the atlas was measured" if row.source == "measured" else "by rule"
+    )
 
 
 def _tells(column: Column, rows: Sequence[Predicted]) -> bool:

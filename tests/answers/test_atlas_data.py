@@ -16,6 +16,7 @@ from profharness.answers.atlas.data import (
     COLUMNS,
     HEAD,
     MAGIC,
+    MAX_HEADER,
     TABLES,
     VERSION,
     Atlas,
@@ -120,15 +121,54 @@ def test_an_index_before_its_table_is_refused(small: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "line",
-    [{"config": 5}, {"backend": None}, {"kernels": [["one"]]}, {"kernel_us": "a"},
-     {"peak_bytes": 1 << 70}, {"kernel_us_each": [1, 2, 3]}, {"environment": 5}],
+    [{"config": 5}, {"config": "0,8,64,64"}, {"backend": None}, {"backend": "naive"},
+     {"status": "fine"}, {"kernels": [["one"]]}, {"kernels": [["one", [1, 1, -1], None, 1, 1]]},
+     {"kernel_us": "a"}, {"kernel_us": -1}, {"graph_us": float("nan")}, {"peak_bytes": 1 << 70},
+     {"peak_bytes": -1}, {"kernel_us_each": [-1]}, {"environment": 5}],
 )  # fmt: skip
-def test_a_line_that_is_no_cell_is_refused(tmp_path: Path, line: dict[str, object]) -> None:
-    head = {"atlas": 1, "environment": {"gpu": "NVIDIA H200", "torch": "2.11.0"}}
-    cell = {"config": "1,8,64,64,fp16", "backend": "auto", "status": "ok"} | line
-    (tmp_path / "shard-0.jsonl").write_text(f"{json.dumps(head)}\n{json.dumps(cell)}\n")
+def test_a_wrong_field_is_refused_by_file_line_and_name(
+    tmp_path: Path, line: dict[str, object]
+) -> None:
+    shard(tmp_path, {}, line)
+    (name,) = line
+    with pytest.raises(UsageError, match=rf"shard-0\.jsonl, line 2: (no )?{name}"):
+        read_shards(tmp_path)
+
+
+def test_launches_without_their_times_are_refused(tmp_path: Path) -> None:
+    shard(tmp_path, {}, {"kernel_us_each": [1, 2, 3]})
     with pytest.raises(UsageError, match="a line is no cell of an atlas"):
         read_shards(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"torch": "banana"}, {"cudnn": "x"}, {"cudnn": -1}, {"torch_cuda": 13}, {"driver": 580},
+     {"gpu": ""}],
+)  # fmt: skip
+def test_a_machine_that_is_none_is_refused(tmp_path: Path, changed: dict[str, object]) -> None:
+    shard(tmp_path, changed, {})
+    (name,) = changed
+    with pytest.raises(UsageError, match=rf"line 1: {name} .*: it should be"):
+        read_shards(tmp_path)
+
+
+def shard(folder: Path, machine: dict[str, object], line: dict[str, object]) -> None:
+    environment = {"gpu": "NVIDIA H200", "torch": "2.11.0"} | machine
+    head = {"atlas": 1, "environment": environment}
+    cell = {"config": "1,8,64,64,fp16", "backend": "auto", "status": "ok"} | line
+    (folder / "shard-0.jsonl").write_text(f"{json.dumps(head)}\n{json.dumps(cell)}\n")
+
+
+def test_a_header_that_unpacks_without_end_is_refused(small: Path, tmp_path: Path) -> None:
+    data = small.read_bytes()
+    length = HEAD.unpack_from(data)[2]
+    header, columns = data[HEAD.size : HEAD.size + length], data[HEAD.size + length :]
+    bomb = lzma.compress(lzma.decompress(header) + b" " * MAX_HEADER, preset=0)
+    head = HEAD.pack(MAGIC, VERSION, len(bomb), hashlib.sha256(bomb + columns).digest())
+    (tmp_path / "bomb.atlas").write_bytes(head + bomb + columns)
+    with pytest.raises(ProfharnessError, match=r"bomb\.atlas: the header of the atlas is forged"):
+        read_atlas(tmp_path / "bomb.atlas")
 
 
 def test_a_file_cut_short_changed_or_of_another_version_is_refused(

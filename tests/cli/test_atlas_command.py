@@ -23,7 +23,7 @@ from profharness.store import ingest_path
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "traces" / "h200-torch2.11"
-NAME = "h200-torch2.11.0-cuda13.0-cudnn91900"
+NAME = "h200-torch2.11.0-cuda13.0-cudnn91900-driver580.159.04"
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +134,29 @@ def test_damaged_files_are_refused_by_name(other: Path, tmp_path: Path) -> None:
         assert isinstance(error, ProfharnessError), name
         assert name in str(error)
         assert text in str(error)
+
+
+def test_cells_that_the_package_has_are_not_copied(packaged: Atlas, tmp_path: Path) -> None:
+    cells = list(part(packaged, 0, 20).cells())
+    write_atlas(atlas_of(packaged.machine, cells), tmp_path / "same.atlas")
+    assert "0 new cells of 20, so nothing was written" in ok("add", "same.atlas").stderr
+    assert not (tmp_path / "data").exists()
+    new = replace(cells[0], config=replace(cells[0].config, batch=7, seq_len_q=77))
+    write_atlas(atlas_of(packaged.machine, [*cells, new]), tmp_path / "more.atlas")
+    assert "1 new cells of 21" in ok("add", "more.atlas").stderr
+    (own,) = (tmp_path / "data" / "profharness" / "atlases").iterdir()
+    assert [cell.config for cell in read_atlas(own).cells()] == [new.config]
+    ok("export", "H200", "-o", "whole.atlas")
+    assert len(read_atlas(tmp_path / "whole.atlas")) == len(packaged) + 1
+
+
+def test_atlases_of_two_drivers_stand_beside_each_other(packaged: Atlas, tmp_path: Path) -> None:
+    for driver in ("1.1", "2.2"):
+        machine = replace(packaged.machine, driver=driver)
+        write_atlas(part(packaged, 0, 5, machine=machine), tmp_path / f"{driver}.atlas")
+        assert "5 new cells of 5" in ok("add", f"{driver}.atlas").stderr
+    rows = json.loads(ok("list", "--format", "json").stdout)["rows"]
+    assert [row["driver"] for row in rows if row["origin"] == "user"] == ["1.1", "2.2"]
 
 
 def test_a_store_becomes_an_atlas(tmp_path: Path) -> None:

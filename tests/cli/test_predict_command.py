@@ -156,13 +156,81 @@ def test_a_call_measured_on_auto_counts_for_what_it_took(
 ) -> None:
     own = tmp_path / "own"
     own.mkdir()
-    write_atlas(atlas_of(packaged.machine, measured[:1]), own / "one.atlas")
+    machine = replace(packaged.machine, driver="1.2")
+    write_atlas(atlas_of(machine, measured[:1]), own / "one.atlas")
     cell = measured[0]
-    rows = answer("--config", cell.config.label, "--gpu", "H200", "--atlas", own)["rows"]
+    where = ("--gpu", "H200", "--driver", "1.2", "--atlas", own)
+    rows = answer("--config", cell.config.label, *where)["rows"]
     same = [row for row in rows if row["backend"] in ("auto", cell.choice)]
     assert [row["source"] for row in same] == ["measured", "measured"]
     assert same[0]["kernel_ns"] == same[1]["kernel_ns"]
     assert {row["source"] for row in rows if row not in same} != {"measured"}
+
+
+def test_own_cells_come_first_and_the_package_answers_the_rest(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own, known = tmp_path / "own", measured[0]
+    own.mkdir()
+    new = replace(known, config=replace(known.config, batch=7, seq_len_q=77), kernel_us=123.0)
+    assert packaged.find(new.config, new.backend) is None
+    write_atlas(atlas_of(packaged.machine, [new]), own / "one.atlas")
+    asked = ("--gpu", "H200", "--atlas", own)
+    document = answer("--config", new.config.label, *asked)
+    rows = {row["backend"]: row for row in document["rows"]}
+    assert (rows["auto"]["source"], rows["auto"]["kernel_ns"]) == ("measured", 123_000)
+    assert "model" in {row["source"] for row in rows.values()}
+    assert document["atlas"]["own_cells"] == 1
+    assert document["atlas"]["cells"] == len(packaged)
+    package = answer("--config", known.config.label, *asked)
+    assert package["rows"][0]["source"] == "measured"
+    assert package["rows"][0]["kernel_ns"] == round(1e3 * (known.kernel_us or 0))
+
+
+def test_the_choice_is_judged_by_the_versions_of_the_atlas(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own, config = tmp_path / "own", ("--config", "2,8,512,64,fp16", "--gpu", "H200")
+    own.mkdir()
+    old = replace(packaged.machine, cudnn=8900, driver="1.2")
+    write_atlas(atlas_of(old, measured[:1]), own / "old.atlas")
+    choices = [
+        answer(*config, *more)["rows"][0]["choice"]
+        for more in ((), ("--driver", "1.2", "--atlas", own))
+    ]
+    assert choices == ["cudnn", "flash"]
+
+
+def test_own_cells_that_contradict_the_package_are_told(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own, known = tmp_path / "own", measured[0]
+    own.mkdir()
+    slow = replace(known, kernel_us=2 * (known.kernel_us or 0))
+    write_atlas(atlas_of(packaged.machine, [slow]), own / "one.atlas")
+    said = predict("--config", known.config.label, "--gpu", "H200", "--atlas", own).stderr
+    assert "disagree on 1 cells" in said
+    assert f"{known.config.label} auto: times" in said
+
+
+def test_an_atlas_of_another_driver_is_told_and_not_mixed(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own, known = tmp_path / "own", measured[0]
+    own.mkdir()
+    other = replace(packaged.machine, driver="999.1")
+    slow = replace(known, kernel_us=50 * (known.kernel_us or 0))
+    write_atlas(atlas_of(other, [slow]), own / "one.atlas")
+    asked = ("--config", known.config.label, "--gpu", "H200", "--atlas", own)
+    usual = predict(*asked)
+    assert "driver 999.1 (user, 1 cells)" in usual.stderr
+    assert f"driver {packaged.machine.driver}" in usual.stdout
+    mine = answer(*asked, "--driver", "999.1")
+    assert (mine["atlas"]["driver"], mine["atlas"]["cells"]) == ("999.1", 1)
+    assert mine["rows"][0]["kernel_ns"] == round(1e3 * (slow.kernel_us or 0))
+    assert "model" not in {row["source"] for row in mine["rows"] if row["status"] == "ok"}
+    none = predict(*asked, "--driver", "1")
+    assert "and driver 1, so there is no time" in none.stderr
 
 
 @pytest.mark.parametrize("format_", ["csv", "jsonl", "md"])

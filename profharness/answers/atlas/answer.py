@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from profharness.answers.atlas.data import Atlas, Launch, Machine
-from profharness.answers.atlas.model import Estimate, estimate
+from profharness.answers.atlas.checks import BACKENDS
+from profharness.answers.atlas.clash import NAMED, SETTLED, difference
+from profharness.answers.atlas.data import NOTHING, Atlas, Launch, Machine
+from profharness.answers.atlas.model import Estimate, estimate, measured_estimate
 from profharness.config import AUTO, SDPA_BACKENDS, Config
 from profharness.devices import Gpu, data_sheet, find_gpu
 from profharness.dispatch.machine import Machine as RuleMachine
@@ -21,7 +23,6 @@ from profharness.errors import UsageError
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import Refusal
 
-BACKENDS = (AUTO, *SDPA_BACKENDS)
 MEASURED = "measured"
 REPEATS = 0.03  # nine of ten measured times come back within it on another H200
 
@@ -29,7 +30,8 @@ REPEATS = 0.03  # nine of ten measured times come back within it on another H200
 @dataclass(frozen=True, slots=True)
 class Place:
     """The GPU and the release that an answer is about. atlas is None where nothing was measured there. asked is
-    what the table of GPUs knows it by: a name, else a capability.
+    what the table of GPUs knows it by: a name, else a capability. own are a user's atlases of the very
+    machine of atlas, whose cells come first. others says which atlases of other versions are there.
     """
 
     gpu: str
@@ -37,6 +39,8 @@ class Place:
     rules: RuleMachine
     asked: str
     atlas: Atlas | None = None
+    own: tuple[Atlas, ...] = ()
+    others: str = ""
 
     @property
     def text(self) -> str:
@@ -62,6 +66,41 @@ def place_of(atlas: Atlas) -> Place:
     rules = machine_of(environment | {"capability": capability})
     name = known.name if known else machine.gpu
     return Place(name, release_text(rules.torch), rules, known.name if known else rules.sm, atlas)
+
+
+def place_estimates(
+    place: Place, configs: Sequence[Config], backends: Sequence[str]
+) -> list[Estimate]:
+    """What each config does on each backend there, in the order configs x backends; what a user measured
+    comes first.
+    """
+    asked = (place.atlas, configs, backends, place.asked, place.release)
+    estimates = estimate(*asked, rules=place.rules)
+    for atlas in place.own:
+        for at, row in enumerate(atlas.rows(configs, backends)):
+            if row != NOTHING and (cell := atlas.cell(row)).status in SETTLED:
+                estimates[at] = measured_estimate(cell)
+    return estimates
+
+
+def disagreement(place: Place, configs: Sequence[Config]) -> str:
+    """What a user's own cells of these configs contradict in the package's; empty where nothing."""
+    if place.atlas is None or not place.own:
+        return ""
+    differing = []
+    for atlas in place.own:
+        rows = [row for row in atlas.rows(configs, BACKENDS) if row != NOTHING]
+        for cell in map(atlas.cell, rows):
+            known = place.atlas.find(cell.config, cell.backend)
+            if known is not None and (what := difference(known, cell)):
+                differing.append(f"{cell.config.label} {cell.backend}: {what[0]} {what[1]}")
+    if not differing:
+        return ""
+    first = "; ".join(differing[:NAMED])
+    return (
+        f"your own atlas of this machine and {place.atlas.source} disagree on {len(differing):,} cells, "
+        f"and your own answer: {first}"
+    )
 
 
 def place_named(gpu: str, torch: str) -> Place:
@@ -131,7 +170,7 @@ def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted
     `auto` is told of the backend that it took too, and the other way round: they make the same call.
     """
     resolved = [config if config.dtype else config.resolve("cuda") for config in configs]
-    estimates = iter(estimate(place.atlas, resolved, BACKENDS, place.asked, place.release))
+    estimates = iter(place_estimates(place, resolved, BACKENDS))
     answers = []
     for config in resolved:
         estimated = {backend: next(estimates) for backend in BACKENDS}
@@ -223,7 +262,7 @@ def statement(answer: Sequence[Predicted]) -> str:
     if auto.choice == "unknown":
         return "what auto takes is not known: the rules of this release do not tell."
     if auto.kernel_ns is None:
-        bound = "" if auto.low_ns is None else f", and not below {_us(auto.low_ns)} by the roofline"
+        bound = "" if not auto.low_ns else f", and not below {_us(auto.low_ns)} by the roofline"
         return f"{lead} by rule; its time is not known{bound}."
     lead = f"{lead}: {_time(auto)}"
     if auto.best is None or auto.regret is None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from profharness.answers.atlas.answer import (
     Place,
     Predicted,
+    disagreement,
     place_named,
     place_of,
     predict_all,
@@ -21,8 +22,10 @@ from profharness.answers.atlas.answer import (
 )
 from profharness.answers.atlas.data import (
     SUFFIX,
+    VERSIONS,
     Atlas,
     Machine,
+    machine_of,
     packaged_atlases,
     read_atlas,
     read_shards,
@@ -63,17 +66,21 @@ class Entry:
 
 
 def known_atlases(named: Path | None = None) -> list[Entry]:
-    """All that are there, the user's own in a folder that may be named. One of these takes the place of the
-    package's of the same name. Raises what `read_atlas` raises.
+    """All that are there: the package's, and the user's own in a folder that may be named. Raises what
+    `read_atlas` raises.
     """
-    found: dict[str, Entry] = {}
     folder = user_folder(named)
     own = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
-    for origin, paths in ((PACKAGE, packaged_atlases()), (USER, own)):
-        for path in paths:
-            entry = Entry(path, origin, read_atlas(path))
-            found[entry.name] = entry
-    return list(found.values())
+    return [
+        Entry(path, origin, read_atlas(path))
+        for origin, paths in ((PACKAGE, packaged_atlases()), (USER, own))
+        for path in paths
+    ]
+
+
+def same_machine(one: Machine, other: Machine) -> bool:
+    """Whether two atlases are of one GPU, torch, CUDA, cuDNN and driver."""
+    return all(getattr(one, name) == getattr(other, name) for name in VERSIONS)
 
 
 def entry_record(entry: Entry) -> dict[str, Any]:
@@ -89,10 +96,17 @@ def entry_record(entry: Entry) -> dict[str, Any]:
 
 
 def find_place(
-    entries: Sequence[Entry], gpu: str | None, torch: str | None, *, own: str | None = None
+    entries: Sequence[Entry],
+    gpu: str | None,
+    torch: str | None,
+    *,
+    own: str | None = None,
+    driver: str | None = None,
+    like: Mapping[str, Any] | None = None,
 ) -> tuple[Place, str]:
     """The place that a user names, and a sentence on why it has no atlas, empty where it has. own: this
-    machine's GPU. Raises UsageError for a GPU or a release that is none.
+    machine's GPU; like: an environment whose versions are preferred. Raises UsageError for a GPU
+    or a release that is none.
     """
     gpu = gpu or default_gpu(entries, own)
     if gpu.lower() == "cpu":
@@ -103,22 +117,61 @@ def find_place(
     releases = {parse_release(entry.atlas.machine.torch) for entry in fitting}
     release = parse_release(torch) if torch is not None else max(releases, default=max(RELEASES))
     found = [entry for entry in fitting if parse_release(entry.atlas.machine.torch) == release]
-    if found:
-        # a user's own before the package's
-        return place_of(max(found, key=lambda entry: entry.origin == USER).atlas), ""
+    drivers = ", ".join(dict.fromkeys(str(entry.atlas.machine.driver) for entry in found))
+    asked = [entry for entry in found if driver in (None, entry.atlas.machine.driver)]
+    if asked:
+        return _best_place(asked, {} if like is None else like), ""
     there = f"its atlases are of torch {', '.join(map(release_text, sorted(releases)))}"
     gpus = ", ".join(dict.fromkeys(entry.atlas.machine.gpu for entry in entries)) or "no GPU"
     place = place_named(gpu, release_text(release))
+    what = f"{place.gpu} with torch {place.release}"
+    if found:
+        what, there = f"{what} and driver {driver}", f"its atlases are of driver {drivers}"
     return place, (
-        f"no atlas of {place.gpu} with torch {place.release}, so there is no time: "
+        f"no atlas of {what}, so there is no time: "
         f"{there if releases else f'there are atlases of {gpus}'}"
+    )
+
+
+def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
+    """Of atlases of one GPU and release the machine with most of these versions, then with a model, then with
+    the most cells. The package's atlas of it comes with the user's own.
+    """
+    wanted = machine_of(like)
+
+    def fit(entry: Entry) -> tuple[int, bool, int]:
+        machine = entry.atlas.machine
+        alike = sum(getattr(wanted, name) in (None, getattr(machine, name)) for name in VERSIONS)
+        return alike, entry.origin == PACKAGE, len(entry.atlas)
+
+    best = max(found, key=fit).atlas.machine
+    alike = [entry for entry in found if same_machine(entry.atlas.machine, best)]
+    # known_atlases has the package's first, and the model is of that one
+    first, *rest = [entry.atlas for entry in alike]
+    others = [entry for entry in found if not same_machine(entry.atlas.machine, best)]
+    return replace(place_of(first), own=tuple(rest), others=_others_text(best, others))
+
+
+def _others_text(best: Machine, others: Sequence[Entry]) -> str:
+    """Which atlases of other versions do not answer; empty where there is none."""
+    parts = []
+    for entry in others:
+        machine = entry.atlas.machine
+        names = [name for name in VERSIONS if getattr(machine, name) != getattr(best, name)]
+        versions = ", ".join(f"{name} {getattr(machine, name)}" for name in names)
+        parts.append(f"{versions} ({entry.origin}, {len(entry.atlas):,} cells)")
+    if not parts:
+        return ""
+    return (
+        f"the atlas of driver {best.driver}, cuDNN {best.cudnn} answers; others of this GPU and release are "
+        f"not mixed in: {'; '.join(parts)}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An answer: where it is about, why there is no atlas if there is none, a tuple of rows for each config,
-    and the backends to show.
+    """An answer: where it is about, what a reader must know of its atlas (that there is none, others, what
+    disagrees), a tuple of rows for each config, and the backends to show.
     """
 
     place: Place
@@ -137,6 +190,7 @@ def predicted(
     gpu: str | None = None,
     torch: str | None = None,
     folder: str | os.PathLike[str] | None = None,
+    driver: str | None = None,
 ) -> Asked:
     """What a GPU does with configs; folder holds the user's own atlases. Raises UsageError for what
     cannot be meant, and what `read_atlas` raises.
@@ -145,14 +199,17 @@ def predicted(
     if not configs:
         raise UsageError("predict needs a config: 2,8,512,64,bf16 with --config, or --configs FILE")
     entries = known_atlases(None if folder is None else Path(folder))
-    place, doubt = find_place(entries, gpu, torch, own=None if gpu else gpu_name())
-    return Asked(place, doubt, predict_all(place, configs), shown_names)
+    place, doubt = find_place(entries, gpu, torch, own=None if gpu else gpu_name(), driver=driver)
+    doubts = (doubt, place.others, disagreement(place, configs))
+    answers = predict_all(place, configs)
+    return Asked(place, "\n".join(filter(None, doubts)), answers, shown_names)
 
 
-def place_at(gpu: str, torch: str) -> Place | None:
-    """The place of a run's GPU and release, where there is an atlas of it."""
+def place_at(environment: Mapping[str, Any]) -> Place | None:
+    """The place of a run's GPU and release, where there is an atlas of it, by its versions if there is one."""
+    gpu, torch = str(environment.get("gpu")), str(environment.get("torch"))
     try:
-        place, doubt = find_place(known_atlases(), gpu, torch)
+        place, doubt = find_place(known_atlases(), gpu, torch, like=environment)
     except UsageError:  # a GPU that no table has
         return None
     return None if doubt else place
@@ -168,7 +225,8 @@ def timed(config: Config, gpu: str, rules: RuleMachine) -> dict[str, Any] | None
     """What `auto` takes in time there, and the best backend, with a sentence; None where no atlas is of this
     GPU, release and cuDNN.
     """
-    place, doubt = find_place(known_atlases(), gpu, release_text(rules.torch))
+    like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
+    place, doubt = find_place(known_atlases(), gpu, release_text(rules.torch), like=like)
     if doubt or place.rules.cudnn != rules.cudnn:
         return None
     (answer,) = predict_all(place, [config])
@@ -188,18 +246,20 @@ def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
     raise UsageError(f"which GPU is not said, and {known}; add --gpu NAME, such as --gpu H200")
 
 
-def find_entry(entries: Sequence[Entry], name: str) -> Entry:
-    """The atlas of a name, the only one of a GPU, or that of a path. Raises NotFoundError, UsageError."""
-    for entry in entries:
-        if name in (entry.name, entry.path.name):
-            return entry
-    fitting = [each for each in entries if same_gpu(each.atlas.machine.gpu, name)]
-    if len(fitting) == 1:
-        return fitting[0]
+def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
+    """The atlases of one machine: by name, by a GPU that has one machine alone, or by path. Raises
+    NotFoundError, UsageError.
+    """
+    named = [entry for entry in entries if name in (entry.name, entry.path.name)]
+    fitting = named or [each for each in entries if same_gpu(each.atlas.machine.gpu, name)]
+    if fitting and all(
+        same_machine(each.atlas.machine, fitting[0].atlas.machine) for each in fitting
+    ):
+        return fitting
     path = Path(name)
     if path.exists():
-        return Entry(path, USER, read_any(path))
-    names = ", ".join(entry.name for entry in fitting or entries) or "none"
+        return [Entry(path, USER, read_any(path))]
+    names = ", ".join(dict.fromkeys(entry.name for entry in fitting or entries)) or "none"
     fault = "more than one atlas is of" if fitting else "no atlas and no file is called"
     raise NotFoundError(f"{fault} {shown(name)!r}; there are {names}")
 

@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from profharness.answers.atlas.checks import line_fault, machine_fault
 from profharness.config import Config, parse_config
 from profharness.errors import ProfharnessError, UsageError, shown
 from profharness.files import atomic_file
@@ -36,6 +37,7 @@ SUFFIX = ".atlas"
 PACKAGED = Path(__file__).parent
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 MAX_UNPACKED = 1 << 30  # bytes of a column; a forged length is refused before memory is taken
+MAX_HEADER = 1 << 26
 NUMBERS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
 KEY = (*NUMBERS, "variant", "backend")
 # How many values each column has: of cells, of launch kinds, of distinct sequences, of their launches, or of
@@ -64,6 +66,9 @@ Integers = npt.NDArray[np.int64]
 Dim3 = tuple[int, int, int]
 
 
+VERSIONS = ("gpu", "torch", "cuda", "cudnn", "driver")  # of a Machine, which set atlases apart
+
+
 @dataclass(frozen=True)
 class Machine:
     """What an atlas was measured on. cudnn is 91900 for 9.19.0."""
@@ -79,11 +84,12 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """For a file: `h200-torch2.11.0-cuda13.0-cudnn91900`."""
+        """For a file: `h200-torch2.11.0-cuda13.0-cudnn91900-driver580.159.04`."""
         gpu = self.gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
         parts = [gpu, f"torch{self.torch.split('+')[0]}"]
         parts += [f"cuda{self.cuda}"] if self.cuda else []
         parts += [f"cudnn{self.cudnn}"] if self.cudnn else []
+        parts += [f"driver{self.driver}"] if self.driver else []
         # what a foreign file calls its machine must not lead out of a folder
         return re.sub(r"[^\w.-]+", "-", "-".join(parts)).lstrip("-.")
 
@@ -222,7 +228,8 @@ class Atlas:
 
     def rows(self, configs: Iterable[Config], backends: Iterable[str]) -> list[int]:
         """The row of each config on each backend, in the order configs x backends; -1 for none."""
-        codes = [(_index(self.tables["backends"], name)) for name in backends]
+        table = self.tables["backends"]
+        codes = [table.index(name) if name in table else NOTHING for name in backends]
         known, rows = self._codes, self._rows
         found = []
         for config in configs:
@@ -316,10 +323,6 @@ def _config(numbers: Mapping[str, int], variant: Mapping[str, Any]) -> Config:
         name: tuple(each) if isinstance(each, list) else each for name, each in values.items()
     }
     return Config(**values)
-
-
-def _index(table: tuple[Any, ...], value: Any) -> int:
-    return table.index(value) if value in table else NOTHING
 
 
 def _dim3(x: int, y: int, z: int) -> Dim3 | None:
@@ -434,8 +437,12 @@ def read_atlas(path: Path) -> Atlas:
             f"{name}: the atlas was cut short or changed (checksum); get it again"
         )
     try:
-        return _atlas(json.loads(lzma.decompress(body[:length])), body[length:], name)
-    except (lzma.LZMAError, ValueError, TypeError, KeyError, AttributeError):
+        decoder = lzma.LZMADecompressor()
+        header = decoder.decompress(body[:length], max_length=MAX_HEADER)
+        if not decoder.eof:
+            raise ValueError
+        return _atlas(json.loads(header), body[length:], name)
+    except (lzma.LZMAError, ValueError, TypeError, KeyError, AttributeError, EOFError):
         raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
 
 
@@ -459,7 +466,7 @@ def _atlas(header: Mapping[str, Any], body: memoryview, source: str) -> Atlas:
     for variant in tables["variants"]:
         _config(dict.fromkeys(NUMBERS, 1), variant)
     machine = Machine(**header["machine"])
-    if not isinstance(machine.gpu, str) or not isinstance(machine.torch, str):
+    if machine_fault(asdict(machine)):
         raise ValueError
     return Atlas(machine, tables, counts, blocks=blocks, source=source)
 
@@ -471,19 +478,17 @@ def packaged_atlases() -> tuple[Path, ...]:
 
 def find_atlas(gpu: str, torch: str | None = None) -> Atlas | None:
     """The packaged atlas of a GPU, and of a PyTorch release if one is said (`2.11` or `2.11.0`)."""
-    wanted = _plain(gpu)
     for path in packaged_atlases():
         atlas = read_atlas(path)
         release = atlas.machine.torch.split("+")[0]
-        if _plain(atlas.machine.gpu) == wanted and (
+        plain = [
+            text.lower().replace("nvidia", "").replace(" ", "") for text in (gpu, atlas.machine.gpu)
+        ]
+        if plain[0] == plain[1] and (
             torch is None or f"{release}.".startswith(f"{torch.split('+')[0]}.")
         ):
             return atlas
     return None
-
-
-def _plain(gpu: str) -> str:
-    return gpu.lower().replace("nvidia", "").replace(" ", "")
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
@@ -560,6 +565,8 @@ def _lines(lines: IO[bytes], source: str) -> Iterator[dict[str, Any]]:
             raise UsageError(f"{source}, line {number}: not a line of an atlas") from None
         if row.get("atlas", SHARD_VERSION) != SHARD_VERSION:
             raise UsageError(f"{source}: not a shard of an atlas of version {SHARD_VERSION}")
+        if fault := line_fault(row):
+            raise UsageError(f"{source}, line {number}: {fault}")
         yield row
 
 
@@ -587,4 +594,7 @@ def read_shards(path: Path) -> Atlas:
     if len(machines) != 1:
         names = ", ".join(sorted(machine.name for machine in machines)) or "no machine"
         raise UsageError(f"{shown(path)}: shards of {names}; an atlas is of one machine")
-    return Atlas(machines.pop(), made.tables, made.counts, made.columns, source=made.source)
+    machine = machines.pop()
+    if fault := machine_fault(asdict(machine)):
+        raise UsageError(f"{shown(path)}: {fault}")
+    return Atlas(machine, made.tables, made.counts, made.columns, source=made.source)

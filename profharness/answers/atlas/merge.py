@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain, groupby
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profharness.answers.atlas.catalog import Entry
+from profharness.answers.atlas.catalog import Entry, same_machine
+from profharness.answers.atlas.checks import machine_fault
+from profharness.answers.atlas.clash import SETTLED, clash_of
 from profharness.answers.atlas.data import (
     SHARD_VERSION,
     SUFFIX,
+    VERSIONS,
     Atlas,
     AtlasCell,
     Launch,
@@ -29,81 +31,7 @@ from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.rows import GRAPH, CellRow, LaunchRow, of_first_profiler, triple
 from profharness.store import ALL_RUNS, Store
 
-OF_LIKE_MACHINES = ("gpu", "torch", "cuda", "cudnn", "driver")
-TIMES_APART = 0.5  # a cell's time in one over that in the other, less 1
-MEDIAN_APART = 0.1  # the same, of the median over all shared cells
-FEW = 10  # shared cells with times that a median is not told of
 OWN_REGIME = "own"  # of cells that were not drawn for an atlas
-SETTLED = ("ok", "refused")  # the results that say something about the machine
-NAMED = 3  # cells that a message names
-
-
-@dataclass(frozen=True, slots=True)
-class Clash:
-    """What two atlases say differently about cells that both have."""
-
-    shared: int
-    counts: dict[str, int]
-    first: tuple[str, ...]
-    ratio: float | None
-
-    @property
-    def text(self) -> str:
-        """`3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto: …`."""
-        parts = ", ".join(f"{what} of {count}" for what, count in self.counts.items())
-        several = f"{sum(self.counts.values()):,} of {self.shared:,} shared cells disagree: {parts}"
-        text = f"{several}; first {'; '.join(self.first)}" if self.counts else ""
-        if self.ratio is not None:
-            apart = f"times are {self.ratio:.2f}x in the median over {self.shared:,} shared cells"
-            text = f"{text}; {apart}" if text else apart
-        return text
-
-
-def clash_of(one: Atlas, other: Atlas) -> Clash | None:
-    """What they disagree on: status, choice, kernels with launch configuration, and times; None where
-    nothing does.
-    """
-    counts: Counter[str] = Counter()
-    first: list[str] = []
-    ratios: list[float] = []
-    shared = 0
-    for cell in other.cells():
-        known = one.find(cell.config, cell.backend)
-        if known is None or not {known.status, cell.status} <= {*SETTLED}:
-            continue
-        shared += 1
-        if known.kernel_us and cell.kernel_us:
-            ratios.append(cell.kernel_us / known.kernel_us)
-        if (what := _differing(known, cell)) is not None:
-            counts[what[0]] += 1
-            if len(first) < NAMED:
-                first.append(f"{cell.config.label} {cell.backend}: {what[1]}")
-    ratio = median(ratios) if len(ratios) >= FEW else 1.0
-    apart = ratio if abs(ratio - 1) > MEDIAN_APART else None
-    if not counts and apart is None:
-        return None
-    return Clash(shared, dict(counts), tuple(first), apart)
-
-
-def _differing(one: AtlasCell, other: AtlasCell) -> tuple[str, str] | None:
-    """The first thing that differs, and how."""
-    pairs: tuple[tuple[str, Callable[[AtlasCell], Any]], ...] = (
-        ("status", attrgetter("status")),
-        ("choice", attrgetter("choice")),
-        ("kernels", lambda cell: [launch[:5] for launch in cell.launches]),
-    )
-    for what, value in pairs:
-        old, new = value(one), value(other)
-        if old != new and old and new:
-            said = f"{len(old)} and {len(new)} launches" if what == "kernels" else f"{old} ↔ {new}"
-            if what == "kernels" and len(old) == len(new):
-                said = "other kernels or launch configurations"
-            return what, said
-    if one.kernel_us and other.kernel_us:
-        low, high = sorted((one.kernel_us, other.kernel_us))
-        if high / low - 1 > TIMES_APART:
-            return "times", f"{one.kernel_us:g} ↔ {other.kernel_us:g} µs"
-    return None
 
 
 def merge(atlases: Sequence[Atlas]) -> Atlas:
@@ -112,7 +40,7 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
     """
     first, *others = atlases
     for other in others:
-        for name in OF_LIKE_MACHINES:
+        for name in VERSIONS:
             old, new = getattr(first.machine, name), getattr(other.machine, name)
             if old != new:
                 raise UsageError(
@@ -130,21 +58,40 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
     return atlas_of(first.machine, kept, first.source)
 
 
-def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path, int]:
-    """Put an atlas among a user's own, and one of the same machine that is there into it; the file,
-    and how many of its cells are new. Raises what `merge` raises.
+def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | None, int]:
+    """Put the cells of an atlas that neither the package's nor a user's own of the same machine has into the
+    user's own; its file, and how many cells are new. Nothing is written where none is. Raises
+    UsageError for a machine that is none, and what `merge` raises.
     """
-    name = atlas.machine.name
-    own = next((entry for entry in entries if entry.name == name), None)
-    before = 0 if own is None else len(own.atlas)
-    whole = atlas if own is None else merge([own.atlas, atlas])
-    path = folder / f"{name}{SUFFIX}"
+    source = atlas.source or "the atlas"
+    if fault := machine_fault(asdict(atlas.machine)):
+        raise UsageError(f"{source}: {fault}")
+    like = [entry for entry in entries if same_machine(entry.atlas.machine, atlas.machine)]
+    for entry in like:
+        if clash := clash_of(entry.atlas, atlas):
+            raise ProfharnessError(
+                f"{source} is not added to {entry.name} ({entry.origin}), for the two disagree: "
+                f"{clash.text}"
+            )
+    known = [entry.atlas for entry in like]
+    new = [cell for cell in atlas.cells() if not any(_has(each, cell) for each in known)]
+    if not new:
+        return None, 0
+    path = folder / f"{atlas.machine.name}{SUFFIX}"
+    own = next((each.atlas for each in like if each.path == path), None)
+    others = [atlas_of(atlas.machine, new, source)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be made: {error.strerror}; give --atlas") from None
-    write_atlas(whole, path, force=True)
-    return path, len(whole) - before
+    write_atlas(merge([own, *others] if own else others), path, force=True)
+    return path, len(new)
+
+
+def _has(atlas: Atlas, cell: AtlasCell) -> bool:
+    """Whether an atlas has a result of that cell that says something."""
+    known = atlas.find(cell.config, cell.backend)
+    return known is not None and (known.status in SETTLED or cell.status not in SETTLED)
 
 
 def lines_of(atlas: Atlas) -> Iterator[str]:

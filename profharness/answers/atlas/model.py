@@ -154,16 +154,18 @@ def estimate(
     torch: str,
     *,
     measured: bool = True,
+    rules: Machine | None = None,
 ) -> list[Estimate]:
     """What each config does on each backend, in the order configs x backends. measured=False asks
-    the model alone. Raises UsageError for an unknown GPU.
+    the model alone. rules: the machine that judges, else the release's wheel on that GPU. Raises
+    UsageError for an unknown GPU.
     """
     configs = [config if config.dtype else config.resolve("cuda") for config in configs]
     count = len(backends)
     rows = [NOTHING] * (len(configs) * count)
     if atlas is not None and measured:
         rows = atlas.rows(configs, backends)
-    dispatch = dispatch_of(machine_for(gpu, torch))
+    dispatch = dispatch_of(rules or machine_for(gpu, torch))
     model = None if atlas is None else model_of(atlas.machine.name)
     answers: list[Estimate | None] = [None] * len(rows)
     wanted: dict[str, dict[int, list[int]]] = {}  # of each choice: the places of each config
@@ -172,7 +174,7 @@ def estimate(
     for place, row in enumerate(rows):
         config, backend = configs[place // count], backends[place % count]
         if atlas is not None and row != NOTHING:
-            answers[place] = _measured(atlas.cell(row))
+            answers[place] = measured_estimate(atlas.cell(row))
             continue
         choice, status = dispatch.ask(config).answer(backend)
         outside = None if model is None or choice is None else _outside(config, limits)
@@ -354,7 +356,8 @@ def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str 
     return _unsampled(variant_of(config))
 
 
-def _measured(cell: AtlasCell) -> Estimate:
+def measured_estimate(cell: AtlasCell) -> Estimate:
+    """A cell that was measured, as an answer."""
     return Estimate(
         cell.backend,
         "measured",

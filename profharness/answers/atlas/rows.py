@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from profharness.answers.atlas.answer import BACKENDS, Place, Predicted, nanoseconds, predict_all
+from profharness.answers.atlas.answer import Place, Predicted, nanoseconds, predict_all
 from profharness.answers.atlas.catalog import place_at, predicted
+from profharness.answers.atlas.checks import BACKENDS
 from profharness.answers.atlas.data import Launch
 from profharness.config import Config, parse_config
 from profharness.devices import Device, occupancy
@@ -22,11 +24,13 @@ def predicted_rows(
     backends: Sequence[str] = (),
     gpu: str | None = None,
     torch: str | None = None,
+    folder: Path | None = None,
+    driver: str | None = None,
 ) -> tuple[list[KernelRow], list[CellRow], str]:
     """What `kernels` shows of a GPU's atlas: rows as of a store, marked by their source, and why there is no
     atlas if there is none. run is the place. Raises what `predicted` raises.
     """
-    found = predicted(configs, backends, gpu, torch)
+    found = predicted(configs, backends, gpu, torch, folder, driver)
     prediction = [row for answer in found.answers for row in found.of(answer)]
     rows = [row for each in prediction for row in _kernel_rows(each, found.place)]
     return rows, [_cell_row(each, found.place) for each in prediction], found.doubt
@@ -135,7 +139,7 @@ def against(
     for row in rows:
         by_cell.setdefault(row.cell or "", []).append(row)
     ran = [each for each in cells if each.backend in BACKENDS and each.cell in by_cell]
-    place = place_at(str(gpu), str(torch))
+    place = place_at(environment)
     if place is None or not ran:
         return []
     labels = list(dict.fromkeys(cell.config for cell in ran))
