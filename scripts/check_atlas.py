@@ -11,6 +11,7 @@ alone is asked. Cells that the atlas has are counted apart. Exits with 1 where a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -165,6 +166,7 @@ def figures(pairs: Sequence[Pair]) -> dict[str, float]:
 
 def speeds(pairs: Sequence[Pair], gpu: str, torch: str) -> dict[str, float]:
     """How long loading and answering take, in CPU time: other programs do not count."""
+    gc.collect()  # what the answers before have left is no part of loading
     model_of.cache_clear()
     begun = time.process_time()
     atlas = find_atlas(gpu, torch)

@@ -226,10 +226,13 @@ def _answered(question: Question) -> tuple[Document, list[Explanation]]:
 
 
 def _prediction(config: Config, place: Place) -> dict[str, Any] | None:
-    """Time and best backend by the place's atlas; None without one."""
+    """Time and best backend by the place's atlas; None without one, which is told of a GPU that has another."""
     from profharness.answers.atlas.catalog import timed  # loads numpy
 
-    return timed(config, str(place.gpu), place.machine)
+    prediction, doubt = timed(config, str(place.gpu), place.machine)
+    if doubt:
+        hint(doubt)
+    return prediction
 
 
 def _bisected(question: Question, name: str) -> Document:

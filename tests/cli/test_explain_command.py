@@ -354,6 +354,22 @@ def test_an_atlas_tells_time_and_best_backend_of_one_config() -> None:
         assert row["prediction"] is None
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (("--gpu", "H200", "--torch", "2.12"), "its atlases are of torch 2.11.0"),
+        ((*ON_H200, "--cudnn", "9.10.2"), "not of cuDNN 91002"),
+        (A6000, ""),
+    ],
+)
+def test_why_there_is_no_time_is_told_of_a_gpu_with_an_atlas(
+    place: tuple[str, ...], said: str
+) -> None:
+    done = CliRunner().invoke(command, ["--config", "1,16,1024,64,bf16", *place])
+    assert done.exit_code == 0
+    assert said in done.stderr if said else not done.stderr
+
+
 def test_help_has_examples() -> None:
     assert told("--help").count("profharness explain --config") == 6
 

@@ -221,16 +221,20 @@ TIMED = (
 )
 
 
-def timed(config: Config, gpu: str, rules: RuleMachine) -> dict[str, Any] | None:
+def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] | None, str]:
     """What `auto` takes in time there, and the best backend, with a sentence; None where no atlas is of this
-    GPU, release and cuDNN.
+    GPU, release and cuDNN. Then comes why, empty for a GPU that no atlas is of.
     """
     like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
-    place, doubt = find_place(known_atlases(), gpu, release_text(rules.torch), like=like)
-    if doubt or place.rules.cudnn != rules.cudnn:
-        return None
+    entries = known_atlases()
+    place, doubt = find_place(entries, gpu, release_text(rules.torch), like=like)
+    if doubt:
+        known = any(same_gpu(gpu, entry.atlas.machine.gpu) for entry in entries)
+        return None, doubt if known else ""
+    if place.rules.cudnn != rules.cudnn:
+        return None, f"no time: the atlas is of {place.text}, not of cuDNN {rules.cudnn}"
     (answer,) = predict_all(place, [config])
-    return {"statement": statement(answer)} | {name: getattr(answer[0], name) for name in TIMED}
+    return {"statement": statement(answer)} | {name: getattr(answer[0], name) for name in TIMED}, ""
 
 
 def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
