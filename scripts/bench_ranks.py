@@ -3,6 +3,7 @@
 python scripts/bench_ranks.py fleets [--fleets N] [--ranks N]     who is named in even and uneven jobs
 python scripts/bench_ranks.py many [--ranks N]                    how long a job of many ranks takes
 python scripts/bench_ranks.py ingest [--files N] [--mb N]         many files into one store, and again
+python scripts/bench_ranks.py shards [--mb N]                     a trace's launches moved beside the store
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from make_trace import STACKED, make_trace
 from profharness.answers.ranks import compare_ranks
 from profharness.jobs.side_by_side import ingested, readers_of
 from profharness.store import ingest_path, open_store
+from profharness.store.schema import connect
+from profharness.store.shards import move_launches
 
 SLOW = 1.05
 OF_A_GPU = ("kernel", "cuda_runtime", "user_annotation", "gpu_memcpy", "gpu_memset")
@@ -153,6 +156,35 @@ def ingest(files: int, megabytes: int) -> None:
         merged(job, launches // files)
 
 
+def shards(megabytes: int) -> None:
+    """A real step again and again in one trace: its launches in the store, then beside it."""
+    with tempfile.TemporaryDirectory() as name:
+        trace, store = Path(name) / "trace.json", Path(name) / "s.db"
+        make_trace(STACKED, trace, megabytes * 10**6, "bare")
+        (result,) = ingest_path(store, trace)
+        trace.unlink()
+        before = store.stat().st_size
+
+        def ask() -> None:
+            with open_store(store) as opened:
+                assert sum(1 for _ in opened.launches()) == result.launches
+
+        rows = {"read from the store": cost(ask)}
+        rows["moved"] = cost(lambda: move_launches(store, result.run))
+        rows["read from the file"] = cost(ask)
+        compact = connect(store, write=True)
+        compact.execute("VACUUM")
+        compact.close()
+        (path,) = Path(f"{store}.launches").iterdir()
+        count, kept = result.launches, store.stat().st_size
+        print(f"{count:,} launches, load {os.getloadavg()[0]:.1f}")
+        for what, (cpu, seconds) in rows.items():
+            print(f"{what:24}{cpu:8.2f} CPU s{seconds:8.2f} s{count / cpu / 1e6:8.2f} M a CPU s")
+        print(
+            f"in SQLite {(before - kept) / count:.1f} B a launch, in Parquet {path.stat().st_size / count:.1f} B"
+        )
+
+
 def merged(job: Path, launches: int) -> None:
     """What the merge of one shard costs."""
     from profharness.store.ingest import ingest_source
@@ -184,11 +216,11 @@ def merged(job: Path, launches: int) -> None:
 
 
 def main() -> None:
-    """Measure one of the three."""
+    """Measure one of them."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("what", choices=("fleets", "many", "ingest"))
+    made.add_argument("what", choices=("fleets", "many", "ingest", "shards"))
     made.add_argument("--fleets", type=int, default=100)
     made.add_argument("--ranks", type=int)
     made.add_argument("--files", type=int, default=40)
@@ -198,6 +230,8 @@ def main() -> None:
         fleets(options.fleets, options.ranks or 8)
     elif options.what == "many":
         many(options.ranks or 1000)
+    elif options.what == "shards":
+        shards(options.mb)
     else:
         ingest(options.files, options.mb)
 

@@ -18,6 +18,13 @@ from profharness.files import shell_command
 from profharness.jobs.side_by_side import Taken, readers_of, take_in
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
+from profharness.store.shards import (
+    HINTED_LAUNCHES,
+    INSTALL,
+    move_launches,
+    require_parquet,
+    tidy,
+)
 from profharness.store.sources import find_sources
 
 if TYPE_CHECKING:
@@ -44,8 +51,17 @@ LIVE_S, REPORT_S = 0.2, 30.0  # between two lines of progress
     metavar="WHERE",
     help="Read sources side by side: local is one process a CPU, local:4 is four.",
 )
+@click.option(
+    "--launches",
+    type=click.Choice(("store", "shards")),
+    default="store",
+    show_default=True,
+    help="Where single launches are kept: in the store, or beside it as a Parquet file a trace.",
+)
 @store_option
-def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, store: Path) -> None:
+def command(
+    sources: tuple[Path, ...], strict: bool, scheduler: str | None, launches: str, store: Path
+) -> None:
     """Take traces and run folders into the store.
 
     Run folders, and traces whoever made them: of the PyTorch profiler (Kineto JSON, .json or
@@ -60,6 +76,9 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
     With --scheduler local many sources are read at a time, and taken in one after another in the same
     order; the store is the same as without. A source is stored whole or not at all: after Ctrl-C, or
     whatever ended it, the same command goes on with those that are missing.
+
+    With --launches shards the store keeps sums alone, and a folder STORE.launches beside it a Parquet file
+    a trace; moving the store means moving both. Answers are the same. It needs profharness[shards].
 
     \b
     Examples:
@@ -79,6 +98,7 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
     done = warned = 0
     taken: list[str] = []
     outcomes = _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths)
+    outcomes = _beside(store, outcomes) if launches == "shards" else outcomes
     # closed at once, whatever ends the loop: readers end with it
     with contextlib.closing(outcomes):
         for outcome in outcomes:
@@ -91,6 +111,7 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
             _report(outcome.source, outcome.results)
             taken += [result.run for result in outcome.results]
     if taken:
+        _hint_at_size(store)
         hint(_shown_by(store, list(dict.fromkeys(taken))))
     # only now: one bad source keeps no other out of the store
     if failed:
@@ -135,6 +156,29 @@ def _side_by_side(
             f"{done:,} of {len(paths):,} sources are done; the same command goes on with the others"
         )
         raise
+
+
+def _beside(store: Path, outcomes: Generator[Taken, None, None]) -> Generator[Taken, None, None]:
+    """The outcomes, the launches of each moved out of the store. Raises StoreError without duckdb."""
+    with contextlib.closing(outcomes):
+        require_parquet("--launches shards: launches are written as Parquet")
+        for outcome in outcomes:
+            try:
+                for result in outcome.results:
+                    move_launches(store, result.run)
+            except ProfharnessError as error:
+                yield Taken(outcome.source, outcome.results, error=str(error))
+            else:
+                yield outcome
+
+
+def _hint_at_size(store: Path) -> None:
+    """Say what helps where the store itself holds very many launches."""
+    if (count := tidy(store)) > HINTED_LAUNCHES:
+        hint(
+            f"{store} holds {count:,} launches; --launches shards keeps them beside it, and moves those "
+            f"of sources that are named again ({INSTALL})"
+        )
 
 
 def _size(path: Path) -> int:

@@ -193,8 +193,10 @@ def insert_trace(
     """
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
-    # ids are given out here, so that a trace's launches are one range of ids
-    first_id = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM launches").fetchone()[0]
+    # ids are given out here, so that a trace's launches are one range of ids, wherever they are kept
+    first_id = connection.execute(
+        "SELECT coalesce(max(last_launch_id), 0) + 1 FROM traces"
+    ).fetchone()[0]
     result = Inserted()
     kept: list[Column] = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}

@@ -120,9 +120,10 @@ def _copy(connection: sqlite3.Connection) -> None:
             else:
                 moved[table.name] = 0  # its rows have the same ids here
         elif "id" in table.columns:
-            (last,) = connection.execute(
-                f"SELECT coalesce(max(id), 0) FROM main.{table.name}"
-            ).fetchone()
+            last_id = f"max(id), 0) FROM main.{table.name}"
+            if table.name == "launches":  # some may be kept beside the store
+                last_id = "max(last_launch_id), 0) FROM main.traces"
+            (last,) = connection.execute(f"SELECT coalesce({last_id}").fetchone()
             moved[table.name] = last
     for table in _tables():
         if table.name not in SHARED:

@@ -20,7 +20,7 @@ from profharness.store.filesystems import may_be_read, refuse_network
 from profharness.store.tables import TABLES, VIEWS
 
 APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
-SCHEMA_VERSION = 14  # 1 to 13 were never released
+SCHEMA_VERSION = 15  # 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
 WHOLLY_CHECKED_BYTES = 32 << 20  # some 0.2 s
@@ -38,7 +38,7 @@ def migrate(connection: sqlite3.Connection) -> None:
         from sqlite_utils import Database, Migrations
 
     migrations = Migrations(MIGRATION_SET)
-    migrations(name="014_initial")(_initial)
+    migrations(name="015_initial")(_initial)
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -113,7 +113,15 @@ def forget_run(connection: sqlite3.Connection, run: str) -> bool:
     for tables, where in (
         (("call_kernels",), call_ids),
         (
-            ("launch_groups", "device_times", "trace_cells", "ranges", "calls", "steps"),
+            (
+                "launch_groups",
+                "launch_shards",
+                "device_times",
+                "trace_cells",
+                "ranges",
+                "calls",
+                "steps",
+            ),
             trace_ids,
         ),
         (("samples", "refusals", "verifications"), cell_ids),
