@@ -88,17 +88,16 @@ def command(
     """
     cpus = readers_of(scheduler) if scheduler else []
     paths: list[Path] = []
-    failed = 0
+    failed = done = warned = 0
     for given in sources:
         try:
             paths += find_sources(given)
         except ProfharnessError as error:
             failed += 1
             hint(f"error: {error}")
-    done = warned = 0
     taken: list[str] = []
-    outcomes = _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths)
-    outcomes = _beside(store, outcomes) if launches == "shards" else outcomes
+    read = _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths)
+    outcomes = _beside(store, read) if launches == "shards" else read
     # closed at once, whatever ends the loop: readers end with it
     with contextlib.closing(outcomes):
         for outcome in outcomes:

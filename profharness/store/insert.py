@@ -194,9 +194,7 @@ def insert_trace(
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
     # ids are given out here, so that a trace's launches are one range of ids, wherever they are kept
-    first_id = connection.execute(
-        "SELECT coalesce(max(last_launch_id), 0) + 1 FROM traces"
-    ).fetchone()[0]
+    first_id = _next_launch_id(connection)
     result = Inserted()
     kept: list[Column] = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
@@ -214,9 +212,7 @@ def insert_trace(
         result.dropped += len(batch.kernel) - stored
         result.launches += stored
         if stored:
-            _insert_columns(
-                connection, "launches", {name: columns[name] for name in _LAUNCH_COLUMNS}
-            )
+            _insert_launches(connection, columns, first_id if result.launches == stored else None)
             keys = [columns[name] for name in _GROUP_KEYS]
             grouping.add(keys, columns["duration_ns"], columns["first_ns"])
             _count_calls(per_call, columns["cell_id"], columns["iteration"])
@@ -374,6 +370,21 @@ def _launch_columns(
     }
     columns["first_ns"] = columns["start_ns"] - ids.origin[cell_range]
     return columns
+
+
+def _next_launch_id(connection: sqlite3.Connection) -> int:
+    query = "SELECT coalesce(max(last_launch_id), 0) + 1 FROM traces"
+    return int(connection.execute(query).fetchone()[0])
+
+
+def _insert_launches(
+    connection: sqlite3.Connection, columns: Mapping[str, Column], first_id: int | None
+) -> None:
+    """Insert launches; first_id is given for the first of a trace, and SQLite counts on from there."""
+    held = {name: columns[name] for name in _LAUNCH_COLUMNS}
+    if first_id is not None:
+        held["id"] = np.arange(first_id, first_id + len(held["trace_id"]))
+    _insert_columns(connection, "launches", held)
 
 
 def _insert_columns(
