@@ -58,6 +58,7 @@ from profharness.run import (
     Fleet,
     Protocol,
     VerifyOptions,
+    gpu_classes,
     require_device,
 )
 from profharness.runner.probe import BackendState, probe_backends, probe_environment
@@ -151,10 +152,9 @@ def capture(
     on a terminal and in a notebook. Raises UsageError for what cannot be meant, CaptureError when
     no worker starts.
     """
-    counts = iterations, warmup, samples
     counters = metric_names(split_names(metrics)), split_names(sections)
-    protocol = Protocol(*counts, timeout_s, seed, device, *counters, processes)
-    fleet = Fleet(scheduler, split_names(gpu))
+    protocol = Protocol(iterations, warmup, samples, timeout_s, seed, device, *counters, processes)
+    fleet = Fleet(scheduler, gpu_classes(gpu))
     options = CaptureOptions(split_names(profilers), Path(out), protocol, note, fleet=fleet)
     everyday = () if configs is not None else jobs.everyday_configs(device).values()
     asked, path = config_list(configs) or [*everyday], store_path(store)

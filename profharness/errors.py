@@ -52,6 +52,10 @@ class CaptureError(ProfharnessError):
     """A run could not be made at all (a single failed cell is a result, not an error)."""
 
 
+class UnwritableError(CaptureError):
+    """A run folder cannot be written to; what stands in it can be gone on with."""
+
+
 class StoreError(ProfharnessError):
     """The store is missing, foreign, or newer than this profharness."""
 

@@ -23,13 +23,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from profharness.config import Config
-from profharness.errors import CaptureError, TraceFormatError, UsageError
+from profharness.errors import TraceFormatError, UnwritableError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.rows import ALIASES, GPU_MEASUREMENTS, WALL, Refusal
 
 RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
 CAMPAIGN_FILE = "campaign.json"  # in the folder of a run that is cut into groups
+GROUPS_FOLDER = "groups"  # there, with a run folder for each group
+GROUP_NAME = re.compile(r"\w[\w-]*")
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
 GPU = "gpu"  # in place of a profiler: a problem that makes times doubtful, and fails no run
@@ -205,9 +207,10 @@ def run_kind(folder: Path, run: Run) -> str:
 
 def write_run(folder: Path, run: Run) -> None:
     """Write run.json whole or not at all (a temporary file beside it, then a rename). Raises
-    CaptureError.
+    UnwritableError.
     """
-    temporary = folder / f".{RUN_FILE}.{os.getpid()}"
+    # hosts that share a folder share no process ids
+    temporary = folder / f".{RUN_FILE}.{os.urandom(6).hex()}"
     try:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
         temporary.replace(folder / RUN_FILE)
@@ -217,16 +220,16 @@ def write_run(folder: Path, run: Run) -> None:
         raise unwritable(folder, error.strerror) from None
 
 
-def unwritable(folder: Path, why: str | None) -> CaptureError:
+def unwritable(folder: Path, why: str | None) -> UnwritableError:
     """The error of a run folder that cannot be written to; what stands in it can be gone on with."""
-    return CaptureError(
+    return UnwritableError(
         f"{folder}: cannot be written to: {why}; mend that, then go on with what is kept: "
         f"profharness capture --resume {shlex.quote(str(folder))}"
     )
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder, newer journal lines included. Raises TraceFormatError."""
+    """Read a run folder, newer journal lines and groups of a campaign included. Raises TraceFormatError."""
     path = folder / RUN_FILE
     try:
         run = msgspec.json.decode(path.read_bytes(), type=Run)
@@ -242,7 +245,41 @@ def read_run(folder: Path) -> Run:
         raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
     results = _journal_results(folder)
     cells = tuple(reduce(with_result, results.get(cell.cell, ()), cell) for cell in run.cells)
-    return replace(run, cells=cells)
+    run = replace(run, cells=cells)
+    return _with_groups(folder, run) if (folder / CAMPAIGN_FILE).is_file() else run
+
+
+def _with_groups(folder: Path, run: Run) -> Run:
+    """The run of a campaign with what its groups that are done have given."""
+    groups = [
+        (path.name, read_run(path))
+        for path in (folder / GROUPS_FOLDER).glob("*")
+        if GROUP_NAME.fullmatch(path.name) and path.is_dir()
+    ]
+    if not groups:
+        return run
+    groups.sort(key=lambda group: group[1].cells[0].cell if group[1].cells else "")
+    results = {cell.cell: cell for _, part in groups for cell in part.cells}
+    traces = (
+        TraceFile(trace.profiler, f"{GROUPS_FOLDER}/{name}/{trace.path}", trace.cells)
+        for name, part in groups
+        for trace in part.traces
+    )
+    problems = (problem for _, part in groups for problem in part.problems)
+    environments = [part.environment for _, part in groups if part.environment]
+    return replace(
+        run,
+        cells=tuple(results.get(cell.cell, cell) for cell in run.cells),
+        traces=tuple(traces),
+        problems=tuple(dict.fromkeys(problems)),
+        environment=_one_environment(environments),
+    )
+
+
+def _one_environment(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """That of the first group, with the keys of all GPUs that were used."""
+    keys = sorted({environment["gpu_key"] for environment in each if "gpu_key" in environment})
+    return (dict(each[0]) if each else {}) | ({"gpu_key": ",".join(keys)} if keys else {})
 
 
 def with_result(cell: Cell, result: Cell) -> Cell:
@@ -437,6 +474,29 @@ class Fleet:
     gpus: tuple[str, ...] = ()
     insecure: bool = False
     submit: bool = False
+
+
+def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The classes of GPU in texts such as `H100,H200`. Raises UsageError where there is no name in one,
+    and for a class that is named twice.
+    """
+    texts = (given,) if isinstance(given, str) else tuple(given)
+    names = [name.strip() for text in texts for name in text.split(",")]
+    words = [class_word(name) for name in names]
+    if not all(words):
+        raise UsageError(f"--gpu {','.join(texts)!r}: a class has no name; say them as H100,H200")
+    for place, word in enumerate(words):
+        first = words.index(word)
+        if first < place:
+            raise UsageError(
+                f"--gpu: {names[first]} and {names[place]} are one class; name it once"
+            )
+    return tuple(names)
+
+
+def class_word(gpu: str) -> str:
+    """A class of GPU as Slurm's configuration usually has it, and as a part of a file's name."""
+    return re.sub(r"[^a-z0-9_.]+", "", gpu.casefold())
 
 
 @dataclass(frozen=True)

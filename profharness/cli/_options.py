@@ -20,7 +20,6 @@ from profharness.config import (
     expand_configs,
     grammar_lines,
     parse_config_lines,
-    split_names,
 )
 from profharness.environment import lacking
 from profharness.errors import MissingExtraError, ProfharnessError, UsageError
@@ -31,7 +30,7 @@ from profharness.files import (
     atomic_file,
     check_output,
 )
-from profharness.run import DEVICES, PROCESSES, Fleet
+from profharness.run import DEVICES, PROCESSES, Fleet, gpu_classes
 from profharness.views.document import Chart, Document
 from profharness.views.renderers import RENDERERS, render_markdown
 
@@ -186,7 +185,7 @@ def scheduler_options(function: F) -> F:
     ) -> Any:
         if submit and not (scheduler or "").startswith("slurm:"):
             raise UsageError("--submit sends the script of --scheduler slurm:FILE; name one")
-        fleet = Fleet(scheduler, split_names(gpu), insecure, submit)
+        fleet = Fleet(scheduler, gpu_classes(gpu), insecure, submit)
         return function(*arguments, fleet=fleet, **rest)
 
     wrapped: Any = click.option(

@@ -1,7 +1,7 @@
 """A campaign: a run whose cells are cut into groups that lanes run, each in a run folder of its own.
 
-The campaign's folder is a run folder too: its run.json has all cells, and takes their results from
-`groups/<group>` once those are whole. A group that is being run stands in `groups/<group>.<host>.part`.
+The campaign's folder is a run folder too: its run.json has all cells, and whoever reads it takes their
+results from `groups/<group>` where those are whole. A group that is being run stands in `groups/<group>.<host>.part`.
 What is on disk is all the state there is.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,21 @@ import xxhash
 from profharness.backends import find_backends, fingerprints
 from profharness.costs import compulsory_bytes, flops
 from profharness.errors import TraceFormatError
+from profharness.jobs.parcel import PARCEL
 from profharness.profilers import find_profilers
 from profharness.run import (
     CAMPAIGN_FILE,
+    GROUP_NAME,
+    GROUPS_FOLDER,
     NOT_A_RECORD,
     Cell,
     Run,
-    TraceFile,
     read_run,
     write_run,
 )
 from profharness.runner.group import PART, make_part, publish, results_in
 
-GROUPS_FOLDER = "groups"
 SCHEMA = "profharness.campaign/1"
-GROUP_NAME = re.compile(r"\w[\w-]*")
 GROUP_S = (
     60.0  # of estimated work in a process, whose start (5.5 s on an H200) is a tenth of it at most
 )
@@ -134,7 +133,7 @@ def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None
 
 def write_campaign(folder: Path, campaign: Campaign) -> None:
     """Leave campaign.json in a run folder. It appears whole."""
-    temporary = folder / f".{CAMPAIGN_FILE}.{os.getpid()}"
+    temporary = folder / f".{CAMPAIGN_FILE}.{os.urandom(6).hex()}"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(campaign), indent=1))
     temporary.replace(folder / CAMPAIGN_FILE)
 
@@ -220,40 +219,11 @@ def fullest_part(final: Path) -> Path | None:
     return max(final.parent.glob(f"{final.name}.*{PART}"), key=results_in, default=None)
 
 
-def merge(folder: Path, campaign: Campaign) -> Run:
+def merge(folder: Path) -> Run:
     """Write the results of all groups that are done into run.json of the campaign; the run."""
     run = read_run(folder)
-    runs = list(_done(folder, campaign))
-    results = {cell.cell: cell for part in runs for cell in part[1].cells}
-    traces = (
-        TraceFile(trace.profiler, f"{GROUPS_FOLDER}/{group}/{trace.path}", trace.cells)
-        for group, part in runs
-        for trace in part.traces
-    )
-    problems = (problem for _, part in runs for problem in part.problems)
-    environments = [part.environment for _, part in runs if part.environment]
-    merged = replace(
-        run,
-        cells=tuple(results.get(cell.cell, cell) for cell in run.cells),
-        traces=tuple(traces),
-        problems=tuple(dict.fromkeys(problems)),
-        environment=_environment(environments),
-    )
-    write_run(folder, merged)
-    return merged
-
-
-def _done(folder: Path, campaign: Campaign) -> Iterator[tuple[str, Run]]:
-    for group in campaign.groups:
-        place = group_folder(folder, group.group)
-        if place.is_dir():
-            yield group.group, read_run(place)
-
-
-def _environment(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """That of the first group, with the keys of all GPUs that were used."""
-    keys = sorted({environment["gpu_key"] for environment in each if "gpu_key" in environment})
-    return (dict(each[0]) if each else {}) | ({"gpu_key": ",".join(keys)} if keys else {})
+    write_run(folder, run)
+    return run
 
 
 def tidy(folder: Path) -> None:
@@ -264,6 +234,8 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)
     for log in groups.glob(".*.log"):
         log.unlink(missing_ok=True)
+    for parcel in groups.glob(f".*{PARCEL}"):
+        shutil.rmtree(parcel, ignore_errors=True)
 
 
 def plan_campaign(folder: Path, campaign: Campaign) -> Path:

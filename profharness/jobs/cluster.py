@@ -11,29 +11,36 @@ import ipaddress
 import itertools
 import json
 import logging
-import os
 import queue
 import secrets
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent import futures
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from distributed import Client, Future, Security
 
-from profharness.errors import CaptureError, UsageError
+from profharness.errors import CaptureError, UnwritableError, UsageError
 from profharness.jobs.lane import describe_lane, end_groups, run_spec
+from profharness.jobs.parcel import unpack
 from profharness.jobs.window import OnStep
+from profharness.processes import STEP_S, let_through
+from profharness.run import CAMPAIGN_FILE
+from profharness.runner.group import PART
 
 Plain = dict[str, Any]
+T = TypeVar("T")
 # Of a client whose scheduler or worker is gone; the third while it looks for the scheduler again.
 FAILURES = (OSError, TimeoutError, AttributeError, ValueError)
 CONNECT_S = 10.0
 LOOK_S = 1.0  # between two looks at which workers are there
+ANSWER_S = 30.0  # that the scheduler may take to answer, and workers to tell of themselves at first
 LOOPBACK = "localhost"
 EXAMPLE = "as in tls://head:8786"
 TLS_SETTINGS = {
@@ -53,7 +60,6 @@ class _Worker:
     address: str
     description: Plain
     scratch: str  # a folder of the host that outlives the worker
-    sees: dict[str, bool] = field(default_factory=dict)  # folders of this host, there too?
     future: Future | None = None
     ends: int = 0
 
@@ -69,7 +75,9 @@ class Cluster:
         self._url = url
         self._lanes: dict[str, _Worker] = {}
         self._left: set[str] = set()  # names of lanes that are gone
-        self._done: queue.SimpleQueue[tuple[str, Future]] = queue.SimpleQueue()
+        self._asked: set[str] = set()  # addresses that have not told yet what they are
+        self._told: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[str, Future, Plain | None]] = queue.SimpleQueue()
         self._looked = 0.0
         self._client = _connect(url)
 
@@ -83,10 +91,14 @@ class Cluster:
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:  # noqa: ARG002
         """Hand a group to a lane. One that does not see the folder of the campaign sends it, packed."""
-        name = lane["lane"]
+        name, home = lane["lane"], Path(spec["root"])
         worker = self._lanes[name]
-        if not self._sees(worker, spec["root"]):
-            spec = {**spec, "root": f"{worker.scratch}/{_campaign(spec)}", "pack": True}
+        spec = {
+            **spec,
+            "gpu_key": lane.get("gpu_key"),
+            "seen": self._seen(home.parent),
+            "scratch": f"{worker.scratch}/{home.parent.name}",
+        }
         future = worker.future = self._client.submit(
             run_spec,
             # a text: Dask looks through all values of a dict for tasks, at 3 ms a cell
@@ -99,33 +111,60 @@ class Cluster:
             pure=False,
         )
         worker.ends = 0
-        future.add_done_callback(lambda done: self._done.put((name, done)))
+
+        def wait() -> None:
+            self._done.put((name, future, self._outcome(worker.address, future, home)))
+
+        # of its own: between result and gathering the worker may end, and nobody would answer
+        _aside(wait)
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
         """The next lane that is done with its group. Raises CaptureError where the scheduler is gone."""
         try:
-            name, future = self._done.get(timeout=timeout_s)
+            name, future, outcome = self._done.get(timeout=timeout_s)
         except queue.Empty:
             return None
         worker = self._lanes.get(name)
         if worker is None or worker.future != future:
             return None  # a lane that was given up
         worker.future = None
-        if future.status == "finished":
-            result: Plain = future.result()
-            if "packed" in result:
-                self._ask(shutil.rmtree, [worker.address], result["folder"], True)
-            return name, result
-        if future.status == "error":
-            return name, {"group": _group(future), "error": _reason(future.exception())}
-        raise self._gone()
+        if outcome is None:
+            raise self._gone()
+        return name, outcome
+
+    def _outcome(self, address: str, future: Future, home: Path) -> Plain | None:
+        """What a worker did, and its folder below home where it came packed; None where the scheduler
+        has forgotten the group.
+        """
+        try:
+            outcome: Plain = future.result()
+        except BaseException as error:  # that of a cancelled future is no Exception
+            if future.status != "error":
+                return None
+            return {"group": _group(future), "error": _reason(error)}
+        if "packed" not in outcome:
+            return outcome
+        packed, expected = outcome.pop("packed"), outcome.pop("content_hash")
+        failed = outcome["error"] is not None
+        name = f"{outcome['group']}.{expected[:12]}{PART}" if failed else outcome["group"]
+        try:
+            unpack(packed, home / name, expected)
+        except UnwritableError as error:
+            return outcome | {"unwritable": str(error)}
+        except CaptureError as error:
+            return outcome | {"error": outcome["error"] or str(error)}
+        # only now: what could not be taken in is still there
+        if not failed:
+            self._ask(shutil.rmtree, address, outcome["folder"], True)
+        return outcome
 
     def end(self, lane: Plain) -> None:
         """End the group of a lane, the second time at once. Dask itself stops no task that runs."""
         worker = self._lanes.get(lane["lane"])
         if worker is not None:
             worker.ends += 1
-            self._ask(end_groups, [worker.address], worker.ends > 1)
+            address, at_once = worker.address, worker.ends > 1
+            _aside(lambda: self._ask(end_groups, address, at_once))
 
     def close(self) -> None:
         """Leave the scheduler."""
@@ -135,7 +174,7 @@ class Cluster:
     def _look(self) -> None:
         """Which workers are there. The task of one that is gone would wait for its address for ever."""
         try:
-            here = self._client.scheduler_info(n_workers=-1)["workers"]
+            here = _timely(lambda: self._client.scheduler_info(n_workers=-1)["workers"])
         except FAILURES:
             raise self._gone() from None
         if self._client.status != "running":
@@ -147,38 +186,52 @@ class Cluster:
                 self._left.add(name)
                 if worker.future is not None:
                     worker.future.cancel()
-        known = {worker.address for worker in self._lanes.values()}
-        fresh = [address for address in here if address not in known]
-        answers = self._ask(describe_lane, fresh) if fresh else {}
-        for address in fresh:
-            if address not in answers:
-                continue  # gone since
-            name = self._name(str(here[address]["name"]))
-            described = {**_described(answers[address]), "lane": name, "address": address}
-            scratch = str(PurePath(here[address]["local_directory"]).parent / "profharness")
-            self._lanes[name] = _Worker(address, described, scratch)
+        self._asked &= set(here)
+        known = {worker.address for worker in self._lanes.values()} | self._asked
+        for address in here.keys() - known:
+            self._introduce(address)
+        # at first for all of them, later for none: others work meanwhile
+        patience_s = 0.0 if self._lanes else ANSWER_S
+        while self._asked:
+            try:
+                address, answer = self._told.get(timeout=min(STEP_S, patience_s))
+            except queue.Empty:
+                let_through()
+                if time.monotonic() - self._looked >= patience_s:
+                    return
+                continue
+            if address in self._asked and answer is not None:
+                name = self._name(str(here[address]["name"]))
+                described = {**_described(answer), "lane": name, "address": address}
+                scratch = str(PurePath(here[address]["local_directory"]).parent / "profharness")
+                self._lanes[name] = _Worker(address, described, scratch)
+            self._asked.discard(address)
+
+    def _introduce(self, address: str) -> None:
+        """Ask a worker what it is. One that does not answer keeps nobody waiting."""
+        self._asked.add(address)
+        _aside(lambda: self._told.put((address, self._ask(describe_lane, address))))
 
     def _name(self, wanted: str) -> str:
         """A name that no lane had: Dask gives the name of a worker to the one that takes its place."""
         names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
         return next(name for name in names if name not in self._lanes and name not in self._left)
 
-    def _sees(self, worker: _Worker, root: str) -> bool:
-        """Whether a folder of this host is there for a worker too."""
-        if root not in worker.sees:
-            answer = self._ask(os.path.isdir, [worker.address], root)
-            worker.sees[root] = answer.get(worker.address) is True
-        return worker.sees[root]
+    def _seen(self, campaign: Path) -> str:
+        """The file of a campaign that tells a lane that it sees the same storage."""
+        return str(campaign / CAMPAIGN_FILE)
 
-    def _ask(self, function: Callable[..., Any], addresses: list[str], *given: Any) -> Plain:
-        """The answers of workers by their addresses, beside what they work on; exceptions too."""
+    def _ask(self, function: Callable[..., Any], address: str, *given: Any) -> object:
+        """The answer of a worker, beside what it works on; an exception too. None where it is gone. It
+        may never come: call this in a thread.
+        """
         try:
-            answers: Plain = self._client.run(
-                function, *given, workers=addresses, on_error="return"
+            answers: dict[str, object] = self._client.run(
+                function, *given, workers=[address], on_error="return"
             )
         except FAILURES:
-            return {}
-        return answers
+            return None
+        return answers.get(address)
 
     def _gone(self) -> CaptureError:
         return CaptureError(
@@ -239,9 +292,26 @@ def _described(answer: object) -> Plain:
     return answer if isinstance(answer, dict) else {"problems": [_reason(answer)]}
 
 
-def _campaign(spec: Plain) -> str:
-    """The name of the campaign's folder, which has those of its groups in a folder of its own."""
-    return Path(spec["root"]).parent.name
+def _aside(work: Callable[[], object]) -> None:
+    """Do what may never end in a thread that nothing waits for."""
+    threading.Thread(target=work, daemon=True, name="cluster").start()
+
+
+def _timely(call: Callable[[], T]) -> T:
+    """What a call gives. Raises TimeoutError after ANSWER_S, and what the call raises."""
+    answer: futures.Future[T] = futures.Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:
+            answer.set_exception(error)
+
+    _aside(work)
+    deadline = time.monotonic() + ANSWER_S
+    while not futures.wait((answer,), STEP_S).done and time.monotonic() < deadline:
+        let_through()
+    return answer.result(0.0)
 
 
 def _group(future: Future) -> str:

@@ -26,7 +26,7 @@ from profharness.jobs.campaign import (
 from profharness.jobs.local import LocalLanes, local_lanes
 from profharness.jobs.window import Transport, Window, is_of_class
 from profharness.processes import forerunners
-from profharness.run import Fleet, Run, read_run
+from profharness.run import Fleet, Run, class_word, read_run
 from profharness.runner.capture import write_folder
 from profharness.runner.supervise import Progress
 
@@ -112,7 +112,7 @@ def run_on_lanes(
     """
     plan = partial(_plan, run, backends, out, fleet, python)
     if (fleet.scheduler or "").startswith(slurm.PREFIX):
-        raise _planned(fleet, plan)
+        raise _planned(fleet, plan, out)
     transport = open_transport(fleet, run.protocol.device)
     if transport is None:
         return []
@@ -142,17 +142,19 @@ def _plan(
 ) -> tuple[Path, Campaign]:
     """The campaign of one class of GPU, in a folder of its own, cut for so many lanes."""
     if len(fleet.gpus) > 1:
-        run = replace(run, run=f"{run.run}-{slurm.word(str(gpu))}")
+        run = replace(run, run=f"{run.run}-{class_word(str(gpu))}")
     groups = cut_groups(run, backends, lanes, gpu)
     folder = write_folder(out, run, backends)
     campaign = Campaign(tuple(backends), tuple(groups), gpu, python)
     return plan_campaign(folder, campaign), campaign
 
 
-def _planned(fleet: Fleet, plan: Callable[[str | None, int], tuple[Path, Campaign]]) -> Planned:
+def _planned(
+    fleet: Fleet, plan: Callable[[str | None, int], tuple[Path, Campaign]], out: Path
+) -> Planned:
     """Write down a campaign for Slurm, and send it where that is asked for; how to go on."""
     classes = fleet.gpus or (None,)
-    files = [slurm.script_file(str(fleet.scheduler), gpu, len(classes)) for gpu in classes]
+    files = [slurm.script_file(str(fleet.scheduler), gpu, len(classes), out) for gpu in classes]
     lines = []
     for gpu, file in zip(classes, files, strict=True):
         folder, campaign = plan(gpu, slurm.LANES)
@@ -189,12 +191,17 @@ def resume_on_lanes(folder: Path, fleet: Fleet, progress: Progress | None) -> No
     that is finished, and as `capture` does.
     """
     run, campaign = read_run(folder), read_campaign(folder)
+    if (fleet.scheduler or "").startswith(slurm.PREFIX):
+        raise UsageError(
+            f"--resume goes on with a campaign that is planned, and --scheduler {slurm.PREFIX}FILE plans "
+            f"one: send its script again (sbatch FILE), whose tasks run `profharness lane {folder}`"
+        )
     if why := why_not_resumed(folder, run):
         raise UsageError(f"--resume: {why}")
     device = run.protocol.device
     left = open_groups(folder, campaign)
     if left and fleet.scheduler is None and device == "cuda" and not visible_gpus():
-        merge(folder, campaign)
+        merge(folder)
         raise CaptureError(
             f"{folder}: {len(left)} group(s) are left, and this host has no GPU for them; go on where "
             f"there is one, or take in what is done: profharness ingest {folder}"

@@ -23,10 +23,9 @@ from typing import Any
 
 from profharness import __version__
 from profharness.environment import VISIBLE, driver_version, hashed_key, visible_gpus
-from profharness.errors import ProfharnessError
 from profharness.jobs.parcel import content_hash, pack
 from profharness.processes import child_environment, kill_group, read_end, start_python
-from profharness.runner.group import PART
+from profharness.runner.group import PART, results_in
 
 CHILD = (
     "import sys; from profharness.processes import end_with_parent; "
@@ -82,10 +81,11 @@ def run_group(
 ) -> Plain:
     """Run a group of `make_spec` and tell what came of it: group, folder, seconds, attempt, error
     (None where it is whole), lost (why the lane can do nothing more), and where the spec has `pack`
-    the folder's bytes and hash. on_step hears of its cells, on_start of the child.
+    the folder's bytes and hash, of a group that failed those of its part. on_step hears of its cells,
+    on_start of the child.
 
-    A spec may have `uuid`, the GPU to run on, and `cpus`, the cores. Nothing is raised: what fails
-    is the error.
+    A spec may have `uuid`, the GPU to run on, `gpu_key`, how to know it again, and `cpus`, the cores.
+    Nothing is raised: what fails is the error.
     """
     begin = time.monotonic()
     final = Path(spec["root"]) / spec["group"]
@@ -93,10 +93,15 @@ def run_group(
     try:
         if not final.is_dir():
             outcome |= _in_child(spec, on_step, on_start)
-        if outcome["error"] is None and spec.get("pack"):
-            outcome |= {"content_hash": content_hash(final), "packed": pack(final)}
-    except (OSError, ProfharnessError) as error:
-        outcome["error"] = str(error)
+        if spec.get("pack"):
+            left = final if final.is_dir() else own_part(final)
+            if outcome["error"] is None or results_in(left) > 0:
+                outcome |= {"content_hash": content_hash(left), "packed": pack(left)}
+    except OSError as error:
+        outcome["error"] = outcome["lost"] = str(error)
+    except Exception as error:
+        # a fault of this program: whoever called has to hear of it all the same
+        outcome["error"] = f"{type(error).__name__}: {error}"
     return {
         "group": spec["group"],
         "folder": str(final),
@@ -163,8 +168,15 @@ def _in_child(
 
 
 def run_spec(text: str) -> Plain:
-    """`run_group` for a spec as the text of its JSON, which a transport has no need to look into."""
-    return run_group(json.loads(text))
+    """`run_group` for a spec as the text of its JSON, which a transport has no need to look into.
+
+    It may have `seen`, a file of the campaign: a lane that does not see it works below `scratch`, and
+    packs what is done.
+    """
+    spec = json.loads(text)
+    if "seen" in spec and not Path(spec["seen"]).exists():
+        spec |= {"root": spec["scratch"], "pack": True}
+    return run_group(spec)
 
 
 def end_groups(at_once: bool) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+LEASES = "leases"  # in the folder of a campaign that tasks of an array may run
 BEAT_S = 10.0
 MISSED_BEATS = 3
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -157,6 +158,30 @@ class Watch:
                 with contextlib.suppress(FileExistsError):
                     os.link(aside, path)
             aside.unlink(missing_ok=True)
+
+
+class Leases:
+    """The leases on the groups of a campaign, in a folder that several hosts see. say: hears whose lease
+    was stale.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], object], beat_s: float = BEAT_S) -> None:
+        self._folder, self._say, self._beat_s = folder, say, beat_s
+        self._watch = Watch(beat_s)
+
+    def take(self, group: str, on_lost: Callable[[], object] = lambda: None) -> Lease | None:
+        """The lease on a group; None while another process has it."""
+        path = self._folder / group
+        if path.exists() and self._watch.is_stale(path):
+            self._say(f"group {group} is taken over from {self.holder(group)}")
+            self._watch.clear(path)
+        lease = Lease(path, on_lost, self._beat_s)
+        return lease if lease.take() else None
+
+    def holder(self, group: str) -> str:
+        """Which process has the lease on a group."""
+        holder = read_holder(self._folder / group)
+        return holder.text if holder else "another process"
 
 
 def _beside(path: Path, token: str) -> Path:

@@ -20,6 +20,7 @@ from profharness.jobs.window import OnStep
 from profharness.processes import kill_group
 from profharness.runner.group import SHARED_HOST
 
+OWN = ("uuid", "gpu_key", "cpus")  # of a lane, what its groups run on
 CORES = 2  # that a lane of a GPU has at least, where it has cores of its own
 SYSFS = Path("/sys")
 
@@ -117,7 +118,7 @@ class LocalLanes:
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:
         """Run a group on a lane, in a thread."""
         name = lane["lane"]
-        own = {key: lane[key] for key in ("uuid", "cpus") if lane.get(key)}
+        own = {key: lane[key] for key in OWN if lane.get(key)}
         own["shares_cores"] = "warning" in lane
 
         def work() -> None:

@@ -10,10 +10,12 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from profharness.errors import CaptureError
+from profharness.errors import CaptureError, TraceFormatError
+from profharness.run import read_run, unwritable
 from profharness.runner.group import publish
 
 BLOCK = 1 << 20
+PARCEL = ".parcel"  # ends the name of a folder that is being unpacked
 
 
 def content_hash(folder: Path) -> str:
@@ -43,20 +45,24 @@ def pack(folder: Path) -> bytes:
 def unpack(data: bytes, folder: Path, expected: str) -> bool:
     """Make the folder of what `pack` returned, whole or not at all; False where it is there already.
 
-    Raises CaptureError for what leaves the folder, is no regular file, or has another hash.
+    Raises CaptureError for what leaves the folder, is no regular file, has another hash or no record of
+    a run; UnwritableError for a folder that nothing can be written to.
     """
     if folder.exists():
         return False
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.parcel")
-    shutil.rmtree(part, ignore_errors=True)
+    part = folder.with_name(f".{folder.name}.{os.urandom(6).hex()}{PARCEL}")
     try:
         part.mkdir(parents=True)
         _extract(data, part)
         if content_hash(part) != expected:
             raise CaptureError(f"{folder.name}: what the lane sent has another hash than it said")
+        read_run(part)
         return publish(part, folder)
-    except (OSError, tarfile.TarError) as error:
-        raise CaptureError(f"{folder}: what the lane sent cannot be unpacked: {error}") from None
+    except (tarfile.TarError, TraceFormatError) as error:
+        raise CaptureError(f"{folder}: what the lane sent is no run folder: {error}") from None
+    except OSError as error:
+        # of the campaign: that is where one goes on
+        raise unwritable(folder.parent.parent, f"{folder.name}: {error.strerror}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -66,13 +72,16 @@ def _extract(data: bytes, part: Path) -> None:
         for member in archive:
             name = PurePosixPath(member.name)
             plain = member.isreg() and not member.issparse() and "\0" not in member.name
-            if not plain or name.is_absolute() or ".." in name.parts or not name.parts:
+            # no name that `_files` would pass over: the hash says nothing of it
+            hidden = any(part.startswith(".") for part in name.parts)
+            if not plain or name.is_absolute() or hidden or not name.parts:
                 raise CaptureError(f"what the lane sent holds {member.name!r}, which is refused")
             path = part.joinpath(*name.parts)
             path.parent.mkdir(parents=True, exist_ok=True)
             content = archive.extractfile(member)
             assert content is not None
-            # x: a name that comes twice is no folder that was packed here
+            if path.exists():
+                raise CaptureError(f"what the lane sent holds {member.name!r} twice")
             with content, path.open("xb") as file:
                 shutil.copyfileobj(content, file, BLOCK)
 

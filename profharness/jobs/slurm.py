@@ -5,6 +5,8 @@ There is no engine: tasks share the campaign's folder, and leases in it say who 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from profharness import __version__
 from profharness.errors import CaptureError, UsageError
-from profharness.files import atomic_file
+from profharness.files import atomic_file, check_output
 from profharness.jobs.campaign import (
     Campaign,
     Group,
@@ -29,16 +31,16 @@ from profharness.jobs.campaign import (
     tidy,
 )
 from profharness.jobs.lane import Plain, end_groups, own_part, run_group
-from profharness.jobs.lease import BEAT_S, MISSED_BEATS, Lease, Watch, read_holder
-from profharness.jobs.local import local_lanes
+from profharness.jobs.lease import BEAT_S, LEASES, MISSED_BEATS, Leases, host_name
+from profharness.jobs.local import OWN, local_lanes
 from profharness.jobs.window import TRIES, is_of_class
 from profharness.processes import let_through, run_briefly
-from profharness.run import Run, read_run
+from profharness.run import Run, class_word, read_run
+from profharness.runner.group import results_in
 
 PREFIX = "slurm:"
 LANES = 50  # that a campaign is cut for
 TASKS = 1000  # of an array, where Slurm is not told otherwise
-LEASES = "leases"
 LOOK_S = 1.0
 SBATCH_S = 60.0
 SCRIPT = """#!/bin/bash
@@ -54,18 +56,21 @@ SCRIPT = """#!/bin/bash
 """
 
 
-def script_file(scheduler: str, gpu: str | None, classes: int) -> Path:
+def script_file(scheduler: str, gpu: str | None, classes: int, out: Path) -> Path:
     """The file of `slurm:FILE`; of several classes of GPU each has one, `sweep-h100.sbatch`. Raises
-    UsageError where it is there already.
+    UsageError where it is there already or cannot be, and for a folder of runs that Slurm does not take.
     """
     named = scheduler.removeprefix(PREFIX)
     if not named:
         raise UsageError("--scheduler slurm: names no file for the script, as slurm:sweep.sbatch")
     file = Path(named)
     if classes > 1:
-        file = file.with_name(f"{file.stem}-{word(str(gpu))}{file.suffix}")
+        file = file.with_name(f"{file.stem}-{class_word(str(gpu))}{file.suffix}")
     if file.exists():
         raise UsageError(f"--scheduler slurm:{file}: already exists; name another, or delete it")
+    check_output(file, force=False)
+    if re.search(r"\s", str(out.absolute())):
+        raise UsageError(f"{out.absolute()}: Slurm takes no blanks in paths; choose another --out")
     return file
 
 
@@ -73,10 +78,10 @@ def write_script(file: Path, folder: Path, campaign: Campaign) -> int:
     """The script that runs a campaign as an array; its tasks, one a group, TASKS at most. Raises
     UsageError.
     """
-    kind = f"gpu:{word(campaign.gpu)}:1" if campaign.gpu else "gpu:1"
+    kind = f"gpu:{class_word(campaign.gpu)}:1" if campaign.gpu else "gpu:1"
     place = folder.absolute()
-    if re.search(r"\s", str(place)):
-        raise UsageError(f"{place}: Slurm takes no blanks in paths; choose another --out")
+    # whoever resumes the campaign beside the array knows by it
+    (folder / LEASES).mkdir()
     tasks = min(TASKS, len(campaign.groups))
     text = SCRIPT.format(
         folder=place,
@@ -88,11 +93,6 @@ def write_script(file: Path, folder: Path, campaign: Campaign) -> int:
     with atomic_file(file, force=False) as output:
         output.write(text.encode())
     return tasks
-
-
-def word(gpu: str) -> str:
-    """A class of GPU as Slurm's configuration usually has it, and as a part of a file's name."""
-    return re.sub(r"[^a-z0-9_.]+", "", gpu.casefold())
 
 
 def submit(file: Path) -> str:
@@ -117,8 +117,8 @@ class Task:
         self.folder, self._index, self._say, self._beat_s = folder, index, say, beat_s
         self._campaign = read_campaign(folder)
         self._run = read_run(folder)
-        self._leases = folder / LEASES
-        self._watch = Watch(beat_s)
+        self._tries = folder / LEASES
+        self._leases = Leases(self._tries, say, beat_s)
         self.done = 0  # groups that this lane has run
 
     def carry_out(self) -> Run | None:
@@ -126,11 +126,11 @@ class Task:
         if all are done. Raises CaptureError for a lane of another class than the campaign's.
         """
         lane = self._lane()
-        self._leases.mkdir(exist_ok=True)
+        self._tries.mkdir(exist_ok=True)
         try:
             self._run_groups(lane)
         finally:
-            run = merge(self.folder, self._campaign)
+            run = merge(self.folder)
         if open_groups(self.folder, self._campaign):
             return None
         tidy(self.folder)
@@ -169,19 +169,14 @@ class Task:
 
     def _took(self, group: Group, lane: Plain) -> bool:
         """Whether a group was free, and so was run here."""
-        path = self._leases / group.group
-        if path.exists() and self._watch.is_stale(path):
-            holder = read_holder(path)
-            self._say(f"group {group.group} is taken over from {holder.text if holder else '?'}")
-            self._watch.clear(path)
         taken = threading.Event()
 
         def end_mine() -> None:
             taken.set()
             end_groups(True)
 
-        lease = Lease(path, end_mine, self._beat_s)
-        if not lease.take():
+        lease = self._leases.take(group.group, end_mine)
+        if lease is None:
             return False
         try:
             # another lane may have ended it a moment ago
@@ -194,14 +189,23 @@ class Task:
     def _work(self, group: Group, lane: Plain, taken: threading.Event) -> None:
         """Run a group. taken: set where another lane has taken its lease over, which is no failure."""
         final = group_folder(self.folder, group.group)
-        own = {key: lane[key] for key in ("uuid", "cpus") if lane.get(key)}
-        errors = self._errors(group)
+        own = {key: lane[key] for key in OWN if lane.get(key)}
         spec = {**make_spec(self.folder, self._campaign, self._run, group), **own}
         # of a lane of another host that is gone
         part = fullest_part(final)
+        results = results_in(part) if part is not None else 0
         if part is not None and not own_part(final).exists():
             part.rename(own_part(final))
+        self._note_death(group, results)
+        errors = self._errors(group)
+        if len(errors) >= TRIES:
+            self._give_up(spec, errors)
+            return
+        begun = self._begun_file(group)
+        begun.write_text(f"{results} {host_name().split()[0]} {os.getpid()}", encoding="utf-8")
         outcome = run_group({**spec, "attempt": len(errors) + 1})
+        if not taken.is_set():
+            begun.unlink(missing_ok=True)
         if outcome["error"] is None:
             self.done += 1
             self._say(f"group {group.group}: {outcome['seconds']:.1f} s")
@@ -211,12 +215,28 @@ class Task:
             return
         if outcome["lost"]:
             raise CaptureError(f"{self.folder}: this lane can run no group: {outcome['error']}")
-        self._say(f"group {group.group} failed: {outcome['error']}")
-        with self._errors_file(group).open("a", encoding="utf-8") as file:
-            file.write(" ".join(str(outcome["error"]).split()) + "\n")
+        self._note_error(group, str(outcome["error"]))
         if len(errors) + 1 >= TRIES:
-            words = f"the group failed {TRIES} times; the last time: {outcome['error']}"
-            fail_group(self.folder, spec, words)
+            self._give_up(spec, self._errors(group))
+
+    def _note_death(self, group: Group, results: int) -> None:
+        """Count a try whose lane ended in the middle, with what it ran, as where memory is short; not
+        one that had a result: lanes end for other reasons too.
+        """
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            before, host, pid = self._begun_file(group).read_text(encoding="utf-8").split()
+            self._begun_file(group).unlink()
+            if results <= int(before):
+                self._note_error(group, f"process {pid} of host {host} ended in the middle of it")
+
+    def _note_error(self, group: Group, error: str) -> None:
+        self._say(f"group {group.group} failed: {error}")
+        with self._errors_file(group).open("a", encoding="utf-8") as file:
+            file.write(" ".join(error.split()) + "\n")
+
+    def _give_up(self, spec: Plain, errors: Sequence[str]) -> None:
+        words = f"the group failed {TRIES} times; the last time: {errors[-1]}"
+        fail_group(self.folder, spec, words)
 
     def _errors(self, group: Group) -> list[str]:
         """What the tries of a group by any lane ended with, a line each."""
@@ -226,4 +246,8 @@ class Task:
             return []
 
     def _errors_file(self, group: Group) -> Path:
-        return self._leases / f"{group.group}.errors"
+        return self._tries / f"{group.group}.errors"
+
+    def _begun_file(self, group: Group) -> Path:
+        """There while a group is run: how many results it had before, and who runs it."""
+        return self._tries / f"{group.group}.begun"

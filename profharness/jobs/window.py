@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from profharness.errors import CaptureError, Interrupted
+from profharness.errors import CaptureError, Interrupted, UnwritableError
 from profharness.jobs.campaign import (
     Campaign,
     Group,
@@ -26,9 +26,9 @@ from profharness.jobs.campaign import (
     read_campaign,
     tidy,
 )
-from profharness.jobs.parcel import unpack
+from profharness.jobs.lease import LEASES, Lease, Leases
 from profharness.processes import deferred, let_through
-from profharness.run import Cell, Run, read_run
+from profharness.run import Cell, Run, read_run, unwritable
 from profharness.runner.capture import locked
 from profharness.runner.supervise import Progress, Step
 
@@ -37,6 +37,7 @@ LANE_TRIES = 3  # groups in a row that a lane may fail at without any success
 POLL_S = 0.1
 LEAVING_S = 5.0
 LANES_S = 30.0  # that a lane may take to come up, or to come back
+LOOK_S = 1.0  # between two looks at who has the lease on a group
 CPU = "cpu"
 
 Plain = dict[str, Any]
@@ -55,7 +56,9 @@ class Transport(Protocol):
         ...
 
     def next_done(self, timeout_s: float, /) -> tuple[str, Plain] | None:
-        """A lane's name and what `run_group` returned there; None when nothing came in that time."""
+        """A lane's name and what `run_group` returned there, its folder in its place, or why that cannot
+        be written to under `unwritable`; None when nothing came in that time.
+        """
         ...
 
     def end(self, lane: Plain, /) -> None:
@@ -95,6 +98,13 @@ class _Task:
     group: Group
     errors: list[str] = field(default_factory=list)
     failed_on: set[str] = field(default_factory=set)
+    lease: Lease | None = None  # in a campaign that tasks of an array may run too
+    not_before: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """Where the group stands when it is done."""
+        return group_folder(self.sweep.folder, self.group.group)
 
 
 @dataclass
@@ -105,6 +115,14 @@ class _Lane:
     task: _Task | None = None
     done: int = 0
     failed: list[str] = field(default_factory=list)  # its errors since its last success
+
+    def release(self) -> _Task | None:
+        """What it had to do, which others may do now."""
+        task, self.task = self.task, None
+        if task is not None and task.lease is not None:
+            task.lease.end()
+            task.lease = None
+        return task
 
 
 class Window:
@@ -139,20 +157,29 @@ class Window:
         self._done = self._total - sum(map(_steps, self._queue))
         self._seen = time.monotonic()  # when there was a lane for a group that waits, or could be
         self._estimated = self._measured = 0.0
+        self._leases = {
+            sweep.folder: Leases(sweep.folder / LEASES, self._say)
+            for sweep in self.sweeps
+            if (sweep.folder / LEASES).is_dir()
+        }
 
     def carry_out(self) -> None:
         """All groups, then run.json of each campaign. Raises Interrupted after the first interrupt, once
-        the groups that run have ended, or at the second; CaptureError when no lane is left.
+        the groups that run have ended, or at the second; CaptureError when no lane is left, or the
+        folder cannot be written to.
         """
         with ExitStack() as locks, deferred():
             for sweep in self.sweeps:
                 locks.enter_context(locked(sweep.folder))
             try:
                 self._feed_until_done()
+            except OSError as error:
+                place = f"{error.filename or 'its groups'}: {error.strerror}"
+                raise unwritable(self._unfinished(), place) from None
             finally:
                 # what the lanes have done is told even where they did not do all
                 for sweep in self.sweeps:
-                    merge(sweep.folder, sweep.campaign)
+                    merge(sweep.folder)
             for sweep in self.sweeps:
                 tidy(sweep.folder)
 
@@ -190,9 +217,13 @@ class Window:
                 self.transport.end(lane.description)
             deadline = time.monotonic() + seconds
             while self._busy() and time.monotonic() < deadline:
-                done = self.transport.next_done(POLL_S)
-                if done is not None and done[0] in self._lanes:
-                    self._lanes[done[0]].task = None
+                # a scheduler that is gone was told of before
+                with suppress(CaptureError):
+                    done = self.transport.next_done(POLL_S)
+                    if done is not None and done[0] in self._lanes:
+                        self._lanes[done[0]].release()
+        for lane in self._lanes.values():
+            lane.release()
 
     def _unfinished(self) -> Path:
         """The folder of the first campaign that has a group left."""
@@ -221,8 +252,8 @@ class Window:
         for name in [name for name in self._lanes if name not in here]:
             self._some_left = True
             lane = self._lanes.pop(name)
-            if lane.task is not None:
-                self._failed(lane, lane.task, "its lane is gone")
+            if (task := lane.release()) is not None:
+                self._failed(lane, task, "its lane is gone")
 
     def _feed(self) -> None:
         for name, lane in tuple(self._lanes.items()):
@@ -234,13 +265,38 @@ class Window:
 
     def _next(self, name: str, lane: _Lane) -> _Task | None:
         """The first group for this lane that did not fail on it, unless it failed on every other too."""
-        for task in self._queue:
-            if task.sweep.takes(lane.description) and (
-                name not in task.failed_on or self._fitting(task) <= task.failed_on
+        for task in tuple(self._queue):
+            if not task.sweep.takes(lane.description) or (
+                name in task.failed_on and not self._fitting(task) <= task.failed_on
             ):
-                self._queue.remove(task)
+                continue
+            if not self._free(task):
+                continue
+            self._queue.remove(task)
+            if not task.folder.is_dir():
                 return task
+            # another lane was quicker
+            if task.lease is not None:
+                task.lease.end()
+            self._count(task)
         return None
+
+    def _free(self, task: _Task) -> bool:
+        """Whether nobody else works on a group: a task of an array, or somebody who resumes on another
+        host. It is this client's then.
+        """
+        leases = self._leases.get(task.sweep.folder)
+        if leases is None:
+            return True
+        if time.monotonic() < task.not_before:
+            return False
+        group = task.group.group
+        task.lease = leases.take(group)
+        if task.lease is None:
+            if not task.not_before:
+                self._say(f"group {group} is left to {leases.holder(group)}, which works on it")
+            task.not_before = time.monotonic() + LOOK_S
+        return task.lease is not None
 
     def _fitting(self, task: _Task) -> set[str]:
         """The lanes that are of the class of a group."""
@@ -250,14 +306,12 @@ class Window:
         lane = self._lanes.get(name)
         if lane is None or lane.task is None or lane.task.group.group != outcome["group"]:
             return  # of a lane that was given up
-        task, lane.task = lane.task, None
-        folder, error = group_folder(task.sweep.folder, task.group.group), outcome["error"]
-        if error is None and outcome.get("packed"):
-            try:
-                unpack(outcome["packed"], folder, outcome["content_hash"])
-            except CaptureError as failure:
-                error = str(failure)
-        if error is None and folder.is_dir():
+        task, error = lane.task, outcome["error"]
+        lane.release()
+        if outcome.get("unwritable"):
+            # of this host: no other lane fares better, and the lane still has what it did
+            raise UnwritableError(outcome["unwritable"])
+        if error is None and task.folder.is_dir():
             lane.failed.clear()
             self._estimated += task.group.seconds
             self._measured += float(outcome["seconds"])

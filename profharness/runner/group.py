@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from profharness.environment import visible_gpus
-from profharness.errors import ProfharnessError
+from profharness.errors import ProfharnessError, UnwritableError
 from profharness.files import exclusive
 from profharness.run import GPU, RUN_FILE, Problem, Run, read_run, write_run
 from profharness.runner.capture import LOCK_FILE, carry_on, write_folder
@@ -39,7 +39,7 @@ SHARED_HOST = Problem(
 
 def main() -> None:
     """A spec on stdin, steps and how it went on stdout, a line each. root, group: the folder's place and
-    name; part: where it stands meanwhile; run, backends, python: what is run; uuid, cpus: where;
+    name; part: where it stands meanwhile; run, backends, python: what is run; gpu_key, cpus: where;
     shares_cores: with other lanes.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -47,29 +47,28 @@ def main() -> None:
     if spec.get("cpus"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, spec["cpus"])
-    part, error = Path(spec["part"]), None
+    part, error, lost = Path(spec["part"]), None, None
     try:
         make_part(part, spec)
         _wait_for(part)
         carry_on(part, _Steps())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGTERM)
-    except (ProfharnessError, OSError) as failure:
+    except (UnwritableError, OSError) as failure:
+        error = lost = str(failure)
+    except ProfharnessError as failure:
         error = str(failure)
-    lost = _lost(spec.get("uuid"), part, error)
-    if lost:
+    if lost is None and (lost := _lost(spec.get("gpu_key"), part, error)):
         # what failed on it says nothing of the cells
         shutil.rmtree(part, ignore_errors=True)
         error = lost
     elif error is not None and results_in(part) < 1:
-        lost = (
-            error  # no worker starts here, or nothing can be written: another group fares no better
-        )
+        lost = error  # no worker starts here: another group fares no better
     if error is None:
         try:
             _publish(part, spec)
         except (ProfharnessError, OSError) as failure:
-            error = str(failure)
+            error = lost = str(failure)
     print(json.dumps({"error": error, "lost": lost}), flush=True)
 
 
@@ -119,13 +118,13 @@ def _wait_for(part: Path) -> None:
         time.sleep(QUIET_S)
 
 
-def _lost(uuid: str | None, part: Path, error: str | None) -> str | None:
+def _lost(gpu_key: str | None, part: Path, error: str | None) -> str | None:
     """Why the GPU of the lane can compute nothing more, if something went wrong."""
-    if uuid is None:
+    if gpu_key is None:
         return None
     if error is None and not any(cell.status in FAILED for cell in read_run(part).cells):
         return None
-    if any(gpu.uuid == uuid for gpu in visible_gpus()):
+    if any(gpu.key == gpu_key for gpu in visible_gpus()):
         return None
     return "its GPU does not answer any more"
 

@@ -145,7 +145,7 @@ def test_a_worker_that_is_killed_costs_no_cell_and_leaves_no_orphan(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as if no lane saw the folder of the campaign: what is done comes back packed
-    monkeypatch.setattr(Cluster, "_sees", lambda *_: False)
+    monkeypatch.setattr(Cluster, "_seen", lambda *_: str(tmp_path / "nowhere"))
     killed: list[int] = []
 
     def kill_one() -> None:

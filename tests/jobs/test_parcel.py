@@ -10,11 +10,12 @@ import pytest
 
 from profharness.errors import CaptureError
 from profharness.jobs.parcel import content_hash, pack, unpack
+from profharness.run import Protocol, Run, write_run
 
 
 def run_folder(path: Path) -> Path:
     (path / "sources").mkdir(parents=True)
-    (path / "run.json").write_text('{"run": "r"}')
+    write_run(path, Run("r", "", (), Protocol(), ()))
     (path / "sources" / "naive.py").write_text("x = 1\n")
     (path / ".lock").write_text("process 1")
     return path
@@ -52,6 +53,7 @@ def test_a_folder_comes_back_as_it_was_and_once(tmp_path: Path) -> None:
         archive("link", tarfile.LNKTYPE),
         archive("pipe", tarfile.FIFOTYPE),
         archive("twice", count=2),
+        archive(".hidden"),
         b"no archive at all",
         pack(Path(__file__).parent / "nowhere"),
     ],

@@ -118,9 +118,9 @@ def test_a_group_that_fails_three_times_is_given_up(place: Path) -> None:
 def test_a_file_that_is_there_is_not_overwritten(place: Path) -> None:
     (place / "sweep.sbatch").write_text("mine")
     with pytest.raises(UsageError, match="already exists"):
-        script_file("slurm:sweep.sbatch", None, 1)
+        script_file("slurm:sweep.sbatch", None, 1, place)
     with pytest.raises(UsageError, match="names no file"):
-        script_file("slurm:", None, 1)
+        script_file("slurm:", None, 1, place)
     done = CliRunner().invoke(cli, ["capture", "--config", "1,1,8,8", "--submit"])
     assert isinstance(done.exception, UsageError) and "--submit" in str(done.exception)
 
