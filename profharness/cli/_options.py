@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import shlex
 import shutil
@@ -55,6 +56,18 @@ store_option = click.option(
     show_envvar=True,
     help="The SQLite file with everything that was captured or ingested.",
 )
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range; `nan` and `inf` lie in none."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
 
 
 def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -152,7 +165,7 @@ def timeout_option(default_s: float, text: str) -> Callable[[F], F]:
     return click.option(
         "--timeout",
         "timeout_s",
-        type=click.FloatRange(0.1),
+        type=FiniteRange(0.1),
         default=int(default_s),
         show_default=True,
         help=text,

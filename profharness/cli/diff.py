@@ -12,6 +12,7 @@ from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import BACKEND_CHANGED, COSTS, VERDICTS, Diff
 from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.cli._options import (
+    FiniteRange,
     complete_sides,
     config_options,
     emit,
@@ -40,7 +41,7 @@ from profharness.views.diff import cost_text, diff_document, layer_text
 )
 @click.option(
     "--threshold",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=stats.THRESHOLD,
     help="The smallest relative change of a time that counts.  [default: 0.03]",
 )

@@ -28,6 +28,7 @@ from profharness.answers.explain.rules import (
     skipped_text,
 )
 from profharness.cli._options import (
+    FiniteRange,
     backend_option,
     capture_progress,
     config_options,
@@ -102,7 +103,7 @@ class Question:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=120.0,
     show_default=True,
     metavar="SECONDS",

@@ -9,7 +9,7 @@ import click
 from profharness import stats
 from profharness.answers.ranks import compare_ranks
 from profharness.answers.ranks.model import CODES
-from profharness.cli._options import complete_runs, emit, output_options, store_option
+from profharness.cli._options import FiniteRange, complete_runs, emit, output_options, store_option
 from profharness.config import split_names
 from profharness.errors import GateError, UsageError
 from profharness.store import open_store
@@ -22,7 +22,7 @@ ANY = "any"
 @click.argument("runs", metavar="[RUN_OR_FOLDER]...", nargs=-1, shell_complete=complete_runs)
 @click.option(
     "--threshold",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=stats.THRESHOLD,
     help="How much longer kernels must take to be called slow.  [default: 0.03]",
 )

@@ -247,7 +247,8 @@ def check_address(url: str, *, insecure: bool) -> None:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise UsageError(f"--scheduler {url}: {error}; say host and port, {EXAMPLE}") from None
-    if parts.scheme not in ("tls", "tcp") or not host or port is None:
+    # Dask would look up all of user@host as a host's name
+    if parts.scheme not in ("tls", "tcp") or not host or port is None or "@" in parts.netloc:
         raise UsageError(f"--scheduler {url}: say host and port, {EXAMPLE}")
     if parts.scheme == "tcp" and not insecure and not _is_loopback(host):
         raise UsageError(

@@ -61,7 +61,7 @@ TO_DEVICE, TO_BACKWARD = _word(b'ac2g", "'), _word(b'fwdbwd",')
 # by the number of digits: what of eight bytes is kept, and zeros for the rest
 KEEP = np.array([((1 << 64) - 1) & ~((1 << 8 * (8 - n)) - 1) for n in range(9)], np.uint64)
 ZEROS = np.uint64(0x3030303030303030)
-CORRELATED, EXTERNAL = b'"correlation": ', _word(b'"Externa')
+CORRELATED, CORRELA, EXTERNAL = b'"correlation": ', _word(b'"correla'), _word(b'"Externa')
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,8 +396,8 @@ class Segment:
         # most have as many digits as the last has
         last = self.text.rfind(CORRELATED, 0, int(end[-1])) + len(CORRELATED) if len(end) else 0
         width = last - 8 - int(end[-1]) if len(end) else 0
-        widths = range(-9, -19, -1)
-        return end + self.distances(end, CORRELATION, _first(width, widths)) + 8, end
+        at = self.distances(end, CORRELATION, _first(width, range(-9, -19, -1)))
+        return end + np.where(self.word(end + at - 7) == CORRELA, at, 0) + 8, end
 
     def heads(self, events: Ints) -> list[bytes]:
         """The text of each span's head without the comma behind it."""
@@ -514,9 +514,9 @@ class Lines:
         )
         near = text.find(CORRELATED, int(begins[0])) - int(begins[0]) if len(begins) else 0
         places = begins + near
-        for row in np.flatnonzero(
-            segment.word(places + len(CORRELATED) - 8) != CORRELATION
-        ).tolist():
+        off = segment.word(places) != CORRELA
+        off |= segment.word(places + len(CORRELATED) - 8) != CORRELATION
+        for row in np.flatnonzero(off).tolist():
             places[row] = text.find(CORRELATED, int(begins[row]), int(ends[row]))
         places = np.where(places < begins, begins, places + len(CORRELATED))
         behind = segment.behind_digits(places)

@@ -108,6 +108,14 @@ def test_diff_gates_on_a_changed_status(store: Path) -> None:
     assert same.exit_code == 0, same.output
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1"])
+def test_a_threshold_is_a_finite_number_above_zero(value: str) -> None:
+    for name, *arguments in (("diff", "flash", "math"), ("ranks",)):
+        done = invoke(name, *arguments, "--threshold", value)
+        assert done.exit_code == 2
+        assert "Invalid value for '--threshold'" in done.output
+
+
 def test_runs_lists_and_deletes(store: Path) -> None:
     (row,) = json.loads(invoke("runs", "--store", store, "--format", "json").stdout)["rows"]
     assert (row["run"], row["cells"], row["failed_cells"]) == ("20250102-030405-ab12", 3, 1)

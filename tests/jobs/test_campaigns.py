@@ -17,11 +17,12 @@ from kill_lanes import CELLS, Trial, stand_in
 from waiting import until
 
 from profharness.config import expand_configs
-from profharness.errors import CaptureError, Interrupted, UsageError
+from profharness.errors import CaptureError, Interrupted, UnwritableError, UsageError
 from profharness.jobs import campaign, capture_into_store, resume_into_store
 from profharness.jobs.campaign import Campaign, Group, cut_groups, group_folder, plan_campaign
+from profharness.jobs.lease import LEASES, Leases
 from profharness.jobs.window import OnStep, Plain, Window, duration
-from profharness.run import BenchPlan, CaptureOptions, Fleet, Protocol, Run, read_run
+from profharness.run import BenchPlan, CaptureOptions, Fleet, Protocol, Run, gpu_classes, read_run
 from profharness.runner.capture import plan_capture, write_folder
 from profharness.runner.group import make_part, publish
 from profharness.runner.supervise import Step
@@ -248,6 +249,70 @@ def test_no_lane_left_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None
     again = Window([made.sweeps[0].folder], lanes)
     again.carry_out()
     assert {cell.status for cell in read_run(made.sweeps[0].folder).cells} == {"ok"}
+
+
+def test_a_full_disk_at_the_client_ends_it_and_counts_no_try(tmp_path: Path) -> None:
+    lanes = Lanes("a")
+    lanes.fates["g1"] = {"unwritable": "groups: No space left on device"}
+    made, said = window(tmp_path, lanes)
+    with pytest.raises(UnwritableError, match="No space left"):
+        made.carry_out()
+    assert [group for _, group in lanes.given] == ["g0", "g1"]
+    assert not any("tried again" in text for text in said)
+    lanes.fates.clear()
+    Window([made.sweeps[0].folder], lanes).carry_out()
+    assert {cell.status for cell in read_run(made.sweeps[0].folder).cells} == {"ok"}
+
+
+def test_a_campaign_is_read_with_the_groups_that_are_done(tmp_path: Path) -> None:
+    lanes = Lanes("a")
+    lanes.fates["g1"] = {"unwritable": "groups: No space left on device"}
+    made, _ = window(tmp_path, lanes)
+    folder = made.sweeps[0].folder
+    planned_run = (folder / "run.json").read_bytes()
+    with pytest.raises(UnwritableError):
+        made.carry_out()
+    # as a client leaves it that was killed before it could merge
+    (folder / "run.json").write_bytes(planned_run)
+    statuses = Counter(cell.status for cell in read_run(folder).cells)
+    assert statuses == {"ok": 2, "pending": 10}
+
+
+def test_a_group_that_an_array_works_on_is_left_to_it(tmp_path: Path) -> None:
+    lanes = Lanes("a")
+    made, _ = window(tmp_path, lanes, 2)
+    folder = made.sweeps[0].folder
+    (folder / LEASES).mkdir()
+    leases = Leases(folder / LEASES, print)
+    held = leases.take("g0")
+    assert held is not None
+    said: list[str] = []
+
+    def say(step: Step) -> None:
+        said.append(step.notice or "")
+        if step.notice and "g0 is left to" in step.notice:
+            held.end()
+
+    Window([folder], lanes, say).carry_out()
+    assert [group for _, group in lanes.given] == ["g1", "g0"]
+    assert any("g0 is left to" in text for text in said)
+    assert list((folder / LEASES).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("H100,h100", "one class"),
+        ("cpu,CPU", "one class"),
+        (" , ", "no name"),
+        ("", "no name"),
+        (("H100", "H200,"), "no name"),
+    ],
+)
+def test_classes_without_a_name_or_named_twice_are_refused(given: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        gpu_classes(given)
+    assert gpu_classes(("H100,H200", "B200")) == ("H100", "H200", "B200")
 
 
 def test_a_lane_with_a_problem_takes_no_part(tmp_path: Path) -> None:

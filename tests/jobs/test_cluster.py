@@ -195,6 +195,7 @@ def test_a_campaign_whose_scheduler_is_killed_goes_on_elsewhere(
         ("tls://head", "say host and port"),
         ("tls://head:x", "say host and port"),
         ("http://head:8786", "say host and port"),
+        ("tcp://x@localhost:8786", "say host and port"),
         ("tcp://head:8786", "--insecure"),
         ("tcp://10.0.0.7:8786", "--insecure"),
     ],

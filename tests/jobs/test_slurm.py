@@ -115,6 +115,33 @@ def test_a_group_that_fails_three_times_is_given_up(place: Path) -> None:
     assert sum("failed" in line for line in said) == 3
 
 
+def test_a_group_that_takes_its_lane_with_it_three_times_is_given_up(place: Path) -> None:
+    planned(place, Fleet("slurm:sweep.sbatch"), lengths="8")
+    (folder,) = (place / "runs").iterdir()
+    (group,) = campaigns.read_campaign(folder).groups
+    # two that were killed with their children, and left no word; then a third
+    (folder / "leases" / f"{group.group}.errors").write_text("killed\nkilled\n")
+    (folder / "leases" / f"{group.group}.begun").write_text("0 node7 4711")
+    said: list[str] = []
+    run = Task(folder, 0, said.append, beat_s=0.05).carry_out()
+    assert run is not None and [cell.status for cell in run.cells] == ["crashed"]
+    assert "process 4711 of host node7 ended in the middle" in str(run.cells[0].message)
+
+
+def test_what_is_refused_leaves_no_planned_folder(place: Path) -> None:
+    for out, file in (("a b", "sweep.sbatch"), ("runs", "missing/sweep.sbatch")):
+        options = CaptureOptions(
+            ("events",), place / out, Protocol(device="cpu"), fleet=Fleet(f"slurm:{file}")
+        )
+        with pytest.raises(UsageError):
+            capture_into_store(expand_configs("1,1,8,8"), ["math"], place / "s.db", options)
+        assert not (place / out).exists()
+    planned(place, Fleet("slurm:sweep.sbatch"), lengths="8")
+    (folder,) = (place / "runs").iterdir()
+    with pytest.raises(UsageError, match="sbatch FILE"):
+        resume_into_store(folder, place / "s.db", lanes=Fleet("slurm:other.sbatch"))
+
+
 def test_a_file_that_is_there_is_not_overwritten(place: Path) -> None:
     (place / "sweep.sbatch").write_text("mine")
     with pytest.raises(UsageError, match="already exists"):

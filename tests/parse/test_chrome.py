@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -114,6 +115,14 @@ def test_lines_tell_what_the_decoder_tells(
     assert any(taken) or source == "installed"  # other releases may have other layouts
     monkeypatch.setattr(Lines, "take", lambda *_: False)
     assert shape() == by_lines
+
+
+def test_a_key_that_ends_as_correlation_does_is_another_one(tmp_path: Path) -> None:
+    text = gzip.decompress(DATA.read_bytes())
+    path = tmp_path / "trace.json"
+    path.write_bytes(re.sub(rb'("correlation": \d+)\n', rb'\1, "duration": 1234\n', text))
+    with parsed(path, processes=1) as trace:
+        assert actual_rows(trace) == expected_rows(DATA)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
