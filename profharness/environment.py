@@ -38,6 +38,7 @@ EXTRAS = {
         {"distributed": "distributed", "cryptography": "cryptography"},
         "lanes of many hosts through Dask",
     ),
+    "shards": Extra({"duckdb": "duckdb"}, "launches beside the store (`ingest --launches shards`)"),
     "web": Extra({"datasette": "datasette"}, "`profharness serve`"),
 }
 

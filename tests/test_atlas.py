@@ -270,9 +270,14 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     ):
         make_atlas.new_shard(tmp_path, environment | {"gpu": "NVIDIA H100"}, 0)
     assert make_atlas.new_shard(tmp_path, environment, 0).path.name == "shard-0002.jsonl"
-    (tmp_path / "shard-0003.jsonl").write_text('{"config": "b1-h1-s1-d8"}\n')
-    with pytest.raises(UsageError, match="not a shard of an atlas of version 1"):
-        list(make_atlas.lines_of(tmp_path / "shard-0003.jsonl"))
+    for line, why in (
+        ('{"config": "b1-h1-s1-d8"}', "line 1: no backend"),
+        ('{"config": "b1-h1-s1-d8", "backend": "math", "status": "ok"}', "not a shard of an atlas"),
+        ('{"atlas": 2}', "not a shard of an atlas of version 1"),
+    ):
+        (tmp_path / "shard-0003.jsonl").write_text(f"{line}\n")
+        with pytest.raises(UsageError, match=why):
+            list(make_atlas.lines_of(tmp_path / "shard-0003.jsonl"))
     (tmp_path / "shard-0003.jsonl").write_text('{"atlas": 1}\n{"conf\n{}\n')
     with pytest.raises(UsageError, match="line 2"):
         list(make_atlas.lines_of(tmp_path / "shard-0003.jsonl"))
