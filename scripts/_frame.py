@@ -25,6 +25,8 @@ from profharness.run import Cell, read_run, write_run
 from profharness.stats import Series
 from profharness.store import ingest_path, open_store
 
+# a program that is installed has its bytecode; without it each process compiles its modules anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 HERE = Path(__file__).resolve().parent
 CELLS = (str(HERE / "bench_configs.txt"), "auto", *SDPA_BACKENDS)
 PROGRAM = """
