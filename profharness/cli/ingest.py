@@ -13,14 +13,14 @@ import click
 
 import profharness.store as stores
 from profharness.cli._options import hint, quiet_stdout, store_option
-from profharness.errors import ProfharnessError, shown
+from profharness.errors import ProfharnessError, pip_line, shown
 from profharness.files import shell_command
 from profharness.jobs.side_by_side import Taken, readers_of, take_in
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
 from profharness.store.shards import (
+    EXTRA,
     HINTED_LAUNCHES,
-    INSTALL,
     move_launches,
     require_parquet,
     tidy,
@@ -176,7 +176,7 @@ def _hint_at_size(store: Path) -> None:
     if (count := tidy(store)) > HINTED_LAUNCHES:
         hint(
             f"{store} holds {count:,} launches; --launches shards keeps them beside it, and moves those "
-            f"of sources that are named again ({INSTALL})"
+            f"of sources that are named again ({pip_line(EXTRA)})"
         )
 
 

@@ -6,6 +6,7 @@ is removed by the next writer.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import re
@@ -18,15 +19,14 @@ from typing import Any
 
 import xxhash
 
-from profharness.errors import StoreError
+from profharness.errors import StoreError, pip_line
 from profharness.store.schema import connect, transaction
 from profharness.store.tables import VIEWS
 
 HINTED_LAUNCHES = 50_000_000
-INSTALL = "pip install 'profharness[shards]'"
+EXTRA = "shards"
 _OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.parquet(\.tmp)?")
 _OF_LAUNCHES = ("kernel_launches", "kernel_metrics")  # views
-_CHUNK = 1 << 20
 
 
 def move_launches(store: Path, run: str) -> int:
@@ -102,7 +102,8 @@ def load_launches(connection: sqlite3.Connection, traces: Sequence[int] | None =
     files = dict(connection.execute("SELECT trace_id, file FROM launch_shards").fetchall())
     asked = [row[0] for row in connection.execute("SELECT id FROM traces ORDER BY id")]
     if traces is not None:
-        asked = [trace for trace in asked if trace in set(traces)]
+        wanted = set(traces)
+        asked = [trace for trace in asked if trace in wanted]
     shadowed = _is_shadowed(connection)
     if not files or not (shadowed or files.keys() & set(asked)):
         return
@@ -228,11 +229,9 @@ def _new_path(connection: sqlite3.Connection, content_hash: str) -> Path:
 
 
 def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        digest: str = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    return digest
 
 
 def _settle(part: Path, path: Path) -> None:
@@ -252,4 +251,4 @@ def require_parquet(what: str) -> Any:
     try:
         return importlib.import_module("profharness.store.parquet")
     except ImportError:
-        raise StoreError(f"{what}, and duckdb is not installed: {INSTALL}") from None
+        raise StoreError(f"{what}, and duckdb is not installed: {pip_line(EXTRA)}") from None

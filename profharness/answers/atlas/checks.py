@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from profharness.config import AUTO, SDPA_BACKENDS, parse_config
+from profharness.config import AUTO, SDPA_BACKENDS, Config, parse_config
 from profharness.dispatch.machine import parse_release
 from profharness.errors import UsageError
 
@@ -15,7 +15,6 @@ STATUSES = ("ok", "refused", "oom", "error")
 BACKENDS = (AUTO, *SDPA_BACKENDS)
 CHOICES = (*SDPA_BACKENDS, "none", "unknown")
 NEEDED = ("config", "backend", "status")
-HEADS = ("atlas",)  # of a line that is no cell
 LARGEST = 1 << 62  # a column has signed integers of 64 bits
 
 
@@ -27,7 +26,7 @@ def line_fault(row: Mapping[str, Any]) -> str | None:
             return _fault("environment", environment, "an object")
         return _first(environment, ENVIRONMENT)
     missing = next((name for name in NEEDED if row.get(name) is None), None)
-    if missing and not {*HEADS} & {*row}:
+    if missing and "atlas" not in row:  # which is the head of a shard
         return f"no {missing}: a cell has {', '.join(NEEDED)}"
     return _first(row, CELL)
 
@@ -64,16 +63,18 @@ def _is_release(value: object) -> bool:
         return False
 
 
-def _is_config(value: object) -> bool:
-    return isinstance(value, str) and _parses(value)
-
-
 @lru_cache(maxsize=16)
-def _parses(text: str) -> bool:
-    """The cells of a config follow each other."""
+def parsed(label: str) -> Config:
+    """The config of a cell; the cells of one follow each other. Raises UsageError."""
+    return parse_config(label)
+
+
+def _is_config(value: object) -> bool:
     try:
-        config = parse_config(text)
+        config = parsed(value) if isinstance(value, str) else None
     except UsageError:
+        config = None
+    if config is None:
         return False
     sizes = (config.batch, config.num_heads, config.num_kv_heads, config.head_dim)
     return min(*sizes, config.seq_len_q, config.seq_len_kv) > 0

@@ -14,7 +14,7 @@ import struct
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -22,8 +22,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from profharness.answers.atlas.checks import line_fault, machine_fault
-from profharness.config import Config, parse_config
+from profharness.answers.atlas.checks import line_fault, machine_fault, parsed
+from profharness.config import Config
 from profharness.errors import ProfharnessError, UsageError, shown
 from profharness.files import atomic_file
 
@@ -509,7 +509,7 @@ def cell_of(row: Mapping[str, Any]) -> AtlasCell:
         for (name, grid, block, registers, shared), time in zip(names, times, strict=True)
     )
     return AtlasCell(
-        config=_parsed(row["config"]),
+        config=parsed(row["config"]),
         backend=row["backend"],
         regime=row.get("regime") or "",
         status=row["status"],
@@ -520,12 +520,6 @@ def cell_of(row: Mapping[str, Any]) -> AtlasCell:
         peak_bytes=row.get("peak_bytes"),
         message=row.get("message"),
     )
-
-
-@lru_cache(maxsize=16)
-def _parsed(label: str) -> Config:
-    """The cells of a config follow each other."""
-    return parse_config(label)
 
 
 def _triple(sizes: list[int] | None) -> Dim3 | None:
