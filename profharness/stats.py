@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -205,11 +205,7 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
     freedom = sum(sizes) - len(sizes)
     if len(turns) == len(sizes) or freedom < 1:
         return None
-    random = np.random.default_rng(SEED)
-    counts = np.concatenate(
-        [random.multinomial(n, [1 / n] * n, size=BOOTSTRAP_RESAMPLES) for n in sizes], axis=1
-    )
-    medians = _weighted_medians(np.asarray(samples, dtype=np.float64), blocks, counts)
+    medians = _weighted_medians(np.asarray(samples), blocks, _draws(tuple(sizes)))
     middle = summarize(samples).median
     low, high = (float(edge) for edge in np.percentile(medians, [2.5, 97.5]))
     # what drawing from so few blocks leaves out
@@ -217,14 +213,37 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
     return middle - scale * (middle - low), middle + scale * (high - middle)
 
 
+@lru_cache(maxsize=4)  # the cells of a run have as many turns as each other
+def _draws(sizes: tuple[int, ...]) -> Any:
+    """How often each block is drawn, a row a resample; sizes: the blocks of each process."""
+    np = _numpy()
+    random = np.random.default_rng(SEED)
+    drawn = [random.multinomial(n, [1 / n] * n, size=BOOTSTRAP_RESAMPLES) for n in sizes]
+    return np.concatenate(drawn, axis=1, dtype=np.int32)
+
+
 def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
     """The median of x for each row of counts, which says how often each block is drawn."""
     np = _numpy()
-    order = np.argsort(x, kind="stable")
-    x, running = x[order], counts[:, blocks[order]].cumsum(axis=1)
-    half = running[:, -1:] / 2
-    lower, upper = (running >= half).argmax(axis=1), (running > half).argmax(axis=1)
-    return (x[lower] + x[upper]) / 2
+    values, places = np.unique(x, return_inverse=True)
+    # how many samples of each block are at most each value; times are told in steps, so values are few
+    table = np.zeros((len(values), counts.shape[1]), dtype=np.int32)
+    np.add.at(table, (places, blocks), 1)
+    table = table.cumsum(axis=0, dtype=np.int32)
+    drawn = counts @ table[-1]
+    lower, upper = (_first(counts, table, need) for need in ((drawn + 1) // 2, drawn // 2 + 1))
+    return (values[lower] + values[upper]) / 2
+
+
+def _first(counts: Any, table: Any, need: Any) -> Any:
+    """For each row of counts the first row of table in which that many samples are drawn, by bisection."""
+    np = _numpy()
+    low, high = np.zeros(len(counts), dtype=np.int64), np.full(len(counts), len(table) - 1)
+    while (low < high).any():
+        middle = (low + high) // 2
+        enough = np.einsum("rb,rb->r", counts, table[middle]) >= need
+        low, high = np.where(enough, low, middle + 1), np.where(enough, middle, high)
+    return low
 
 
 @cache
