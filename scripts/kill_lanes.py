@@ -4,8 +4,8 @@ may be left 2 s after the client.
 
     python scripts/kill_lanes.py --trials 100 [--kills 3] [--seed 0] [--torch]
 
-Without --torch the worker is a stand-in that takes 20 ms to start: the same processes, folders and
-journals, and many more moments to die in.
+Without --torch the worker is a stand-in that takes 20 ms to start: the same processes, folders,
+journals and traces, and many more moments to die in.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ CELLS = 32
 SAMPLES = 3
 CLIENT = """
 import sys
-from profharness.jobs import campaign
+from profharness.jobs import campaign, meanwhile
 campaign.GROUP_S = campaign.SMALLEST_S = 1.0
+meanwhile.ENOUGH_CPUS = 1  # traces are parsed while lanes work
 from profharness.cli.main import main
 main()
 """
 WORKER = """#!{python} -IS
-import json, os, select, sys, threading, time
+import gzip, json, os, select, sys, threading, time
 folder = sys.argv[-1]
 plan = json.load(open(folder + "/plan.json"))
 def leave():
@@ -63,7 +64,18 @@ for cell in plan["cells"]:
         time.sleep(60)
     time.sleep(0.02)
     samples = [1000] * plan["protocol"]["samples"]
-    write(event="end", cell=cell["cell"], result=cell | {{"status": "ok", "samples": {{"wall": samples}}}})
+    if plan["profilers"]:
+        same = {{"ph": "X", "pid": 1, "tid": 1, "dur": 9}}
+        events = [
+            same | {{"cat": "user_annotation", "name": "profharness:" + cell["cell"], "ts": 10}},
+            same | {{"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 11, "dur": 1,
+                    "args": {{"correlation": 1}}}},
+            same | {{"cat": "kernel", "name": "k", "pid": 0, "ts": 13, "dur": 2,
+                    "args": {{"correlation": 1, "device": 0, "stream": 7}}}},
+        ]
+        with gzip.open(folder + "/" + cell["cell"] + ".torch.json.gz", "wt") as trace:
+            json.dump({{"traceEvents": events}}, trace)
+    write(event="end", cell=cell["cell"], result=cell | {{"status": "ok", "samples": {{"cold": samples}}}})
 os._exit(0)
 """
 
@@ -94,8 +106,10 @@ class Trial:
 
     def first(self) -> subprocess.Popen[bytes]:
         words = ["--scheduler", "local:3", "--device", "cpu", "--samples", str(SAMPLES)]
-        words += ["--config", CONFIGS, "--backend", BACKENDS, "--profiler", "events"]
-        return self.start(*words, *([] if self.torch else ["--python", str(stand_in(self.place))]))
+        words += ["--config", CONFIGS, "--backend", BACKENDS]
+        if self.torch:
+            return self.start(*words, "--profiler", "events")
+        return self.start(*words, "--profiler", "torch", "--python", str(stand_in(self.place)))
 
     def processes(self) -> dict[int, str]:
         """All that lives of the trial: process id to `client`, `lane` or `worker`."""
@@ -181,13 +195,15 @@ class Trial:
             stored = store.execute(
                 "SELECT count(*), count(DISTINCT cell), sum(status = 'ok') FROM cells"
             ).fetchone()
-            samples = store.execute(
-                "SELECT count(*) FROM samples WHERE measurement = 'wall'"
-            ).fetchone()[0]
+            samples, launches = store.execute(
+                "SELECT (SELECT count(*) FROM samples), (SELECT count(*) FROM launches)"
+            ).fetchone()
         if stored != (CELLS, CELLS, status["ok"]):
             faults.append(f"the store has {stored} cells")
         if not self.torch and samples != SAMPLES * status["ok"]:
             faults.append(f"the store has {samples} samples of {status['ok']} cells")
+        if not self.torch and launches != status["ok"]:
+            faults.append(f"the store has {launches} launches of {status['ok']} cells")
         if left := [path.name for path in (folder / "groups").iterdir() if path.suffix == ".part"]:
             faults.append(f"parts are left: {left}")
         return faults

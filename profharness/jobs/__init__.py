@@ -35,7 +35,7 @@ from profharness.errors import (
 from profharness.jobs import fleet
 from profharness.jobs.campaign import is_campaign
 from profharness.jobs.fleet import run_on_lanes
-from profharness.jobs.meanwhile import opened_meanwhile
+from profharness.jobs.meanwhile import Meanwhile, opened_meanwhile
 from profharness.parse.observed import ObservedCall, read_observed
 from profharness.profilers import find_profilers, require_tools
 from profharness.rows import COLD, KERNEL
@@ -163,7 +163,7 @@ def capture_into_store(
     require_tools(find_profilers(options.profilers))
     require_store(store)
     with opened_meanwhile(store) as meanwhile:
-        folders = _captured(configs, chosen, options, meanwhile.hears(progress))
+        folders = _captured(configs, chosen, options, progress, meanwhile)
     first, *others = (_take_in(folder, store, meanwhile.ahead) for folder in folders)
     return replace(first, others=tuple(others))
 
@@ -173,11 +173,13 @@ def _captured(
     backends: Sequence[str],
     options: CaptureOptions,
     progress: Progress | None,
+    meanwhile: Meanwhile,
 ) -> list[Path]:
     """The run folders of a capture on lanes, one a class of GPU, or the one of a capture in one process."""
     run, _ = plan_capture(configs, backends, options)
-    asked = options.out, options.fleet, progress, options.python
-    return run_on_lanes(run, backends, *asked) or [capture(configs, backends, options, progress)]
+    asked = options.out, options.fleet, progress, options.python, meanwhile
+    on_lanes = run_on_lanes(run, backends, *asked)
+    return on_lanes or [capture(configs, backends, options, meanwhile.hears(progress))]
 
 
 def _on_lanes(protocol: Protocol, lanes: Fleet) -> Protocol:
@@ -322,14 +324,14 @@ def resume_into_store(
     campaign, of this host if none are named.
     """
     require_store(store)
-    with opened_meanwhile(store):
+    with opened_meanwhile(store) as meanwhile:
         if is_campaign(folder):
-            fleet.resume_on_lanes(folder, lanes or Fleet(), progress)
+            fleet.resume_on_lanes(folder, lanes or Fleet(), progress, meanwhile)
         elif lanes is not None and lanes.scheduler is not None:
             raise UsageError(f"--scheduler: {folder} is no campaign; leave it out")
         else:
-            resume(folder, progress)
-    return _take_in(folder, store)
+            resume(folder, meanwhile.hears(progress))
+    return _take_in(folder, store, meanwhile.ahead)
 
 
 def require_store(path: Path) -> None:

@@ -24,6 +24,7 @@ from profharness.jobs.campaign import (
     read_campaign,
 )
 from profharness.jobs.local import LocalLanes, local_lanes
+from profharness.jobs.meanwhile import Meanwhile
 from profharness.jobs.window import Transport, Window, is_of_class
 from profharness.processes import forerunners
 from profharness.run import Fleet, Run, class_word, read_run
@@ -106,9 +107,11 @@ def run_on_lanes(
     fleet: Fleet,
     progress: Progress | None,
     python: str | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> list[Path]:
     """Run a planned run as a campaign, on each class of GPU that is named, and return their folders;
-    none where it is no work for lanes, and nothing was done. Raises as `capture` does.
+    none where it is no work for lanes, and nothing was done. meanwhile gets the groups as they end.
+    Raises as `capture` does.
     """
     plan = partial(_plan, run, backends, out, fleet, python)
     if (fleet.scheduler or "").startswith(slurm.PREFIX):
@@ -127,8 +130,22 @@ def run_on_lanes(
         for gpu in fleet.gpus or (None,):
             count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
             folders.append(plan(gpu, count)[0])
-        Window(folders, transport, progress, agreeing(run.protocol.device)).carry_out()
+        _carry_out(folders, transport, progress, run.protocol.device, meanwhile)
     return folders
+
+
+def _carry_out(
+    folders: Sequence[Path],
+    transport: Transport,
+    progress: Progress | None,
+    device: str,
+    meanwhile: Meanwhile | None,
+) -> None:
+    hears = {}
+    if meanwhile is not None:
+        meanwhile.lanes(transport.lanes())
+        hears = {"on_group": meanwhile.group}
+    Window(folders, transport, progress, agreeing(device), **hears).carry_out()
 
 
 def _plan(
@@ -186,9 +203,11 @@ def agreeing(device: str) -> Callable[[dict[str, Any]], str | None]:
     return why_not
 
 
-def resume_on_lanes(folder: Path, fleet: Fleet, progress: Progress | None) -> None:
-    """Go on with a campaign, on this host's lanes unless others are named. Raises UsageError for one
-    that is finished, and as `capture` does.
+def resume_on_lanes(
+    folder: Path, fleet: Fleet, progress: Progress | None, meanwhile: Meanwhile | None = None
+) -> None:
+    """Go on with a campaign, on this host's lanes unless others are named. meanwhile gets all groups
+    that are done. Raises UsageError for one that is finished, and as `capture` does.
     """
     run, campaign = read_run(folder), read_campaign(folder)
     if (fleet.scheduler or "").startswith(slurm.PREFIX):
@@ -209,7 +228,7 @@ def resume_on_lanes(folder: Path, fleet: Fleet, progress: Progress | None) -> No
     fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
     transport = open_transport(fleet, device) or LocalLanes(local_lanes(None, device))
     with closing(transport):
-        Window([folder], transport, progress, agreeing(device)).carry_out()
+        _carry_out([folder], transport, progress, device, meanwhile)
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:

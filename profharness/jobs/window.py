@@ -127,7 +127,7 @@ class _Lane:
 
 class Window:
     """Campaigns, one a class of GPU, on the lanes of one transport. why_not: why a lane cannot take
-    part.
+    part; on_group hears of the folder of each group that is done, also of those before.
     """
 
     def __init__(
@@ -136,11 +136,13 @@ class Window:
         transport: Transport,
         progress: Progress | None = None,
         why_not: Callable[[Plain], str | None] = lambda _: None,
+        on_group: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self.transport = transport
         self.sweeps = [Sweep(path, read_campaign(path), read_run(path)) for path in folders]
         self._progress = progress or (lambda _: None)
         self._why_not = why_not
+        self._on_group = on_group
         self._queue = deque(
             _Task(sweep, group)
             for sweep in self.sweeps
@@ -171,6 +173,9 @@ class Window:
         with ExitStack() as locks, deferred():
             for sweep in self.sweeps:
                 locks.enter_context(locked(sweep.folder))
+                for group in sweep.campaign.groups:
+                    if (done := group_folder(sweep.folder, group.group)).is_dir():
+                        self._on_group(done)
             try:
                 self._feed_until_done()
             except OSError as error:
@@ -379,6 +384,7 @@ class Window:
     def _count(self, task: _Task) -> None:
         self._groups_done += 1
         self._done += _steps(task)
+        self._on_group(task.folder)
 
     def _standing(self, name: str, seconds: float) -> str:
         """How far it is, and how long the rest will take by the groups that are done."""

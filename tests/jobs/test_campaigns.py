@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -18,7 +19,7 @@ from waiting import until
 
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, Interrupted, UnwritableError, UsageError
-from profharness.jobs import campaign, capture_into_store, resume_into_store
+from profharness.jobs import campaign, capture_into_store, meanwhile, resume_into_store
 from profharness.jobs.campaign import Campaign, Group, cut_groups, group_folder, plan_campaign
 from profharness.jobs.lease import LEASES, Leases
 from profharness.jobs.window import OnStep, Plain, Window, duration
@@ -26,7 +27,7 @@ from profharness.run import BenchPlan, CaptureOptions, Fleet, Protocol, Run, gpu
 from profharness.runner.capture import plan_capture, write_folder
 from profharness.runner.group import make_part, publish
 from profharness.runner.supervise import Step
-from profharness.store import open_store
+from profharness.store import ingest, ingest_path, open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parents")
 
@@ -85,12 +86,12 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "SMALLEST_S", 0.5)
 
 
-def options(place: Path, lanes: int = 2) -> CaptureOptions:
+def options(place: Path, lanes: int = 2, profiler: str = "events") -> CaptureOptions:
     """A capture on lanes whose workers are stand-ins."""
     settings = Protocol(device="cpu", samples=3, iterations=1)
     fleet = Fleet(f"local:{lanes}")
     return CaptureOptions(
-        ("events",), place / "runs", settings, python=str(stand_in(place)), fleet=fleet
+        (profiler,), place / "runs", settings, python=str(stand_in(place)), fleet=fleet
     )
 
 
@@ -110,6 +111,27 @@ def test_a_campaign_is_one_run_with_every_cell_once(tmp_path: Path) -> None:
     assert (row.run, row.cells) == (captured.run.run, 16)
     with pytest.raises(UsageError, match="finished"):
         resume_into_store(captured.folder, store)
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_traces_of_groups_that_are_done_are_parsed_while_lanes_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meanwhile, "ENOUGH_CPUS", 1)
+    late: list[Path] = []
+    parse = ingest.open_trace
+    monkeypatch.setattr(ingest, "open_trace", lambda path: late.append(path) or parse(path))
+    made, configs = options(tmp_path, profiler="torch"), expand_configs("1,1,{8:32:+8},8")
+    captured = capture_into_store(configs, ("auto", "math"), tmp_path / "s.db", made)
+    (result,) = captured.ingested
+    assert result.launches == len(captured.run.cells) == 8
+    # a group is lost, and done again: those before it are parsed too
+    shutil.rmtree(next((captured.folder / "groups").iterdir()))
+    again = resume_into_store(captured.folder, tmp_path / "again.db", lanes=Fleet("local:2"))
+    assert again.ingested == [result]
+    assert late == []
+    assert ingest_path(tmp_path / "plain.db", captured.folder) == [result]
+    assert len(late) == 8
 
 
 @pytest.mark.usefixtures("small_groups")

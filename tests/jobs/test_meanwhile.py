@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
+import sys
+import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from profharness.config import parse_config
 from profharness.jobs import meanwhile
 from profharness.jobs.meanwhile import opened_meanwhile
 from profharness.rows import COLD, WALL
-from profharness.run import Cell, read_run
+from profharness.run import Cell, TraceFile, read_run, write_run
 from profharness.runner.supervise import Step
 from profharness.store import ingest, ingest_path, sources
 from profharness.store.ahead import ReadAhead
@@ -75,6 +79,36 @@ def test_times_by_the_clock_of_the_cpu_are_left_undisturbed(
         timed = Cell("c", CELL.config, "flash", samples={WALL: [1]})
         beside.hears(None)(Step(1, 1, timed, "ok", traces=(path,)))
     assert beside.ahead.take(path, sources.hash_file(path)) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+def test_a_group_is_parsed_with_the_lowest_priority_off_the_cores_of_lanes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meanwhile, "ENOUGH_CPUS", 1)
+    here = sorted(os.sched_getaffinity(0))
+    parsed: dict[Path, tuple[int, set[int]]] = {}
+
+    def add(_: ReadAhead, path: Path) -> None:
+        thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        parsed[path] = thread, os.sched_getaffinity(0)
+
+    monkeypatch.setattr(ReadAhead, "add", add)
+    run = read_run(RUN)
+    for name, samples in (("gpu", {COLD: [1]}), ("cpu", {WALL: [1]})):
+        (tmp_path / name).mkdir()
+        cells = tuple(replace(cell, samples=samples) for cell in run.cells)
+        wrapped = TraceFile("nsys", "all.nsys-rep", (cells[0].cell,))
+        write_run(tmp_path / name, replace(run, cells=cells, traces=(*run.traces, wrapped)))
+    (tmp_path / "foreign").mkdir()
+    with opened_meanwhile(tmp_path / "s.db") as beside:
+        beside.lanes([{"cpus": here[1:]}, {"cpus": []}, {}])
+        for name in ("foreign", "cpu", "gpu"):
+            beside.group(tmp_path / name)
+    assert list(parsed) == [tmp_path / "gpu" / trace.path for trace in run.traces]
+    assert set(map(str, parsed.values())) == {str((19, {here[0]}))}
+    assert sorted(os.sched_getaffinity(0)) == here
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
 
 
 def test_a_file_that_changed_or_cannot_be_read_is_left_to_the_ingest(tmp_path: Path) -> None:
