@@ -37,6 +37,9 @@ def _largest(value: object) -> int:
     if isinstance(value, dict):
         return max(map(_largest, value.values()), default=0)
     if isinstance(value, list | tuple):
+        if set(map(type, value)) == {int}:  # thousands of samples
+            largest: int = max(max(value), -min(value))
+            return largest
         return max(map(_largest, value), default=0)
     return abs(value) if isinstance(value, int) else 0
 
