@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from waiting import MARK, Clock
 if TYPE_CHECKING:
     from profharness.answers.atlas.data import Atlas
 
+# Several threads of torch in each of several tests spend most of their time on waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
