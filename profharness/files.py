@@ -104,8 +104,8 @@ def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
     given, or cannot be written.
     """
     check_output(output, force=force)
-    # by process: two may write one output at a time
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
+    # two may write one output at a time, and hosts that share a folder share no process ids
+    temporary = output.with_name(f".{output.name}.{os.urandom(6).hex()}.part")
     try:
         file = temporary.open("xb")
     except OSError as error:

@@ -113,7 +113,12 @@ class Cluster:
         worker.ends = 0
 
         def wait() -> None:
-            self._done.put((name, future, self._outcome(worker.address, future, home)))
+            try:
+                outcome = self._outcome(worker.address, future, home)
+            except Exception as error:
+                # a fault of this program, or no answer of `run_spec`: the window has to hear of it
+                outcome = {"group": spec["group"], "error": _reason(error)}
+            self._done.put((name, future, outcome))
 
         # of its own: between result and gathering the worker may end, and nobody would answer
         _aside(wait)

@@ -19,11 +19,29 @@ from waiting import until
 
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, Interrupted, UnwritableError, UsageError
+from profharness.files import atomic_file
 from profharness.jobs import campaign, capture_into_store, meanwhile, resume_into_store
-from profharness.jobs.campaign import Campaign, Group, cut_groups, group_folder, plan_campaign
+from profharness.jobs.campaign import (
+    Campaign,
+    Group,
+    cut_groups,
+    group_folder,
+    plan_campaign,
+    write_campaign,
+)
 from profharness.jobs.lease import LEASES, Leases
+from profharness.jobs.parcel import content_hash, pack, unpack
 from profharness.jobs.window import OnStep, Plain, Window, duration
-from profharness.run import BenchPlan, CaptureOptions, Fleet, Protocol, Run, gpu_classes, read_run
+from profharness.run import (
+    BenchPlan,
+    CaptureOptions,
+    Fleet,
+    Protocol,
+    Run,
+    gpu_classes,
+    read_run,
+    write_run,
+)
 from profharness.runner.capture import plan_capture, write_folder
 from profharness.runner.group import make_part, publish
 from profharness.runner.supervise import Step
@@ -355,6 +373,42 @@ def test_groups_that_are_done_are_not_done_again(tmp_path: Path) -> None:
     Window([made.sweeps[0].folder], lanes).carry_out()
     assert lanes.given == []
     assert (made.sweeps[0].folder / "run.json").read_bytes() == record
+
+
+@pytest.mark.parametrize("what", ["run", "campaign", "output", "parcel"])
+def test_hosts_with_the_same_process_ids_write_one_folder_at_a_time(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = window(tmp_path, Lanes("a"), 1)
+    folder, (sweep,) = made.sweeps[0].folder, made.sweeps
+    data, expected = pack(folder), content_hash(folder)
+
+    def write() -> None:
+        if what == "run":
+            write_run(folder, sweep.run)
+        elif what == "campaign":
+            write_campaign(folder, sweep.campaign)
+        elif what == "output":
+            with atomic_file(folder / "sweep.sbatch", force=True) as output:
+                output.write(b"#!/bin/bash")
+        else:
+            unpack(data, group_folder(folder, "g0"), expected)
+
+    others = [write]
+    for name, moved in (("replace", Path.replace), ("rename", Path.rename)):
+
+        def late(path: Path, target: Path, moved: Any = moved) -> Path:
+            # the other host is through when this one is about to be
+            while others:
+                others.pop()()
+            return moved(path, target)
+
+        monkeypatch.setattr(Path, name, late)
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    write()
+    monkeypatch.undo()
+    assert not others and read_run(folder).cells == sweep.run.cells
+    assert [path for path in folder.rglob(".*") if path.name != ".lock"] == []
 
 
 def test_a_second_interrupt_ends_the_lanes(tmp_path: Path) -> None:

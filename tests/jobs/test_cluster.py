@@ -1,11 +1,13 @@
 """Lanes behind a real Dask scheduler with TLS: what they tell, and what becomes of groups when workers
-and the scheduler are killed. The tests build on each other: each works with what the one before left.
+and the scheduler hang or are killed, and when a GPU falls off. The tests build on each other: each
+works with what the one before left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,19 +19,24 @@ from pathlib import Path
 
 import dask
 import pytest
-from distributed import Security
-from waiting import alive, until
+from distributed import Future, Security
+from kill_lanes import stand_in
+from lane_stand_ins import GPU, fake_nvml, falling_worker, other_python, own_bytecode
+from waiting import Clock, alive, until
 
 import profharness.jobs.campaign as campaigns
 from profharness import __version__
-from profharness.config import parse_config
+from profharness.config import expand_configs, parse_config
 from profharness.doctor import check_lanes
 from profharness.errors import CaptureError, MissingExtraError, UsageError
 from profharness.jobs import capture_into_store, resume_into_store
+from profharness.jobs import cluster as clusters
 from profharness.jobs.cluster import Cluster, check_address
-from profharness.jobs.fleet import lanes_device, open_transport
+from profharness.jobs.fleet import describe_lanes, lanes_device, open_transport
+from profharness.jobs.window import Plain
 from profharness.processes import child_environment
 from profharness.run import CaptureOptions, Fleet, Protocol
+from profharness.runner.supervise import Step
 from profharness.store import open_store
 
 CONFIGS = [parse_config("1,1,8,8,fp32")]
@@ -45,6 +52,24 @@ class Hosts:
     folder: Path
     scheduler: subprocess.Popen[bytes]
     workers: list[subprocess.Popen[bytes]]
+    nvml: str  # the folder of a pynvml that goes by files
+
+    def gpu(self, lane: str) -> Path:
+        """The file that is the GPU of a lane; there is none at first."""
+        return self.folder / f"gpu-{lane}"
+
+    def work(
+        self, name: str, python: str | Path = sys.executable, **variables: str
+    ) -> subprocess.Popen[bytes]:
+        """Start one more worker."""
+        place = str(self.folder / name)
+        more = "--nthreads", "1", "--no-nanny", "--name", name, "--local-directory", place
+        # the packages of this Python are none of another one's
+        path = self.nvml
+        if python == sys.executable:
+            path += os.pathsep + child_environment()["PYTHONPATH"]
+        variables |= {GPU: str(self.gpu(name)), "PYTHONPATH": path}
+        return start("worker", self.folder, self.url, *more, python=python, **variables)
 
 
 def holder(lock: Path) -> int | None:
@@ -67,9 +92,15 @@ def answers(url: str) -> bool:
     return False
 
 
-def start(name: str, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", f"distributed.cli.dask_{name}", "--no-dashboard", *arguments]
-    environment = {**child_environment(), "OMP_NUM_THREADS": "1"}
+def start(
+    name: str,
+    folder: Path,
+    *arguments: str,
+    python: str | Path = sys.executable,
+    **variables: str,
+) -> subprocess.Popen[bytes]:
+    argv = [python, "-m", f"distributed.cli.dask_{name}", "--no-dashboard", *arguments]
+    environment = {**child_environment(), "OMP_NUM_THREADS": "1", **variables}
     with (folder / f"{name}.log").open("ab") as log:
         return subprocess.Popen(argv, stdout=log, stderr=log, env=environment, cwd=folder)
 
@@ -95,28 +126,45 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             patch.setenv(f"DASK_{variable}", value)
         url = f"tls://127.0.0.1:{free_port()}"
         address = "--host", "127.0.0.1", "--protocol", "tls", "--port", url.rpartition(":")[2]
-        started = [start("scheduler", folder, *address)]
-        for name in ("lane0", "lane1"):
-            more = (
-                "--nthreads",
-                "1",
-                "--no-nanny",
-                "--name",
-                name,
-                "--local-directory",
-                str(folder / name),
-            )
-            started.append(start("worker", folder, url, *more))
-        until(lambda: answers(url), started[0])
-        yield Hosts(url, folder, started[0], started[1:])
-        for process in started:
+        scheduler = start("scheduler", folder, *address)
+        made_here = Hosts(url, folder, scheduler, [], fake_nvml(folder))
+        made_here.workers += [made_here.work(name) for name in ("lane0", "lane1")]
+        until(lambda: answers(url), scheduler)
+        yield made_here
+        for process in (scheduler, *made_here.workers):
             process.kill()
             process.wait()
 
 
-def options(hosts: Hosts, folder: Path) -> CaptureOptions:
+def options(hosts: Hosts, folder: Path, python: Path | None = None) -> CaptureOptions:
+    """A capture on the lanes; python: what stands in for their workers' interpreter."""
     protocol = Protocol(iterations=1, warmup=0, samples=1, device="cpu")
-    return CaptureOptions(("events",), folder / "runs", protocol, fleet=Fleet(hosts.url))
+    return CaptureOptions(
+        ("events",),
+        folder / "runs",
+        protocol,
+        python=str(python) if python else None,
+        fleet=Fleet(hosts.url),
+    )
+
+
+def until_lanes(hosts: Hosts, *names: str) -> None:
+    """Wait until exactly these lanes are there."""
+    with contextlib.closing(Cluster(hosts.url)) as cluster:
+        until(lambda: {lane["lane"] for lane in cluster.lanes()} == {*names}, hosts.scheduler)
+
+
+@pytest.fixture
+def config_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each config is a group."""
+    monkeypatch.setattr(campaigns, "GROUP_S", 0.01)
+    monkeypatch.setattr(campaigns, "SMALLEST_S", 0.01)
+
+
+@pytest.fixture
+def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lane sees the folder of the campaign: what is done comes back packed."""
+    monkeypatch.setattr(Cluster, "_seen", lambda *_: str(tmp_path / "nowhere"))
 
 
 def test_lanes_tell_what_they_are(hosts: Hosts) -> None:
@@ -141,11 +189,120 @@ def test_who_has_no_certificate_is_refused(hosts: Hosts) -> None:
         Cluster(hosts.url)
 
 
-def test_a_worker_that_is_killed_costs_no_cell_and_leaves_no_orphan(
+@pytest.mark.usefixtures("config_groups", "sent")
+def test_a_worker_of_another_python_does_a_group_like_the_others(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    python, missing = other_python(tmp_path)
+    if python is None:
+        pytest.skip(missing)
+    other = hosts.work("other", python, **own_bytecode(tmp_path))
+    try:
+        until_lanes(hosts, "lane0", "lane1", "other")
+        lanes = describe_lanes(Fleet(hosts.url))
+        said: list[str] = []
+        captured = capture_into_store(
+            expand_configs("1,1,{8,16,24},8,fp32"),
+            ["math"],
+            tmp_path / "store.db",
+            options(hosts, tmp_path, stand_in(tmp_path)),
+            lambda step: said.append(step.notice or ""),
+        )
+    finally:
+        other.kill()
+        other.wait()
+    (versions,) = (check for check in check_lanes(lanes, __version__) if "python" in check.name)
+    assert versions.state == "ok"
+    assert re.fullmatch(r"3\.\d+\.\d+: lane[01], lane[01]; 3\.\d+\.\d+: other", versions.detail)
+    # a lane gets one group at first, and there are three of each
+    assert sum(text.startswith("other: ") for text in said) == 1
+    assert [cell.status for cell in captured.run.cells] == ["ok"] * 3
+    assert [cell.samples for cell in captured.run.cells] == [{"wall": [1000]}] * 3
+    until_lanes(hosts, "lane0", "lane1")
+
+
+@pytest.mark.usefixtures("config_groups")
+def test_who_hangs_keeps_no_other_lane_waiting(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # as if no lane saw the folder of the campaign: what is done comes back packed
-    monkeypatch.setattr(Cluster, "_seen", lambda *_: str(tmp_path / "nowhere"))
+    mark, hanging = tmp_path / "hangs", hosts.workers[1]
+    # one that does not even say what it is; the scheduler answers, however late
+    monkeypatch.setattr(clusters, "time", Clock(mark))
+    monkeypatch.setattr(clusters, "_timely", lambda call: call())
+    hanging.send_signal(signal.SIGSTOP)
+    mark.write_text(str(hanging.pid))
+    with contextlib.closing(Cluster(hosts.url)) as cluster:
+        until(lambda: [lane["lane"] for lane in cluster.lanes()] == ["lane0"], hosts.scheduler)
+        hanging.send_signal(signal.SIGCONT)
+        mark.unlink()
+        until(lambda: len(cluster.lanes()) == 2, hosts.scheduler)
+
+    # one that has done its group, and does not hand it over
+    real = Cluster._outcome
+
+    def outcome(self: Cluster, address: str, future: Future, home: Path) -> Plain | None:
+        until(future.done)
+        lane = next(name for name, each in self._lanes.items() if each.address == address)
+        if lane == "lane1":
+            hanging.send_signal(signal.SIGSTOP)
+        return real(self, address, future, home)
+
+    said: list[str] = []
+
+    def hear(step: Step) -> None:
+        said.append(step.notice or "")
+        if "2 of 3 groups" in said[-1]:
+            hanging.send_signal(signal.SIGCONT)
+
+    monkeypatch.setattr(Cluster, "_outcome", outcome)
+    given = options(hosts, tmp_path, stand_in(tmp_path))
+    configs = expand_configs("1,1,{8,16,24},8,fp32")
+    captured = capture_into_store(configs, ["math"], tmp_path / "store.db", given, hear)
+    assert [cell.status for cell in captured.run.cells] == ["ok"] * 3
+    assert [text[:6] for text in said if " of 3 groups" in text] == ["lane0:", "lane0:", "lane1:"]
+
+
+def test_a_gpu_that_falls_off_costs_its_lane_and_no_cell(hosts: Hosts, tmp_path: Path) -> None:
+    for lane in ("lane0", "lane1"):
+        hosts.gpu(lane).touch()
+    said: list[str] = []
+    captured = capture_into_store(
+        CONFIGS,
+        ["math"],
+        tmp_path / "store.db",
+        options(hosts, tmp_path, falling_worker(tmp_path)),
+        lambda step: said.append(step.notice or ""),
+    )
+    (left,) = (lane for lane in ("lane0", "lane1") if hosts.gpu(lane).exists())
+    hosts.gpu(left).unlink()
+    assert [cell.status for cell in captured.run.cells] == ["ok"]
+    (out,) = (text for text in said if "gets no more groups: its GPU does not answer" in text)
+    assert left not in out
+
+
+def test_a_scheduler_that_hangs_is_told(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "hangs"
+    monkeypatch.setattr(clusters, "time", Clock(mark))
+    monkeypatch.setattr(clusters, "CONNECT_S", 1.0)
+    with contextlib.closing(Cluster(hosts.url)) as cluster:
+        assert cluster.lanes()
+        hosts.scheduler.send_signal(signal.SIGSTOP)
+        mark.write_text(str(hosts.scheduler.pid))
+        with pytest.raises(CaptureError, match="the scheduler is gone"):
+            until(lambda: not cluster.lanes())
+    with pytest.raises(CaptureError, match="no Dask scheduler answers"):
+        Cluster(hosts.url)
+    hosts.scheduler.send_signal(signal.SIGCONT)
+    mark.unlink()
+    until_lanes(hosts, "lane0", "lane1")
+
+
+@pytest.mark.usefixtures("sent")
+def test_a_worker_that_is_killed_costs_no_cell_and_leaves_no_orphan(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     killed: list[int] = []
 
     def kill_one() -> None:
@@ -167,6 +324,16 @@ def test_a_worker_that_is_killed_costs_no_cell_and_leaves_no_orphan(
     # what came back whole stays on no host
     left = hosts.folder.glob(f"{SCRATCH}/{captured.run.run}/*/run.json")
     assert [path for path in left if path.parent.suffix != campaigns.PART] == []
+
+
+@pytest.mark.usefixtures("sent")
+def test_a_group_that_fails_keeps_what_it_sent(hosts: Hosts, tmp_path: Path) -> None:
+    # the stand-in kills what runs the group at the second config
+    given = options(hosts, tmp_path, stand_in(tmp_path))
+    configs = expand_configs("1,1,{8,666},8,fp32")
+    captured = capture_into_store(configs, ["math"], tmp_path / "store.db", given)
+    assert [cell.status for cell in captured.run.cells] == ["ok", "crashed"]
+    assert "failed 3 times" in str(captured.run.cells[1].message)
 
 
 def test_a_campaign_whose_scheduler_is_killed_goes_on_elsewhere(

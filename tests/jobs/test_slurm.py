@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from kill_lanes import stand_in
+from lane_stand_ins import GPU, fake_nvml, falling_worker
 
 import profharness.jobs.campaign as campaigns
 from profharness.cli.main import cli
 from profharness.config import expand_configs
 from profharness.doctor import check_lanes, check_slurm
+from profharness.environment import visible_gpus
 from profharness.errors import CaptureError, Planned, UsageError
 from profharness.jobs import capture_into_store, resume_into_store
 from profharness.jobs.slurm import Task, script_file
 from profharness.run import CaptureOptions, Fleet, Protocol, read_run
+from profharness.runner.gpu_lock import lock_file
 from profharness.store import ingest_path, open_store
 
 # Runs the tasks of an array side by side, as Slurm does on idle hosts.
@@ -96,6 +100,29 @@ def test_a_host_where_no_worker_starts_leaves_its_groups_to_others(
         Task(folder, 1, print, beat_s=0.05).carry_out()
     assert {cell.status for cell in read_run(folder).cells} == {"pending"}
     assert len(campaigns.open_groups(folder, campaigns.read_campaign(folder))) == 2
+
+
+def test_a_gpu_that_falls_off_leaves_its_group_to_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = place / f"gpu-{os.getpid()}"
+    monkeypatch.syspath_prepend(fake_nvml(place))
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(place / "nvml"))
+    monkeypatch.setenv(GPU, str(gpu))
+    gpu.touch()
+    (lock,) = map(lock_file, visible_gpus())
+    python = str(falling_worker(place))
+    planned(place, Fleet("slurm:sweep.sbatch"), "cuda", lengths="8", python=python)
+    (folder,) = (place / "runs").iterdir()
+    with pytest.raises(CaptureError, match="its GPU does not answer any more"):
+        Task(folder, 0, print, beat_s=0.05).carry_out()
+    assert list((folder / "leases").iterdir()) == []
+    # where there is a GPU
+    gpu.touch()
+    run = Task(folder, 0, print, beat_s=0.05).carry_out()
+    assert run is not None and [cell.status for cell in run.cells] == ["ok"]
+    lock.unlink()
 
 
 def test_a_group_that_fails_three_times_is_given_up(place: Path) -> None:

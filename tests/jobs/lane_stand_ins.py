@@ -1,0 +1,143 @@
+"""What lanes are made of where there is neither a GPU nor another Python with all libraries."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from profharness.worker import standins
+
+GPU = "PROFHARNESS_TEST_GPU"  # names a file: while it is there, the process has a GPU of that name
+NVML = f"""
+import os
+from types import SimpleNamespace
+FILE = os.environ["{GPU}"]
+class NVMLError(Exception): ...
+def nvmlInit(): ...
+def nvmlShutdown(): ...
+def nvmlSystemGetDriverVersion(): return "590.1"
+def nvmlDeviceGetCount(): return int(os.path.exists(FILE))
+def nvmlDeviceGetHandleByIndex(index): return "GPU-" + os.path.basename(FILE)
+def nvmlDeviceGetUUID(handle): return handle
+def nvmlDeviceGetName(_): return "NVIDIA H100"
+def nvmlDeviceGetMemoryInfo(_): return SimpleNamespace(total=80 << 30)
+"""
+FALLING = """#!{python} -IS
+import json, os, sys
+folder = sys.argv[-1]
+plan = json.load(open(folder + "/plan.json"))
+journal = open(folder + "/journal.jsonl", "a", buffering=1)
+def write(**entry):
+    print(json.dumps(entry), file=journal)
+write(event="environment", environment={{"device_type": "cuda", "torch": "2.0", "python": "3"}})
+for cell in plan["cells"]:
+    write(event="begin", cell=cell["cell"])
+    status = "ok"
+    if os.path.exists({trap!r}):
+        os.unlink({trap!r})
+        os.unlink(os.environ["{gpu}"])
+        status = "error"
+    write(event="end", cell=cell["cell"], result=cell | {{"status": status}})
+os._exit(0)
+"""
+# Of msgspec more than its stand-in for workers has; lanes use neither xxhash nor isal.
+COMPILED = {
+    "msgspec.py": """
+from stand_in_msgspec import *
+from stand_in_msgspec import _plain as to_builtins, _typed
+json.format = staticmethod(lambda data, indent: data)
+def convert(value, *, type): return _typed(value, type)
+def Meta(**limits): return limits
+""",
+    "isal.py": "import gzip as igzip, zlib as igzip_lib\n",
+    "xxhash.py": "",
+}
+
+
+def fake_nvml(place: Path) -> str:
+    """A folder for PYTHONPATH with a pynvml that goes by the variable GPU."""
+    (place / "nvml").mkdir()
+    (place / "nvml" / "pynvml.py").write_text(NVML)
+    return str(place / "nvml")
+
+
+def falling_worker(place: Path) -> Path:
+    """A worker whose first cell fails while the GPU of its lane falls off. It does so once."""
+    trap, path = place / "trap", place / "falling"
+    trap.touch()
+    path.write_text(FALLING.format(python=sys.executable, trap=str(trap), gpu=GPU))
+    path.chmod(0o755)
+    return path
+
+
+def other_python(place: Path) -> tuple[Path | None, str]:
+    """A virtual environment of another Python with profharness, Dask and the metadata of torch; its
+    interpreter, or None and what is missing. What is not compiled comes from this Python's packages.
+    """
+    why = "no other Python from 3.11 on is on PATH or among those of pyenv"
+    for base in _interpreters():
+        folder = place / base.parents[1].name
+        subprocess.run([base, "-m", "venv", "--without-pip", folder], check=True)
+        (packages,) = folder.glob("lib/python*/site-packages")
+        _lend(packages)
+        python = folder / "bin" / "python"
+        tried = subprocess.run(
+            [python, "-c", "import distributed.cli.dask_worker, profharness.jobs.lane"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **own_bytecode(place)},
+        )
+        if not tried.returncode:
+            return python, ""
+        why = f"{base}: {tried.stderr.strip().splitlines()[-1]}"
+    return None, why
+
+
+def own_bytecode(place: Path) -> dict[str, str]:
+    """Variables by which a Python keeps its bytecode here, and none in the packages of another."""
+    return {"PYTHONPYCACHEPREFIX": str(place / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def _interpreters() -> list[Path]:
+    """Other Pythons than this one that profharness runs on, one a minor version."""
+    home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    names = [f"python3.{minor}" for minor in range(11, 20) if minor != sys.version_info.minor]
+    by_name: dict[str, Path] = {}
+    on_path = [(name, shutil.which(name)) for name in names]
+    for path in (
+        *sorted(home.glob("versions/3.*/bin/python3.*")),
+        *(Path(path) for _, path in on_path if path and home not in Path(path).parents),
+    ):
+        if path.name in names and re.fullmatch(r"python3\.\d+", path.name):
+            by_name.setdefault(path.name, path)
+    return list(by_name.values())
+
+
+def _lend(packages: Path) -> None:
+    """Link what Dask needs, stand-ins for what is compiled, and profharness itself."""
+    lent: set[str] = set()
+    wanted = ["distributed"]
+    while wanted:
+        dist = metadata.distribution(wanted.pop())
+        if dist.name in lent:
+            continue
+        lent.add(dist.name)
+        needs = map(Requirement, dist.requires or ())
+        wanted += [need.name for need in needs if not need.marker or need.marker.evaluate()]
+        for name in {file.parts[0] for file in dist.files or ()} - {"..", "__pycache__"}:
+            (packages / name).symlink_to(Path(str(dist.locate_file(name))).resolve())
+    torch = metadata.distribution("torch")
+    (name,) = {file.parts[0] for file in torch.files or () if file.name == "METADATA"}
+    (packages / name).symlink_to(Path(str(torch.locate_file(name))).resolve())
+    (stand_ins,) = map(Path, standins.__path__)
+    (packages / "stand_in_msgspec.py").symlink_to(stand_ins / "msgspec.py")
+    (packages / "profharness").symlink_to(stand_ins.parents[1])
+    for name, text in COMPILED.items():
+        (packages / name).write_text(text)
