@@ -216,7 +216,7 @@ def compared(folder: Path, gpu: str) -> Iterator[Row]:
             with open_store(store) as opened:
                 layers = find_layers(opened, result.run)
             try:
-                forecast = forecast_map(layers, place, doubt).forecast
+                (forecast,) = forecast_map(layers, place, doubt).forecasts
             except NotFoundError:
                 continue  # eager attention and the like
             for row, told in zip(layers.rows, forecast.rows if forecast else (), strict=True):

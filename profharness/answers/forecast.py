@@ -62,7 +62,7 @@ class _Total:
 
 
 def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
-    """The map with what another GPU would do. doubt: why that has no atlas. Raises NotFoundError where no call of the
+    """The map with what one more GPU would do. doubt: why that has no atlas. Raises NotFoundError where no call of the
     map has a config.
     """
     by_step = any(row.calls is not None for row in layers.rows)
@@ -92,7 +92,9 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
         ]
     apart = disagreement(place, [_in_order(config) for config, _ in asked])
     doubts = (doubt, place.others, apart, *_doubts(layers, asked))
-    return replace(layers, forecast=_summed(layers, place, by_step, rows, points, doubts))
+    rows = [replace(row, predicted_gpu=place.gpu) for row in rows]
+    forecast = _summed(layers, place, by_step, rows, points, doubts)
+    return replace(layers, forecasts=(*layers.forecasts, forecast))
 
 
 def _allowed(row: LayerRow) -> str:

@@ -132,7 +132,7 @@ class LayerForecast:
     calls of a step, else of the whole program; low and high are the 90 % interval of one call. share is
     of the whole attention that is predicted. best is the fastest backend of those that take the call
     and have a time; certain: the two intervals lie apart, by more than 3 %. predicted_reason says why
-    something is not told.
+    something is not told. predicted_gpu is where.
     """
 
     predicted_backend: str | None = None
@@ -148,6 +148,7 @@ class LayerForecast:
     predicted_saves_ns: float | None = None
     predicted_certain: bool | None = None
     predicted_reason: str | None = None
+    predicted_gpu: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class Suggestion:
 class LayerMap:
     """The rows, dearest first, the steps that they are of, the largest gaps, and what casts doubt.
     place is what the rules are asked for, None where that is not known; gpu where the program ran,
-    None for a CPU. processes are those that were observed.
+    None for a CPU. processes are those that were observed, forecasts what other GPUs would do.
     """
 
     run: str
@@ -200,7 +201,7 @@ class LayerMap:
     gpu: str | None = None
     regret: Regret | None = None
     processes: int = 0
-    forecast: Forecast | None = None
+    forecasts: tuple[Forecast, ...] = ()
 
     @property
     def busy_ns(self) -> float:

@@ -15,14 +15,14 @@ from msgspec import Meta
 
 from profharness import __version__, stats
 from profharness.answers.agreement import predicted_rows
-from profharness.answers.atlas.catalog import find_place, known_atlases, predicted
+from profharness.answers.atlas.catalog import predicted
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.answers.explain.rules import asked_about, named_places
 from profharness.answers.layers import find_layers
 from profharness.cli.explain import Question, answer_question
 from profharness.cli.kernels import EVERY_PROFILER, predict_kernels, rows_document
-from profharness.cli.layers import forecast_document
+from profharness.cli.layers import find_places, forecast_document
 from profharness.config import (
     Config,
     grammar_lines,
@@ -174,13 +174,13 @@ class Layers(_Tool, frozen=True):
     torch: Release = ""
     gpu: Annotated[
         str,
-        Meta(description="Predict for this GPU by its atlas.", examples=["H200"]),
+        Meta(description="Predict for these GPUs by their atlases.", examples=["H200"]),
     ] = ""
 
     def document(self, store: Path) -> Document:
         if self.gpu:
-            where = find_place(known_atlases(), self.gpu, self.torch or None)
-            return forecast_document(store, self.run or None, where, step=self.step)
+            places = find_places(self.gpu, self.torch or None, None, None)
+            return forecast_document(store, self.run or None, places, step=self.step)
         with open_store(store) as opened:
             name = opened.find_run(Selection(self.run or None), "attention calls")
             return layers_document(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -10,7 +12,8 @@ import click
 from profharness.answers.atlas.answer import Place
 from profharness.answers.atlas.catalog import find_place, known_atlases
 from profharness.answers.forecast import forecast_map
-from profharness.answers.layer_gates import check_gates, parse_gates, require_recorded
+from profharness.answers.layer_classes import find_classes
+from profharness.answers.layer_gates import Gates, check_gates, parse_gates, require_recorded
 from profharness.answers.layers import LayerMap, find_layers, replay_lines
 from profharness.answers.regret import regret_configs
 from profharness.cli._options import (
@@ -30,9 +33,10 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs import Listener, time_layers
-from profharness.run import BenchOptions, parse_seconds
+from profharness.run import BenchOptions, gpu_classes, parse_seconds
 from profharness.store import Selection, open_store
 from profharness.views.document import Document
+from profharness.views.layer_classes import forecasts_document, layer_classes_document
 from profharness.views.layers import layers_document
 
 WORDS = """
@@ -49,13 +53,16 @@ waits for the CPU, that is the most that it can save.
 --gpu shows what another GPU would do with the same calls, in a table of its own: the backend that
 PyTorch takes there, the time of its kernels with its 90 % interval and where the figure is from
 (measured, model; floor: no time is known), and what the fastest backend would save. A trace from
-another GPU, or a program observed on a CPU, is enough.
+another GPU, or a program observed on a CPU, is enough. Several GPUs (H100,H200) have a column each.
+
+Several runs of a model, one on each class of GPU, have a column each: what ran there, medians of one
+call, and how many times as fast the others are as the first.
 """
 MAX_TIME_S = 2.0  # sampling of one config on one backend
 
 
 @click.command(epilog=WORDS)
-@click.argument("run", required=False, shell_complete=complete_runs)
+@click.argument("run", nargs=-1, shell_complete=complete_runs)
 @click.option("--step", type=click.IntRange(0), help="Only this step, counted from 0.")
 @click.option(
     "--torch",
@@ -66,7 +73,8 @@ MAX_TIME_S = 2.0  # sampling of one config on one backend
 @click.option(
     "--gpu",
     metavar="NAME",
-    help="Predict what another GPU would do with each layer, by its atlas: H200. Nothing runs.",
+    help="Predict what other GPUs would do with each layer, by their atlases: H200, or H100,H200 "
+    "with a column each. Nothing runs.",
 )
 @driver_option
 @atlas_option
@@ -99,7 +107,7 @@ MAX_TIME_S = 2.0  # sampling of one config on one backend
 @output_options
 @store_option
 def command(
-    run: str | None,
+    run: tuple[str, ...],
     step: int | None,
     torch: str | None,
     gpu: str | None,
@@ -131,39 +139,109 @@ def command(
       profharness ingest trace.json.gz && profharness layers
       profharness layers --torch 2.11 --full
       profharness layers --gpu H200
+      profharness layers RUN-ON-H100 RUN-ON-H200
       profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
       profharness layers --configs > calls.txt; profharness capture --configs calls.txt
     """
     require_gpu(gpu, driver, atlas)
-    if gpu is not None:
-        require_forecast_alone(only_configs, regret, bench_run, fail_on, expect)
-        where = find_place(known_atlases(atlas), gpu, torch, driver=driver)
-        document = forecast_document(store, run, where, step=step, full=full)
-        emit(document, format_, output, force=force)
-        return
     gates = parse_gates(fail_on, expect)
+    show = partial(emit, format_=format_, output=output, force=force)
+    of_one = (only_configs, regret, bench_run)
+    if len(run) > 1:
+        _require_maps_alone(gpu, step is not None, backend, max_time, *of_one)
+        _side_by_side(store, run, torch, gates, full, show)
+        return
+    one = run[0] if run else None
+    if gpu is not None:
+        require_forecast_alone(fail_on, expect, *of_one)
+        places = find_places(gpu, torch, driver, atlas)
+        show(forecast_document(store, one, places, step=step, full=full))
+        return
     options = _bench_options(regret, bench_run, backend, max_time, out)
-    if only_configs:
-        _alone(bench_run, output, format_)
-    with open_store(store) as opened:
-        name = opened.find_run(Selection(run), "attention calls")
-        layers = find_layers(opened, name, step=step, torch=torch)
+    _require_lines(only_configs, bench_run, output, format_)
+    layers = _find_map(store, one, step, torch)
     require_recorded(layers, gates)  # before anything is measured for them
     if only_configs:
         click.echo("\n".join(_config_lines(layers, timed=regret)))
     else:
-        if options is not None:
-            layers = time_layers(layers, options, store, Listener(hint, capture_progress))
-        shown = layers.regret
-        with measured("layers", name, "--bench", shown.run) if shown else contextlib.nullcontext():
-            emit(layers_document(layers, full=full), format_, output, force=force)
+        _show_map(layers, options, store, full, show)
     check_gates(layers, gates)
+
+
+def _find_map(store: Path, run: str | None, step: int | None, torch: str | None) -> LayerMap:
+    with open_store(store) as opened:
+        name = opened.find_run(Selection(run), "attention calls")
+        return find_layers(opened, name, step=step, torch=torch)
+
+
+def _show_map(
+    layers: LayerMap,
+    options: BenchOptions | None,
+    store: Path,
+    full: bool,
+    show: Callable[[Document], None],
+) -> None:
+    """Show the map, with what the best backend would save where options say what to time."""
+    if options is not None:
+        layers = time_layers(layers, options, store, Listener(hint, capture_progress))
+    regret = layers.regret
+    with (
+        measured("layers", layers.run, "--bench", regret.run)
+        if regret
+        else contextlib.nullcontext()
+    ):
+        show(layers_document(layers, full=full))
 
 
 def require_gpu(gpu: str | None, *options: object) -> None:
     """Raises UsageError for options of --gpu without it."""
     if gpu is None and any(options):
         raise UsageError("--driver and --atlas say what --gpu answers from; add --gpu NAME")
+
+
+def _require_maps_alone(*others: object) -> None:
+    """Raises UsageError for options of one run beside several."""
+    if any(others):
+        raise UsageError(
+            "--step, --gpu, --configs, --regret, --bench, --backend and --max-time are about one run; "
+            "name one"
+        )
+
+
+def _side_by_side(
+    store: Path,
+    runs: tuple[str, ...],
+    torch: str | None,
+    gates: Gates,
+    full: bool,
+    show: Callable[[Document], None],
+) -> None:
+    """Show several runs with a column each; a gate holds for each of them."""
+    with open_store(store) as opened:
+        names = [opened.find_run(Selection(run), "attention calls") for run in runs]
+        if len(unique := list(dict.fromkeys(names))) < 2:
+            raise UsageError(f"{' and '.join(runs)} are one run, {names[0]}; name it once")
+        answer = find_classes(opened, unique, torch=torch)
+    maps = [each.layers for each in answer.classes]
+    for layers in maps:
+        require_recorded(layers, gates)
+    show(layer_classes_document(answer, full=full))
+    for layers in maps:
+        check_gates(layers, gates)
+
+
+def find_places(
+    gpus: str, torch: str | None, driver: str | None, atlas: Path | None
+) -> list[tuple[Place, str]]:
+    """The places that a text such as `H100,H200` names, each with why it has no atlas. Raises UsageError
+    for what is no GPU, and for one that is named twice.
+    """
+    entries = known_atlases(atlas)
+    places = [find_place(entries, gpu, torch, driver=driver) for gpu in gpu_classes(gpus)]
+    names = [place.gpu for place, _ in places]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--gpu {gpus}: {twice[0]} is named twice")
+    return places
 
 
 def require_forecast_alone(*others: object) -> None:
@@ -178,26 +256,27 @@ def require_forecast_alone(*others: object) -> None:
 def forecast_document(
     store: Path,
     run: str | None,
-    where: tuple[Place, str],
+    places: Sequence[tuple[Place, str]],
     *,
     step: int | None = None,
     full: bool = False,
 ) -> Document:
-    """The map of a run with what would run in a place; where: that, and why it has no atlas. Raises
+    """The map of a run with what would run in some places, each with why it has no atlas. Raises
     NotFoundError.
     """
-    place, doubt = where
-    with open_store(store) as opened:
-        name = opened.find_run(Selection(run), "attention calls")
-        layers = find_layers(opened, name, step=step)
-    return layers_document(forecast_map(layers, place, doubt), full=full)
+    layers = _find_map(store, run, step, None)
+    for place, doubt in places:
+        layers = forecast_map(layers, place, doubt)
+    return forecasts_document(layers, full=full)
 
 
-def _alone(bench_run: str | None, output: Path | None, format_: str | None) -> None:
+def _require_lines(
+    only_configs: bool, bench_run: str | None, output: Path | None, format_: str | None
+) -> None:
     """Raises UsageError for options beside --configs that would say nothing."""
-    if bench_run:
+    if only_configs and bench_run:
         raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
-    if output or format_:
+    if only_configs and (output or format_):
         raise UsageError(
             "--configs prints lines to stdout: `--configs > calls.txt`, no -o, no --format"
         )

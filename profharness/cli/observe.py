@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from profharness.answers.atlas.answer import Place
-from profharness.answers.atlas.catalog import find_place, known_atlases
 from profharness.answers.layer_gates import Gates, check_gates, parse_gates
 from profharness.answers.layers import NO_MASK_EFFECT, find_layers
 from profharness.cli._options import (
@@ -23,7 +22,12 @@ from profharness.cli._options import (
     out_option,
     store_option,
 )
-from profharness.cli.layers import forecast_document, require_forecast_alone, require_gpu
+from profharness.cli.layers import (
+    find_places,
+    forecast_document,
+    require_forecast_alone,
+    require_gpu,
+)
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import shell_command
 from profharness.jobs import Watched, observe_into_store
@@ -75,7 +79,7 @@ def _rank(_: click.Context, __: click.Parameter, text: str) -> str:
 @click.option(
     "--gpu",
     metavar="NAME",
-    help="Then predict what another GPU would do with each layer, by its atlas: H200.",
+    help="Then predict what other GPUs would do with each layer, by their atlases: H200.",
 )
 @driver_option
 @atlas_option
@@ -126,10 +130,10 @@ def command(
     """
     gates = parse_gates(fail_on, expect)
     require_gpu(gpu, driver, atlas)
-    where = None
+    places = []
     if gpu is not None:
         require_forecast_alone(fail_on, expect)
-        where = find_place(known_atlases(atlas), gpu, None, driver=driver)
+        places = find_places(gpu, None, driver, atlas)
     if program[0].startswith("-"):
         raise UsageError(
             f"{program[0]} is no program; write: profharness observe -- python train.py"
@@ -139,28 +143,32 @@ def command(
     if asked.profiler == "torch" and watched.calls and not watched.observed.run.traces:
         hint(f"no step was recorded: {_why_no_step(watched.calls, asked)}")
     code = _report(watched, store)
-    if where is not None and watched.observed.why is None:
-        _show_forecast(watched, where, store, {"--driver": driver, "--atlas": atlas})
+    if places and watched.observed.why is None:
+        _show_forecast(watched, places, store, {"--driver": driver, "--atlas": atlas})
     if gates:
         _check(watched, gates, store)
     return code
 
 
 def _show_forecast(
-    watched: Watched, where: tuple[Place, str], store: Path, options: Mapping[str, object]
+    watched: Watched,
+    places: Sequence[tuple[Place, str]],
+    store: Path,
+    options: Mapping[str, object],
 ) -> None:
-    """The map of another GPU; the program's own exit code stays where nothing can be predicted. options
+    """The map of other GPUs; the program's own exit code stays where nothing can be predicted. options
     are those that `layers` needs too.
     """
     run = watched.observed.run.run
     try:
-        document = forecast_document(store, run, where)
+        document = forecast_document(store, run, places)
     except ProfharnessError as error:
         hint(f"error: {error}")
         return
     hint(RENDERERS["table"](document, width=shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns))
     words = [word for name, value in options.items() if value for word in (name, str(value))]
-    again = shell_command("layers", run, "--gpu", where[0].gpu, *words, store=store)
+    gpus = ",".join(place.gpu for place, _ in places)
+    again = shell_command("layers", run, "--gpu", gpus, *words, store=store)
     hint(f"see it again with: {again}")
 
 

@@ -77,7 +77,7 @@ MODULES_SHOWN = 2  # of the modules around a call; --full shows all
 
 def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     """The answer of `profharness layers`. full: whole module names, kernels and gaps."""
-    lines = [_line(row, full) for row in layers.rows]
+    lines = [line_of(row, full) for row in layers.rows]
     columns = [
         column
         for column in (*COLUMNS, *(REGRET if layers.regret else ()))
@@ -92,9 +92,7 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
         timed = f"{layers.regret.measurement} times of bench run {layers.regret.run}"
         blocks += [Heading("Regret", timed, 3), *map(Note, layers.regret.conclusions)]
     blocks += [Note(text, "", "warning") for text in layers.caveats]
-    forecast = layers.forecast
-    told = forecast.rows if forecast else [LayerForecast()] * len(layers.rows)
-    if forecast:
+    for forecast in layers.forecasts:
         blocks += _forecast_blocks(forecast, lines, full)
     if full:
         blocks += [Heading("Kernels", "in order of their first launch", 3)]
@@ -107,11 +105,20 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
         "gaps": [record_of(gap) for gap in layers.gaps],
         "caveats": list(layers.caveats),
         "regret": record(layers.regret) if layers.regret else None,
-        "predicted": record(forecast, OF_FORECAST) if forecast else None,
+        "predicted": forecast_record(layers.forecasts[0]) if layers.forecasts else None,
     }
-    both = zip(layers.rows, told, strict=True)
-    records = tuple(record(row) | record(beside) for row, beside in both)
+    untold = (LayerForecast(),) * len(layers.rows)
+    records = tuple(
+        record(row) | record(beside)
+        for told in [forecast.rows for forecast in layers.forecasts] or [untold]
+        for row, beside in zip(layers.rows, told, strict=True)
+    )
     return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra)
+
+
+def forecast_record(forecast: Forecast) -> dict[str, Any]:
+    """A forecast for programs, without its rows."""
+    return record(forecast, OF_FORECAST)
 
 
 def _forecast_blocks(
@@ -141,7 +148,8 @@ def record_of(row: Any) -> dict[str, Any]:
     return dict(row._asdict())
 
 
-def _line(row: LayerRow, full: bool) -> dict[str, Any]:
+def line_of(row: LayerRow, full: bool) -> dict[str, Any]:
+    """A row of the map as its table shows it."""
     line = {column.key: getattr(row, column.key) for column in (*COLUMNS, *REGRET)}
     if not full:
         line["module"] = short_module(row.module)
@@ -202,7 +210,7 @@ def _summary(layers: LayerMap) -> str:
 
 
 def _notes(row: LayerRow, full: bool) -> Iterator[Note]:
-    label = _line(row, full)["module"] or row.config or row.kind
+    label = line_of(row, full)["module"] or row.config or row.kind
     doubtful = row.ran in ("math", "eager") or row.mask == NO_MASK_EFFECT
     level = "warning" if doubtful else "note"
     for reason in row.reasons:

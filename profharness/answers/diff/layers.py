@@ -17,6 +17,7 @@ from profharness.answers.diff.model import (
     MIN_LAUNCHES,
     RESOLUTION_NS,
     LayerDiff,
+    LayersBeside,
     LayerSide,
     Program,
     Verdict,
@@ -55,6 +56,7 @@ class _Site:
 SIDES = ("baseline", "candidate")
 RECORDED = ("asked", "choice", "mask")  # of a kind of call, by the observer alone
 _Times = tuple[int, int | None] | None
+_Pair = tuple[list[_Site], list[_Site]]
 
 # How sites pair, the strictest way first: a layer may be compiled, have another mask or repeat its
 # key-value heads on one side; names say nothing where one side has none, or names of another kind.
@@ -74,7 +76,7 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     whole = not (baseline.calls and candidate.calls)
     pairs, removed, added = _paired(_sites(baseline, whole), _sites(candidate, whole))
     groups: dict[Hashable, list[tuple[_Site, _Site]]] = {}
-    for base, cand in pairs:
+    for base, cand in ((_merged(left), _merged(right)) for left, right in pairs):
         key = _likeness(baseline, base), _likeness(candidate, cand)
         groups.setdefault(key, []).append((base, cand))
     doubts = _doubts(baseline, candidate)
@@ -88,6 +90,54 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     rows += _of_one_side(baseline, removed, "removed")
     rows += _of_one_side(candidate, added, "added")
     return tuple(rows)
+
+
+def layers_beside(programs: Sequence[Program]) -> tuple[LayersBeside, ...]:
+    """A row for the like layers of several programs, in the order of the first that has them."""
+    whole = not all(program.calls for program in programs)
+    tracks: list[list[list[_Site]]] = []
+    for place, program in enumerate(programs):
+        heads = [next(filter(None, track))[0] for track in tracks]
+        owners = {id(head): track for head, track in zip(heads, tracks, strict=True)}
+        pairs, _, added = _paired(heads, _sites(program, whole))
+        for left, right in pairs:
+            kept, *rest = (owners[id(head)] for head in left)
+            for track in rest:  # layers that names do not tell apart are one
+                kept[:] = [[*sites, *more] for sites, more in zip(kept, track, strict=True)]
+            tracks = [track for track in tracks if not any(track is other for other in rest)]
+            kept[place] += right
+        new = [[site] for site in added]
+        tracks += [[sites if at == place else [] for at in range(len(programs))] for sites in new]
+    groups: dict[Hashable, list[list[list[_Site]]]] = {}
+    for track in tracks:
+        both = zip(programs, track, strict=True)
+        key = tuple(
+            _likeness(program, _merged(sites)) if sites else None for program, sites in both
+        )
+        groups.setdefault(key, []).append(track)
+    return tuple(_beside(programs, group) for group in groups.values())
+
+
+def _beside(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> LayersBeside:
+    """Like layers of the programs as one row; tracks: the sites of each layer by program."""
+    calls = [_calls(chain.from_iterable(sites)) for sites in zip(*tracks, strict=True)]
+    sides = [
+        _side(program, own) if own else None for program, own in zip(programs, calls, strict=True)
+    ]
+    present = [side for side in sides if side is not None]
+    timed = [side for side in present if side.forward_ns is not None]
+    both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
+    samples = [_samples(map(_spent, own), both_ways=both_ways) for own in calls]
+    return LayersBeside(
+        direction=next(filter(None, tracks[0]))[0].direction,
+        sides=tuple(sides),
+        call_ns=tuple(median(own) if own else None for own in samples),
+        basis=("forward and backward" if both_ways else "forward") if timed else None,
+        reasons=tuple(
+            tuple(_differences(present[0], side)) if side not in (None, present[0]) else ()
+            for side in sides
+        ),
+    )
 
 
 def _sites(program: Program, whole: bool) -> list[_Site]:
@@ -128,15 +178,13 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
     return (*core, config.num_kv_heads, config.bwd, *masked), core
 
 
-def _paired(
-    base: list[_Site], cand: list[_Site]
-) -> tuple[list[tuple[_Site, _Site]], list[_Site], list[_Site]]:
+def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Site], list[_Site]]:
     """(pairs in the baseline's order, what only the baseline has, what only the candidate has).
 
     Sites that agree in a key pair in their order where both sides have as many of them; where names
     cannot agree, all of them are one.
     """
-    pairs: list[tuple[_Site, _Site]] = []
+    pairs: list[_Pair] = []
     taken: set[int] = set()
     for key in (*_KEYS, None):
         left, right = (_by(key or (lambda site: site.core), sites) for sites in (base, cand))
@@ -145,16 +193,16 @@ def _paired(
             if key is None and not _named_apart(sites[0], others[0]):
                 continue
             if len(sites) != len(others) and key is None:
-                pairs.append((_merged(sites), _merged(others)))
+                pairs.append((sites, others))
             elif len(sites) == len(others):
-                pairs += zip(sites, others, strict=True)
+                pairs += [([site], [other]) for site, other in zip(sites, others, strict=True)]
             else:
                 continue
             # by identity: a site of one side may equal one of the other
             taken |= {id(site) for site in chain(sites, others)}
         base, cand = ([site for site in sites if id(site) not in taken] for sites in (base, cand))
     # the keys above are sets, which have no order of their own
-    pairs.sort(key=lambda pair: (pair[0].calls[0].trace, pair[0].calls[0].call))
+    pairs.sort(key=lambda pair: (pair[0][0].calls[0].trace, pair[0][0].calls[0].call))
     return pairs, base, cand
 
 

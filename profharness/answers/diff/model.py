@@ -138,6 +138,20 @@ class LayerSide:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersBeside:
+    """Like layers of several programs, None where one has none. call_ns are the medians of one call's
+    kernels, None where no time is told; basis says what of it was timed on all that have times. reasons
+    are what each has differently from the first that has such layers.
+    """
+
+    direction: str
+    sides: tuple[LayerSide | None, ...]
+    call_ns: tuple[float | None, ...]
+    basis: str | None
+    reasons: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerDiff:
     """Like layers on both sides; None: that side has none. ratio is the candidate's time of a call
     over the baseline's, basis what of it was timed. verdict is `changed` where another backend or

@@ -101,11 +101,11 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         kernels=tuple(kernels),
         backend=backend,
         environment=store.environment(run),
-        program=_program(store, run, configs),
+        program=program_of(store, run, configs),
     )
 
 
-def _program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
+def program_of(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
     """The attention calls of a run without cells, of these configs alone if any are named."""
     if store.cells(run):
         return None

@@ -1,0 +1,72 @@
+"""The attention of one model on several classes of GPU, layer by layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from profharness.answers.diff.layers import layers_beside
+from profharness.answers.diff.model import LayersBeside, environment_changes
+from profharness.answers.diff.sides import program_of
+from profharness.answers.layers import LayerMap, find_layers
+from profharness.errors import UsageError
+from profharness.store import Store
+
+SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # of an environment
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClass:
+    """One run and what it ran on. name is the device's, with the run where two have one. changes are
+    the versions that differ from those of the first run.
+    """
+
+    name: str
+    device: str
+    layers: LayerMap
+    attention_ns: float
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClasses:
+    """The map of each run, and the like layers of all of them."""
+
+    classes: tuple[LayerClass, ...]
+    rows: tuple[LayersBeside, ...]
+
+
+def find_classes(store: Store, runs: Sequence[str], *, torch: str | None = None) -> LayerClasses:
+    """Several runs side by side, the first as what the others are held against. torch: as of
+    `find_layers`. Raises NotFoundError for a run without attention calls, UsageError for one that is a
+    capture of configs.
+    """
+    if captures := [run for run in runs if store.cells(run)]:
+        raise UsageError(
+            f"run {captures[0]} is of configs, and layers are a program's; compare such runs with "
+            f"profharness report {' '.join(runs)}"
+        )
+    maps = [find_layers(store, run, torch=torch) for run in runs]
+    environments = [store.environment(run) for run in runs]
+    devices = [
+        layers.gpu or str(environment.get("gpu") or environment.get("cpu") or "CPU")
+        for layers, environment in zip(maps, environments, strict=True)
+    ]
+    alike = Counter(devices)
+    changes = [
+        [change for change in environment_changes(environments[0], each) if change.key in SOFTWARE]
+        for each in environments
+    ]
+    classes = tuple(
+        LayerClass(
+            name=device if alike[device] == 1 else f"{device} ({layers.run})",
+            device=device,
+            layers=layers,
+            attention_ns=sum((r.forward_ns or 0) + (r.backward_ns or 0) for r in layers.rows),
+            changes=tuple(f"{each.key} {each.baseline} → {each.candidate}" for each in differing),
+        )
+        for device, layers, differing in zip(devices, maps, changes, strict=True)
+    )
+    programs = [program_of(store, run, ()) for run in runs]
+    return LayerClasses(classes, layers_beside([each for each in programs if each is not None]))

@@ -1,0 +1,191 @@
+"""The map of a program's attention with a column a class of GPU: measured on each, or predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from profharness.answers.diff.model import LayersBeside
+from profharness.answers.layer_classes import LayerClass, LayerClasses
+from profharness.answers.layers import LayerMap
+from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
+from profharness.views.layers import forecast_record, layers_document, line_of, short_module
+
+LAYER = (Column("module", "module", shrink=True), Column("config", "config"))
+CALLS = Column("calls", "calls/step", "count", right=True)
+
+
+def layer_classes_document(answer: LayerClasses, *, full: bool = False) -> Document:
+    """The map of each run, and a table with a column a class. The rows are those of all runs; further
+    keys are the first one's, and `classes` and `layers`.
+    """
+    documents = [layers_document(each.layers, full=full) for each in answer.classes]
+    first = documents[0]
+    extra = {
+        "classes": [_class_record(each) for each in answer.classes],
+        "layers": [record(row) for row in answer.rows],
+    }
+    return Document(
+        first.schema,
+        first.title,
+        (*chain.from_iterable(each.blocks for each in documents), *_class_blocks(answer, full)),
+        first.fields,
+        tuple(chain.from_iterable(each.records for each in documents)),
+        {**first.extra, **extra},
+    )
+
+
+def forecasts_document(layers: LayerMap, *, full: bool = False) -> Document:
+    """The map with what other GPUs would do; of several of them with a column each, and `classes`."""
+    document = layers_document(layers, full=full)
+    if len(layers.forecasts) < 2:
+        return document
+    classes = [forecast_record(forecast) for forecast in layers.forecasts]
+    return replace(
+        document,
+        blocks=(*document.blocks, *_forecast_blocks(layers, full)),
+        extra={**document.extra, "classes": classes},
+    )
+
+
+def _class_record(item: LayerClass) -> dict[str, object]:
+    """A class for programs. Times are those of a step."""
+    return {
+        "run": item.layers.run,
+        "device": item.device,
+        "steps": len(item.layers.steps),
+        "step_ns": item.layers.step_ns,
+        "busy_ns": item.layers.busy_ns,
+        "attention_ns": item.attention_ns,
+        "changes": list(item.changes),
+    }
+
+
+def _columns(names: Sequence[str], does: Sequence[str]) -> list[Column]:
+    """What computes the calls and how long it takes on each class; speed-ups of those after the first."""
+    columns = []
+    for at, (name, verb) in enumerate(zip(names, does, strict=True)):
+        columns.append(Column(f"ran{at}", f"{name} {verb}"))
+        columns.append(Column(f"us{at}", f"{name} µs", "us", right=True))
+    columns += [
+        Column(f"times{at}", f"speed-up of {name}", "ratio", right=True)
+        for at, name in enumerate(names[1:], 1)
+    ]
+    return columns
+
+
+def _figures(backends: Sequence[str | None], times: Sequence[float | None]) -> dict[str, Any]:
+    """The values of those columns; the first is what the others are held against."""
+    values: dict[str, Any] = {f"ran{at}": backend for at, backend in enumerate(backends)}
+    base = times[0]
+    for at, ns in enumerate(times):
+        values[f"us{at}"] = ns
+        values[f"times{at}"] = base / ns if base and ns else None
+    return values
+
+
+def _class_blocks(answer: LayerClasses, full: bool) -> Iterator[Block]:
+    names = [each.name for each in answer.classes]
+    yield Heading("classes", f"{len(names)} of them, medians of one call's kernels")
+    rows = []
+    ordered = sorted(answer.rows, key=lambda row: -_spent(row))
+    for row in ordered:
+        side = next(filter(None, row.sides))
+        ran = [each.ran if each else None for each in row.sides]
+        name = side.module if full else short_module(side.module)
+        place = f"{name or ''} ({row.direction})" if row.direction != "forward" else name
+        line = {"module": place, "config": side.config, "calls": side.calls}
+        rows.append(line | _figures(ran, row.call_ns))
+    yield Table.of((*LAYER, CALLS, *_columns(names, ["ran"] * len(names))), rows)
+    yield from map(Note, _step_texts(answer))
+    for row, line in zip(ordered, rows, strict=True):
+        for text in _reasons(row, names):
+            yield Note(text, str(line["module"] or line["config"] or "a call"))
+
+
+def _spent(row: LayersBeside) -> float:
+    """The time of a step on the first class that tells one, or of a call where no step is recorded."""
+    spent = (
+        ns * (side.calls or 1)
+        for side, ns in zip(row.sides, row.call_ns, strict=True)
+        if side and ns is not None
+    )
+    return next(spent, 0)
+
+
+def _step_texts(answer: LayerClasses) -> Iterator[str]:
+    """What a step takes on each class, and where another backend runs than on the first."""
+    first, *others = answer.classes
+    for at, other in enumerate(others, 1):
+        if first.attention_ns and other.attention_ns:
+            yield (
+                f"attention of a step: {first.attention_ns / 1e6:,.2f} ms on {first.name}, "
+                f"{other.attention_ns / 1e6:,.2f} ms on {other.name} "
+                f"({first.attention_ns / other.attention_ns:.2f}x)"
+            )
+        both = [
+            (row.sides[0].ran, side.ran)
+            for row in answer.rows
+            if row.sides[0] and (side := row.sides[at]) and row.sides[0].ran and side.ran
+        ]
+        apart = sum(here != there for here, there in both)
+        yield (
+            f"on {other.name} another backend than on {first.name} runs for {apart} of {len(both)} rows"
+        )
+        if other.changes:
+            yield f"{other.name} differs in more than the GPU: {', '.join(other.changes)}"
+
+
+def _reasons(row: LayersBeside, names: Sequence[str]) -> Iterator[str]:
+    """What a row has differently on a class, or that a class has no such layers."""
+    for name, side, reasons in zip(names, row.sides, row.reasons, strict=True):
+        if side is None:
+            yield f"{name} has no such layer of these sizes"
+        elif reasons:
+            yield f"on {name} {'; '.join(reasons)}"
+    if row.basis == "forward" and any(side and side.backward_ns is not None for side in row.sides):
+        yield "not each class has a backward, so that times are of forward alone"
+
+
+def _forecast_blocks(layers: LayerMap, full: bool) -> Iterator[Block]:
+    """A column a class, after what was measured where the program ran."""
+    forecasts = layers.forecasts
+    spent = [
+        None if row.forward_ns is None else row.forward_ns + (row.backward_ns or 0)
+        for row in layers.rows
+    ]
+    measured = any(ns is not None for ns in spent)
+    names = [forecast.gpu for forecast in forecasts]
+    does = ["takes"] * len(names)
+    if measured:
+        names.insert(0, f"measured {layers.gpu or 'here'}")
+        does.insert(0, "ran")
+    whole = "a step" if forecasts[0].of == "step" else "the whole program"
+    yield Heading("classes", f"{len(forecasts)} of them, predicted kernels of {whole}")
+    rows = []
+    for at, row in enumerate(layers.rows):
+        line = line_of(row, full)
+        told = [forecast.rows[at] for forecast in forecasts]
+        ran = [row.ran] if measured else []
+        ran += [each.predicted_backend for each in told]
+        times = [spent[at]] if measured else []
+        times += [each.predicted_total_ns for each in told]
+        rows.append({name: line[name] for name in ("module", "config")} | _figures(ran, times))
+    yield Table.of((*LAYER, *_columns(names, does)), rows)
+    releases = dict.fromkeys(forecast.torch for forecast in forecasts)
+    if len(releases) > 1:
+        there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in forecasts)
+        yield Note(f"predicted for several releases of torch ({there}); --torch names one for all")
+    for forecast in forecasts[1:]:
+        pairs = zip(forecasts[0].rows, forecast.rows, strict=True)
+        both = [
+            (here.predicted_backend, there.predicted_backend)
+            for here, there in pairs
+            if here.predicted_backend and there.predicted_backend
+        ]
+        apart = sum(here != there for here, there in both)
+        yield Note(
+            f"{forecast.gpu} takes another backend than {forecasts[0].gpu} for {apart} of {len(both)} rows"
+        )

@@ -1,0 +1,157 @@
+"""`profharness layers` with a column a class of GPU: real traces of an H200, and of the same steps under
+another GPU's name with longer kernels.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from profharness.cli.main import cli
+from profharness.errors import GateError, UsageError
+from profharness.store import ingest_path
+
+TRACES = Path(__file__).parents[2] / "traces"
+H100, H200, L40S = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L40S"
+WIDE = {"COLUMNS": "250"}
+ENCODER = "WhisperModel_0.WhisperEncoder_0.WhisperEncoderLayer_{0-1}.WhisperAttention_{0-1}"
+
+
+def on(gpu: str, model: str, times: float, path: Path) -> Path:
+    """The trace of a model as another GPU of this speed would have made it."""
+    trace = json.loads(gzip.decompress((TRACES / "models" / f"{model}.json.gz").read_bytes()))
+    for device in trace["deviceProperties"]:
+        device["name"] = gpu
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "kernel":
+            event["dur"] *= times
+    path.write_text(json.dumps(trace))
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Whisper on three classes; a Llama with another backend on the second; a capture of configs."""
+    folder = tmp_path_factory.mktemp("classes")
+    sources = {
+        "whisper": TRACES / "models" / "whisper.json.gz",
+        "slower": on(H100, "whisper", 1.25, folder / "slower.json"),
+        "slowest": on(L40S, "whisper", 4, folder / "slowest.json"),
+        "llama": TRACES / "models" / "llama_prefill.json.gz",
+        "eager": on(H100, "llama_eager", 1, folder / "eager.json"),
+        "train": on(H100, "llama_train", 2, folder / "train.json"),
+        "configs": TRACES / "h200-torch2.11",
+    }
+    path = folder / "s.db"
+    runs = {name: ingest_path(path, source)[0].run for name, source in sources.items()}
+    return {**runs, "store": str(path)}
+
+
+def ask(store: dict[str, str], *words: str) -> Any:
+    arguments = [store.get(word, word) for word in words]
+    return CliRunner().invoke(cli, ["layers", *arguments, "--store", store["store"]], env=WIDE)
+
+
+def answer(store: dict[str, str], *words: str) -> dict[str, Any]:
+    done = ask(store, *words, "--format", "json")
+    assert done.exit_code == 0, done.output
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def test_each_class_is_a_column(store: dict[str, str]) -> None:
+    text = ask(store, "slower", "whisper", "slowest").stdout
+    table = text[text.index("classes  3 of them") :]
+    header, first = table.splitlines()[1:3]
+    for title in (f"{H100} ran", f"{H200} µs", f"speed-up of {H200}", f"speed-up of {L40S}"):
+        assert title in header
+    figures = ["cudnn", "44.48", "cudnn", "35.74", "cudnn", "140.57", "1.24x", "0.32x"]
+    assert first.split()[-8:] == figures
+    assert f"on {H200} another backend than on {H100} runs for 0 of 3 rows" in table
+    assert f"attention of a step: 0.15 ms on {H100}, 0.12 ms on {H200} (1.24x)" in table
+
+
+def test_programs_read_the_same_figures(store: dict[str, str]) -> None:
+    told = answer(store, "slower", "whisper")
+    assert told["schema"] == "profharness.layers/1"
+    assert [row["run"] for row in told["rows"]] == [store["slower"]] * 3 + [store["whisper"]] * 3
+    assert [each["device"] for each in told["classes"]] == [H100, H200]
+    for row in told["layers"]:
+        ratio = row["call_ns"][0] / row["call_ns"][1]
+        assert 1.2 < ratio < 1.3
+        assert [side["ran"] for side in row["sides"]] == ["cudnn", "cudnn"]
+    assert told["layers"][0]["sides"][0]["module"] == ENCODER
+    alone = answer(store, "whisper")
+    assert {"classes", "layers"}.isdisjoint(alone)
+
+
+def test_another_backend_and_config_are_told(store: dict[str, str]) -> None:
+    text = ask(store, "llama", "eager", "train").stdout
+    text = text[text.index("classes  3 of them") :]
+    assert f"{H100} ({store['eager']}) ran" in text  # two runs of one device
+    assert (
+        f"on {H100} ({store['eager']}) another backend than on {H200} runs for 1 of 1 rows" in text
+    )
+    assert "config: b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd → b2-h32-s1024-d64-bf16" in text
+    assert "not each class has a backward, so that times are of forward alone" in text
+
+
+def test_layers_that_a_class_lacks_are_rows(store: dict[str, str]) -> None:
+    told = answer(store, "whisper", "eager")
+    there = [tuple(side is not None for side in row["sides"]) for row in told["layers"]]
+    assert sorted(there) == [(False, True), *[(True, False)] * 3]
+    text = " ".join(ask(store, "whisper", "eager").stdout.split())
+    assert f"{H100} has no such layer of these sizes" in text
+
+
+def test_gates_hold_for_each_run(store: dict[str, str]) -> None:
+    assert ask(store, "llama", "whisper", "--fail-on", "eager-attention").exit_code == 0
+    done = ask(store, "llama", "eager", "--fail-on", "eager-attention")
+    assert isinstance(done.exception, GateError)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("whisper", "whisper"), "are one run"),
+        (("whisper", "configs"), "profharness report"),
+        (("whisper", "slower", "--step", "0"), "are about one run"),
+        (("whisper", "slower", "--gpu", "H200"), "are about one run"),
+        (("whisper", "--gpu", "H200,H200"), "one class"),
+        (("whisper", "--gpu", "H200,NVIDIA H200"), "named twice"),
+        (("whisper", "--gpu", "H200,,H100"), "has no name"),
+    ],
+)
+def test_what_says_nothing_is_wrong_usage(
+    store: dict[str, str], words: tuple[str, ...], message: str
+) -> None:
+    error = ask(store, *words).exception
+    assert isinstance(error, UsageError)
+    assert message in str(error)
+
+
+def test_predicted_classes_stand_beside_what_was_measured(store: dict[str, str]) -> None:
+    done = ask(store, "whisper", "--gpu", "H200,B200")
+    text = done.stdout[done.stdout.index("classes  2 of them") :]
+    for title in (f"measured {H200} ran", " H200 takes", "B200 takes", "speed-up of B200"):
+        assert title in text.splitlines()[1]
+    assert "predicted for several releases of torch" in text
+    told = answer(store, "whisper", "--gpu", "H200,B200")
+    assert [each["gpu"] for each in told["classes"]] == [
+        row["predicted_gpu"] for row in told["rows"][::3]
+    ]
+    assert told["predicted"] == told["classes"][0]
+    assert {row["predicted_source"] for row in told["rows"]} == {"model", "floor"}
+    (one,) = {row["predicted_gpu"] for row in answer(store, "whisper", "--gpu", "H200")["rows"]}
+    assert one == told["classes"][0]["gpu"]
+
+
+def test_a_page_has_the_columns(store: dict[str, str], tmp_path: Path) -> None:
+    page = tmp_path / "classes.html"
+    assert ask(store, "slower", "whisper", "-o", str(page)).exit_code == 0
+    assert f"speed-up of {H200}" in page.read_text()
