@@ -15,9 +15,11 @@ import profharness.store as stores
 from profharness.cli._options import hint, quiet_stdout, store_option
 from profharness.errors import ProfharnessError, pip_line, shown
 from profharness.files import shell_command
+from profharness.jobs.progress import duration
 from profharness.jobs.side_by_side import Taken, readers_of, take_in
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
+from profharness.store.schema import require_folder
 from profharness.store.shards import (
     EXTRA,
     HINTED_LAUNCHES,
@@ -87,6 +89,8 @@ def command(
       profharness ingest profile.nsys-rep counters.ncu-rep
     """
     cpus = readers_of(scheduler) if scheduler else []
+    # once, instead of once a source
+    require_folder(store)
     paths: list[Path] = []
     failed = done = warned = 0
     for given in sources:
@@ -211,22 +215,13 @@ class _Countdown:
         read, whole = sum(self.sizes[: self.done]), sum(self.sizes)
         line = f"{self.done:,} of {len(self.sizes):,} sources"
         if read and whole:
-            line += f", {_duration((now - self.begin) * (whole - read) / read)} left"
+            line += f", {duration((now - self.begin) * (whole - read) / read)} left"
         click.echo(f"\r\x1b[K{line}" if live else line, err=True, nl=not live)
 
     def clear(self) -> None:
         """Make room for other lines."""
         if sys.stderr.isatty():
             click.echo("\r\x1b[K", err=True, nl=False)
-
-
-def _duration(seconds: float) -> str:
-    """`2 h 5 min`, `4 min 10 s` or `12 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _shown_by(store: Path, taken: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""One line that tells how far a job is, for the Python interface."""
+"""How far a job is: one line for the Python interface, and how a time that is left is told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from collections.abc import Iterator
 from profharness.runner.supervise import Progress, Step
 
 WIDEST = 100  # of a line of progress
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `2.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from profharness.errors import ProfharnessError, StoreError, UsageError, shown
 from profharness.files import exclusive
 from profharness.processes import END_GRACE_S, held, kill_group, read_end, start_python
 from profharness.store.filesystems import refuse_network
-from profharness.store.schema import connect, damaged, is_damage
+from profharness.store.schema import connect, damaged, is_damage, require_folder
 from profharness.store.sources import find_sources
 
 if TYPE_CHECKING:
@@ -275,6 +275,7 @@ def _shard_folder(store: Path) -> Iterator[Path]:
     """A folder for shards beside the store, which has room for the store too. What a killed process
     has left there goes first. Raises StoreError where there can be none.
     """
+    require_folder(store)
     name = f".{store.name}.shards-"
     for left in store.parent.glob(f"{name}*"):
         with exclusive(left / LOCK) as holder:

@@ -27,6 +27,7 @@ from profharness.jobs.campaign import (
     tidy,
 )
 from profharness.jobs.lease import LEASES, Lease, Leases
+from profharness.jobs.progress import duration
 from profharness.processes import deferred, let_through
 from profharness.run import Cell, Run, read_run, unwritable
 from profharness.runner.capture import locked
@@ -427,10 +428,3 @@ def _spec(task: _Task) -> Plain:
 def _steps(task: _Task) -> int:
     """The cells of a group as progress counts them: once a process."""
     return len(task.group.cells) * task.sweep.run.protocol.processes
-
-
-def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `2.5 h`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

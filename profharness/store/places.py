@@ -45,9 +45,9 @@ def split_place(
         rest[DISTRIBUTED] = distributed
     else:
         rest.pop(DISTRIBUTED, None)
-    rank = _number(inner if told["rank"] is None else told["rank"])
+    rank = rank_number(inner if told["rank"] is None else told["rank"])
     size = told["world_size"]
-    size = _number(distributed.get("world_size") if size is None else size)
+    size = rank_number(distributed.get("world_size") if size is None else size)
     host, gpu = (str(key) if isinstance(key, str) else None for key in map(told.get, KEYS))
     if name is not None:
         rank = _rank_of(name) if rank is None else rank
@@ -56,8 +56,10 @@ def split_place(
     return Place(rank, size, host, gpu), rest
 
 
-def _number(value: object) -> int | None:
-    """A rank or a number of ranks, which variables of the environment tell as text."""
+def rank_number(value: object) -> int | None:
+    """A rank or a number of ranks, which variables of the environment tell as text; None for what is
+    none.
+    """
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 9:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):

@@ -10,7 +10,7 @@ from typing import Any
 
 from profharness.errors import NotFoundError
 from profharness.rows import TRACE_PROFILERS, DeviceTime, RankKernel, RankLaunches, RankRow
-from profharness.store.places import MAX_RANK
+from profharness.store.places import rank_number
 from profharness.store.selection import Selection, find_run
 
 # `rank` is the run's, else that of the trace, whose run may be of several ranks
@@ -20,6 +20,7 @@ _MEMBERS = """
         coalesce(r.rank, json_extract(t.environment, '$.distributedInfo.rank')) AS rank,
         json_extract(t.environment, '$.distributedInfo.world_size') AS size
     FROM runs r JOIN traces t ON t.run_id = r.id"""
+TOLD = ("rank", "size")  # by traces
 _NOT_JOBS = "('verify', 'explain')"
 NEED = (
     "`profharness ingest FOLDER` takes the traces of a job's ranks in; "
@@ -52,7 +53,9 @@ def _members(connection: sqlite3.Connection) -> list[Record]:
         "ORDER BY r.created DESC, r.id DESC, t.id"
     )
     names = [column[0] for column in cursor.description]
-    return [dict(zip(names, row, strict=True)) for row in cursor]
+    records = [dict(zip(names, row, strict=True)) for row in cursor]
+    # what a trace says of itself was never held to a limit
+    return [record | {key: rank_number(record[key]) for key in TOLD} for record in records]
 
 
 def _wanted(
@@ -111,8 +114,8 @@ def _job_of(record: Record, records: Sequence[Record]) -> set[str]:
 
 
 def _size(record: Record) -> int | None:
-    size = record["size"] if record["world_size"] is None else record["world_size"]
-    return size if isinstance(size, int) and 0 <= size <= MAX_RANK else None
+    size: int | None = record["size"] if record["world_size"] is None else record["world_size"]
+    return size
 
 
 def _is_below(path: str, ref: str) -> bool:
@@ -147,7 +150,7 @@ def _row(
     ids = tuple(trace["trace"] for trace in traces)
     return RankRow(
         run=first["run"],
-        rank=first["rank"] if isinstance(first["rank"], int) else None,
+        rank=first["rank"],
         world_size=_size(first),
         host_key=first["host_key"],
         gpu_key=first["gpu_key"],

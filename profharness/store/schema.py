@@ -134,6 +134,12 @@ def forget_run(connection: sqlite3.Connection, run: str) -> bool:
     return True
 
 
+def require_folder(path: Path) -> None:
+    """Raise StoreError for a store that cannot be made because its folder is not there."""
+    if not path.exists() and not path.parent.is_dir():
+        raise StoreError(f"{path}: its folder does not exist; create it or name another --store")
+
+
 def connect(
     path: Path, *, write: bool, foreign_keys: bool = True, any_thread: bool = False
 ) -> sqlite3.Connection:
@@ -143,8 +149,8 @@ def connect(
     Raises NotFoundError when there is no store to read. Raises StoreError for a file that is
     foreign, damaged, of another schema, or to be written over a network, which stays untouched.
     """
-    if write and not path.exists() and not path.parent.is_dir():
-        raise StoreError(f"{path}: its folder does not exist; create it or name another --store")
+    if write:
+        require_folder(path)
     if not write and not path.exists():
         raise NotFoundError(
             f"{path}: no store here; `profharness ingest FILE` or `profharness capture` makes one, "

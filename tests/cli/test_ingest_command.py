@@ -18,7 +18,8 @@ import pytest
 from click.testing import CliRunner
 from waiting import PATIENCE_S
 
-from profharness.errors import TraceFormatError
+from profharness.cli.main import cli
+from profharness.errors import StoreError, TraceFormatError
 from profharness.store import ingest_path
 
 TRACE = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
@@ -228,6 +229,17 @@ def test_odd_names_of_files_are_taken_in_and_shown_escaped(
         check=True,
     )
     assert json.dumps(told, ensure_ascii=False)[1:-1] in listed.stdout.decode()
+
+
+@pytest.mark.parametrize("more", [(), ("--scheduler", "local:2")])
+def test_a_store_whose_folder_is_not_there_is_told_once(
+    more: tuple[str, ...], tmp_path: Path
+) -> None:
+    store = tmp_path / "nowhere" / "s.db"
+    words = "ingest", str(TRACE), str(RUN), "--store", str(store), *more
+    done = CliRunner().invoke(cli, words)
+    assert isinstance(done.exception, StoreError) and not done.output
+    assert str(done.exception).endswith("does not exist; create it or name another --store")
 
 
 def test_a_pipe_is_no_missing_file(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from profharness.jobs.campaign import (
 )
 from profharness.jobs.lease import LEASES, Leases
 from profharness.jobs.parcel import content_hash, pack, unpack
-from profharness.jobs.window import OnStep, Plain, Window, duration
+from profharness.jobs.progress import duration
+from profharness.jobs.window import OnStep, Plain, Window
 from profharness.run import (
     BenchPlan,
     CaptureOptions,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sqlite3
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,6 +70,21 @@ def test_the_ranks_of_a_job_are_found_from_any_of_them(job: Path, store: Store) 
         assert store.ranks([whole[2].run]) == whole == store.ranks(["latest"])
         assert store.ranks([str(job.parent / "ranks")]) == whole
         assert store.ranks([whole[3].run, whole[0].run]) == [whole[0], whole[3]]
+
+
+@pytest.mark.parametrize("rank", [-3, 1 << 40, 10**30, "x", 2.5, [1]])
+def test_a_trace_that_tells_no_rank_has_none(job: Path, tmp_path: Path, rank: object) -> None:
+    shutil.copy(job, tmp_path / "s.db")
+    with closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
+        connection.execute(
+            "UPDATE traces SET environment = json_set(environment, '$.distributedInfo.rank', json(?)) "
+            "WHERE run_id = (SELECT id FROM runs WHERE rank = 3)",
+            (json.dumps(rank),),
+        )
+        connection.execute("UPDATE runs SET rank = NULL")
+    with open_store(tmp_path / "s.db") as opened:
+        rows = opened.ranks([row.run for row in opened.runs()])
+    assert [row.rank for row in rows] == [0, 1, 2, None]
 
 
 @pytest.mark.parametrize(
