@@ -228,8 +228,8 @@ def unwritable(folder: Path, why: str | None) -> UnwritableError:
     )
 
 
-def read_run(folder: Path) -> Run:
-    """Read a run folder, newer journal lines and groups of a campaign included. Raises TraceFormatError."""
+def read_record(folder: Path) -> Run:
+    """What run.json of a run folder says. Raises TraceFormatError."""
     path = folder / RUN_FILE
     try:
         run = msgspec.json.decode(path.read_bytes(), type=Run)
@@ -243,6 +243,12 @@ def read_run(folder: Path) -> Run:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if run.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
+    return run
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder, newer journal lines and groups of a campaign included. Raises TraceFormatError."""
+    run = read_record(folder)
     results = _journal_results(folder)
     cells = tuple(reduce(with_result, results.get(cell.cell, ()), cell) for cell in run.cells)
     run = replace(run, cells=cells)

@@ -27,8 +27,8 @@ from profharness.jobs.local import LocalLanes, local_lanes
 from profharness.jobs.meanwhile import Meanwhile
 from profharness.jobs.window import Transport, Window, is_of_class
 from profharness.processes import forerunners
-from profharness.run import Fleet, Run, class_word, read_run
-from profharness.runner.capture import write_folder
+from profharness.run import Fleet, Run, class_word, read_record, read_run
+from profharness.runner.capture import finished, write_folder
 from profharness.runner.supervise import Progress
 
 SCHEDULERS = "local, local:2, tls://head:8786, slurm:sweep.sbatch"
@@ -232,8 +232,10 @@ def resume_on_lanes(
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:
-    """Why a campaign cannot go on; None where it can."""
-    pending = any(cell.status == "pending" for cell in run.cells)
-    if pending or open_groups(folder, read_campaign(folder)):
+    """Why a campaign cannot go on; None where it can: a group is left, or a client was killed before it
+    could merge them.
+    """
+    merged = all(cell.status != "pending" for cell in read_record(folder).cells)
+    if not merged or open_groups(folder, read_campaign(folder)):
         return None
-    return f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result"
+    return finished(folder, run)

@@ -157,6 +157,11 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
     left = left or any(cell.status == "pending" for cell in run.cells)
     if left or (folder / JOURNAL_FILE).exists():
         return None
+    return finished(folder, run)
+
+
+def finished(folder: Path, run: Run) -> str:
+    """What is said of a run that needs no resuming."""
     return (
         f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result; "
         f"`profharness ingest {shlex.quote(str(folder))}` stores it"

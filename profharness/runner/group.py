@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from profharness.environment import visible_gpus
-from profharness.errors import ProfharnessError, UnwritableError
+from profharness.errors import CaptureError, ProfharnessError, UnwritableError
 from profharness.files import exclusive
 from profharness.run import GPU, RUN_FILE, Problem, Run, read_run, write_run
 from profharness.runner.capture import LOCK_FILE, carry_on, write_folder
@@ -51,7 +51,7 @@ def main() -> None:
     try:
         make_part(part, spec)
         _wait_for(part)
-        carry_on(part, _Steps())
+        _carry_on(part)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGTERM)
     except (UnwritableError, OSError) as failure:
@@ -70,6 +70,20 @@ def main() -> None:
         except (ProfharnessError, OSError) as failure:
             error = lost = str(failure)
     print(json.dumps({"error": error, "lost": lost}), flush=True)
+
+
+def _carry_on(part: Path) -> None:
+    """Run what is left, a second time where no worker came up: whatever killed it may be over, and the
+    lane would be given up for it. Raises as `carry_on` does.
+    """
+    try:
+        carry_on(part, _Steps())
+    except UnwritableError:
+        raise
+    except CaptureError:
+        if results_in(part) != 0:
+            raise
+        carry_on(part, _Steps())
 
 
 def _publish(part: Path, spec: Mapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ from profharness.run import (
     Protocol,
     Run,
     gpu_classes,
+    read_record,
     read_run,
     write_run,
 )
@@ -317,6 +318,31 @@ def test_a_campaign_is_read_with_the_groups_that_are_done(tmp_path: Path) -> Non
     (folder / "run.json").write_bytes(planned_run)
     statuses = Counter(cell.status for cell in read_run(folder).cells)
     assert statuses == {"ok": 2, "pending": 10}
+
+
+def test_a_client_that_was_killed_before_it_merged_is_gone_on_with(tmp_path: Path) -> None:
+    made, _ = window(tmp_path, Lanes("a"))
+    folder = made.sweeps[0].folder
+    planned_run = (folder / "run.json").read_bytes()
+    made.carry_out()
+    (folder / "run.json").write_bytes(planned_run)
+    captured = resume_into_store(folder, tmp_path / "s.db")
+    assert {cell.status for cell in captured.run.cells} == {"ok"}
+    assert read_record(folder) == read_run(folder)
+    with pytest.raises(UsageError, match=r"is finished: .*`profharness ingest "):
+        resume_into_store(folder, tmp_path / "s.db")
+
+
+def test_a_worker_that_is_killed_at_its_start_costs_no_lane(tmp_path: Path) -> None:
+    trap, worker = tmp_path / "trap", stand_in(tmp_path)
+    trap.touch()
+    first, rest = worker.read_text().split("\n", 1)
+    dies = f"import os\nif os.path.exists({str(trap)!r}): os.unlink({str(trap)!r}); os.kill(os.getpid(), 9)"
+    given = options(tmp_path, 1)
+    worker.write_text("\n".join((first, dies, rest)))
+    captured = capture_into_store(expand_configs("1,1,8,8"), ("math",), tmp_path / "s.db", given)
+    assert not trap.exists()
+    assert [cell.status for cell in captured.run.cells] == ["ok"]
 
 
 def test_a_group_that_an_array_works_on_is_left_to_it(tmp_path: Path) -> None:
