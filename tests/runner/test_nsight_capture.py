@@ -1,5 +1,5 @@
-"""Captures under fake nsys and ncu, which run the real worker: argv, traces, problems, and that
-nothing is left running.
+"""Captures under fake nsys and ncu, which run the real worker, or a quick one where only the tool's
+doings count: argv, traces, problems, and that nothing is left running.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_tools import Behaviour, Scenario, install, invocations
+from kill_lanes import stand_in
 from nsys_make import Maker, unpacked
 from waiting import HANG, PATIENCE_S
 
@@ -64,8 +65,9 @@ def export(tmp_path: Path) -> str:
     return str(maker.write(tmp_path / "prepared.sqlite"))
 
 
-def run_under(out: Path, *profilers: str) -> tuple[Path, Run]:
-    folder = capture(CONFIGS, ["math"], CaptureOptions(profilers, out, QUICK))
+def run_under(out: Path, *profilers: str, python: Path | None = None) -> tuple[Path, Run]:
+    options = CaptureOptions(profilers, out, QUICK, python=str(python) if python else None)
+    folder = capture(CONFIGS, ["math"], options)
     return folder, read_run(folder)
 
 
@@ -91,33 +93,29 @@ def test_a_capture_under_nsys(tmp_path: Path, tools: Path, export: str) -> None:
     ]
 
 
-def test_three_profilers_share_the_cells(tmp_path: Path, tools: Path, export: str) -> None:
+def test_three_profilers_share_the_cells_that_run(tmp_path: Path, tools: Path, export: str) -> None:
     log = install(tools, Scenario(export=Behaviour(report_file=export)))
-    folder, run = run_under(tmp_path / "runs", "torch", "nsys", "ncu")
+    options = CaptureOptions(("torch", "nsys", "ncu"), tmp_path / "runs", QUICK)
+    folder = capture(CONFIGS, ["math", "cudnn"], options)
+    run = read_run(folder)
     assert run.profilers == ("torch", "nsys", "ncu")
-    assert all(len(cell.samples["wall"]) == 5 for cell in run.cells)
+    assert [cell.status for cell in run.cells] == ["ok", "refused"] * 2
+    assert all(len(cell.samples["wall"]) == 5 for cell in run.cells[::2])
     assert [item.path for item in run.traces] == [
-        *("c0001.torch.json.gz", "c0002.torch.json.gz", "nsys-1.sqlite", "ncu-1.ncu-rep")
+        *("c0001.torch.json.gz", "c0003.torch.json.gz", "nsys-1.sqlite", "ncu-1.ncu-rep")
     ]
+    assert run.traces[2].cells == run.traces[3].cells == ("c0001", "c0003")
     argv = next(argv for argv in invocations(log) if argv[0].endswith("ncu") and "-o" in argv)
     assert argv[-5:] == [sys.executable, "-P", "-m", "profharness.worker", str(folder)]
     assert argv[argv.index("--clock-control") + 1] == "none"
     assert argv[argv.index("-o") + 1] == str(folder / "ncu-1.ncu-rep")
 
 
-def test_a_refused_cell_is_not_tried_under_nsys(tmp_path: Path, tools: Path, export: str) -> None:
-    install(tools, Scenario(export=Behaviour(report_file=export)))
-    options = CaptureOptions(("torch", "nsys"), tmp_path / "runs", QUICK)
-    run = read_run(capture(CONFIGS[:1], ["math", "cudnn"], options))
-    assert [cell.status for cell in run.cells] == ["ok", "refused"]
-    assert run.traces[-1].cells == ("c0001",)
-
-
 def test_a_tool_that_fails_is_a_problem_and_resume_mends_it(
     tmp_path: Path, tools: Path, export: str
 ) -> None:
     install(tools, Scenario(nsys=NO_IMPORTER))
-    folder, run = run_under(tmp_path / "runs", "torch", "nsys")
+    folder, run = run_under(tmp_path / "runs", "torch", "nsys", python=stand_in(tmp_path))
     assert [cell.status for cell in run.cells] == ["ok", "ok"]
     assert [item.profiler for item in run.traces] == ["torch", "torch"]
     (problem,) = run.problems
@@ -135,7 +133,7 @@ def test_a_tool_that_fails_is_a_problem_and_resume_mends_it(
 def test_an_export_without_kernels_is_a_problem(tmp_path: Path, tools: Path) -> None:
     empty = str(Maker().write(tmp_path / "empty.sqlite"))
     install(tools, Scenario(export=Behaviour(report_file=empty)))
-    _, run = run_under(tmp_path / "runs", "nsys")
+    _, run = run_under(tmp_path / "runs", "nsys", python=stand_in(tmp_path))
     assert [problem.code for problem in run.problems] == ["no_cuda_events"]
 
 
@@ -143,7 +141,7 @@ def test_ncu_without_permission_is_told_with_its_remedy(tmp_path: Path, tools: P
     text = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters\n"
     ncu = Behaviour(stdout=text + "==WARNING== No kernels were profiled.\n", report="none")
     install(tools, Scenario(ncu=replace(ncu, returncode=1)))
-    _, run = run_under(tmp_path / "runs", "ncu")
+    _, run = run_under(tmp_path / "runs", "ncu", python=stand_in(tmp_path))
     (problem,) = run.problems
     assert problem.code == "counters_forbidden"
     assert "NVreg_RestrictProfilingToAdminUsers" in problem.remedy
@@ -187,25 +185,28 @@ def damaged(tmp_path: Path, profiler: str, damage: str) -> Scenario:
     return Scenario(export=behaviour) if profiler == "nsys" else Scenario(ncu=behaviour)
 
 
-@pytest.mark.parametrize("damage", ["garbage", "cut off"])
 @pytest.mark.parametrize("profiler", ["nsys", "ncu"])
 def test_a_damaged_report_is_a_problem_and_the_rest_is_stored(
-    tmp_path: Path, tools: Path, export: str, profiler: str, damage: str
+    tmp_path: Path, tools: Path, export: str, profiler: str
 ) -> None:
-    install(tools, damaged(tmp_path, profiler, damage))
-    options = CaptureOptions(("torch", profiler), tmp_path / "runs", QUICK)
+    install(tools, damaged(tmp_path, profiler, "garbage"))
+    python = str(stand_in(tmp_path))
+    options = CaptureOptions(("torch", profiler), tmp_path / "runs", QUICK, python=python)
     captured = capture_into_store(CONFIGS[:1], ["math"], tmp_path / "s.db", options)
-    (problem,) = captured.run.problems
-    assert (problem.profiler, problem.code) == (profiler, "report_damaged")
-    assert problem.remedy
-    assert [item.profiler for item in captured.run.traces] == ["torch"]
     assert [(result.status, result.warnings) for result in captured.ingested] == [("new", ())]
-    with open_store(tmp_path / "s.db") as store:
-        assert {row.profiler for row in store.kernels()} == {"torch"}
+    folder = captured.folder
+    install(tools, damaged(tmp_path, profiler, "cut off"))
+    for each in (captured, resume_into_store(folder, tmp_path / "s.db")):
+        (problem,) = each.run.problems
+        assert (problem.profiler, problem.code) == (profiler, "report_damaged")
+        assert problem.remedy
+        assert [item.profiler for item in each.run.traces] == ["torch"]
+        with open_store(tmp_path / "s.db") as store:
+            assert {row.profiler for row in store.kernels()} == {"torch"}
     ncu = unpacked("ncu_h200.ncu-rep.gz", tmp_path)
     whole = Scenario(ncu=Behaviour(report_file=str(ncu)), export=Behaviour(report_file=export))
     install(tools, whole)
-    mended = read_run(resume(captured.folder))
+    mended = read_run(resume(folder))
     assert not mended.problems
     assert [item.profiler for item in mended.traces] == ["torch", profiler]
 
@@ -213,7 +214,7 @@ def test_a_damaged_report_is_a_problem_and_the_rest_is_stored(
 def test_a_run_with_a_damaged_report_of_old_is_taken_in(tmp_path: Path, tools: Path) -> None:
     """Such a folder names the damaged report as a trace."""
     install(tools, Scenario())
-    folder, run = run_under(tmp_path / "runs", "torch")
+    folder, run = run_under(tmp_path / "runs", "torch", python=stand_in(tmp_path))
     (folder / "ncu-1.ncu-rep").write_bytes(b"garbage")
     cells = tuple(cell.cell for cell in run.cells)
     traces = (*run.traces, TraceFile("ncu", "ncu-1.ncu-rep", cells))
