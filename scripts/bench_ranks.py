@@ -12,15 +12,19 @@ import argparse
 import json
 import os
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from _frame import output
 from make_ranks import Fleet, make_ranks, read
 from make_trace import STACKED, make_trace
@@ -28,8 +32,9 @@ from make_trace import STACKED, make_trace
 from profharness.answers.ranks import compare_ranks
 from profharness.jobs.side_by_side import ingested, readers_of
 from profharness.store import ingest_path, open_store
-from profharness.store.schema import connect
-from profharness.store.shards import move_launches
+from profharness.store.insert import PIECE
+from profharness.store.schema import connect, make_shard
+from profharness.store.shards import columns_of, move_launches
 
 SLOW = 1.05
 OF_A_GPU = ("kernel", "cuda_runtime", "user_annotation", "gpu_memcpy", "gpu_memset")
@@ -156,13 +161,13 @@ def ingest(files: int, megabytes: int) -> None:
         merged(job, launches // files)
 
 
-def shards(megabytes: int) -> None:
+def shards(megabytes: int, launches: int) -> None:
     """A real step again and again in one trace: its launches in the store, then beside it."""
     with tempfile.TemporaryDirectory() as name:
         trace, store = Path(name) / "trace.json", Path(name) / "s.db"
         make_trace(STACKED, trace, megabytes * 10**6, "bare")
         (result,) = ingest_path(store, trace)
-        trace.unlink()
+        again = trace.rename(Path(name) / "again.json")
         before = store.stat().st_size
 
         def ask() -> None:
@@ -172,6 +177,10 @@ def shards(megabytes: int) -> None:
         rows = {"read from the store": cost(ask)}
         rows["moved"] = cost(lambda: move_launches(store, result.run))
         rows["read from the file"] = cost(ask)
+        files = shutil.copytree(f"{store}.launches", Path(name) / "files")
+        rows["a whole ingest"] = cost(lambda: ingest_path(Path(name) / "plain.db", again))
+        beside = cost(lambda: ingest_path(Path(name) / "beside.db", again, beside=True))
+        rows["that beside the store"] = beside
         compact = connect(store, write=True)
         compact.execute("VACUUM")
         compact.close()
@@ -183,6 +192,43 @@ def shards(megabytes: int) -> None:
         print(
             f"in SQLite {(before - kept) / count:.1f} B a launch, in Parquet {path.stat().st_size / count:.1f} B"
         )
+        columns_to_file(next(files.iterdir()), launches)
+
+
+def columns_to_file(path: Path, launches: int) -> None:
+    """What an ingest and a merge do with the columns of launches, those of a real trace again and again."""
+    from profharness.store.launch_columns import LaunchColumns
+    from profharness.store.parquet import file_launches, write_launches
+
+    with closing(make_shard(Path(":memory:"))) as connection:
+        columns = columns_of(connection)
+    real = file_launches(path, columns)
+    count, period = len(real["id"]), int(np.ptp(real["start_ns"])) + 1
+    rounds = -(-launches // count)
+    whole = path.with_name("whole.parquet")
+
+    def written() -> None:
+        held = LaunchColumns()
+        for turn in range(rounds):
+            later = {"id": turn * count, "start_ns": turn * period, "launch_ns": turn * period}
+            for begin in range(0, count, PIECE):
+                part = {key: each[begin : begin + PIECE] for key, each in real.items()}
+                held.add({key: each + later.get(key, 0) for key, each in part.items()})
+        write_launches(held.joined(), columns, whole)
+
+    def rewritten() -> None:
+        write_launches(file_launches(whole, columns), columns, whole.with_name("again.parquet"))
+
+    total = rounds * count
+    for what, work in (("columns to a file", written), ("a file merged", rewritten)):
+        costs = [cost(work)[0] for _ in range(3)]
+        middle = statistics.median(costs)
+        print(
+            f"{what:24}{middle:8.2f} CPU s of {total:,} launches: {total / middle / 1e6:.2f} M a CPU s"
+        )
+    print(
+        f"{whole.stat().st_size / total:.1f} B a launch; 50 million {50 / total * 1e6 * middle:.0f} CPU s to merge"
+    )
 
 
 def merged(job: Path, launches: int) -> None:
@@ -224,6 +270,7 @@ def main() -> None:
     made.add_argument("--fleets", type=int, default=100)
     made.add_argument("--ranks", type=int)
     made.add_argument("--files", type=int, default=40)
+    made.add_argument("--launches", type=int, default=5_000_000)
     made.add_argument("--mb", type=int, default=100)
     options = made.parse_args()
     if options.what == "fleets":
@@ -231,7 +278,7 @@ def main() -> None:
     elif options.what == "many":
         many(options.ranks or 1000)
     elif options.what == "shards":
-        shards(options.mb)
+        shards(options.mb, options.launches)
     else:
         ingest(options.files, options.mb)
 

@@ -100,8 +100,9 @@ def command(
             failed += 1
             hint(f"error: {error}")
     taken: list[str] = []
-    read = _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths)
-    outcomes = _beside(store, read) if launches == "shards" else read
+    beside = launches == EXTRA
+    read = _side_by_side(store, paths, cpus, beside) if cpus else _in_turn(store, paths, beside)
+    outcomes = _beside(store, read) if beside else read
     # closed at once, whatever ends the loop: readers end with it
     with contextlib.closing(outcomes):
         for outcome in outcomes:
@@ -123,12 +124,12 @@ def command(
         raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
 
 
-def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[Taken, None, None]:
+def _in_turn(store: Path, paths: Sequence[Path], beside: bool) -> Generator[Taken, None, None]:
     """What became of each source, read by this process."""
     for source in paths:
         try:
             with _progress(source) as progress:
-                results = stores.ingest_path(store, source, progress=progress)
+                results = stores.ingest_path(store, source, progress=progress, beside=beside)
         except ProfharnessError as error:
             yield Taken(source, error=str(error))
         except OSError as error:  # TMPDIR is full, the file went away
@@ -140,14 +141,16 @@ def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[Taken, None, None]
 
 
 def _side_by_side(
-    store: Path, paths: Sequence[Path], cpus: Sequence[int]
+    store: Path, paths: Sequence[Path], cpus: Sequence[int], beside: bool
 ) -> Generator[Taken, None, None]:
     """What became of each source, read by a process a CPU; a line tells how far that is."""
     hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
     progress = _Countdown([_size(path) for path in paths])
     done = 0
     try:
-        with contextlib.closing(take_in(store, paths, cpus, progress.tell)) as outcomes:
+        with contextlib.closing(
+            take_in(store, paths, cpus, progress.tell, beside=beside)
+        ) as outcomes:
             for outcome in outcomes:
                 progress.clear()
                 yield outcome
@@ -162,13 +165,16 @@ def _side_by_side(
 
 
 def _beside(store: Path, outcomes: Generator[Taken, None, None]) -> Generator[Taken, None, None]:
-    """The outcomes, the launches of each moved out of the store. Raises StoreError without duckdb."""
+    """The outcomes; launches that the store had before are moved out of it. Raises StoreError without
+    duckdb.
+    """
     with contextlib.closing(outcomes):
         require_parquet("--launches shards: launches are written as Parquet")
         for outcome in outcomes:
             try:
                 for result in outcome.results:
-                    move_launches(store, result.run)
+                    if result.status == "unchanged":
+                        move_launches(store, result.run)
             except ProfharnessError as error:
                 yield Taken(outcome.source, outcome.results, error=str(error))
             else:

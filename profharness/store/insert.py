@@ -18,6 +18,7 @@ from profharness.kernel_names import parse_kernel_name
 from profharness.rows import axes
 from profharness.stats import Series
 from profharness.store.groups import Grouped, Grouping
+from profharness.store.launch_columns import LaunchColumns
 from profharness.store.schema import insert_row
 from profharness.store.traced_calls import CallLaunches
 from profharness.trace import (
@@ -185,8 +186,10 @@ def insert_trace(
     batches: Iterable[LaunchBatch],
     cells: dict[str, int] | None,
     progress: Callable[[int], None] | None = None,
+    beside: LaunchColumns | None = None,
 ) -> Inserted:
-    """Insert what hangs on a row of `traces` inside the caller's transaction.
+    """Insert what hangs on a row of `traces` inside the caller's transaction. beside: what takes the
+    launches in place of the store.
 
     cells maps a run's cell ids to row ids; launches outside of them are dropped and counted. None
     (a foreign trace) keeps all.
@@ -212,7 +215,7 @@ def insert_trace(
         result.dropped += len(batch.kernel) - stored
         result.launches += stored
         if stored:
-            _insert_launches(connection, columns, first_id if result.launches == stored else None)
+            _insert_launches(connection, columns, first_id, result.launches - stored, beside)
             keys = [columns[name] for name in _GROUP_KEYS]
             grouping.add(keys, columns["duration_ns"], columns["first_ns"])
             _count_calls(per_call, columns["cell_id"], columns["iteration"])
@@ -378,12 +381,20 @@ def _next_launch_id(connection: sqlite3.Connection) -> int:
 
 
 def _insert_launches(
-    connection: sqlite3.Connection, columns: Mapping[str, Column], first_id: int | None
+    connection: sqlite3.Connection,
+    columns: Mapping[str, Column],
+    first_id: int,
+    done: int,
+    beside: LaunchColumns | None,
 ) -> None:
-    """Insert launches; first_id is given for the first of a trace, and SQLite counts on from there."""
+    """Insert launches after those that are done, or hand them to beside. first_id: the trace's first."""
     held = {name: columns[name] for name in _LAUNCH_COLUMNS}
-    if first_id is not None:
-        held["id"] = np.arange(first_id, first_id + len(held["trace_id"]))
+    ids = np.arange(first_id + done, first_id + done + len(held["trace_id"]))
+    if beside is not None:
+        beside.add({"id": ids} | held)
+        return
+    if not done:  # SQLite counts on from there
+        held["id"] = ids
     _insert_columns(connection, "launches", held)
 
 

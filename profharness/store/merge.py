@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from profharness.run import RUN_FILE, read_run
 from profharness.store import growth
 from profharness.store.ingest import UNREADABLE, IngestResult, unchanged
+from profharness.store.launch_columns import NULL, Column
 from profharness.store.schema import forget_run, make_shard, transaction
+from profharness.store.shards import keep_launches, shard_launches
 from profharness.store.sources import Raw, Source
 
 # by which columns a shared row is known; none: by all of them
@@ -31,7 +35,10 @@ SHARED: dict[str, tuple[str, ...]] = {
     "apis": ("name",),
     "range_names": ("name",),
 }
-NOT_MERGED = {"peaks"}  # measured here, and in no source
+NOT_MERGED = {
+    "peaks",
+    "launch_shards",
+}  # measured here, and in no source; files with ids of the shard
 # refer to launches, and no clause of the schema says so
 LAUNCH_IDS = {"traces": ("first_launch_id", "last_launch_id")}
 
@@ -83,7 +90,7 @@ def merge_shard(
             return same
         before = growth.stored(connection, result.run)
         forget_run(connection, result.run)
-        _copy(connection)
+        _copy(connection, shard)
         (problems,) = connection.execute(
             "SELECT problems FROM runs WHERE run = ?", (result.run,)
         ).fetchone()
@@ -110,7 +117,7 @@ def _attached(connection: sqlite3.Connection, shard: Path) -> Iterator[None]:
         connection.execute("DETACH shard")
 
 
-def _copy(connection: sqlite3.Connection) -> None:
+def _copy(connection: sqlite3.Connection, shard: Path) -> None:
     moved: dict[str, int] = {}
     mapped: set[str] = set()
     for table in _tables():
@@ -128,8 +135,34 @@ def _copy(connection: sqlite3.Connection) -> None:
     for table in _tables():
         if table.name not in SHARED:
             _append(connection, table, moved, mapped)
+    _rewrite(connection, shard, moved, mapped)
     for name in mapped:
         connection.execute(f"DROP TABLE temp.map_{name}")
+
+
+def _rewrite(
+    connection: sqlite3.Connection, shard: Path, moved: dict[str, int], mapped: set[str]
+) -> None:
+    """Write the launches that lie beside the shard beside the store, with the ids that they have there."""
+    (table,) = (table for table in _tables() if table.name == "launches")
+    maps: dict[str, Column] = {}
+    for trace, content_hash, held in shard_launches(connection, shard):
+        for column, to in table.refers.items():
+            if to in mapped and to not in maps:
+                maps[to] = _lookup(connection, to)
+            old = held[column]
+            new = maps[to][old] if to in mapped else old + moved[to]
+            held[column] = np.where(old == NULL, NULL, new)
+        keep_launches(connection, trace + moved["traces"], content_hash, held)
+
+
+def _lookup(connection: sqlite3.Connection, table: str) -> Column:
+    """The new ids of a shared table by the old ones."""
+    rows = connection.execute(f"SELECT old, new FROM temp.map_{table}").fetchall()
+    pairs = np.array(rows, np.int64)
+    new = np.full(int(pairs[:, 0].max()) + 1, NULL, np.int64)
+    new[pairs[:, 0]] = pairs[:, 1]
+    return new
 
 
 def _map(connection: sqlite3.Connection, table: _Table) -> bool:

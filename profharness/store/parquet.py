@@ -5,41 +5,52 @@ ImportError where that is not installed.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import duckdb
 import numpy as np
 
+from profharness.store.launch_columns import NULL, Column, LaunchColumns
+
 ROWS = 1 << 17  # held as Python objects at a time
-NULL = -1  # in columns that may be NULL, where no value is below 0
 
 
-def write_launches(
-    connection: sqlite3.Connection, span: tuple[int, int], columns: dict[str, bool], path: Path
-) -> None:
-    """Write the stored launches of a span of ids, in their order. columns: whether each may be NULL.
-
-    Raises OSError where the file cannot be written.
-    """
+def stored_launches(
+    connection: sqlite3.Connection, span: tuple[int, int], columns: Mapping[str, bool]
+) -> LaunchColumns:
+    """The stored launches of a span of ids, in their order. columns: whether each may be NULL."""
     told = ", ".join(f"coalesce({name}, {NULL})" for name in columns)
     cursor = connection.execute(
         f"SELECT {told} FROM launches WHERE id BETWEEN ? AND ? ORDER BY id", span
     )
+    held = LaunchColumns()
+    while rows := cursor.fetchmany(ROWS):
+        held.add(dict(zip(columns, np.array(rows, np.int64).T, strict=True)))
+    return held
+
+
+def file_launches(path: Path, columns: Mapping[str, bool]) -> dict[str, Column]:
+    """The columns of a file in the order of its ids, NULL where there is none."""
+    told = ", ".join(f"coalesce({name}, {NULL}) AS {name}" for name in columns)
+    with duckdb.connect(config={"threads": 1}) as engine:
+        held = engine.execute(f"SELECT {told} FROM read_parquet({_text(path)})").fetchnumpy()
+    return {name: np.asarray(held[name], np.int64) for name in columns}
+
+
+def write_launches(held: Mapping[str, Column], columns: Mapping[str, bool], path: Path) -> None:
+    """Write launches in their order. columns: whether each may be NULL. Raises OSError where the file
+    cannot be written.
+    """
     kept = ", ".join(
-        f"nullif({name}, {NULL}) AS {name}" if nullable else name
+        f"CAST({f'nullif({name}, {NULL})' if nullable else name} AS BIGINT) AS {name}"
         for name, nullable in columns.items()
     )
     with duckdb.connect(config={"threads": 1}) as engine:
-        engine.execute(f"CREATE TABLE launches ({', '.join(f'{name} BIGINT' for name in columns)})")
-        while rows := cursor.fetchmany(ROWS):
-            block = dict(zip(columns, np.array(rows, np.int64).T.copy(), strict=True))
-            engine.register("block", block)
-            engine.execute(f"INSERT INTO launches SELECT {kept} FROM block")
-            engine.unregister("block")
+        engine.register("held", dict(held))
         try:
             engine.execute(
-                f"COPY (SELECT * FROM launches ORDER BY id) TO {_text(path)} (FORMAT parquet, COMPRESSION zstd)"
+                f"COPY (SELECT {kept} FROM held) TO {_text(path)} (FORMAT parquet, COMPRESSION zstd)"
             )
         except duckdb.Error as error:
             raise OSError(f"cannot be written: {error}") from None

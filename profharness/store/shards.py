@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def move_launches(store: Path, run: str) -> int:
     """
     with closing(connect(store, write=True, foreign_keys=False)) as connection:
         engine = require_parquet(f"{store}: launches are written as Parquet")
-        columns = _columns(connection)
+        columns = columns_of(connection)
         try:
             with transaction(connection):
                 traces = connection.execute(
@@ -48,23 +48,52 @@ def move_launches(store: Path, run: str) -> int:
                 ).fetchall()
                 moved = 0
                 for trace, content_hash, *span in traces:
-                    path = _new_path(connection, content_hash)
-                    part = path.with_name(f"{path.name}.tmp")
-                    engine.write_launches(connection, span, columns, part)
-                    digest = _digest(part)
-                    _settle(part, path)
-                    row = (trace, path.name, digest)
-                    connection.execute("INSERT INTO launch_shards VALUES (?, ?, ?)", row)
+                    held = engine.stored_launches(connection, span, columns).joined()
+                    keep_launches(connection, trace, content_hash, held)
                     connection.execute("DELETE FROM launches WHERE id BETWEEN ? AND ?", span)
                     moved += span[1] - span[0] + 1
-        except OSError as error:
-            reason = error.strerror or error
-            raise StoreError(
-                f"{_folder(connection)}: launches cannot be moved there: {reason}; they stay in the store"
-            ) from None
         finally:
             sweep(connection)
     return moved
+
+
+def keep_launches(
+    connection: sqlite3.Connection, trace: int, content_hash: str, held: Mapping[str, Any]
+) -> None:
+    """Write the columns of a trace's launches beside the store, inside the caller's transaction. The file
+    is on the disk before this returns, and counts with the commit. Raises StoreError.
+    """
+    engine = require_parquet(f"{_folder(connection)}: launches are written as Parquet")
+    try:
+        path = _new_path(connection, content_hash)
+        part = path.with_name(f"{path.name}.tmp")
+        engine.write_launches(held, columns_of(connection), part)
+        digest = _digest(part)
+        _settle(part, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StoreError(
+            f"{_folder(connection)}: launches cannot be written there: {reason}; the store stays as it was"
+        ) from None
+    row = (trace, path.name, digest)
+    connection.execute("INSERT INTO launch_shards VALUES (?, ?, ?)", row)
+
+
+def shard_launches(
+    connection: sqlite3.Connection, shard: Path
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Of each trace of an attached shard whose launches lie beside that: its id there, its content's hash,
+    and the launches.
+    """
+    rows = connection.execute(
+        "SELECT t.id, t.content_hash, s.file FROM shard.launch_shards s "
+        "JOIN shard.traces t ON t.id = s.trace_id ORDER BY t.id"
+    )
+    columns = columns_of(connection)
+    for trace, content_hash, name in rows.fetchall():
+        path = Path(f"{shard}.launches") / name
+        engine = require_parquet(f"{path}: launches are kept as Parquet")
+        yield trace, content_hash, engine.file_launches(path, columns)
 
 
 def sweep(connection: sqlite3.Connection) -> None:
@@ -132,7 +161,7 @@ def _load(connection: sqlite3.Connection, trace: int, beside: bool) -> None:
     """Copy the launches of a trace into the temporary table."""
     with _at_once(connection):
         if beside:
-            columns = _columns(connection)
+            columns = columns_of(connection)
             marks = ", ".join("?" * len(columns))
             insert = f"INSERT INTO temp.launches ({', '.join(columns)}) VALUES ({marks})"
             path = _checked(connection, trace)
@@ -180,7 +209,7 @@ def _unusable(path: Path, what: str) -> StoreError:
 def _shadow(connection: sqlite3.Connection) -> None:
     """Make the temporary table of launches, and the views on launches anew on it."""
     with _at_once(connection):
-        columns = ", ".join(name for name in _columns(connection) if name != "id")
+        columns = ", ".join(name for name in columns_of(connection) if name != "id")
         connection.execute("CREATE TEMP TABLE loaded (id INTEGER PRIMARY KEY)")
         connection.execute(f"CREATE TEMP TABLE launches (id INTEGER PRIMARY KEY, {columns})")
         connection.execute(
@@ -209,7 +238,7 @@ def _at_once(connection: sqlite3.Connection) -> Iterator[None]:
         connection.execute("RELEASE loading")
 
 
-def _columns(connection: sqlite3.Connection) -> dict[str, bool]:
+def columns_of(connection: sqlite3.Connection) -> dict[str, bool]:
     """The columns of launches, and whether each may be NULL."""
     rows = connection.execute("PRAGMA main.table_info(launches)")
     return {name: not (required or key) for _, name, _, required, _, key in rows}

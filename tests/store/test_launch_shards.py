@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -139,3 +141,107 @@ def test_without_duckdb_the_extra_is_named(
         list(opened.launches())
     done = CliRunner().invoke(cli, ["ingest", str(TRACE), "--launches", "shards"])
     assert done.exit_code and "profharness[shards]" in str(done.exception)
+
+
+MODELS = DATA.parents[1] / "traces" / "models"
+SOURCES = (
+    TRACE,
+    MODELS / "whisper.json.gz",
+    MODELS / "llama_train.json.gz",
+    MODELS / "llama_generate",
+)
+QUESTIONS = (
+    ["analyze"],
+    ["layers"],
+    ["ranks"],
+    ["kernels", "--run", "all", "--format", "json"],
+    ["runs"],
+)
+
+
+def contents(store: Path) -> list[object]:
+    """All that single launches and their sums tell."""
+    with open_store(store) as opened:
+        runs = [row.run for row in opened.runs()]
+        tables = (
+            "kernel_launches",
+            "launches",
+            "kernel_summary",
+            "attention_calls",
+            "cell_summary",
+        )
+        frames = [query(opened, f"SELECT * FROM {name}").to_csv() for name in tables]
+        steps = [opened.steps(run) for run in runs]
+        return [runs, frames, steps, [opened.gaps(each) for each in steps]]
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same sources taken in: into the store, beside it, by several processes, and moved later."""
+    folder = tmp_path_factory.mktemp("ways")
+    ways = {name: folder / f"{name}.db" for name in ("plain", "beside", "local", "moved")}
+    run("ingest", *SOURCES, "--store", ways["plain"])
+    run("ingest", *SOURCES, "--store", ways["beside"], "--launches", "shards")
+    run(
+        "ingest",
+        *SOURCES,
+        "--store",
+        ways["local"],
+        "--launches",
+        "shards",
+        "--scheduler",
+        "local:2",
+    )
+    for more in ([], ["--launches", "shards"]):
+        run("ingest", *SOURCES, "--store", ways["moved"], *more)
+    return ways
+
+
+@pytest.mark.parametrize("way", ["beside", "local", "moved"])
+def test_all_ways_give_the_same_answers(ways: dict[str, Path], way: str) -> None:
+    with open_store(ways[way]) as opened:
+        assert opened.connection.execute(COUNT).fetchone() == (0,)
+        traces = opened.connection.execute("SELECT count(*) FROM traces WHERE launches").fetchone()[
+            0
+        ]
+    assert len(files(ways[way])) == traces >= len(SOURCES)
+    assert contents(ways[way]) == contents(ways["plain"])
+    for question in QUESTIONS:
+        texts = [
+            run(*question, "--store", ways[name]).replace(str(ways[name]), "STORE")
+            for name in ("plain", way)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_what_cannot_be_written_leaves_the_store_as_it_was(tmp_path: Path) -> None:
+    store = tmp_path / "store.db"
+    Path(f"{store}.launches").write_text("no folder")
+    with pytest.raises(StoreError, match="cannot be written there"):
+        ingest_path(store, TRACE, beside=True)
+    with open_store(store) as opened:
+        assert opened.runs() == []
+    Path(f"{store}.launches").unlink()
+    ingest_path(store, TRACE, beside=True)
+    assert len(files(store)) == 1
+
+
+def test_a_killed_ingest_leaves_no_run_and_no_file(tmp_path: Path) -> None:
+    store = tmp_path / "store.db"
+    program = (
+        "import os, signal, sys; from pathlib import Path; import profharness.store.shards as shards\n"
+        "settle = shards._settle\n"
+        "def killed(part, path):\n    settle(part, path); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "shards._settle = killed\n"
+        "from profharness.store import ingest_path\n"
+        "ingest_path(Path(sys.argv[1]), Path(sys.argv[2]), beside=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(store), str(TRACE)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(files(store)) == 1
+    with open_store(store) as opened:
+        assert opened.runs() == []
+    run("ingest", TRACE, "--launches", "shards", "--store", store)
+    assert len(files(store)) == 1
+    with open_store(store) as opened:
+        assert sum(1 for _ in opened.launches())
