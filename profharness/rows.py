@@ -19,6 +19,12 @@ HOST = "host"
 """The host's own time of an eager call. It stands beside EAGER, and is no latency."""
 MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
 """What a latency sample can be, in the order in which one ranks backends; wall is the CPU's."""
+HOSTED = (EAGER, HOST, WALL)
+"""Measurements with the host in them."""
+SHARED_CORES = (
+    "lanes of this host share its cores: times with the host in them (eager, host, wall) may be off"
+)
+"""Warning of a cell that was measured beside other lanes, on cores that they used too."""
 GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
 """What a GPU is measured by."""
 ALIASES = {EVENT: COLD}

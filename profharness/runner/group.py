@@ -21,6 +21,7 @@ import msgspec
 from profharness.environment import visible_gpus
 from profharness.errors import CaptureError, ProfharnessError, UnwritableError
 from profharness.files import exclusive
+from profharness.rows import HOSTED, SHARED_CORES
 from profharness.run import GPU, RUN_FILE, Problem, Run, read_run, write_run
 from profharness.runner.capture import LOCK_FILE, carry_on, write_folder
 from profharness.runner.supervise import Step
@@ -32,7 +33,7 @@ FAILED = ("crashed", "error", "timeout")
 SHARED_HOST = Problem(
     GPU,
     "shared_host",
-    "lanes of this host share its cores: times with the host in them (eager, host, wall) may be off",
+    SHARED_CORES,
     "run fewer lanes, as --scheduler local:1 does, or give each two cores of its own",
 )
 
@@ -66,7 +67,7 @@ def main() -> None:
         lost = error  # no worker starts here: another group fares no better
     if error is None:
         try:
-            _publish(part, spec)
+            finish(part, spec)
         except (ProfharnessError, OSError) as failure:
             error = lost = str(failure)
     print(json.dumps({"error": error, "lost": lost}), flush=True)
@@ -86,11 +87,18 @@ def _carry_on(part: Path) -> None:
         carry_on(part, _Steps())
 
 
-def _publish(part: Path, spec: Mapping[str, Any]) -> None:
+def finish(part: Path, spec: Mapping[str, Any]) -> None:
+    """Give a group its name; its cells tell that other lanes used the same cores, where that was so."""
     if spec.get("shares_cores"):
         run = read_run(part)
         problems = dict.fromkeys((*run.problems, SHARED_HOST))
-        write_run(part, replace(run, problems=tuple(problems)))
+        cells = tuple(
+            replace(cell, warnings=tuple(dict.fromkeys((*cell.warnings, SHARED_CORES))))
+            if set(HOSTED) & cell.samples.keys()
+            else cell
+            for cell in run.cells
+        )
+        write_run(part, replace(run, cells=cells, problems=tuple(problems)))
     publish(part, Path(spec["root"]) / spec["group"])
 
 

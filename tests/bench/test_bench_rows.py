@@ -21,7 +21,7 @@ from profharness.answers.bench.rows import (
 )
 from profharness.config import Config, expand_configs, parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, Refusal
+from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, SHARED_CORES, Refusal
 from profharness.store import ingest_path, open_store, query
 from profharness.views.bench import FIELDS, bench_document
 from profharness.views.renderers import RENDERERS
@@ -48,6 +48,14 @@ def test_a_compute_bound_config_is_held_against_the_matrix_rate(tmp_path: Path) 
     assert row.efficiency == pytest.approx(
         flops / 1e-3 / (float(row.against.split()[0]) * 1e12), rel=1e-3
     )
+
+
+def test_lanes_on_the_same_cores_cast_doubt_on_times_with_the_host_in_them(tmp_path: Path) -> None:
+    times = {"eager": steady(80_000), "graph": steady(80_000)}
+    shared = replace(cell(STUDY, "auto", times), warnings=(SHARED_CORES,))
+    rows = answer(tmp_path, [shared, cell(STUDY, "math", times)]).rows
+    doubted = {(row.backend, row.measurement): row.doubts for row in rows if row.doubts}
+    assert doubted == {("auto", "eager"): (SHARED_CORES,)}
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from profharness.jobs.campaign import (
     Group,
     cut_groups,
     group_folder,
+    make_spec,
     plan_campaign,
     write_campaign,
 )
@@ -33,6 +34,7 @@ from profharness.jobs.lease import LEASES, Leases
 from profharness.jobs.parcel import content_hash, pack, unpack
 from profharness.jobs.progress import duration
 from profharness.jobs.window import OnStep, Plain, Window
+from profharness.rows import SHARED_CORES
 from profharness.run import (
     BenchPlan,
     CaptureOptions,
@@ -45,7 +47,7 @@ from profharness.run import (
     write_run,
 )
 from profharness.runner.capture import plan_capture, write_folder
-from profharness.runner.group import make_part, publish
+from profharness.runner.group import finish, make_part, publish
 from profharness.runner.supervise import Step
 from profharness.store import ingest, ingest_path, open_store
 
@@ -343,6 +345,22 @@ def test_a_worker_that_is_killed_at_its_start_costs_no_lane(tmp_path: Path) -> N
     captured = capture_into_store(expand_configs("1,1,8,8"), ("math",), tmp_path / "s.db", given)
     assert not trap.exists()
     assert [cell.status for cell in captured.run.cells] == ["ok"]
+
+
+def test_what_was_measured_on_shared_cores_says_so_cell_by_cell(tmp_path: Path) -> None:
+    made, _ = window(tmp_path, Lanes("a"), 2)
+    (sweep,) = made.sweeps
+    for number, shares in enumerate((True, False)):
+        spec = make_spec(sweep.folder, sweep.campaign, sweep.run, sweep.campaign.groups[number])
+        first, second = spec["run"]["cells"]
+        first |= {"status": "ok", "samples": {"wall": [1, 2, 3]}}
+        second |= {"status": "ok", "samples": {"kernel": [1, 2, 3]}}
+        part = Path(spec["root"]) / f"{spec['group']}.x.part"
+        make_part(part, spec)
+        finish(part, {**spec, "shares_cores": shares})
+    run = read_run(sweep.folder)
+    assert [SHARED_CORES in cell.warnings for cell in run.cells] == [True, False, False, False]
+    assert [problem.code for problem in run.problems] == ["shared_host"]
 
 
 def test_a_group_that_an_array_works_on_is_left_to_it(tmp_path: Path) -> None:

@@ -13,7 +13,17 @@ from profharness.answers.agreement import with_predictions
 from profharness.config import Config, parse_config
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.errors import NotFoundError, few
-from profharness.rows import COLD, EAGER, EVENT, HOST, KERNEL, MEASUREMENTS, CellRow
+from profharness.rows import (
+    COLD,
+    EAGER,
+    EVENT,
+    HOST,
+    HOSTED,
+    KERNEL,
+    MEASUREMENTS,
+    SHARED_CORES,
+    CellRow,
+)
 from profharness.store import Store
 
 CLOCK_MOVED = 0.05
@@ -48,14 +58,15 @@ def doubts(
     measurement: str,
     samples: Sequence[int],
     interval: stats.Interval | None,
-    clocks: Mapping[str, Any],
+    cell: CellRow,
     rates: Rates,
     precision: float,
 ) -> tuple[str, ...]:
     """One sentence a doubt, the gravest first. precision is the half interval over its median from
     which it is wide.
     """
-    texts = [*above_ceiling(measurement, rates), *clock_doubts(clocks)]
+    texts = [*above_ceiling(measurement, rates), *clock_doubts(cell.clocks)]
+    texts += host_doubts(cell, measurement)
     if len(samples) < FEW_SAMPLES or interval is None:
         return (*texts, f"only {len(samples)} samples")
     if stats.is_bimodal(samples):
@@ -116,6 +127,12 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
     if reasons:
         texts.append(f"the clock was held back by {' and '.join(reasons)}")
     return tuple(texts)
+
+
+def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
+    """What lanes beside say against a measurement with the host in it."""
+    shared = measurement in HOSTED and SHARED_CORES in cell.warnings
+    return (SHARED_CORES,) if shared else ()
 
 
 def _is_wide(interval: tuple[float, float], median: float, precision: float) -> bool:
@@ -231,7 +248,7 @@ def bench_rows(
                 efficiency=rates.efficiency,
                 against=rates.against,
                 host_ns=host_ns(cell) if name == EAGER else None,
-                doubts=doubts(name, values, interval, cell.clocks, rates, precision),
+                doubts=doubts(name, values, interval, cell, rates, precision),
             )
             rows.append(measured)
     return with_regret(with_speedup(rows, baseline))

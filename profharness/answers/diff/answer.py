@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness import stats
-from profharness.answers.bench.rows import clock_doubts
+from profharness.answers.bench.rows import clock_doubts, host_doubts
 from profharness.answers.diff.costs import launch_cost, memory_cost, refusal_cost
 from profharness.answers.diff.layers import diff_layers
 from profharness.answers.diff.model import (
@@ -326,7 +326,7 @@ def call_row(
         reason = "no unprofiled measurement that both sides have"
         return replace(row, reasons=(*doubts, reason))
     timed = _timed_row(row, basis, *samples, doubts, threshold)
-    return replace(timed, reasons=(*timed.reasons, *_clocks(baseline, candidate)))
+    return replace(timed, reasons=(*timed.reasons, *_of_one_side(baseline, candidate, basis)))
 
 
 def _timed_row(
@@ -351,9 +351,12 @@ def _timed_row(
     )
 
 
-def _clocks(baseline: CellRow, candidate: CellRow) -> tuple[str, ...]:
-    """What the clocks of one side say against its times, and not against the other's."""
-    sides = {"baseline": clock_doubts(baseline.clocks), "candidate": clock_doubts(candidate.clocks)}
+def _of_one_side(baseline: CellRow, candidate: CellRow, basis: str) -> tuple[str, ...]:
+    """What clocks and lanes beside say against the times of one side, and not against the other's."""
+    sides = {
+        side: (*clock_doubts(cell.clocks), *host_doubts(cell, basis))
+        for side, cell in (("baseline", baseline), ("candidate", candidate))
+    }
     shared = set(sides["baseline"]) & set(sides["candidate"])
     return tuple(
         f"{side}: {text}" for side, texts in sides.items() for text in texts if text not in shared
