@@ -252,6 +252,15 @@ def _is_busy(error: sqlite3.OperationalError) -> bool:
     )
 
 
+def _left_half_written(path: Path) -> bool:
+    """Whether a killed process may have left our store in a transaction, as in the switch to WAL. SQLite
+    rolls that back, but for nobody who only reads.
+    """
+    with path.open("rb") as file:
+        ours = int.from_bytes(file.read(100)[68:72], "big") == APPLICATION_ID
+    return ours and path.with_name(f"{path.name}-journal").exists()
+
+
 def _check_header(path: Path) -> None:
     """Refuse a foreign file before SQLite opens it: opening may already replay a foreign WAL."""
     try:
@@ -337,7 +346,7 @@ def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
     if path.exists() and path.stat().st_size:
-        with closing(_raw(path, "mode=ro")) as probe:
+        with closing(_raw(path, "mode=rw" if _left_half_written(path) else "mode=ro")) as probe:
             _is_made(probe, path)
         _check_file(str(path.absolute()), path.stat().st_ino)
     connection = _raw(path, "mode=rwc")

@@ -21,6 +21,15 @@ sys.stdin.read()
 for source in sys.argv[2:]:
     print(ingest_path(Path(sys.argv[1]), Path(source))[0].status)
 """
+HALF = """
+import os, signal, sqlite3, sys
+store = sqlite3.connect(sys.argv[1], isolation_level=None)
+store.execute("PRAGMA journal_mode = DELETE")
+store.execute("PRAGMA cache_size = 1")
+store.execute("BEGIN IMMEDIATE")
+store.execute("CREATE TABLE half AS SELECT * FROM sqlite_master a, sqlite_master b")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 PROCESSES = 6
 
 
@@ -79,6 +88,17 @@ def test_a_killed_ingest_leaves_nothing(tmp_path: Path, kineto: Path, run_folder
         assert [row.run for row in opened.runs()] == ["20261121-aaaa"]
         assert opened.connection.execute("SELECT count(*) FROM launches").fetchone() == (9,)
     assert release([start(store, kineto)]) == ["new\n"]
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_what_was_half_written_is_rolled_back(tmp_path: Path, write: bool) -> None:
+    store = tmp_path / "s.db"
+    open_store(store, write=True).close()
+    subprocess.run([sys.executable, "-c", HALF, str(store)], check=False)
+    assert (tmp_path / "s.db-journal").exists()
+    with open_store(store, write=write) as opened:
+        names = opened.connection.execute("SELECT name FROM sqlite_master").fetchall()
+        assert ("half",) not in names and opened.runs() == []
 
 
 @pytest.mark.parametrize("module", ["numpy", "pandas", "sqlite_utils", "torch"])
