@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import Diff, DiffRow, Side, environment_changes
-from profharness.rows import KERNEL, CellRow, KernelRow, Refusal
+from profharness.rows import KERNEL, SHARED_CORES, CellRow, KernelRow, Refusal
 from profharness.stats import Series
 
 SQUARE = "b2h8s512d64-fp16"
@@ -199,6 +199,15 @@ def test_times_that_must_not_be_compared(env: dict[str, Any], clock: int, text: 
     )
     assert {row.verdict for row in diff.rows} == {"unknown"}
     assert all(text in row.reasons[0] for row in diff.rows)
+
+
+def test_a_side_whose_lanes_shared_cores_is_named() -> None:
+    base = cell(SQUARE, "flash", samples={"eager": FAST})
+    cand = replace(cell(SQUARE, "flash", samples={"eager": SLOW}), warnings=(SHARED_CORES,))
+    diff = diff_cells(side(cells=(base,), kernels=()), side(cells=(cand,), kernels=()))
+    assert f"candidate: {SHARED_CORES}" in one(diff, SQUARE, "call").reasons
+    diff = diff_cells(side(cells=(cand,), kernels=()), side(cells=(cand,), kernels=()))
+    assert not any(SHARED_CORES in text for text in one(diff, SQUARE, "call").reasons)
 
 
 def test_too_few_launches_and_overlapping_ranges_are_unknown() -> None:
