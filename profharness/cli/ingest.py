@@ -100,9 +100,7 @@ def command(
             failed += 1
             hint(f"error: {error}")
     taken: list[str] = []
-    beside = launches == EXTRA
-    read = _side_by_side(store, paths, cpus, beside) if cpus else _in_turn(store, paths, beside)
-    outcomes = _beside(store, read) if beside else read
+    outcomes = _outcomes(store, paths, cpus, beside=launches == EXTRA)
     # closed at once, whatever ends the loop: readers end with it
     with contextlib.closing(outcomes):
         for outcome in outcomes:
@@ -122,6 +120,14 @@ def command(
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
     if strict and warned:
         raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
+
+
+def _outcomes(
+    store: Path, paths: Sequence[Path], cpus: Sequence[int], *, beside: bool
+) -> Generator[Taken, None, None]:
+    """What becomes of each source. beside: launches go into files beside the store."""
+    read = _side_by_side(store, paths, cpus, beside) if cpus else _in_turn(store, paths, beside)
+    return _beside(store, read) if beside else read
 
 
 def _in_turn(store: Path, paths: Sequence[Path], beside: bool) -> Generator[Taken, None, None]:
