@@ -111,14 +111,15 @@ COMPARED = {
 
 def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]:
     """A finding on each lane of a scheduler, as `describe_lane` tells it, and on each thing in which
-    they differ from each other or from this host's version of profharness.
+    they differ from each other or from this host's profharness and Python.
     """
     if not lanes:
         remedy = "start one worker a GPU; docs/scale.md has the command"
         return [Check("lanes", "missing", "no worker is there", remedy)]
     checks = [_check_lane(lane) for lane in lanes]
+    here = {"profharness": version, "python": platform.python_version()}
     for key, remedy in COMPARED.items():
-        values = {"here": version} if key == "profharness" else {}
+        values = {"here": here[key]} if key in here else {}
         values |= {lane["lane"]: str(lane[key]) for lane in lanes if lane.get(key) is not None}
         if len(set(values.values())) > 1:
             text = _by_value(values)
