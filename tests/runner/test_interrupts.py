@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from fake_tools import Behaviour, Scenario, install
+from kill_lanes import stand_in
 from waiting import PATIENCE_S, until
 
 from profharness.errors import NotFoundError, UsageError
@@ -79,7 +80,7 @@ def running(marks: tuple[Path, ...]) -> list[str]:
 def start(
     folder: Path, scenario: Scenario, program: Sequence[str] = ("-m", "profharness")
 ) -> subprocess.Popen[str]:
-    """A capture whose only cell has ended under nsys, which goes on."""
+    """A capture whose only cell has ended under nsys, which goes on. What it ran is a stand-in."""
     for name in ("bin", "tmp"):
         (folder / name).mkdir()
     install(folder / "bin", scenario)
@@ -94,6 +95,7 @@ def start(
             *(sys.executable, *program, "capture", "--config", "1,2,16,16"),
             *("--backend", "math", "--profiler", "nsys", "--device", "cpu", "--samples", "0"),
             *("--out", str(folder / "runs"), "--store", str(folder / "s.db")),
+            *("--python", str(stand_in(folder))),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
