@@ -31,10 +31,15 @@ def stored_launches(
 
 
 def file_launches(path: Path, columns: Mapping[str, bool]) -> dict[str, Column]:
-    """The columns of a file in the order of its ids, NULL where there is none."""
+    """The columns of a file in the order of its ids, NULL where there is none. Raises ValueError for a file
+    that holds no launches.
+    """
     told = ", ".join(f"coalesce({name}, {NULL}) AS {name}" for name in columns)
     with duckdb.connect(config={"threads": 1}) as engine:
-        held = engine.execute(f"SELECT {told} FROM read_parquet({_text(path)})").fetchnumpy()
+        try:
+            held = engine.execute(f"SELECT {told} FROM read_parquet({_text(path)})").fetchnumpy()
+        except duckdb.Error as error:
+            raise ValueError(str(error).splitlines()[0]) from None
     return {name: np.asarray(held[name], np.int64) for name in columns}
 
 

@@ -83,7 +83,7 @@ def shard_launches(
     connection: sqlite3.Connection, shard: Path
 ) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Of each trace of an attached shard whose launches lie beside that: its id there, its content's hash,
-    and the launches.
+    and the launches. Raises StoreError for a file that holds none.
     """
     rows = connection.execute(
         "SELECT t.id, t.content_hash, s.file FROM shard.launch_shards s "
@@ -93,7 +93,14 @@ def shard_launches(
     for trace, content_hash, name in rows.fetchall():
         path = Path(f"{shard}.launches") / name
         engine = require_parquet(f"{path}: launches are kept as Parquet")
-        yield trace, content_hash, engine.file_launches(path, columns)
+        try:
+            held = engine.file_launches(path, columns)
+        except ValueError as error:
+            raise StoreError(
+                f"{path}: launches that another process has read: the file holds none ({error}); the same "
+                "command reads their source again"
+            ) from None
+        yield trace, content_hash, held
 
 
 def sweep(connection: sqlite3.Connection) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from click.testing import CliRunner
 
 from profharness.cli.main import cli
 from profharness.errors import StoreError
-from profharness.store import ingest_path, open_store
+from profharness.store import ingest_path, merge_shard, open_store
 from profharness.store.frames import query
+from profharness.store.ingest import ingest_source
+from profharness.store.schema import connect, make_shard
 from profharness.store.shards import move_launches, tidy
+from profharness.store.sources import read_source
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TRACE = DATA / "kineto_h200.json.gz"
@@ -245,3 +249,17 @@ def test_a_killed_ingest_leaves_no_run_and_no_file(tmp_path: Path) -> None:
     assert len(files(store)) == 1
     with open_store(store) as opened:
         assert sum(1 for _ in opened.launches())
+
+
+def test_a_damaged_file_of_a_shard_is_named(tmp_path: Path) -> None:
+    shard, store = tmp_path / "0.db", tmp_path / "store.db"
+    source = read_source(TRACE)
+    with closing(make_shard(shard)) as made:
+        result = ingest_source(shard, lambda: made, source, None, beside=True)
+    (path,) = files(shard)
+    path.write_bytes(b"PAR1")
+    with closing(connect(store, write=True, foreign_keys=False)) as connection:
+        with pytest.raises(StoreError, match="reads their source again") as raised:
+            merge_shard(connection, shard, result, source.content_hash, whole=True)
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (0,)
+    assert path.name in str(raised.value)
