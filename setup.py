@@ -1,17 +1,27 @@
-"""The one thing of the build that pyproject.toml cannot say: `kernels/` travels in the wheel.
+"""What pyproject.toml cannot say of the build: `kernels/` travels in the wheel, and the scanner of
+traces is compiled.
 
-Its home stays the top-level folder, which an editable install uses as it is.
+The home of `kernels/` stays the top-level folder, which an editable install uses as it is. One
+compiled scanner serves every Python from 3.11 on; without a C compiler the rest is installed.
 """
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 KERNELS = sorted(
     path for path in Path("kernels").iterdir() if path.suffix in (".py", ".cu", ".cuh")
 )
 TARGET = "profharness/_kernels"  # where backends/sources.py looks for them
+SCANNER = Extension(
+    "profharness.parse._scanner",
+    ["profharness/parse/scanner.c"],
+    depends=["profharness/parse/json.h"],
+    define_macros=[("Py_LIMITED_API", "0x030B0000")],
+    py_limited_api=True,
+    optional=True,
+)
 
 
 class BuildWithKernels(build_py):
@@ -28,4 +38,8 @@ class BuildWithKernels(build_py):
         return [*super().get_source_files(), *map(str, KERNELS)]
 
 
-setup(cmdclass={"build_py": BuildWithKernels})
+setup(
+    cmdclass={"build_py": BuildWithKernels},
+    ext_modules=[SCANNER],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -18,6 +18,7 @@ from profharness.backends.base import RefusedError
 from profharness.backends.cuda_source import nvrtc_version
 from profharness.environment import EXTRAS, driver_version, installed_versions, lacking
 from profharness.errors import NotFoundError, ProfharnessError, pip_line
+from profharness.parse.chrome_columns import is_compiled
 from profharness.processes import run_briefly
 from profharness.profilers import PROFILERS, find_tool, tool_missing
 from profharness.profilers.base import Tool, ToolError, version_key
@@ -95,6 +96,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         *check_injection(os.environ.get("CUDA_INJECTION64_PATH")),
         *check_dcgm(process_names()),
         *check_sandbox(read(Path("/proc/version"))),
+        check_scanner(),
         check_sqlite(),
         check_store(store),
     ]
@@ -244,6 +246,14 @@ def check_sqlite() -> Check:
         remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
         return Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
     return Check("SQLite", "ok", sqlite3.sqlite_version)
+
+
+def check_scanner() -> Check:
+    """Whether traces are read by the compiled scanner."""
+    if is_compiled():
+        return Check("trace scanner", "ok", "compiled")
+    remedy = "install a C compiler, then profharness again: pip install --force-reinstall --no-deps"
+    return Check("trace scanner", "absent", "not compiled: large traces are read slower", remedy)
 
 
 def check_store(path: Path) -> Check:

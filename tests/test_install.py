@@ -269,6 +269,7 @@ def test_the_implementations_are_in_the_wheel_and_in_the_sdist(installed: Instal
     assert {name.removeprefix(folder) for name in names if name.startswith(folder)} == home
     assert {"profharness/py.typed", "profharness/views/assets/page.css"} <= set(names)
     assert [name for name in names if name.startswith("profharness/answers/atlas/h200-")]
+    assert [name for name in names if name.startswith("profharness/parse/_scanner.")]
     assert not [name for name in names if not name.startswith("profharness")]
     with tarfile.open(installed.sdist) as archive:
         inside = {Path(name).name for name in archive.getnames() if "/kernels/" in name}

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
-from profharness.parse import chrome_lines as lines
+from profharness.parse import chrome_columns
 from profharness.parse import join as link
 from profharness.parse.chrome_events import (
     EXACT_LIMIT,
@@ -69,6 +69,7 @@ FOREVER = 1 << 62
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 MAX_FRAME = 1 << 12  # bytes of a Python frame's event
 TWO_PROCESSES_FROM = 50_000_000  # bytes of JSON; below, a second process costs more than it saves
+SEGMENT = 1 << 21  # bytes for the compiled scanner at once
 GZIP_RATIO = 13
 CHILD = "from profharness.parse.chrome import main; main()"  # -m would pickle as __main__
 
@@ -216,9 +217,7 @@ class Scanner:
         self.window = window
         self.layout = layout
         self.collector = collector
-        own = layout.separator == lines.SEPARATOR
-        self._lines = lines.Lines(collector) if own else None
-        self._other_until = 0  # the end of a segment that was laid out in another way
+        self._columns = chrome_columns.reader(collector)
         self._array_end: int | None = None
 
     def scan(self, index: int, begin: int, end: int) -> Part:
@@ -275,15 +274,12 @@ class Scanner:
             final = stop < 0 or stuck
             if final and more and not stuck:
                 continue
-            taken = not final and self._take_lines(index, stop)
-            if self._lines and not taken and not final:
-                stop = min(stop, max(buffer.rfind(separator, 0, BLOCK), buffer.find(separator)))
-            segment = buffer if final or taken else buffer[: stop + 1]
-            used = stop + 1 if taken else self._segment(segment, last=final)
+            segment = buffer if final else buffer[: stop + 1]
+            used = self._segment(index, segment, last=final)
             if self._array_end is None:
                 if final:
                     return
-                whole = taken or used == len(segment)
+                whole = used == len(segment)
                 window.seek(window.base + (stop + lead if whole else used))
                 stuck = window.eof and not whole
                 wanted = 1 if whole else 2 * len(window.buffer)
@@ -294,25 +290,16 @@ class Scanner:
 
     def _block(self, end: int) -> int:
         """How many bytes to read at once for a range that ends there."""
-        least = min(lines.SEGMENT, end - self.window.end) if self._lines else BLOCK
+        least = min(SEGMENT, end - self.window.end) if self._columns else BLOCK
         return max(BLOCK, least, min(len(self.window.buffer), MAX_PIECE // 4))
 
-    def _take_lines(self, index: int, stop: int) -> bool:
-        """Take in the buffer's events up to that `}` by their lines; False where that cannot be."""
-        window = self.window
-        if self._lines is None or window.base < self._other_until:
-            return False
-        if self._lines.take(window.buffer, stop + 1, index):
-            return True
-        self._other_until = window.base + stop
-        return False
-
-    def _segment(self, segment: bytes, *, last: bool) -> int:
+    def _segment(self, index: int, segment: bytes, *, last: bool) -> int:
         """Take in events; returns how many bytes are done with, fewer if the last event goes on."""
-        used = self._decode(segment, last=last)
+        begin = self._columns.take(segment, index) if self._columns else 0
+        used = self._decode(segment, begin, last=last) if begin < len(segment) else begin
         # Python frames are most of a trace with stacks: the decoder skips all, and of those only
         # calls of modules are decoded.
-        at = segment.find(MODULE_MARK, 0, used)
+        at = segment.find(MODULE_MARK, begin, used)
         while at >= 0:
             begin = segment.rfind(b"{", max(0, at - MAX_FRAME), at)
             end = object_end(segment, begin, min(used, begin + MAX_FRAME)) if begin >= 0 else None
@@ -321,19 +308,19 @@ class Scanner:
             at = segment.find(MODULE_MARK, max(at + 1, end or 0), used)
         return used
 
-    def _decode(self, segment: bytes, *, last: bool) -> int:
+    def _decode(self, segment: bytes, begin: int, *, last: bool) -> int:
+        """Decode events from there on."""
         try:
-            events = self.collector.events.many.decode(b"[" + segment + b"]")
+            events = self.collector.events.many.decode(b"[%b]" % segment[begin:])
         except UNDECODABLE:
-            return self._piecewise(segment, last=last)
+            return self._piecewise(segment, begin, last=last)
         self.collector.tables.events += len(events)
         self.collector.add(events)
         return len(segment)
 
-    def _piecewise(self, segment: bytes, *, last: bool) -> int:
+    def _piecewise(self, segment: bytes, position: int, *, last: bool) -> int:
         """Decode event by event, skip and count what is broken, and see the array's end."""
         separator, lead = self.layout.separator, self.layout.gap + 1
-        position = 0
         while position < len(segment):
             border = segment.find(separator, position) if self.layout.certain else -1
             stop = border + 1 if border >= 0 else len(segment)

@@ -204,9 +204,12 @@ class Collector:
         columns = (column[places].tolist() for column in (level, *rows))
         for row, needs, start, end, thread, name in zip(places.tolist(), *columns, strict=True):
             arguments, sequence = NO_ARGUMENTS, -1
-            if needs > 1:
-                with suppress(msgspec.MsgspecError):
-                    arguments, sequence = self._arguments.read(args(row))
+            if needs > 1 and (text := args(row)):
+                try:
+                    arguments, sequence = self._arguments.read(text)
+                except UNDECODABLE:  # the decoder would not have read the event either
+                    keep[row] = False
+                    continue
             detail = Detail(self._texts[name], start, end, thread, *arguments, sequence)
             self.tables.details.append(detail)
 
@@ -374,7 +377,13 @@ class Arguments:
         self._known: dict[bytes, tuple[Four, Any]] = {}
 
     def read(self, data: bytes) -> tuple[Four, int]:
-        """(dims, strides, types, values) and the sequence number, -1 for none. Raises MsgspecError."""
+        """(dims, strides, types, values) and the sequence number, -1 for none. Raises UNDECODABLE."""
+        try:
+            return self._read(data)
+        except UNDECODABLE:
+            return self._read(_NOT_FINITE.sub(_null, data))
+
+    def _read(self, data: bytes) -> tuple[Four, int]:
         begin, end = data.find(b'"Concrete Inputs"'), data.rfind(b', "Ev Idx"')
         rest = data[:begin] + data[end + 2 :] if 0 <= begin < end else b""
         if not rest or b'"Input ' in rest:
@@ -419,7 +428,7 @@ class Events:
         timed: list[Any] = [("name", str), ("ts", time), ("dur", float)]
         thread: list[Any] = [(name, int | str | float | None, None) for name in ("pid", "tid")]
         launch = [("name", str), ("ts", time), ("args", LaunchArgs), *thread]
-        arrow = [("ph", str, ""), ("id", Any, None), ("ts", time, 0), *thread]
+        arrow = [("ph", str, ""), ("id", Any, None), ("ts", time, time(0)), *thread]
         loose = [("name", str, ""), ("ts", Any, None), ("args", Any, None), *thread]
         self.classes = {
             "gpu": [_struct(category, [*timed, ("args", GpuArgs)]) for category in GPU],

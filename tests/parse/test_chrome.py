@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from reference import actual_rows, expected_rows, load, ordered_rows
 
-from profharness.parse import open_trace
+from profharness.parse import chrome_columns, open_trace
 from profharness.parse.chrome import parse_chrome
-from profharness.parse.chrome_lines import Lines
+from profharness.parse.chrome_events import Collector
 from profharness.trace import Trace
 
 DATA = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
@@ -95,28 +95,28 @@ def test_cpu_trace_gives_innermost_ops(
         assert names.count("profharness:c1") == 1
 
 
+def shape(path: Path, **options: Any) -> tuple[Any, ...]:
+    with parsed(path, processes=1, **options) as trace:
+        return ordered_rows(trace), trace.ranges, trace.calls, trace.op_paths, trace.warnings
+
+
 @pytest.mark.parametrize("source", ["2.11", "installed"])
-def test_lines_tell_what_the_decoder_tells(
+def test_the_scanner_tells_what_the_decoder_tells(
     source: str, cpu_trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = DATA if source == "2.11" else cpu_trace
+    left: list[bytes] = []
+    add = Collector.add_texts
 
-    def shape() -> tuple[Any, ...]:
-        with parsed(path, processes=1) as trace:
-            return ordered_rows(trace), trace.ranges, trace.calls, trace.op_paths, trace.warnings
+    def counted(collector: Collector, texts: list[bytes]) -> None:
+        left.extend(text for text in texts if b'"cat": "cpu_op"' in text)
+        add(collector, texts)
 
-    taken: list[bool] = []
-    take = Lines.take
-
-    def counted(lines: Lines, text: bytes, stop: int, part: int) -> bool:
-        taken.append(take(lines, text, stop, part))
-        return taken[-1]
-
-    monkeypatch.setattr(Lines, "take", counted)
-    by_lines = shape()
-    assert any(taken) or source == "installed"  # other releases may have other layouts
-    monkeypatch.setattr(Lines, "take", lambda *_: False)
-    assert shape() == by_lines
+    monkeypatch.setattr(Collector, "add_texts", counted)
+    scanned = shape(path)
+    assert not left  # the scanner is there, and takes all of them
+    monkeypatch.setattr(chrome_columns, "Scanner", None)
+    assert shape(path) == scanned
 
 
 def test_a_key_that_ends_as_correlation_does_is_another_one(tmp_path: Path) -> None:

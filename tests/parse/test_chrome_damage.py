@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from reference import ordered_rows
 
 from profharness.errors import TraceFormatError
-from profharness.parse import open_trace
+from profharness.parse import chrome_columns, open_trace
 from profharness.parse.chrome import parse_chrome
 from profharness.store import ingest_path
 
@@ -37,6 +40,37 @@ def refused(path: Path, data: bytes) -> TraceFormatError:
     return caught.value
 
 
+DOT = b"aten::scaled_dot_product_attention"
+ODD = {  # whole events that a reader in columns might take for others
+    "escaped key": GOOD.replace(b'"cat"', b'"c\\u0061t"'),
+    "key twice": GOOD.replace(b'"pid": 0', b'"pid": 0, "name": "other"'),
+    "escaped name": GOOD.replace(b"good", b"g\\u00f6\\ud83d\\ude00d"),
+    "half a character": GOOD.replace(b"good", b"g\\ud800d"),
+    "order": b'{"args": {"correlation": 1}, "dur": 1.0, "ts": 5.0, "name": "good", "cat": "kernel"}',
+    "exponent": GOOD.replace(b"5.0", b"5e0"),
+    "five decimals": GOOD.replace(b"5.0", b"5.00049"),
+    "before 0": GOOD.replace(b"5.0", b"-5.0"),
+    "whole number": GOOD.replace(b"5.0", b"5"),
+    "long": GOOD.replace(b"5.0", b"1234567890123456.125"),
+    "float for a number": GOOD.replace(b": 1}", b": 1.0}"),
+    "null": GOOD.replace(b": 1}", b': 1, "stream": null, "graph node id": null}'),
+    "node 0": GOOD.replace(b": 1}", b': 1, "graph node id": 0}'),
+    "grid of two": GOOD.replace(b": 1}", b': 1, "grid": [1, 2]}'),
+    "launch": GOOD.replace(b": 1}", b': 1, "grid": [1, 2, 3], "block": [4, 5, 6], "bytes": 7}'),
+    "no args": GOOD.replace(b', "args": {"correlation": 1}', b""),
+    "args of another kind": GOOD.replace(b'{"correlation": 1}', b"[]"),
+    "thread by name": GOOD.replace(b"kernel", b"cuda_runtime").replace(b": 7", b': "stream 7"'),
+    "no thread": GOOD.replace(b"kernel", b"cuda_runtime").replace(b', "tid": 7', b""),
+    "unknown category": GOOD.replace(b"kernel", b"hip_runtime"),
+    "op with infinity": GOOD.replace(b"kernel", b"cpu_op").replace(b"good", DOT)
+    .replace(b"correlation", b'Concrete Inputs": [""], "Input Dims": [[inf]], "Ev Idx'),
+    "op with other characters": GOOD.replace(b"kernel", b"cpu_op").replace(b"good", DOT)
+    .replace(b"correlation", b'Concrete Inputs": ["\xff"], "Ev Idx'),
+    "module": GOOD.replace(b"kernel", b"python_function").replace(b"good", b"nn.Module: A_0"),
+    "arrow": b'{"ph": "s", "id": 5, "pid": 0, "tid": 7, "ts": 5.0, "cat": "fwdbwd", "name": "fwdbwd"}',
+    "arrow without a time": b'{"ph": "s", "id": 5, "pid": 0, "tid": 7, "cat": "fwdbwd"}',
+    "arrow by name": b'{"ph": "f", "id": "a", "pid": 0, "tid": 7, "ts": 5.0, "cat": "fwdbwd"}',
+}  # fmt: skip
 BROKEN = {
     "control": GOOD.replace(b"good", b"go\nod").replace(b"\n", b"\x01"),
     "utf8": GOOD.replace(b"good", b"go\xffod"),
@@ -56,6 +90,61 @@ BROKEN = {
 }
 
 
+def told(path: Path) -> tuple[Any, ...]:
+    """What a trace tells, or the text of the error."""
+    try:
+        trace = parse_chrome(path, processes=1)
+    except TraceFormatError as error:
+        return (str(error),)
+    with closing(trace):
+        lists = trace.kernels, trace.launch_configs, trace.op_paths, trace.apis, trace.calls
+        return ordered_rows(trace), *lists, trace.ranges, trace.steps, trace.warnings, trace.skipped
+
+
+@pytest.mark.parametrize("time", [b"5.0", b"98765432109876.543"], ids=["usual", "exact"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", ODD)
+def test_the_scanner_takes_odd_events_as_the_decoder_does(
+    case: str, layout: str, time: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.json"
+    good = GOOD.replace(b"5.0", time)
+    path.write_bytes(document([good, ODD[case], good, ODD[case].replace(b"1", b"2")], layout))
+    scanned = told(path)
+    monkeypatch.setattr(chrome_columns, "Scanner", None)
+    assert told(path) == scanned
+
+
+def test_the_scanner_judges_damage_as_the_decoder_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for damage in what nobody reads of an op or a frame, which costs the event no longer."""
+    path, chance = tmp_path / "t.json", random.Random(1)
+    whole = [event for event in ODD.values() if b"inf" not in event and b"\xff" not in event]
+    for turn in range(120):
+        data = bytearray(document([GOOD, *whole, GOOD], list(LAYOUTS)[turn % 2]))
+        at = chance.randrange(40, len(data))
+        data[at : at + chance.choice((0, 1, 9))] = chance.choice(
+            (b"", b'"', b"\\", b"}", b"[", b"\xff")
+        )
+        path.write_bytes(data)
+        with monkeypatch.context() as patch:
+            scanned = told(path)
+            patch.setattr(chrome_columns, "Scanner", None)
+            decoded = told(path)
+        assert scanned[:-2] == decoded[:-2], data
+        assert scanned[-1] == decoded[-1] or scanned[-1] < decoded[-1], data
+
+
+@pytest.fixture(params=["scanner", "decoder"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read by the compiled scanner, and as where there is none."""
+    assert chrome_columns.is_compiled()
+    if request.param == "decoder":
+        monkeypatch.setattr(chrome_columns, "Scanner", None)
+
+
+@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", BROKEN)
 def test_one_bad_event_is_skipped_and_counted(case: str, layout: str, tmp_path: Path) -> None:
@@ -68,6 +157,7 @@ def test_one_bad_event_is_skipped_and_counted(case: str, layout: str, tmp_path: 
     trace.close()
 
 
+@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("value", [b"NaN", b"inf", b"-Infinity", b"-nan"])
 def test_numbers_that_nobody_needs_may_be_infinite(value: bytes, tmp_path: Path) -> None:
     odd = GOOD.replace(b'"correlation": 1', b'"memory bandwidth (GB/s)": ' + value)

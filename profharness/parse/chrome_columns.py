@@ -1,0 +1,205 @@
+"""Events as columns, read by the compiled scanner: no event that nobody needs becomes an object.
+
+An event of which the scanner is not sure is left to the decoder.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+
+from profharness.parse.chrome_events import (
+    ARROWS,
+    GPU,
+    IGNORED,
+    LAUNCH,
+    MODULES,
+    UNDECODABLE,
+    Collector,
+    GpuArgs,
+    fits,
+)
+from profharness.parse.columns import Flags, GpuRows, Ints, LaunchRows, OpRows
+from profharness.parse.ops import MODULE
+
+try:
+    from profharness.parse._scanner import Scanner
+except ImportError:  # installed without a C compiler
+    Scanner = None  # type: ignore[assignment, misc]
+
+CAPACITY = 1 << 13  # rows at once; they stay in the CPU's cache
+OP = "cpu_op"
+
+
+class Role(IntEnum):
+    """What a category is to the scanner, as scanner.c has it. Unsure: a key stands twice or is escaped."""
+
+    DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE = range(8)
+
+
+class Column(IntEnum):
+    """The columns of a row, as scanner.c has them: begin and end are places in the text, named is 1 for
+    the start of an arrow, times are ns. A device's row has more numbers behind its key.
+    """
+
+    (ROLE, KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, KEY,
+     DEVICE, STREAM, NODE, BYTES) = range(16)  # fmt: skip
+
+
+ROLES = {
+    **dict.fromkeys(IGNORED, Role.DROP),
+    OP: Role.OP,
+    **dict.fromkeys(LAUNCH, Role.CALL),
+    **dict.fromkeys(GPU, Role.DEVICE),
+    MODULES: Role.FRAME,
+    **dict.fromkeys(ARROWS, Role.ARROW),
+}
+# the columns that are numbers of texts, and for which roles
+_RESOLVED = tuple(
+    (column, np.isin(np.arange(len(Role)), roles))
+    for column, roles in (
+        (Column.NAMED, (Role.OP, Role.CALL, Role.DEVICE, Role.FRAME)),
+        (Column.THREAD, (Role.OP, Role.CALL, Role.FRAME, Role.ARROW)),
+        (Column.CONFIG, (Role.DEVICE,)),
+    )
+)
+# as OpRows, LaunchRows, GpuRows and Arrows have them
+_OP = [Column.START, Column.DURATION, Column.NAMED, Column.THREAD]
+_CALL = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
+_DEVICE = [
+    Column.START, Column.DURATION, Column.NAMED, Column.CONFIG, Column.DEVICE, Column.STREAM,
+    Column.KEY, Column.NODE, Column.BYTES,
+]  # fmt: skip
+_ARROW = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
+THREADS, CONFIGS = 254, 255  # kinds of texts that have numbers, beside the places in ROLES
+_KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
+NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
+PARTS = [_KEYS[name] for name in ("grid", "block", "registers", "shared")]
+
+
+class _Place(msgspec.Struct, gc=False):
+    """The thread of an event, read as the decoder reads it."""
+
+    pid: int | str | float | None = None
+    tid: int | str | float | None = None
+
+
+_NAME, _PLACE = msgspec.json.Decoder(str), msgspec.json.Decoder(_Place)
+_GPU_ARGS = msgspec.json.Decoder(GpuArgs)
+
+
+def _joined(texts: list[str]) -> bytes:
+    return "\0".join(texts).encode()
+
+
+def _members(keys: list[str], text: bytes) -> bytes:
+    """The object of those keys whose values stand in a text, None where they are empty."""
+    values = zip(keys, text.split(b"\0"), strict=True)
+    return b"{%b}" % b",".join(b'"%b":%b' % (key.encode(), v) for key, v in values if v)
+
+
+class EventColumns:
+    """Takes texts of events into a collector."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        roles = bytes(ROLES.values())
+        self._scanner = Scanner(
+            _joined([*ROLES]), roles, _joined(NUMBERS), _joined(PARTS), MODULE.encode()
+        )
+        self._rows: Ints = np.empty((len(Column), CAPACITY), np.int64)
+        self._modules: list[str] = []
+        self._ids = np.empty(0, np.int64)  # of what is remembered, in its own table; -1: unreadable
+
+    def take(self, text: bytes, part: int) -> int:
+        """Take in the events from the text's start on, as those of a part of the file; how far it is
+        done with. The rest is no whole event, or the last of its array.
+        """
+        used = begin = 0
+        while True:
+            used, count, dropped = self._scanner.scan(text, begin, self._rows)
+            self._collector.tables.events += dropped
+            if count:
+                self._learn()
+                self._write(text, self._rows[:, :count], part)
+            if count < CAPACITY or used == begin:
+                return used
+            begin = used
+
+    def _learn(self) -> None:
+        """Give what the scanner has seen for the first time its number in the collector's tables."""
+        if texts := self._scanner.texts(len(self._ids)):
+            self._ids = np.append(self._ids, [self._number(text[0], text[1:]) for text in texts])
+
+    def _number(self, kind: int, text: bytes) -> int:
+        tables = self._collector.tables
+        try:
+            if kind == THREADS:
+                place = _PLACE.decode(_members(["pid", "tid"], text))
+                return tables.threads[place.pid, place.tid]
+            if kind == CONFIGS:
+                args = _GPU_ARGS.decode(_members(PARTS, text))
+                config = (args.grid, args.block, args.registers, args.shared)
+                return tables.configs[config] if fits(config) else -1
+            name = _NAME.decode(text)
+        except UNDECODABLE:
+            return -1
+        category, role = [*ROLES.items()][kind]
+        if role == Role.DEVICE:
+            return tables.kernels[category.removeprefix("gpu_"), name]
+        if role == Role.FRAME:
+            self._modules.append(name)
+            return len(self._modules) - 1
+        return (tables.names if role == Role.OP else tables.apis)[name]
+
+    def _write(self, text: bytes, rows: Ints, part: int) -> None:
+        """Write the rows that are known, and have the decoder read the others."""
+        role, known = rows[Column.ROLE], self._resolve(rows)
+        for each in (Role.CALL, Role.DEVICE):  # all at once or none, so that they keep their order
+            if not known[(role == each) | (role == Role.UNSURE)].all():
+                known &= role != each
+        ops, calls, device, modules, arrows = (
+            rows[:, np.flatnonzero(known & (role == each))]
+            for each in (Role.OP, Role.CALL, Role.DEVICE, Role.FRAME, Role.ARROW)
+        )
+        add = self._collector
+        add.settle(part)
+        start, duration, name, thread = ops[_OP]
+        begins, ends = ops[[Column.ARGS_BEGIN, Column.ARGS_END]].tolist()
+        columns = OpRows(start, start + duration, thread, name)
+        add.add_ops(part, columns, lambda row: text[begins[row] : ends[row]])
+        add.add_launches(part, LaunchRows(*calls[_CALL]))
+        add.add_device(part, GpuRows(*device[_DEVICE]))
+        add.add_arrows(arrows[_ARROW])
+        start, duration, name, thread = modules[_OP]
+        names = [self._modules[number] for number in name.tolist()]
+        add.add_modules(names, (start, start + duration, thread))
+        add.tables.events += int(np.count_nonzero(known))
+        if not known.all():
+            left = rows[[Column.BEGIN, Column.END]][:, ~known]
+            add.add_texts([text[begin:end] for begin, end in left.T.tolist()])
+
+    def _resolve(self, rows: Ints) -> Flags:
+        """Put the tables' own numbers into the rows; where all of them are known."""
+        role = rows[Column.ROLE]
+        known: Flags = rows[Column.KNOWN].astype(np.bool_)
+        for column, roles in _RESOLVED:
+            at = np.flatnonzero(known & roles[role])
+            numbers = self._ids[rows[column, at]]
+            rows[column, at] = numbers
+            known[at[numbers < 0]] = False
+        node = rows[Column.NODE]
+        node[node == 0] = -1
+        return known
+
+
+def is_compiled() -> bool:
+    """Whether the scanner was compiled when the package was installed."""
+    return Scanner is not None
+
+
+def reader(collector: Collector) -> EventColumns | None:
+    """What reads texts of events into a collector; None without the compiled scanner."""
+    return EventColumns(collector) if is_compiled() else None

@@ -1,0 +1,305 @@
+/* Places of values in the text of JSON, by its whole grammar. Nothing is read outside of the text.
+ *
+ * Beside JSON's words stand those that Kineto writes for a number that is not finite.
+ */
+
+#include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#define MAX_DEPTH 64 /* of values in one another */
+
+typedef const unsigned char *Place;
+
+typedef struct {
+    Place begin, end; /* begin is NULL where there is none */
+} Slice;
+
+static inline int is_string(Slice text) { return text.begin && *text.begin == '"'; }
+
+typedef struct {
+    Place stop;
+    int unread; /* the number of the key whose object nobody reads, -1: none */
+    int odd;    /* whole, but a key stands twice or is escaped */
+} Text;
+
+/* The first place from `at` on of a character that a string does not simply hold. */
+static inline Place skip_plain(Place at, Place stop) {
+#ifdef __SSE2__
+    for (; stop - at >= 16; at += 16) {
+        __m128i part = _mm_loadu_si128((const __m128i *)at);
+        __m128i special = _mm_or_si128(_mm_cmpeq_epi8(part, _mm_set1_epi8('"')),
+                                       _mm_cmpeq_epi8(part, _mm_set1_epi8('\\')));
+        special =
+            _mm_or_si128(special, _mm_cmpeq_epi8(_mm_min_epu8(part, _mm_set1_epi8(0x1f)), part));
+        int places = _mm_movemask_epi8(special);
+        if (places)
+            return at + __builtin_ctz((unsigned)places);
+    }
+#endif
+    while (at < stop && *at != '"' && *at != '\\' && *at >= 0x20)
+        at++;
+    return at;
+}
+
+/* The quote that ends the string whose first character stands at `at`; NULL: it does not end. */
+static inline Place string_end(Place at, Place stop, int *escaped) {
+    for (;;) {
+        at = skip_plain(at, stop);
+        if (at < stop && *at == '"')
+            return at;
+        if (stop - at < 2 || *at != '\\')
+            return NULL;
+        *escaped = 1;
+        if (at[1] != 'u') {
+            if (!at[1] || !strchr("\"\\/bfnrt", at[1]))
+                return NULL;
+            at += 2;
+            continue;
+        }
+        if (stop - at < 6)
+            return NULL;
+        for (int i = 2; i < 6; i++)
+            if (!((at[i] >= '0' && at[i] <= '9') || ((at[i] | 32) >= 'a' && (at[i] | 32) <= 'f')))
+                return NULL;
+        at += 6;
+    }
+}
+
+static inline Place skip_space(Place at, Place stop) {
+#ifdef __SSE2__
+    for (; stop - at >= 16 && *at <= ' '; at += 16) {
+        __m128i part = _mm_loadu_si128((const __m128i *)at);
+        __m128i space = _mm_or_si128(_mm_cmpeq_epi8(part, _mm_set1_epi8(' ')),
+                                     _mm_cmpeq_epi8(part, _mm_set1_epi8('\n')));
+        space = _mm_or_si128(space, _mm_cmpeq_epi8(part, _mm_set1_epi8('\r')));
+        space = _mm_or_si128(space, _mm_cmpeq_epi8(part, _mm_set1_epi8('\t')));
+        int others = ~_mm_movemask_epi8(space) & 0xffff;
+        if (others)
+            return at + __builtin_ctz((unsigned)others);
+    }
+#endif
+    while (at < stop && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
+        at++;
+    return at;
+}
+
+static inline int is_digit(Place at, Place stop) { return at < stop && *at >= '0' && *at <= '9'; }
+
+static Place skip_number(Place at, Place stop) {
+    if (at < stop && *at == '-')
+        at++;
+    if (!is_digit(at, stop))
+        return NULL;
+    if (*at == '0')
+        at++;
+    else
+        while (is_digit(at, stop))
+            at++;
+    if (at < stop && *at == '.') {
+        if (!is_digit(++at, stop))
+            return NULL;
+        while (is_digit(at, stop))
+            at++;
+    }
+    if (at < stop && (*at | 32) == 'e') {
+        at++;
+        if (at < stop && (*at == '+' || *at == '-'))
+            at++;
+        if (!is_digit(at, stop))
+            return NULL;
+        while (is_digit(at, stop))
+            at++;
+    }
+    return at;
+}
+
+/* The words of JSON, and those that Kineto writes for a number that is not finite. */
+static Place skip_word(Place at, Place stop) {
+    static const char *const words[] = {"true", "false",    "null",     "NaN",
+                                        "nan",  "Infinity", "infinity", "inf"};
+    int negative = at < stop && *at == '-';
+    at += negative;
+    for (size_t i = negative ? 3 : 0; i < sizeof words / sizeof *words; i++) {
+        size_t length = strlen(words[i]);
+        if ((size_t)(stop - at) >= length && !memcmp(at, words[i], length))
+            return at + length;
+    }
+    return NULL;
+}
+
+static Place skip_members(Text *text, Place at, int depth, const Slice *keys, int count,
+                          Slice *values);
+
+static Place skip_unread(Text *text, Place at);
+
+/* Behind the value that begins at `at`; NULL: there is no whole value. */
+static Place skip_value(Text *text, Place at, int depth) {
+    Place stop = text->stop;
+    int escaped = 0;
+    if (at >= stop)
+        return NULL;
+    switch (*at) {
+    case '"':
+        at = string_end(at + 1, stop, &escaped);
+        return at ? at + 1 : NULL;
+    case '{':
+        return skip_members(text, at, depth, NULL, 0, NULL);
+    case '[':
+        if (depth >= MAX_DEPTH)
+            return NULL;
+        at = skip_space(at + 1, stop);
+        if (at < stop && *at == ']')
+            return at + 1;
+        for (;;) {
+            at = skip_value(text, at, depth + 1);
+            if (!at)
+                return NULL;
+            at = skip_space(at, stop);
+            if (at >= stop)
+                return NULL;
+            if (*at == ']')
+                return at + 1;
+            if (*at != ',')
+                return NULL;
+            at = skip_space(at + 1, stop);
+        }
+    default:
+        if (is_digit(at, stop) || (*at == '-' && is_digit(at + 1, stop)))
+            return skip_number(at, stop);
+        return skip_word(at, stop);
+    }
+}
+
+/* The quote that ends the string that opens at `at`, if it holds that key; else NULL. */
+static inline Place key_end(Place at, Place stop, Slice key) {
+    size_t length = key.end - key.begin;
+    if ((size_t)(stop - at) < length + 2 || at[length + 1] != '"')
+        return NULL;
+    return memcmp(at + 1, key.begin, length) ? NULL : at + length + 1;
+}
+
+/* The number of a string among texts; -1: it is another one, or no string. */
+static inline int key_number(const Slice *texts, int count, Slice string) {
+    if (!is_string(string))
+        return -1;
+    size_t length = string.end - string.begin - 2;
+    for (int i = 0; i < count; i++)
+        if ((size_t)(texts[i].end - texts[i].begin) == length &&
+            *texts[i].begin == string.begin[1] && !memcmp(texts[i].begin, string.begin + 1, length))
+            return i;
+    return -1;
+}
+
+/* Behind the object that opens at `at`; the values of those keys are put down. */
+static Place skip_members(Text *text, Place at, int depth, const Slice *keys, int count,
+                          Slice *values) {
+    Place stop = text->stop;
+    if (depth >= MAX_DEPTH)
+        return NULL;
+    at = skip_space(at + 1, stop);
+    if (at < stop && *at == '}')
+        return at + 1;
+    for (int next = 0;; next++) { /* most keys are the one behind the last in the table */
+        int escaped = 0, number = next;
+        if (at >= stop || *at != '"')
+            return NULL;
+        Place end = next < count ? key_end(at, stop, keys[next]) : NULL;
+        if (!end) {
+            end = string_end(at + 1, stop, &escaped);
+            if (!end)
+                return NULL;
+            number = key_number(keys, count, (Slice){at, end + 1});
+            text->odd |= count && escaped;
+            next = number >= 0 ? number : next;
+        }
+        at = skip_space(end + 1, stop);
+        if (at >= stop || *at != ':')
+            return NULL;
+        at = skip_space(at + 1, stop);
+        Place value = at;
+        at = number >= 0 && number == text->unread && at < stop && *at == '{'
+                 ? skip_unread(text, at)
+                 : skip_value(text, at, depth + 1);
+        if (!at)
+            return NULL;
+        if (number >= 0) {
+            text->odd |= values[number].begin != NULL;
+            values[number] = (Slice){value, at};
+        }
+        at = skip_space(at, stop);
+        if (at >= stop)
+            return NULL;
+        if (*at == '}')
+            return at + 1;
+        if (*at != ',')
+            return NULL;
+        at = skip_space(at + 1, stop);
+    }
+}
+
+#ifdef __SSE2__
+static inline uint64_t places_of(const __m128i *parts, char character) {
+    uint64_t places = 0;
+    for (int i = 0; i < 4; i++)
+        places |= (uint64_t)(unsigned)_mm_movemask_epi8(
+                      _mm_cmpeq_epi8(parts[i], _mm_set1_epi8(character)))
+                  << 16 * i;
+    return places;
+}
+
+static inline uint64_t controls_of(const __m128i *parts) {
+    uint64_t places = 0;
+    for (int i = 0; i < 4; i++)
+        places |= (uint64_t)(unsigned)_mm_movemask_epi8(
+                      _mm_cmpeq_epi8(_mm_min_epu8(parts[i], _mm_set1_epi8(0x1f)), parts[i]))
+                  << 16 * i;
+    return places;
+}
+#endif
+
+static inline int count_of(uint64_t places) {
+    places -= places >> 1 & UINT64_C(0x5555555555555555);
+    places = (places & UINT64_C(0x3333333333333333)) + (places >> 2 & UINT64_C(0x3333333333333333));
+    places = (places + (places >> 4)) & UINT64_C(0x0f0f0f0f0f0f0f0f);
+    return (int)(places * UINT64_C(0x0101010101010101) >> 56);
+}
+
+/* Behind the object that opens at `at`, of which nobody reads a field: only strings and pairs of
+ * brackets are checked. NULL: it is not whole.
+ */
+static Place skip_unread(Text *text, Place at) {
+#ifdef __SSE2__
+    uint64_t inside = 0; /* all ones in a string */
+    int64_t curly = 0, square = 0;
+    for (Place here = at; text->stop - here >= 64; here += 64) {
+        __m128i parts[4];
+        for (int i = 0; i < 4; i++)
+            parts[i] = _mm_loadu_si128((const __m128i *)here + i);
+        if (places_of(parts, '\\'))
+            break;
+        uint64_t strings = places_of(parts, '"');
+        for (int shift = 1; shift < 64; shift *= 2)
+            strings ^= strings << shift;
+        strings ^= inside;
+        if (controls_of(parts) & strings)
+            return NULL;
+        uint64_t opens = places_of(parts, '{') & ~strings,
+                 marks = opens | (places_of(parts, '}') & ~strings);
+        uint64_t begins = places_of(parts, '[') & ~strings, ends = places_of(parts, ']') & ~strings;
+        for (; marks; marks &= marks - 1) {
+            uint64_t mark = marks & -marks;
+            curly += opens & mark ? 1 : -1;
+            if (curly)
+                continue;
+            square += count_of(begins & (mark - 1)) - count_of(ends & (mark - 1));
+            return square ? NULL : here + __builtin_ctzll(mark) + 1;
+        }
+        square += count_of(begins) - count_of(ends);
+        inside = (uint64_t)((int64_t)strings >> 63);
+    }
+#endif
+    return skip_value(text, at, 1);
+}

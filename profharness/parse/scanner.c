@@ -1,0 +1,395 @@
+/* Events of a Chrome trace to columns, in one pass over their text.
+ *
+ * The scanner takes an event only if it is sure of every field that its role needs. Any other event
+ * is a row that names its text, and the decoder judges it. Nothing is written behind the columns.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#include "json.h"
+
+/* The format's own fields, in the order in which Kineto writes them. */
+enum { PH, CAT, NAME, PID, TID, TS, DUR, ARGS, ID, HEADS };
+#define HEAD(key) {(Place) #key, (Place) #key + sizeof #key - 1}
+
+/* What a category is to us; parse/chrome_columns.py has the same. */
+enum { DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE };
+
+/* The columns of a row; parse/chrome_columns.py has the same. The first number is the key: the
+ * correlation, or an arrow's id.
+ */
+enum {
+    ROLE, KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
+};
+
+#define MAX_KEYS 16                        /* of args */
+#define MAX_TEXTS (1 << 20)                /* different texts that are remembered */
+#define MAX_ARENA (256 << 20)              /* their bytes */
+#define MAX_DURATION (INT64_C(1000) << 43) /* nanoseconds */
+#define THREADS 254 /* kinds of remembered texts beside the numbers of categories */
+#define CONFIGS 255
+#define GIVEN 5
+
+typedef struct {
+    uint64_t hash;
+    int64_t number; /* -1: free */
+} Bucket;
+
+typedef struct {
+    PyObject ob_base;
+    unsigned char *arena; /* the texts, one after the other */
+    size_t used, room;
+    size_t *ends; /* of the text with a number */
+    int64_t texts, texts_room;
+    Bucket *buckets;
+    size_t mask;
+    PyObject *given[GIVEN]; /* what the slices below lie in */
+    Slice categories[THREADS], keys[MAX_KEYS], module;
+    Place roles;
+    int category_count, numbers, key_count;
+} Scanner;
+
+/* --- values ----------------------------------------------------------------------------------- */
+
+/* A whole number of up to 18 digits; 0: it is none. */
+static int whole(Slice text, int64_t *number) {
+    int negative = text.begin < text.end && *text.begin == '-';
+    Place at = text.begin + negative;
+    if (text.end - at < 1 || text.end - at > 18)
+        return 0;
+    int64_t value = 0;
+    for (; at < text.end; at++) {
+        if (*at < '0' || *at > '9')
+            return 0;
+        value = value * 10 + (*at - '0');
+    }
+    *number = negative ? -value : value;
+    return 1;
+}
+
+/* Nanoseconds of a number of microseconds from 0 on with up to three decimals; 0: it is none. */
+static int moment(Slice text, int64_t *number) {
+    Place at = text.begin;
+    int64_t value = 0;
+    if (!at)
+        return 0;
+    for (; is_digit(at, text.end); at++) {
+        if (at - text.begin >= 15)
+            return 0;
+        value = value * 10 + (*at - '0');
+    }
+    if (at == text.begin)
+        return 0;
+    int decimals = 0;
+    if (at < text.end && *at == '.')
+        for (at++; is_digit(at, text.end) && decimals < 3; at++, decimals++)
+            value = value * 10 + (*at - '0');
+    if (at != text.end)
+        return 0;
+    for (; decimals < 3; decimals++)
+        value *= 10;
+    *number = value;
+    return 1;
+}
+
+/* --- remembered texts ------------------------------------------------------------------------- */
+
+static inline uint64_t load(Place at) {
+    uint64_t word;
+    memcpy(&word, at, 8);
+    return word;
+}
+
+static uint64_t hash_of(Place at, size_t length) {
+    uint64_t hash = length * UINT64_C(0x9E3779B97F4A7C15);
+    for (; length >= 8; at += 8, length -= 8) {
+        hash = (hash ^ load(at)) * UINT64_C(0xD6E8FEB86659FD93);
+        hash ^= hash >> 32;
+    }
+    uint64_t rest = 0;
+    memcpy(&rest, at, length);
+    hash = (hash ^ rest) * UINT64_C(0xD6E8FEB86659FD93);
+    return hash ^ hash >> 32;
+}
+
+static int grow(Scanner *self, size_t bytes) {
+    if (self->used + bytes > self->room) {
+        size_t room = 2 * (self->used + bytes);
+        unsigned char *arena = PyMem_Realloc(self->arena, room);
+        if (!arena)
+            return 0;
+        self->arena = arena, self->room = room;
+    }
+    if (self->texts == self->texts_room) {
+        int64_t room = 2 * self->texts_room + 64;
+        size_t *ends = PyMem_Realloc(self->ends, (size_t)room * sizeof *ends);
+        if (!ends)
+            return 0;
+        self->ends = ends, self->texts_room = room;
+    }
+    if ((size_t)self->texts * 2 >= self->mask) {
+        size_t mask = 4 * (self->mask + 1) - 1;
+        Bucket *buckets = PyMem_Malloc((mask + 1) * sizeof *buckets);
+        if (!buckets)
+            return 0;
+        for (size_t i = 0; i <= mask; i++)
+            buckets[i].number = -1;
+        for (size_t i = 0; self->buckets && i <= self->mask; i++)
+            if (self->buckets[i].number >= 0) {
+                size_t place = self->buckets[i].hash & mask;
+                while (buckets[place].number >= 0)
+                    place = (place + 1) & mask;
+                buckets[place] = self->buckets[i];
+            }
+        PyMem_Free(self->buckets);
+        self->buckets = buckets, self->mask = mask;
+    }
+    return 1;
+}
+
+/* The number of a text of a kind that is joined from parts; -1: no more are remembered, -2: no
+ * memory.
+ */
+static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count) {
+    size_t length = 1;
+    for (int i = 0; i < count; i++)
+        length += (size_t)(parts[i].end - parts[i].begin) + (i > 0);
+    if (length > MAX_ARENA - self->used || self->texts >= MAX_TEXTS)
+        return -1;
+    if (!grow(self, length))
+        return -2;
+    unsigned char *text = self->arena + self->used, *at = text;
+    *at++ = (unsigned char)kind;
+    for (int i = 0; i < count; i++) {
+        size_t part = parts[i].end - parts[i].begin;
+        if (i)
+            *at++ = 0;
+        if (part)
+            memcpy(at, parts[i].begin, part);
+        at += part;
+    }
+    uint64_t hash = hash_of(text, length);
+    size_t place = hash & self->mask;
+    for (int64_t number; (number = self->buckets[place].number) >= 0;
+         place = (place + 1) & self->mask) {
+        size_t begin = number ? self->ends[number - 1] : 0;
+        if (self->buckets[place].hash == hash && self->ends[number] - begin == length &&
+            !memcmp(self->arena + begin, text, length))
+            return number;
+    }
+    self->buckets[place] = (Bucket){hash, self->texts};
+    self->used += length;
+    self->ends[self->texts] = self->used;
+    return self->texts++;
+}
+
+/* --- events ----------------------------------------------------------------------------------- */
+
+static int begins_with(Slice text, Slice start) {
+    size_t length = start.end - start.begin;
+    return (size_t)(text.end - text.begin) > length && !memcmp(text.begin + 1, start.begin, length);
+}
+
+/* Fill in the numbers of a kernel's or a call's args; 0: they are not as they should be. */
+static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *failed) {
+    Slice values[MAX_KEYS] = {{0}};
+    Text text = {args.end, -1, 0};
+    if (!args.begin || *args.begin != '{')
+        return 0;
+    if (!skip_members(&text, args.begin, 1, self->keys, self->key_count, values) || text.odd)
+        return 0;
+    int numbers = role == DEVICE ? self->numbers : 1;
+    for (int i = 0; i < numbers; i++) {
+        row[NUMBERS + i] = -1;
+        if (values[i].begin && !whole(values[i], &row[NUMBERS + i]))
+            return 0;
+    }
+    if (role != DEVICE)
+        return 1;
+    row[CONFIG] = number_of(self, CONFIGS, values + self->numbers, self->key_count - self->numbers);
+    *failed |= row[CONFIG] == -2;
+    return row[CONFIG] >= 0;
+}
+
+/* Fill in a row of an event given its fields; 0: the decoder has to judge it. */
+static int take(Scanner *self, const Slice *head, int category, int role, int64_t *row,
+                int *failed) {
+    if (!moment(head[TS], &row[START]))
+        return 0;
+    if (role != DEVICE) {
+        row[THREAD] = number_of(self, THREADS, head + PID, 2);
+        *failed |= row[THREAD] == -2;
+        if (row[THREAD] < 0)
+            return 0;
+    }
+    if (role == ARROW) {
+        if (!is_string(head[PH]) || head[PH].end - head[PH].begin != 3 || !head[ID].begin)
+            return 0;
+        row[NAMED] = head[PH].begin[1] == 's';
+        return (row[NAMED] || head[PH].begin[1] == 'f') && whole(head[ID], &row[NUMBERS]) &&
+               row[NUMBERS] >= 0;
+    }
+    if (!is_string(head[NAME]))
+        return 0;
+    row[NAMED] = number_of(self, category, head + NAME, 1);
+    *failed |= row[NAMED] == -2;
+    if (row[NAMED] < 0)
+        return 0;
+    if (role != CALL && (!moment(head[DUR], &row[DURATION]) || row[DURATION] >= MAX_DURATION))
+        return 0;
+    return (role != CALL && role != DEVICE) || take_args(self, head[ARGS], role, row, failed);
+}
+
+/* Behind the event at `at` where another event follows at *next, or where the text ends; else NULL:
+ * the event is not whole, or the last of its array.
+ */
+static Place skip_event(Text *text, Place at, Slice *head, Place *next) {
+    static const Slice keys[HEADS] = {HEAD(ph), HEAD(cat), HEAD(name), HEAD(pid), HEAD(tid),
+                                      HEAD(ts), HEAD(dur), HEAD(args), HEAD(id)};
+    Place end = skip_members(text, at, 0, keys, HEADS, head);
+    *next = end ? skip_space(end, text->stop) : NULL;
+    if (!end || *next == text->stop)
+        return end;
+    if (**next != ',')
+        return NULL;
+    *next = skip_space(*next + 1, text->stop);
+    return *next < text->stop && **next == '{' ? end : NULL;
+}
+
+static PyObject *scan(PyObject *object, PyObject *arguments) {
+    Scanner *self = (Scanner *)object;
+    Py_buffer source, target;
+    Py_ssize_t first, count = 0, dropped = 0;
+    if (!PyArg_ParseTuple(arguments, "y*nw*", &source, &first, &target))
+        return NULL;
+    int width = NUMBERS + self->numbers, failed = 0;
+    Py_ssize_t capacity = target.len / (Py_ssize_t)(8 * width);
+    Place begin = source.buf, stop = begin + source.len;
+    Place at = begin + (first < 0 ? 0 : first > source.len ? source.len : first), used = at;
+    while (at < stop && *at == '{' && count < capacity) {
+        int64_t row[NUMBERS + MAX_KEYS] = {0};
+        Slice head[HEADS] = {{0}};
+        Text text = {stop, ARGS, 0};
+        Place next, end = skip_event(&text, at, head, &next);
+        if (!end)
+            break;
+        int category = key_number(self->categories, self->category_count, head[CAT]);
+        int role = text.odd ? UNSURE : category < 0 ? OTHER : self->roles[category];
+        if (role == FRAME && is_string(head[NAME]) && !begins_with(head[NAME], self->module))
+            role = DROP;
+        if (role == DROP)
+            dropped++;
+        else {
+            row[KNOWN] = role < OTHER && take(self, head, category, role, row, &failed);
+            row[ROLE] = role, row[BEGIN] = at - begin, row[END] = end - begin;
+            if (head[ARGS].begin)
+                row[ARGS_BEGIN] = head[ARGS].begin - begin, row[ARGS_END] = head[ARGS].end - begin;
+            if (failed)
+                break;
+            for (int i = 0; i < width; i++)
+                memcpy((char *)target.buf + 8 * (i * capacity + count), &row[i], 8);
+            count++;
+        }
+        used = next < stop ? next : end;
+        at = next;
+    }
+    Py_ssize_t behind = used - begin;
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&target);
+    return failed ? PyErr_NoMemory() : Py_BuildValue("nnn", behind, count, dropped);
+}
+
+static PyObject *texts(PyObject *object, PyObject *arguments) {
+    Scanner *self = (Scanner *)object;
+    Py_ssize_t first;
+    if (!PyArg_ParseTuple(arguments, "n", &first))
+        return NULL;
+    PyObject *list = PyList_New(0);
+    for (int64_t i = first < 0 ? 0 : first; list && i < self->texts; i++) {
+        size_t begin = i ? self->ends[i - 1] : 0;
+        PyObject *text = PyBytes_FromStringAndSize((char *)self->arena + begin,
+                                                   (Py_ssize_t)(self->ends[i] - begin));
+        if (!text || PyList_Append(list, text))
+            Py_CLEAR(list);
+        Py_XDECREF(text);
+    }
+    return list;
+}
+
+/* --- the type --------------------------------------------------------------------------------- */
+
+/* The parts of a text that NULs separate; -1: there are more than that. */
+static int split(PyObject *bytes, Slice *parts, int most) {
+    Place at = (Place)PyBytes_AsString(bytes), stop = at + PyBytes_Size(bytes);
+    for (int count = 0; count < most; count++) {
+        Place end = memchr(at, 0, stop - at);
+        parts[count] = (Slice){at, end ? end : stop};
+        if (!end)
+            return count + 1;
+        at = end + 1;
+    }
+    return -1;
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) {
+    PyObject *categories, *roles, *numbers, *parts, *module;
+    (void)names;
+    if (!PyArg_ParseTuple(arguments, "SSSSS", &categories, &roles, &numbers, &parts, &module))
+        return NULL;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Scanner *self = (Scanner *)alloc(type, 0); /* all of it is 0 */
+    if (!self)
+        return NULL;
+    PyObject *given[GIVEN] = {categories, roles, numbers, parts, module};
+    for (int i = 0; i < GIVEN; i++) {
+        Py_INCREF(given[i]);
+        self->given[i] = given[i];
+    }
+    self->roles = (Place)PyBytes_AsString(roles);
+    self->category_count = split(categories, self->categories, THREADS);
+    self->numbers = split(numbers, self->keys, MAX_KEYS - 1);
+    int more =
+        self->numbers > 0 ? split(parts, self->keys + self->numbers, MAX_KEYS - self->numbers) : -1;
+    self->key_count = self->numbers + more;
+    split(module, &self->module, 1);
+    if (more > 0 && self->category_count > 0 && self->category_count == PyBytes_Size(roles))
+        return (PyObject *)self;
+    PyErr_SetString(PyExc_ValueError, "too many keys or categories, or not a role for each");
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void dealloc(PyObject *object) {
+    Scanner *self = (Scanner *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyMem_Free(self->arena);
+    PyMem_Free(self->ends);
+    PyMem_Free(self->buckets);
+    for (int i = 0; i < GIVEN; i++)
+        Py_XDECREF(self->given[i]);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {{"scan", scan, METH_VARARGS, NULL},
+                                {"texts", texts, METH_VARARGS, NULL},
+                                {NULL, NULL, 0, NULL}};
+static PyType_Slot slots[] = {
+    {Py_tp_new, make}, {Py_tp_dealloc, dealloc}, {Py_tp_methods, methods}, {0, NULL}};
+static PyType_Spec spec = {"profharness.parse._scanner.Scanner", sizeof(Scanner), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, slots};
+
+static int fill(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&spec);
+    int failed = !type || PyModule_AddObjectRef(module, "Scanner", type);
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill}, {0, NULL}};
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_scanner", NULL, 0,   NULL,
+                                 module_slots,          NULL,       NULL, NULL};
+
+PyMODINIT_FUNC PyInit__scanner(void) { return PyModuleDef_Init(&module_def); }
