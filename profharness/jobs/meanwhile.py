@@ -38,7 +38,7 @@ class Meanwhile:
         self.ahead = ReadAhead()
         self._store = store
         self._ended: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        self._taken: frozenset[int] = frozenset()
+        self._taken: frozenset[int] | None = None  # cores of lanes; None: there are none
         self._left = False
         self._parses = (os.cpu_count() or 1) >= ENOUGH_CPUS
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -59,7 +59,7 @@ class Meanwhile:
         return hear
 
     def lanes(self, descriptions: Sequence[dict[str, Any]]) -> None:
-        """Keep off the cores that these lanes are bound to, where there are others."""
+        """Yield to these lanes, and keep off the cores that they are bound to, where there are others."""
         self._taken = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
 
     def group(self, folder: Path) -> None:
@@ -68,7 +68,13 @@ class Meanwhile:
             self._ended.put(folder)
 
     def finish(self) -> None:
-        """Wait until the store is made and all is parsed; interrupts come through."""
+        """Wait until the store is made and all is parsed; interrupts come through. What is left is parsed
+        here: the thread may yield to other work on this host.
+        """
+        with contextlib.suppress(queue.Empty):
+            while (path := self._ended.get_nowait()) is not None:
+                self._parse(path)
+                let_through()
         self._ended.put(None)
         while self._thread.is_alive():
             self._thread.join(STEP_S)
@@ -86,13 +92,17 @@ class Meanwhile:
             stores.open_store(self._store, write=True).close()
         while (path := self._ended.get()) is not None and not self._left:
             self._step_back()
-            for trace in _traces_of(path) if path.is_dir() else (path,):
-                if not self._left:
-                    self.ahead.add(trace)
+            self._parse(path)
+
+    def _parse(self, path: Path) -> None:
+        for trace in _traces_of(path) if path.is_dir() else (path,):
+            if not self._left:
+                self.ahead.add(trace)
 
     def _step_back(self) -> None:
-        """Let this thread yield to whatever measures."""
-        if sys.platform == "linux":  # elsewhere these calls know processes only
+        """Let this thread yield to lanes."""
+        # elsewhere these calls know processes only
+        if self._taken is not None and sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
                 if others := os.sched_getaffinity(0) - self._taken:
@@ -103,7 +113,7 @@ def _traces_of(group: Path) -> list[Path]:
     """The traces of cells timed on a GPU; not those of profilers that wrap the worker, whose tools it takes
     to read them.
     """
-    with contextlib.suppress(ProfharnessError):
+    with contextlib.suppress(ProfharnessError, OSError):
         run = read_run(group)
         if any(ON_GPU & cell.samples.keys() for cell in run.cells):
             inside = {name for name, profiler in PROFILERS.items() if profiler.session is None}

@@ -15,8 +15,8 @@ MOST_BYTES = 16 << 20  # of files, which take a multiple of that when they are p
 
 
 class ReadAhead:
-    """Parsed traces by their paths, of MOST_BYTES of files at most; the ingest parses the others. One
-    thread adds to it while another does not take from it yet.
+    """Parsed traces by their paths, of MOST_BYTES of files at most; the ingest parses the others.
+    Threads add to it while none takes from it yet.
     """
 
     def __init__(self) -> None:
