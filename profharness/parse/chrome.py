@@ -4,10 +4,13 @@ second in bounded memory: the scan cuts a file at event boundaries and decodes p
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
 import pickle
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +111,11 @@ def _scan_file(
     warnings: list[str] = []
     while True:
         spools = [Spool.temporary(stack) for _ in range(count)]
-        step = count if width else 0
-        requests = [Request(str(path), layout, exact, i, step, width) for i in range(count)]
-        answers = [scan(requests[0], spools[0])] if count == 1 else _scan_twice(requests, spools)
+        request = Request(str(path), layout, exact, width)
+        if count == 1:
+            answers: list[Answer] | None = [scan(request, spools[0], itertools.count())]
+        else:
+            answers = _scan_twice(request, spools, Spool.temporary(stack))
         if answers is None:
             warnings.append("the second reading process died; the file was read again by one")
             count = 1
@@ -123,15 +128,15 @@ def _scan_file(
             return source, _trailer(path, layout, end), warnings
 
 
-def _scan_twice(requests: list[Request], spools: list[Spool]) -> list[Answer] | None:
+def _scan_twice(request: Request, spools: list[Spool], turns: Spool) -> list[Answer] | None:
     """Scan here and in a child, which prints its pickled Answer; None when the child died."""
-    number = spools[1].file.fileno()
-    with start_python(CHILD, str(number), pass_fds=(number,)) as child:
+    files = [spool.file.fileno() for spool in (spools[1], turns)]
+    with start_python(CHILD, *map(str, files), pass_fds=files) as child:
         try:
             assert child.stdin and child.stdout
-            child.stdin.write(pickle.dumps(requests[1]))
+            child.stdin.write(pickle.dumps(request))
             child.stdin.close()
-            mine = scan(requests[0], spools[0])
+            mine = scan(request, spools[0], _shared_turns(files[1]))
             output = child.stdout.read()
         except BaseException:
             child.kill()
@@ -141,18 +146,31 @@ def _scan_twice(requests: list[Request], spools: list[Spool]) -> list[Answer] | 
     answer = cast(Answer, pickle.loads(output))
     if answer.error:
         message, offset, expected = answer.error
-        error = TraceFormatError(requests[1].path, "", offset=offset, expected=expected)
+        error = TraceFormatError(request.path, "", offset=offset, expected=expected)
         error.args = (message,)
         raise error
     return [mine, answer]
 
 
+def _shared_turns(file: int) -> Iterator[int]:
+    """Numbers from 0 on, each given to one of the processes that have the file: the one that starts
+    later, or has the busier CPU, gets fewer.
+    """
+    while True:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        number = int.from_bytes(os.pread(file, 8, 0), "little")
+        os.pwrite(file, (number + 1).to_bytes(8, "little"), 0)
+        fcntl.lockf(file, fcntl.LOCK_UN)
+        yield number
+
+
 def main() -> None:
     """Entry of the child process."""
     request: Request = pickle.loads(sys.stdin.buffer.read())
-    with os.fdopen(int(sys.argv[1]), "r+b", buffering=0) as file:
+    rows, turns = map(int, sys.argv[1:])
+    with os.fdopen(rows, "r+b", buffering=0) as file:
         try:
-            answer = scan(request, Spool(cast(BinaryIO, file)))
+            answer = scan(request, Spool(cast(BinaryIO, file)), _shared_turns(turns))
         except TraceFormatError as error:
             answer = Answer(Tables(), [], error=(str(error), error.offset, error.expected))
     sys.stdout.buffer.write(pickle.dumps(answer))
@@ -160,13 +178,11 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The ranges `first`, `first + step`, … of a file; step 0: one range to the end."""
+    """A file in ranges of so many bytes; 0: in one."""
 
     path: str
     layout: Layout
     exact: bool
-    first: int
-    step: int
     range_bytes: int
 
 
@@ -190,24 +206,24 @@ class Part:
     events: int  # decoded or skipped
 
 
-def scan(request: Request, spool: Spool) -> Answer:
-    """Scan this request's ranges into the spool. Raises TraceFormatError."""
+def scan(request: Request, spool: Spool, turns: Iterator[int]) -> Answer:
+    """Scan the ranges of these ascending numbers into the spool. Raises TraceFormatError."""
     collector = Collector(Events(exact=request.exact), spool)
     parts: list[Part] = []
+    first, width = request.layout.first, request.range_bytes
     with closing(Window(Path(request.path))) as window:
         scanner = Scanner(window, request.layout, collector)
         window.fill()
-        index, width = request.first, request.range_bytes
-        while True:
-            begin, end = (index * width, (index + 1) * width) if request.step else (0, FOREVER)
+        for index in turns:
+            begin, end = (index * width, (index + 1) * width) if width else (0, FOREVER)
             try:
-                if end > request.layout.first:
-                    parts.append(scanner.scan(index, max(begin, request.layout.first), end))
+                if end > first:
+                    parts.append(scanner.scan(index, max(begin, first), end))
             except NeedExactTimes:
                 return Answer(collector.tables, parts, need_exact=True)
-            if not request.step or window.eof or (parts and parts[-1].array_end is not None):
-                return Answer(collector.tables, parts, window.end)
-            index += request.step
+            if not width or window.eof or (parts and parts[-1].array_end is not None):
+                break
+        return Answer(collector.tables, parts, window.end)
 
 
 class Scanner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from profharness.parse.intervals import Intervals
 
 MAX_DEPTH = 100  # modules in one another
+_PLACE = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
 
 
 class Tree:
@@ -17,8 +19,8 @@ class Tree:
 
     def __init__(self, spans: Iterable[Any]) -> None:
         given = list(spans)
-        columns = ([getattr(span, name) for span in given] for name in ("thread", "start", "end"))
-        self.intervals = Intervals.build(*(np.array(column, np.int64) for column in columns))
+        columns = (np.fromiter(map(place, given), np.int64, len(given)) for place in _PLACE)
+        self.intervals = Intervals.build(*columns)
         self.spans = [given[row] for row in self.intervals.rows.tolist()]
         self.above = self.intervals.enclosing().tolist()
 
