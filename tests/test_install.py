@@ -237,6 +237,7 @@ def leading(text: str) -> set[str]:
 
 def shape(line: str) -> str:
     """A line without its figures and the ids in it."""
+    line = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "0", line)  # the last part may have no digit
     return re.sub(r"[0-9a-f]*\d[0-9a-f.,]*", "0", " ".join(line.split()))
 
 

@@ -42,7 +42,8 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
     On CUDA, free blocks of the caching allocator are filled, those of the sizes of `like` among
     them; memory that the driver hands out anew, or to another stream, is not. On a CPU with glibc,
     malloc fills what it hands out, but for the first 16 bytes of a block of up to 1 KiB that comes
-    from its thread cache; elsewhere only freed blocks of those sizes are filled.
+    from its thread cache, and now and then a block of less than 100 bytes; elsewhere only freed
+    blocks of those sizes are filled.
     """
     held = [
         torch.empty(size, dtype=torch.uint8, device=device).fill_(byte)
