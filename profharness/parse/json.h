@@ -22,7 +22,10 @@ static inline int is_string(Slice text) { return text.begin && *text.begin == '"
 typedef struct {
     Place stop;
     int unread; /* the number of the key whose object nobody reads, -1: none */
-    int odd;    /* whole, but a key stands twice or is escaped */
+    int asked;  /* the number of the key behind which is_needless tells of the rest, -1: none */
+    int (*is_needless)(const void *owner, const Slice *values);
+    const void *owner;
+    int odd; /* whole, but a key stands twice or is escaped */
 } Text;
 
 /* The first place from `at` on of a character that a string does not simply hold. */
@@ -133,6 +136,7 @@ static Place skip_word(Place at, Place stop) {
 static Place skip_members(Text *text, Place at, int depth, const Slice *keys, int count,
                           Slice *values);
 
+static Place skip_pairs(Place at, Place stop, int64_t curly);
 static Place skip_unread(Text *text, Place at);
 
 /* Behind the value that begins at `at`; NULL: there is no whole value. */
@@ -228,6 +232,11 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
         if (number >= 0) {
             text->odd |= values[number].begin != NULL;
             values[number] = (Slice){value, at};
+            Place end = NULL;
+            if (number == text->asked && text->is_needless(text->owner, values))
+                end = skip_pairs(at, stop, 1);
+            if (end)
+                return end;
         }
         at = skip_space(at, stop);
         if (at >= stop)
@@ -267,19 +276,19 @@ static inline int count_of(uint64_t places) {
     return (int)(places * UINT64_C(0x0101010101010101) >> 56);
 }
 
-/* Behind the object that opens at `at`, of which nobody reads a field: only strings and pairs of
- * brackets are checked. NULL: it is not whole.
+/* Behind an object of which nobody reads a field: only strings and pairs of brackets are checked.
+ * curly: how many objects are open at `at`. NULL: that cannot be told, or it is not whole.
  */
-static Place skip_unread(Text *text, Place at) {
+static Place skip_pairs(Place at, Place stop, int64_t curly) {
 #ifdef __SSE2__
     uint64_t inside = 0; /* all ones in a string */
-    int64_t curly = 0, square = 0;
-    for (Place here = at; text->stop - here >= 64; here += 64) {
+    int64_t square = 0;
+    for (Place here = at; stop - here >= 64; here += 64) {
         __m128i parts[4];
         for (int i = 0; i < 4; i++)
             parts[i] = _mm_loadu_si128((const __m128i *)here + i);
         if (places_of(parts, '\\'))
-            break;
+            return NULL;
         uint64_t strings = places_of(parts, '"');
         for (int shift = 1; shift < 64; shift *= 2)
             strings ^= strings << shift;
@@ -300,6 +309,13 @@ static Place skip_unread(Text *text, Place at) {
         square += count_of(begins) - count_of(ends);
         inside = (uint64_t)((int64_t)strings >> 63);
     }
+#else
+    (void)at, (void)stop, (void)curly;
 #endif
-    return skip_value(text, at, 1);
+    return NULL;
+}
+
+static Place skip_unread(Text *text, Place at) {
+    Place end = skip_pairs(at, text->stop, 0);
+    return end ? end : skip_value(text, at, 1);
 }

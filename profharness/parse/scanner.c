@@ -195,7 +195,7 @@ static int begins_with(Slice text, Slice start) {
 /* Fill in the numbers of a kernel's or a call's args; 0: they are not as they should be. */
 static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *failed) {
     Slice values[MAX_KEYS] = {{0}};
-    Text text = {args.end, -1, 0};
+    Text text = {.stop = args.end, .unread = -1, .asked = -1};
     if (!args.begin || *args.begin != '{')
         return 0;
     if (!skip_members(&text, args.begin, 1, self->keys, self->key_count, values) || text.odd)
@@ -242,6 +242,19 @@ static int take(Scanner *self, const Slice *head, int category, int role, int64_
     return (role != CALL && role != DEVICE) || take_args(self, head[ARGS], role, row, failed);
 }
 
+/* The role of an event, and the number of its category. A frame that is no module is dropped. */
+static int role_of(const Scanner *self, const Slice *head, int *category) {
+    *category = key_number(self->categories, self->category_count, head[CAT]);
+    int role = *category < 0 ? OTHER : self->roles[*category];
+    int other = role == FRAME && is_string(head[NAME]) && !begins_with(head[NAME], self->module);
+    return other ? DROP : role;
+}
+
+static int is_needless(const void *owner, const Slice *head) {
+    int category;
+    return role_of(owner, head, &category) == DROP;
+}
+
 /* Behind the event at `at` where another event follows at *next, or where the text ends; else NULL:
  * the event is not whole, or the last of its array.
  */
@@ -271,14 +284,11 @@ static PyObject *scan(PyObject *object, PyObject *arguments) {
     while (at < stop && *at == '{' && count < capacity) {
         int64_t row[NUMBERS + MAX_KEYS] = {0};
         Slice head[HEADS] = {{0}};
-        Text text = {stop, ARGS, 0};
+        Text text = {stop, ARGS, NAME, is_needless, self, 0};
         Place next, end = skip_event(&text, at, head, &next);
         if (!end)
             break;
-        int category = key_number(self->categories, self->category_count, head[CAT]);
-        int role = text.odd ? UNSURE : category < 0 ? OTHER : self->roles[category];
-        if (role == FRAME && is_string(head[NAME]) && !begins_with(head[NAME], self->module))
-            role = DROP;
+        int category, role = text.odd ? UNSURE : role_of(self, head, &category);
         if (role == DROP)
             dropped++;
         else {
