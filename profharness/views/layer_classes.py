@@ -119,21 +119,25 @@ def _step_texts(answer: LayerClasses) -> Iterator[str]:
     """What a step takes on each class, and where another backend runs than on the first."""
     first, *others = answer.classes
     for at, other in enumerate(others, 1):
-        if first.attention_ns and other.attention_ns:
+        shared = [
+            (row.sides[0].ran, side.ran)
+            for row in answer.rows
+            if row.sides[0] and (side := row.sides[at])
+        ]
+        if not shared:
+            yield f"{other.name} has no layer in common with {first.name}; are they of one model?"
+        elif first.attention_ns and other.attention_ns:
             yield (
                 f"attention of a step: {first.attention_ns / 1e6:,.2f} ms on {first.name}, "
                 f"{other.attention_ns / 1e6:,.2f} ms on {other.name} "
                 f"({first.attention_ns / other.attention_ns:.2f}x)"
             )
-        both = [
-            (row.sides[0].ran, side.ran)
-            for row in answer.rows
-            if row.sides[0] and (side := row.sides[at]) and row.sides[0].ran and side.ran
-        ]
-        apart = sum(here != there for here, there in both)
-        yield (
-            f"on {other.name} another backend than on {first.name} runs for {apart} of {len(both)} rows"
-        )
+        if both := [(here, there) for here, there in shared if here and there]:
+            apart = sum(here != there for here, there in both)
+            yield (
+                f"on {other.name} another backend than on {first.name} runs for {apart} of "
+                f"{len(both)} rows"
+            )
         if other.changes:
             yield f"{other.name} differs in more than the GPU: {', '.join(other.changes)}"
 

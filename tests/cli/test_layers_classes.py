@@ -109,6 +109,13 @@ def test_layers_that_a_class_lacks_are_rows(store: dict[str, str]) -> None:
     assert f"{H100} has no such layer of these sizes" in text
 
 
+def test_runs_without_a_common_layer_are_not_compared(store: dict[str, str]) -> None:
+    text = ask(store, "whisper", "eager").output
+    assert f"{H100} has no layer in common with {H200}; are they of one model?" in text
+    assert "attention of a step" not in text
+    assert "another backend" not in text
+
+
 def test_gates_hold_for_each_run(store: dict[str, str]) -> None:
     assert ask(store, "llama", "whisper", "--fail-on", "eager-attention").exit_code == 0
     done = ask(store, "llama", "eager", "--fail-on", "eager-attention")
