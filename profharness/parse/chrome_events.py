@@ -104,7 +104,9 @@ class Collector:
     def add_module(self, data: bytes) -> None:
         """Take in an event that may be the call of an nn.Module."""
         with suppress(*UNDECODABLE):
-            self._pending["module"].append(self.events.module.decode(data))
+            event = self.events.module.decode(data)
+            if event.name.startswith(MODULE):  # and not the text of another field
+                self._pending["module"].append(event)
 
     def settle(self, part: int) -> None:
         """Write what has to stand before rows that come as columns."""

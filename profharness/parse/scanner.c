@@ -1,7 +1,8 @@
 /* Events of a Chrome trace to columns, in one pass over their text.
  *
  * The scanner takes an event only if it is sure of every field that its role needs. Any other event
- * is a row that names its text, and the decoder judges it. Nothing is written behind the columns.
+ * is a row that names its text, and the decoder judges it. What nobody reads of an event is checked for
+ * strings and pairs of brackets alone. Nothing is written behind the columns.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -156,8 +157,6 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
     size_t length = 1;
     for (int i = 0; i < count; i++)
         length += (size_t)(parts[i].end - parts[i].begin) + (i > 0);
-    if (length > MAX_ARENA - self->used || self->texts >= MAX_TEXTS)
-        return -1;
     if (!grow(self, length))
         return -2;
     unsigned char *text = self->arena + self->used, *at = text;
@@ -179,6 +178,8 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
             !memcmp(self->arena + begin, text, length))
             return number;
     }
+    if (length > MAX_ARENA - self->used || self->texts >= MAX_TEXTS)
+        return -1;
     self->buckets[place] = (Bucket){hash, self->texts};
     self->used += length;
     self->ends[self->texts] = self->used;
