@@ -67,7 +67,7 @@ ODD = {  # whole events that a reader in columns might take for others
     "op with other characters": GOOD.replace(b"kernel", b"cpu_op").replace(b"good", DOT)
     .replace(b"correlation", b'Concrete Inputs": ["\xff"], "Ev Idx'),
     "module": GOOD.replace(b"kernel", b"python_function").replace(b"good", b"nn.Module: A_0"),
-    "no module": GOOD.replace(b"kernel", b"python_function").replace(b": 1}", b': "nn.Module: A_0"}'),
+    "no module": GOOD.replace(b"kernel", b"python_function").replace(b'"X"', b'"nn.Module: A_0"'),
     "arrow": b'{"ph": "s", "id": 5, "pid": 0, "tid": 7, "ts": 5.0, "cat": "fwdbwd", "name": "fwdbwd"}',
     "arrow without a time": b'{"ph": "s", "id": 5, "pid": 0, "tid": 7, "cat": "fwdbwd"}',
     "arrow by name": b'{"ph": "f", "id": "a", "pid": 0, "tid": 7, "ts": 5.0, "cat": "fwdbwd"}',
