@@ -319,17 +319,17 @@ class Stacks:
         while len(level):
             level = level[(paths[level] < 0) & ~marked[level]]
             marked[level] = True
-            level = np.unique(parents[level])
+            level = parents[level]
             level = level[level >= 0]
-        rows = np.flatnonzero(marked)  # ascending, so that parents come first
-        if not len(rows):
-            return
-        columns = (column[rows].tolist() for column in (parents, ops.names))
-        new, ids = {-1: -1}, self.paths
-        for row, parent, name in zip(rows.tolist(), *columns, strict=True):
-            above = new.get(parent)
-            new[row] = ids[int(paths[parent]) if above is None else above, name]
-        paths[rows] = [new[row] for row in rows.tolist()]
+        left, count = np.flatnonzero(marked), len(self._source.tables.names)
+        while len(left):  # outermost first: each time those whose parent has its id
+            above = np.where(parents[left] >= 0, paths[parents[left]], NONE)
+            ready = (parents[left] < 0) | (above >= 0)
+            rows, left = left[ready], left[~ready]
+            pairs = (above[ready] + 1) * count + ops.names[rows]
+            each, place = np.unique(pairs, return_inverse=True)
+            keys = ((pair // count - 1, pair % count) for pair in each.tolist())
+            paths[rows] = np.array([self.paths[key] for key in keys], np.int64)[place]
 
     def slice(self, number: int) -> OpSlice:
         """The ops that overlap time slice `number`."""
