@@ -290,12 +290,12 @@ class Scanner:
             final = stop < 0 or stuck
             if final and more and not stuck:
                 continue
-            segment = buffer if final else buffer[: stop + 1]
-            used = self._segment(index, segment, last=final)
+            length = len(buffer) if final else stop + 1
+            used = self._segment(index, buffer, length, last=final)
             if self._array_end is None:
                 if final:
                     return
-                whole = used == len(segment)
+                whole = used == length
                 window.seek(window.base + (stop + lead if whole else used))
                 stuck = window.eof and not whole
                 wanted = 1 if whole else 2 * len(window.buffer)
@@ -309,10 +309,15 @@ class Scanner:
         least = min(SEGMENT, end - self.window.end) if self._columns else BLOCK
         return max(BLOCK, least, min(len(self.window.buffer), MAX_PIECE // 4))
 
-    def _segment(self, index: int, segment: bytes, *, last: bool) -> int:
-        """Take in events; returns how many bytes are done with, fewer if the last event goes on."""
-        begin = self._columns.take(segment, index) if self._columns else 0
-        used = self._decode(segment, begin, last=last) if begin < len(segment) else begin
+    def _segment(self, index: int, text: bytes, length: int, *, last: bool) -> int:
+        """Take in the events of text[:length]; returns how many bytes are done with, fewer if the last
+        event goes on.
+        """
+        begin = self._columns.take(text, length, index) if self._columns else 0
+        if begin == length:
+            return begin
+        segment = text[:length]
+        used = self._decode(segment, begin, last=last)
         # Python frames are most of a trace with stacks: the decoder skips all, and of those only
         # calls of modules are decoded.
         at = segment.find(MODULE_MARK, begin, used)

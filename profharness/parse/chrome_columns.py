@@ -113,13 +113,13 @@ class EventColumns:
         self._modules: list[str] = []
         self._ids = np.empty(0, np.int64)  # of what is remembered, in its own table; -1: unreadable
 
-    def take(self, text: bytes, part: int) -> int:
-        """Take in the events from the text's start on, as those of a part of the file; how far it is
-        done with. The rest is no whole event, or the last of its array.
+    def take(self, text: bytes, end: int, part: int) -> int:
+        """Take in the events of text[:end], as those of a part of the file; how far it is done with.
+        The rest is no whole event, or the last of its array.
         """
         used = begin = 0
         while True:
-            used, count, dropped = self._scanner.scan(text, begin, self._rows)
+            used, count, dropped = self._scanner.scan(text, begin, end, self._rows)
             self._collector.tables.events += dropped
             if count:
                 self._learn()

@@ -275,13 +275,15 @@ static Place skip_event(Text *text, Place at, Slice *head, Place *next) {
 static PyObject *scan(PyObject *object, PyObject *arguments) {
     Scanner *self = (Scanner *)object;
     Py_buffer source, target;
-    Py_ssize_t first, count = 0, dropped = 0;
-    if (!PyArg_ParseTuple(arguments, "y*nw*", &source, &first, &target))
+    Py_ssize_t first, last, count = 0, dropped = 0;
+    if (!PyArg_ParseTuple(arguments, "y*nnw*", &source, &first, &last, &target))
         return NULL;
+    last = last < 0 ? 0 : last > source.len ? source.len : last;
+    first = first < 0 ? 0 : first > last ? last : first;
     int width = NUMBERS + self->numbers, failed = 0;
     Py_ssize_t capacity = target.len / (Py_ssize_t)(8 * width);
-    Place begin = source.buf, stop = begin + source.len;
-    Place at = begin + (first < 0 ? 0 : first > source.len ? source.len : first), used = at;
+    Place begin = source.buf, stop = begin + last;
+    Place at = begin + first, used = at;
     while (at < stop && *at == '{' && count < capacity) {
         int64_t row[NUMBERS + MAX_KEYS] = {0};
         Slice head[HEADS] = {{0}};
