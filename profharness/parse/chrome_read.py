@@ -5,6 +5,7 @@ are separated.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,9 @@ class Window:
         return bool(data)
 
     def seek(self, offset: int) -> None:
-        """Drop everything before `offset` (not before `base`)."""
+        """Drop everything before `offset` (not before `base`), or all of a file that ends before it."""
         if offset > self.end and not isinstance(self._file, GzipReader):
+            offset = min(offset, self._file.seek(0, os.SEEK_END))
             self._file.seek(offset)
             self.base, self.buffer = offset, b""
         while offset > self.end:
