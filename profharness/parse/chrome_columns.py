@@ -65,14 +65,13 @@ _RESOLVED = tuple(
         (Column.CONFIG, (Role.DEVICE,)),
     )
 )
-# as OpRows, LaunchRows, GpuRows and Arrows have them
+# as OpRows, LaunchRows and Arrows alike, and GpuRows have them
 _OP = [Column.START, Column.DURATION, Column.NAMED, Column.THREAD]
-_CALL = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
+_KEYED = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
 _DEVICE = [
     Column.START, Column.DURATION, Column.NAMED, Column.CONFIG, Column.DEVICE, Column.STREAM,
     Column.KEY, Column.NODE, Column.BYTES,
 ]  # fmt: skip
-_ARROW = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
 THREADS, CONFIGS = 254, 255  # kinds of texts that have numbers, beside the places in ROLES
 _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
 NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
@@ -170,9 +169,9 @@ class EventColumns:
         begins, ends = ops[[Column.ARGS_BEGIN, Column.ARGS_END]].tolist()
         columns = OpRows(start, start + duration, thread, name)
         add.add_ops(part, columns, lambda row: text[begins[row] : ends[row]])
-        add.add_launches(part, LaunchRows(*calls[_CALL]))
+        add.add_launches(part, LaunchRows(*calls[_KEYED]))
         add.add_device(part, GpuRows(*device[_DEVICE]))
-        add.add_arrows(arrows[_ARROW])
+        add.add_arrows(arrows[_KEYED])
         start, duration, name, thread = modules[_OP]
         names = [self._modules[number] for number in name.tolist()]
         add.add_modules(names, (start, start + duration, thread))
