@@ -486,18 +486,28 @@ def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:
     """The classes of GPU in texts such as `H100,H200`. Raises UsageError where there is no name in one,
     and for a class that is named twice.
     """
+    names = gpu_names(given)
+    require_apart(names, list(map(class_word, names)))
+    return names
+
+
+def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The names in such texts. Raises UsageError where one is empty."""
     texts = (given,) if isinstance(given, str) else tuple(given)
-    names = [name.strip() for text in texts for name in text.split(",")]
-    words = [class_word(name) for name in names]
-    if not all(words):
+    names = tuple(name.strip() for text in texts for name in text.split(","))
+    if not all(map(class_word, names)):
         raise UsageError(f"--gpu {','.join(texts)!r}: a class has no name; say them as H100,H200")
-    for place, word in enumerate(words):
-        first = words.index(word)
+    return names
+
+
+def require_apart(names: Sequence[str], meant: Sequence[str]) -> None:
+    """Raises UsageError for two names that mean one class; meant: what each of them means."""
+    for place, word in enumerate(meant):
+        first = meant.index(word)
         if first < place:
             raise UsageError(
                 f"--gpu: {names[first]} and {names[place]} are one class; name it once"
             )
-    return tuple(names)
 
 
 def class_word(gpu: str) -> str:

@@ -33,7 +33,7 @@ from profharness.cli._options import (
 from profharness.config import split_names
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs import Listener, time_layers
-from profharness.run import BenchOptions, gpu_classes, parse_seconds
+from profharness.run import BenchOptions, gpu_names, parse_seconds, require_apart
 from profharness.store import Selection, open_store
 from profharness.views.document import Document
 from profharness.views.layer_classes import forecasts_document, layer_classes_document
@@ -236,11 +236,9 @@ def find_places(
     """The places that a text such as `H100,H200` names, each with why it has no atlas. Raises UsageError
     for what is no GPU, and for one that is named twice.
     """
-    entries = known_atlases(atlas)
-    places = [find_place(entries, gpu, torch, driver=driver) for gpu in gpu_classes(gpus)]
-    names = [place.gpu for place, _ in places]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"--gpu {gpus}: {twice[0]} is named twice")
+    entries, names = known_atlases(atlas), gpu_names(gpus)
+    places = [find_place(entries, name, torch, driver=driver) for name in names]
+    require_apart(names, [place.gpu for place, _ in places])
     return places
 
 

@@ -14,6 +14,7 @@ from profharness.answers.atlas.answer import (
     predicted_record,
     statement,
 )
+from profharness.answers.atlas.data import VERSIONS
 from profharness.answers.explain.maps import Map, draw_maps, value_text
 from profharness.config import AUTO, parse_config
 from profharness.dispatch.advice import call_code
@@ -100,9 +101,8 @@ def atlas_record(place: Place) -> dict[str, Any] | None:
     if place.atlas is None:
         return None
     machine = place.atlas.machine
-    names = ("gpu", "torch", "cuda", "cudnn", "driver")
     cells = {"cells": len(place.atlas), "own_cells": sum(map(len, place.own))}
-    return {name: getattr(machine, name) for name in names} | cells
+    return {name: getattr(machine, name) for name in VERSIONS} | cells
 
 
 def config_blocks(

@@ -130,7 +130,7 @@ def test_gates_hold_for_each_run(store: dict[str, str]) -> None:
         (("whisper", "slower", "--step", "0"), "are about one run"),
         (("whisper", "slower", "--gpu", "H200"), "are about one run"),
         (("whisper", "--gpu", "H200,H200"), "one class"),
-        (("whisper", "--gpu", "H200,NVIDIA H200"), "named twice"),
+        (("whisper", "--gpu", "H200,NVIDIA H200"), "H200 and NVIDIA H200 are one class"),
         (("whisper", "--gpu", "H200,,H100"), "has no name"),
     ],
 )
