@@ -68,7 +68,7 @@ LAYER_COLUMNS = (
 
 # not as the roles of kernels are called
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
-UNTOLD = "whether the environments are the same is not told: a side does not name its PyTorch"
+UNTOLD = "is not told: a side does not name its PyTorch"
 
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
@@ -81,8 +81,9 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
         blocks.append(Table.of(ENVIRONMENT_COLUMNS, diff.environment))
     elif diff.environment_told:
         blocks.append(Note("the environments are the same"))
-    else:
-        blocks.append(Note(UNTOLD, "", "warning"))
+    if not diff.environment_told:
+        what = "what else differs" if diff.environment else "whether the environments are the same"
+        blocks.append(Note(f"{what} {UNTOLD}", "", "warning"))
     blocks += _layer_blocks(diff.layers, full)
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}

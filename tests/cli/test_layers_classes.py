@@ -158,6 +158,17 @@ def test_predicted_classes_stand_beside_what_was_measured(store: dict[str, str])
     assert one == told["classes"][0]["gpu"]
 
 
+def test_traces_of_two_classes_have_ratios_and_no_verdict_on_times(store: dict[str, str]) -> None:
+    runs = store["slower"], store["whisper"], "--store", store["store"]
+    done = CliRunner().invoke(cli, ["diff", *runs, "--format", "json"])
+    told = json.loads(done.stdout)
+    (gpu,) = told["environment"]
+    assert (gpu["key"], gpu["baseline"], gpu["candidate"]) == ("gpu", H100, H200)
+    assert {row["verdict"] for row in told["rows"]} == {"unknown"}
+    assert all(row["ratio"] for row in told["rows"])
+    assert "what else differs is not told" in CliRunner().invoke(cli, ["diff", *runs]).stdout
+
+
 def test_a_page_has_the_columns(store: dict[str, str], tmp_path: Path) -> None:
     page = tmp_path / "classes.html"
     assert ask(store, "slower", "whisper", "-o", str(page)).exit_code == 0
