@@ -96,13 +96,13 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
         raise NotFoundError(f"run {run} has no cell on {backend!r}{of}; its backends are {has}")
     # a trace has its GPU beside its environment
-    gpu = {"gpu": device.name for device in store.devices(run)[:1]}
+    gpus = [("gpu", device.name) for device in store.devices(run)[:1]]
     return Side(
         label=f"{run}:{backend}" if backend else run,
         cells=tuple(cells),
         kernels=tuple(kernels),
         backend=backend,
-        environment=gpu | store.environment(run),
+        environment=dict(gpus) | store.environment(run),
         program=program_of(store, run, configs),
     )
 
