@@ -19,6 +19,18 @@ typedef struct {
 
 static inline int is_string(Slice text) { return text.begin && *text.begin == '"'; }
 
+/* What stood before a value: separator, key and colon. Writers repeat them to the letter. */
+#define MAX_LEAD 32
+typedef struct {
+    unsigned char text[MAX_LEAD];
+    int length; /* 0: none is known */
+    int number; /* of the key, -1: none that is asked for */
+} Lead;
+
+#define MAX_LEADS 16 /* members of an object whose leads are remembered */
+#define SPELLINGS 2  /* of each: objects of two kinds alternate */
+typedef Lead Leads[MAX_LEADS][SPELLINGS]; /* by the place of the member in its object */
+
 typedef struct {
     Place stop;
     int unread; /* the number of the key whose object nobody reads, -1: none */
@@ -134,7 +146,7 @@ static Place skip_word(Place at, Place stop) {
 }
 
 static Place skip_members(Text *text, Place at, int depth, const Slice *keys, int count,
-                          Slice *values);
+                          Slice *values, Leads *leads);
 
 static Place skip_pairs(Place at, Place stop, int64_t curly);
 static Place skip_unread(Text *text, Place at);
@@ -150,7 +162,7 @@ static Place skip_value(Text *text, Place at, int depth) {
         at = string_end(at + 1, stop, &escaped);
         return at ? at + 1 : NULL;
     case '{':
-        return skip_members(text, at, depth, NULL, 0, NULL);
+        return skip_members(text, at, depth, NULL, 0, NULL, NULL);
     case '[':
         if (depth >= MAX_DEPTH)
             return NULL;
@@ -197,55 +209,112 @@ static inline int key_number(const Slice *texts, int count, Slice string) {
     return -1;
 }
 
-/* Behind the object that opens at `at`; the values of those keys are put down. */
+static inline int is_lead(const Lead *lead, Place at) {
+#ifdef __SSE2__
+    const __m128i *known = (const __m128i *)lead->text, *found = (const __m128i *)at;
+    unsigned low = (unsigned)_mm_movemask_epi8(
+        _mm_cmpeq_epi8(_mm_loadu_si128(known), _mm_loadu_si128(found)));
+    unsigned high = (unsigned)_mm_movemask_epi8(
+        _mm_cmpeq_epi8(_mm_loadu_si128(known + 1), _mm_loadu_si128(found + 1)));
+    uint64_t wanted = (UINT64_C(1) << lead->length) - 1;
+    return lead->length && !(wanted & ~(uint64_t)(low | high << 16));
+#else
+    return lead->length && !memcmp(lead->text, at, lead->length);
+#endif
+}
+
+static inline const Lead *known_lead(const Lead *leads, Place at, Place stop) {
+    for (int i = 0; i < SPELLINGS && stop - at > MAX_LEAD; i++)
+        if (is_lead(leads + i, at) && at[leads[i].length] > ' ') /* else there is more space */
+            return leads + i;
+    return NULL;
+}
+
+/* The next member of an object. */
+typedef struct {
+    Place value; /* NULL: there is none */
+    Place end;   /* behind the object, if it ends here */
+    int number;  /* of the key, -1: it is not asked for */
+} Member;
+
+/* The member at `at`, which is behind the opening brace or a value. guess: the number of its key,
+ * most times; leads: where to remember what stands before its value, NULL: nowhere.
+ */
+static Member parse_member(Text *text, Place at, int first, int guess, const Slice *keys, int count,
+                           Lead *leads) {
+    Member member = {NULL, NULL, guess};
+    Place begin = at, stop = text->stop;
+    int escaped = 0;
+    at = skip_space(at, stop);
+    if (at < stop && *at == '}') {
+        member.end = at + 1;
+        return member;
+    }
+    if (!first) {
+        if (at >= stop || *at != ',')
+            return member;
+        at = skip_space(at + 1, stop);
+    }
+    if (at >= stop || *at != '"')
+        return member;
+    Place end = guess < count ? key_end(at, stop, keys[guess]) : NULL;
+    if (!end) {
+        end = string_end(at + 1, stop, &escaped);
+        if (!end)
+            return member;
+        member.number = key_number(keys, count, (Slice){at, end + 1});
+        text->odd |= count && escaped;
+    }
+    at = skip_space(end + 1, stop);
+    if (at >= stop || *at != ':')
+        return member;
+    member.value = skip_space(at + 1, stop);
+    size_t length = member.value - begin;
+    if (leads && !escaped && length <= MAX_LEAD) {
+        leads[1] = leads[0];
+        memcpy(leads->text, begin, length);
+        leads->length = (int)length, leads->number = member.number;
+    }
+    return member;
+}
+
+/* Behind the object that opens at `at`; the values of those keys are put down. leads: what was seen
+ * in objects like it, NULL: nothing is remembered.
+ */
 static Place skip_members(Text *text, Place at, int depth, const Slice *keys, int count,
-                          Slice *values) {
+                          Slice *values, Leads *leads) {
     Place stop = text->stop;
     if (depth >= MAX_DEPTH)
         return NULL;
-    at = skip_space(at + 1, stop);
-    if (at < stop && *at == '}')
-        return at + 1;
-    for (int next = 0;; next++) { /* most keys are the one behind the last in the table */
-        int escaped = 0, number = next;
-        if (at >= stop || *at != '"')
-            return NULL;
-        Place end = next < count ? key_end(at, stop, keys[next]) : NULL;
-        if (!end) {
-            end = string_end(at + 1, stop, &escaped);
-            if (!end)
-                return NULL;
-            number = key_number(keys, count, (Slice){at, end + 1});
-            text->odd |= count && escaped;
-            next = number >= 0 ? number : next;
-        }
-        at = skip_space(end + 1, stop);
-        if (at >= stop || *at != ':')
-            return NULL;
-        at = skip_space(at + 1, stop);
-        Place value = at;
-        at = number >= 0 && number == text->unread && at < stop && *at == '{'
-                 ? skip_unread(text, at)
-                 : skip_value(text, at, depth + 1);
+    if (count)
+        memset(values, 0, count * sizeof *values);
+    at++;
+    for (int place = 0, guess = 0;; place++) {
+        Lead *spellings = leads && place < MAX_LEADS ? (*leads)[place] : NULL;
+        const Lead *lead = spellings ? known_lead(spellings, at, stop) : NULL;
+        Member member = {0};
+        if (lead)
+            member.value = at + lead->length, member.number = lead->number;
+        else
+            member = parse_member(text, at, !place, guess, keys, count, spellings);
+        if (!member.value)
+            return member.end;
+        int number = member.number;
+        at = number >= 0 && number == text->unread && member.value < stop && *member.value == '{'
+                 ? skip_unread(text, member.value)
+                 : skip_value(text, member.value, depth + 1);
         if (!at)
             return NULL;
-        if (number >= 0) {
-            text->odd |= values[number].begin != NULL;
-            values[number] = (Slice){value, at};
-            Place end = NULL;
-            if (number == text->asked && text->is_needless(text->owner, values))
-                end = skip_pairs(at, stop, 1);
-            if (end)
-                return end;
-        }
-        at = skip_space(at, stop);
-        if (at >= stop)
-            return NULL;
-        if (*at == '}')
-            return at + 1;
-        if (*at != ',')
-            return NULL;
-        at = skip_space(at + 1, stop);
+        if (number < 0)
+            continue;
+        guess = number + 1;
+        text->odd |= values[number].begin != NULL;
+        values[number] = (Slice){member.value, at};
+        Place end = NULL;
+        if (number == text->asked && text->is_needless(text->owner, values))
+            end = skip_pairs(at, stop, 1);
+        if (end)
+            return end;
     }
 }
 
@@ -257,6 +326,13 @@ static inline uint64_t places_of(const __m128i *parts, char character) {
                       _mm_cmpeq_epi8(parts[i], _mm_set1_epi8(character)))
                   << 16 * i;
     return places;
+}
+
+static inline int has_escape(const __m128i *parts) {
+    __m128i any = _mm_setzero_si128();
+    for (int i = 0; i < 4; i++)
+        any = _mm_or_si128(any, _mm_cmpeq_epi8(parts[i], _mm_set1_epi8('\\')));
+    return _mm_movemask_epi8(any);
 }
 
 static inline uint64_t controls_of(const __m128i *parts) {
@@ -287,7 +363,7 @@ static Place skip_pairs(Place at, Place stop, int64_t curly) {
         __m128i parts[4];
         for (int i = 0; i < 4; i++)
             parts[i] = _mm_loadu_si128((const __m128i *)here + i);
-        if (places_of(parts, '\\'))
+        if (has_escape(parts))
             return NULL;
         uint64_t strings = places_of(parts, '"');
         for (int shift = 1; shift < 64; shift *= 2)
@@ -306,7 +382,8 @@ static Place skip_pairs(Place at, Place stop, int64_t curly) {
             square += count_of(begins & (mark - 1)) - count_of(ends & (mark - 1));
             return square ? NULL : here + __builtin_ctzll(mark) + 1;
         }
-        square += count_of(begins) - count_of(ends);
+        if (begins | ends)
+            square += count_of(begins) - count_of(ends);
         inside = (uint64_t)((int64_t)strings >> 63);
     }
 #else

@@ -50,6 +50,7 @@ typedef struct {
     Slice categories[THREADS], keys[MAX_KEYS], module;
     Place roles;
     int category_count, numbers, key_count;
+    Leads leads, leads_of_args[DEVICE + 1]; /* of events, and of args by their role */
 } Scanner;
 
 /* --- values ----------------------------------------------------------------------------------- */
@@ -195,11 +196,12 @@ static int begins_with(Slice text, Slice start) {
 
 /* Fill in the numbers of a kernel's or a call's args; 0: they are not as they should be. */
 static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *failed) {
-    Slice values[MAX_KEYS] = {{0}};
+    Slice values[MAX_KEYS];
     Text text = {.stop = args.end, .unread = -1, .asked = -1};
+    Leads *leads = &self->leads_of_args[role];
     if (!args.begin || *args.begin != '{')
         return 0;
-    if (!skip_members(&text, args.begin, 1, self->keys, self->key_count, values) || text.odd)
+    if (!skip_members(&text, args.begin, 1, self->keys, self->key_count, values, leads) || text.odd)
         return 0;
     int numbers = role == DEVICE ? self->numbers : 1;
     for (int i = 0; i < numbers; i++) {
@@ -259,10 +261,10 @@ static int is_needless(const void *owner, const Slice *head) {
 /* Behind the event at `at` where another event follows at *next, or where the text ends; else NULL:
  * the event is not whole, or the last of its array.
  */
-static Place skip_event(Text *text, Place at, Slice *head, Place *next) {
+static Place skip_event(Text *text, Place at, Slice *head, Leads *leads, Place *next) {
     static const Slice keys[HEADS] = {HEAD(ph), HEAD(cat), HEAD(name), HEAD(pid), HEAD(tid),
                                       HEAD(ts), HEAD(dur), HEAD(args), HEAD(id)};
-    Place end = skip_members(text, at, 0, keys, HEADS, head);
+    Place end = skip_members(text, at, 0, keys, HEADS, head, leads);
     *next = end ? skip_space(end, text->stop) : NULL;
     if (!end || *next == text->stop)
         return end;
@@ -285,16 +287,17 @@ static PyObject *scan(PyObject *object, PyObject *arguments) {
     Place begin = source.buf, stop = begin + last;
     Place at = begin + first, used = at;
     while (at < stop && *at == '{' && count < capacity) {
-        int64_t row[NUMBERS + MAX_KEYS] = {0};
-        Slice head[HEADS] = {{0}};
+        int64_t row[NUMBERS + MAX_KEYS];
+        Slice head[HEADS];
         Text text = {stop, ARGS, NAME, is_needless, self, 0};
-        Place next, end = skip_event(&text, at, head, &next);
+        Place next, end = skip_event(&text, at, head, &self->leads, &next);
         if (!end)
             break;
         int category, role = text.odd ? UNSURE : role_of(self, head, &category);
         if (role == DROP)
             dropped++;
         else {
+            memset(row, 0, 8 * width);
             row[KNOWN] = role < OTHER && take(self, head, category, role, row, &failed);
             row[ROLE] = role, row[BEGIN] = at - begin, row[END] = end - begin;
             if (head[ARGS].begin)

@@ -86,6 +86,7 @@ BROKEN = {
     "huge-grid": GOOD.replace(b'"correlation": 1', b'"grid": [9223372036854775808, 1, 1]'),
     "no-name": GOOD.replace(b'"name"', b'"nome"'),
     "deep": GOOD.replace(b'"correlation": 1', b'"x": ' + b"[" * 50_000 + b"]" * 50_000),
+    "no-comma": GOOD.replace(b'{"ph": "X",', b'{"x": 1 "ph": "X",'),
     "missing-comma": GOOD.replace(b'"pid": 0,', b'"pid": 0'),
     "quote": GOOD.replace(b"good", b'go"od'),
 }
