@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from profharness.answers.diff.layers import layers_beside
 from profharness.answers.diff.model import LayersBeside, environment_changes
 from profharness.answers.diff.sides import program_of
 from profharness.answers.layers import LayerMap, find_layers
-from profharness.errors import UsageError
+from profharness.errors import NotFoundError, UsageError
 from profharness.store import Store
 
 SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # of an environment
@@ -47,7 +48,20 @@ def find_classes(store: Store, runs: Sequence[str], *, torch: str | None = None)
             f"run {captures[0]} is of configs, and layers are a program's; compare such runs with "
             f"profharness report {' '.join(runs)}"
         )
-    maps = [find_layers(store, run, torch=torch) for run in runs]
+    return _side_by_side(store, [find_layers(store, run, torch=torch) for run in runs])
+
+
+def programs_beside(store: Store, runs: Sequence[str]) -> LayerClasses | None:
+    """Those of the runs that are of programs, side by side; None of fewer than two."""
+    maps = []
+    for run in runs:
+        with contextlib.suppress(NotFoundError):  # a trace without attention
+            maps += [] if store.cells(run) else [find_layers(store, run)]
+    return _side_by_side(store, maps) if len(maps) > 1 else None
+
+
+def _side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
+    runs = [layers.run for layers in maps]
     environments = [store.environment(run) for run in runs]
     devices = [
         layers.gpu or str(environment.get("gpu") or environment.get("cpu") or "CPU")

@@ -43,7 +43,8 @@ def command(
     """Write a report on stored runs: cells, latency, kernels, problems, environment.
 
     RUN is an id, a unique prefix, latest or latest~1; the latest if none is given. Of two runs the
-    report also says what changed from the first to the second. An HTML report is one file that
+    report also says what changed from the first to the second; of several programs, or of benches on
+    several classes of GPU, it has a table with a column a class. An HTML report is one file that
     needs no network; beside a Markdown file its charts are files of their own, out-1.svg and so on.
 
     \b

@@ -23,18 +23,25 @@ def layer_classes_document(answer: LayerClasses, *, full: bool = False) -> Docum
     """
     documents = [layers_document(each.layers, full=full) for each in answer.classes]
     first = documents[0]
-    extra = {
-        "classes": [_class_record(each) for each in answer.classes],
-        "layers": [record(row) for row in answer.rows],
-    }
     return Document(
         first.schema,
         first.title,
-        (*chain.from_iterable(each.blocks for each in documents), *_class_blocks(answer, full)),
+        (
+            *chain.from_iterable(each.blocks for each in documents),
+            *layer_class_blocks(answer, full),
+        ),
         first.fields,
         tuple(chain.from_iterable(each.records for each in documents)),
-        {**first.extra, **extra},
+        {**first.extra, **layer_class_record(answer)},
     )
+
+
+def layer_class_record(answer: LayerClasses) -> dict[str, Any]:
+    """The classes and their like layers for programs."""
+    return {
+        "classes": [_class_record(each) for each in answer.classes],
+        "layers": [record(row) for row in answer.rows],
+    }
 
 
 def forecasts_document(layers: LayerMap, *, full: bool = False) -> Document:
@@ -86,7 +93,8 @@ def _figures(backends: Sequence[str | None], times: Sequence[float | None]) -> d
     return values
 
 
-def _class_blocks(answer: LayerClasses, full: bool) -> Iterator[Block]:
+def layer_class_blocks(answer: LayerClasses, full: bool = False) -> Iterator[Block]:
+    """The table with a column a class, what a step takes, and what a class has differently."""
     names = [each.name for each in answer.classes]
     yield Heading("classes", f"{len(names)} of them, medians of one call's kernels")
     rows = []

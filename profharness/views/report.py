@@ -16,6 +16,8 @@ from profharness.answers.bench.answer import Benched, benched
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import OF_A_FILE, Diff
 from profharness.answers.diff.sides import find_sides
+from profharness.answers.layer_classes import programs_beside
+from profharness.answers.layers import LayerMap
 from profharness.answers.summary import Summary, summarize_run
 from profharness.config import parse_config
 from profharness.errors import NotFoundError
@@ -34,6 +36,8 @@ from profharness.views.diff import diff_document
 from profharness.views.document import Block, Chart, Code, Column, Document, Heading, Note, Table
 from profharness.views.glossary import glossary_blocks
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
+from profharness.views.layer_classes import layer_class_blocks, layer_class_record
+from profharness.views.layers import layers_document
 from profharness.views.predict import against_blocks
 from profharness.views.steps import math_blocks
 from profharness.views.verify import verify_document
@@ -70,7 +74,7 @@ FIELDS = (
 def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = None) -> Document:
     """The report on the runs that refs name, each once. bench: with the figures of `bench`; None:
     for a run that `bench` made, as long as its folder is there. Beside the records stand the diff
-    of two runs, and all kernels and cells. Raises NotFoundError.
+    of two runs, the layers of several programs, and all kernels and cells. Raises NotFoundError.
     """
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
     blocks: list[Block] = []
@@ -80,12 +84,21 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
         blocks += [*change_blocks(diff), *diff_blocks(diff)]
         extra["diff"] = diff.to_json()
+    maps: dict[str, LayerMap] = {}
+    if beside := programs_beside(store, runs):
+        maps = {each.layers.run: each.layers for each in beside.classes}
+        blocks += layer_class_blocks(beside)
+        extra["layer_classes"] = layer_class_record(beside)
     if classes := _classes(store, runs):
         blocks += class_blocks(classes)
         extra["classes"] = [class_record(answer) for answer in classes]
     for run in runs:
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
         own = _run_blocks(store, run, cells, kernels, extra, bench)
+        if run in maps:
+            document = layers_document(maps[run])
+            own = [*document.blocks, *own]
+            extra.setdefault("layers", []).extend(document.records)
         if len(runs) > 1:
             own = [Heading(f"Run {run}"), *_deeper(own)]
         blocks += own

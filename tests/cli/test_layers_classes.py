@@ -173,3 +173,30 @@ def test_a_page_has_the_columns(store: dict[str, str], tmp_path: Path) -> None:
     page = tmp_path / "classes.html"
     assert ask(store, "slower", "whisper", "-o", str(page)).exit_code == 0
     assert f"speed-up of {H200}" in page.read_text()
+
+
+def report(store: dict[str, str], *names: str) -> Any:
+    runs = [store[name] for name in names]
+    return CliRunner().invoke(cli, ["report", *runs, "--store", store["store"]], env=WIDE)
+
+
+def test_a_report_on_programs_has_the_columns(store: dict[str, str], tmp_path: Path) -> None:
+    done = report(store, "slower", "whisper", "slowest")
+    asked = ask(store, "slower", "whisper", "slowest").stdout
+    assert asked[asked.index("classes  3 of them") :].strip() in done.stdout
+    for name in ("slower", "whisper", "slowest"):
+        assert f"Attention of run {store[name]}" in done.stdout
+    page = tmp_path / "report.html"
+    runs = store["slower"], store["whisper"], "--store", store["store"]
+    assert CliRunner().invoke(cli, ["report", *runs, "-o", str(page)]).exit_code == 0
+    assert f"speed-up of {H200}" in page.read_text()
+    told = json.loads(CliRunner().invoke(cli, ["report", *runs, "--format", "json"]).stdout)
+    maps = answer(store, "slower", "whisper")
+    assert told["layers"] == maps["rows"]
+    assert told["layer_classes"] == {name: maps[name] for name in ("classes", "layers")}
+
+
+def test_a_report_with_one_program_has_no_columns(store: dict[str, str]) -> None:
+    for names in (("whisper",), ("whisper", "configs")):
+        done = report(store, *names)
+        assert done.exit_code == 0 and "classes  " not in done.stdout
