@@ -66,7 +66,9 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
     map has a config.
     """
     by_step = any(row.calls is not None for row in layers.rows)
-    points = [() if _why_not(row, by_step) else _points(row) for row in layers.rows]
+    points = [
+        () if _why_not(row, by_step) else row.points or row.program_points for row in layers.rows
+    ]
     asked = {
         (parse_config(label), _allowed(row)): None
         for row, own in zip(layers.rows, points, strict=True)
@@ -100,14 +102,6 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
 def _allowed(row: LayerRow) -> str:
     """What the program allowed, as a set that `sdpa_setting` reads; empty where it ruled out all."""
     return AUTO if row.asked is None else row.asked.replace(",", "+")
-
-
-def _points(row: LayerRow) -> Points:
-    """The configs of a row with their calls. What a backward recomputes is a forward alone."""
-    points = row.points or row.program_points
-    if row.direction != "recompute":
-        return points
-    return [(replace(parse_config(label), bwd=False).label, calls) for label, calls in points]
 
 
 def _why_not(row: LayerRow, by_step: bool) -> str | None:

@@ -439,7 +439,7 @@ def _row(
         replayable=middle is not None and all(call.reason is None for call in group),
         names=module_names(group),
         mask=mask,
-        points=_points(configs, count) if traced else (),
+        points=points_of(group, count) if traced else (),
         choice=kind.choice if kind else None,
         site=_site(kind),
         program_calls=made,
@@ -448,10 +448,16 @@ def _row(
     )
 
 
-def _points(configs: Sequence[Config], count: int) -> tuple[tuple[str, float], ...]:
-    """The configs of least, median and largest seq_kv, with weights in calls a step: a call in
-    between counts towards its two neighbours, the nearer one more.
+def points_of(calls: Iterable[CallRow], count: int) -> tuple[tuple[str, float], ...]:
+    """The configs of least, median and largest seq_kv of the calls of count steps, with weights in
+    calls a step: a call in between counts towards its two neighbours, the nearer one more. What a
+    backward recomputes is a forward alone.
     """
+    configs = [
+        replace(config, bwd=False) if call.recompute else config
+        for call in calls
+        if call.config and (config := parse_config(call.config))
+    ]
     if not configs:
         return ()
     ordered = sorted(configs, key=lambda config: config.seq_len_kv)

@@ -98,11 +98,17 @@ def _timeable(row: LayerRow) -> bool:
     return row.replayable and row.ran in SDPA_BACKENDS and bool(row.points)
 
 
+def _median(row: LayerRow) -> Config:
+    """The config to time for the row's call of median length."""
+    config = parse_config(str(row.config))
+    return replace(config, bwd=False) if row.direction == "recompute" else config
+
+
 def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
     """What makes the backends take what ran as math, where a config says it."""
     if row.ran != "math" or row.config is None or layers.place is None:
         return []
-    changes = suggestions(parse_config(row.config), layers.place)
+    changes = suggestions(_median(row), layers.place)
     return [item for item in changes if item.advice and item.advice.config]
 
 
@@ -204,7 +210,7 @@ def _gains(row: LayerRow, layers: LayerMap, times: _Times) -> list[str]:
     calls = sum(weight for _, weight in row.points)
     result = {text: text for text in row.advice}
     for item in _changes(row, layers):
-        before = times.median(str(row.config), "math")
+        before = times.median(_median(row).label, "math")
         after = times.median(str(item.advice.config), item.backend) if item.advice else None
         if before and after and item.text in result:
             saved = f", {_saves(layers)} {_time((before - after) * calls)} a step"

@@ -246,6 +246,24 @@ def test_decoding_is_timed_at_three_lengths(folder: Path) -> None:
     assert lengths == [16, 24, 48]
 
 
+def test_what_is_recomputed_saves_a_forward_alone(tmp_path: Path) -> None:
+    store = tmp_path / "s.db"
+    ingest_path(store, ROOT / "traces" / "models" / "llama_checkpoint.json.gz")
+    layers = the_map(store)
+    whole, forward = (config.label for config in regret_configs(layers))
+    times = {
+        (whole, "cudnn"): 100 * US,
+        (whole, "flash"): 40 * US,
+        (forward, "cudnn"): 30 * US,
+        (forward, "flash"): 20 * US,
+    }
+    run = bench_run(store, "3333", times, H200)
+    with open_store(store) as opened:
+        told = regret_map(layers, benched(opened, run))
+    saves = {row.direction: (row.saves_ns, row.saves_backward_ns) for row in told.rows}
+    assert saves == {"forward": (180 * US, 150 * US), "recompute": (30 * US, None)}
+
+
 def test_bench_answers_only_for_what_it_has(folder: Path) -> None:
     store = folder / "math.db"
     layers = the_map(store)
