@@ -50,7 +50,7 @@ from profharness.parse.ops import (
     is_fused,
 )
 from profharness.parse.replay import POSITIONS, flag, replay_config, sizes, tensor_argument
-from profharness.parse.tree import Tree
+from profharness.parse.tree import Evaluations, Tree
 from profharness.trace import AttentionCall, CallSpan, Range, Step, TensorArgument
 
 PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # parts of their parent's attention
@@ -154,9 +154,10 @@ class _Draft:
 
 
 def find_calls(
-    details: Iterable[Detail],
-    flows: Ints,
+    details: Sequence[Detail],
+    evaluations: Evaluations,
     modules: Iterable[Detail],
+    flows: Ints,
     ranges: Sequence[Range],
     threads: Sequence[tuple[int, int]],
     base: int,
@@ -166,7 +167,8 @@ def find_calls(
     flows: rows of Flow; threads: (pid, tid) by thread index; base: ns to add to every time that is
     given here, which the ranges have already.
     """
-    tree = Tree(details)
+    moments = np.array([(op.thread, op.start) for op in details], np.int64).reshape(-1, 2).T
+    tree = Tree([*evaluations.around(*moments), *details])
     inside = _inside(tree)
     context = _Context(tree, modules)
     templates: dict[tuple[Any, ...], _Template] = {}
@@ -177,11 +179,10 @@ def find_calls(
         (index, "recompute" if draft.recompute else "forward", draft.thread, draft.start, draft.end)
         for index, draft in enumerate(drafts)
     ]
-    evaluations = Tree(op for op in tree.spans if op.name.startswith(EVALUATION))
     doubts = Counter[str]()
     stretches += _backward(drafts, tree, evaluations, flows, doubts)
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
-    last = max((op.end for op in tree.spans), default=0)
+    last = max((*evaluations.rows.end.tolist(), *(op.end for op in details)), default=0)
     steps = _steps(ranges, _outermost(context.modules, evaluations), base, last)
     paths = _paths(drafts, ranges, threads, base)
     replays: dict[tuple[int, int, bool], _Replay] = {}
@@ -381,7 +382,7 @@ def _plain(tree: Tree, places: Sequence[int], context: _Context) -> _Draft | Non
 def _backward(
     drafts: Sequence[_Draft],
     tree: Tree,
-    evaluations: Tree,
+    evaluations: Evaluations,
     flows: Ints,
     doubts: Counter[str],
 ) -> Iterator[tuple[int, str, int, int, int]]:
@@ -437,7 +438,9 @@ def _backward(
         parts.clear()
 
 
-def _by_arrows(drafts: Sequence[_Draft], evaluations: Tree, flows: Ints) -> dict[int, list[Detail]]:
+def _by_arrows(
+    drafts: Sequence[_Draft], evaluations: Evaluations, flows: Ints
+) -> dict[int, list[Detail]]:
     """The nodes of autograd that the arrows from each call's ops lead to, each of one call alone."""
     forward = Intervals.build(
         *np.array([(d.thread, d.start, d.end) for d in drafts], np.int64).reshape(-1, 3).T
@@ -451,8 +454,9 @@ def _by_arrows(drafts: Sequence[_Draft], evaluations: Tree, flows: Ints) -> dict
         if at >= 0:
             owner.setdefault(at, call)
     found: dict[int, list[Detail]] = defaultdict(list)
-    for at, call in owner.items():
-        found[call].append(evaluations.spans[at])
+    ops = evaluations.ops(np.array(list(owner), np.int64))
+    for op, call in zip(ops, owner.values(), strict=True):
+        found[call].append(op)
     return found
 
 
@@ -548,11 +552,12 @@ def _replayed(
         return None, str(error)
 
 
-def _outermost(modules: Tree, evaluations: Tree) -> list[Detail]:
+def _outermost(modules: Tree, evaluations: Evaluations) -> list[Detail]:
     """The modules that no other one is around, in order; not those that a backward calls again."""
     spans = [span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0]
-    around = evaluations.around((span.thread, span.start) for span in spans)
-    kept = (span for span, nodes in zip(spans, around, strict=True) if not nodes)
+    moments = np.array([(span.thread, span.start) for span in spans], np.int64).reshape(-1, 2).T
+    around = evaluations.intervals.innermost(*moments).tolist()
+    kept = (span for span, node in zip(spans, around, strict=True) if node < 0)
     return sorted(kept, key=lambda span: int(span.start))
 
 

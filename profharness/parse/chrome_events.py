@@ -31,7 +31,8 @@ from profharness.parse.columns import (
     Tables,
     whole,
 )
-from profharness.parse.ops import MODULE, Detail, has_arguments, is_detailed
+from profharness.parse.intervals import nothing
+from profharness.parse.ops import EVALUATION, MODULE, Detail, has_arguments, is_detailed
 
 Triple = tuple[int, int, int]
 
@@ -40,6 +41,10 @@ MAX_ARGUMENTS = 4096  # different arguments of ops that are remembered
 
 
 MODULE_MARK = f'"{MODULE}'.encode()
+
+
+# how the ops of a name are kept on their own, beside the columns of all ops
+AS_EVALUATION, AS_DETAIL, WITH_ARGUMENTS = 1, 2, 3
 
 
 class NeedExactTimes(Exception):
@@ -57,7 +62,7 @@ class Collector:
         self._take: dict[type, Callable[[Any], object]] = {}
         self._sequence = 0
         self._texts: list[str] = []  # of ops' names, by id
-        self._detailed: list[int] = []  # by id of a name: 1 for a detail, 2 for one with arguments
+        self._kept: list[int] = []  # how the ops of a name are kept on their own, by its id
         self._arguments = Arguments()
         self.register()
 
@@ -198,15 +203,18 @@ class Collector:
     def _detail(self, rows: OpRows, keep: Flags, args: Callable[[int], bytes]) -> None:
         """Keep the ops on their own of which that is wanted; args: the text of a row's arguments."""
         names = self.tables.names
-        new = list(islice(names, len(self._detailed), None))
-        self._detailed += [1 + has_arguments(name) if is_detailed(name) else 0 for name in new]
+        new = list(islice(names, len(self._kept), None))
+        self._kept += map(_kept, new)
         self._texts += new
-        level = np.array(self._detailed, np.int64)[rows.name]
-        places = np.flatnonzero((level > 0) & keep)
-        columns = (column[places].tolist() for column in (level, *rows))
-        for row, needs, start, end, thread, name in zip(places.tolist(), *columns, strict=True):
+        kept = np.array(self._kept, np.int64)[rows.name]
+        evaluated = np.flatnonzero((kept == AS_EVALUATION) & keep)
+        columns = (rows.start, rows.end, rows.thread)
+        self._add_evaluations(*(column[evaluated] for column in columns))
+        places = np.flatnonzero((kept >= AS_DETAIL) & keep)
+        lists = (column[places].tolist() for column in (kept, *rows))
+        for row, how, start, end, thread, name in zip(places.tolist(), *lists, strict=True):
             arguments, sequence = NO_ARGUMENTS, -1
-            if needs > 1 and (text := args(row)):
+            if how == WITH_ARGUMENTS and (text := args(row)):
                 try:
                     arguments, sequence = self._arguments.read(text)
                 except UNDECODABLE:  # the decoder would not have read the event either
@@ -214,6 +222,10 @@ class Collector:
                     continue
             detail = Detail(self._texts[name], start, end, thread, *arguments, sequence)
             self.tables.details.append(detail)
+
+    def _add_evaluations(self, start: Ints, end: Ints, thread: Ints) -> None:
+        if len(start):
+            self.tables.evaluations.append(np.stack([start, end, thread, nothing(len(start))]))
 
     def _write_arrows(self, events: list[Any], _order: tuple[int, int]) -> None:
         events = [e for e in events if isinstance(e.id, int | str) and e.ph in ("s", "f")]
@@ -292,6 +304,12 @@ class Collector:
             span = (int(low.min()), int(high.max()))
             offset = self.spool.write(columns)
             blocks.append(Block(order, offset, len(columns), len(low), *span))
+
+
+def _kept(name: str) -> int:
+    if name.startswith(EVALUATION):
+        return AS_EVALUATION
+    return (WITH_ARGUMENTS if has_arguments(name) else AS_DETAIL) if is_detailed(name) else 0
 
 
 def _to_ns(micro: NDArray[np.float64]) -> Ints:

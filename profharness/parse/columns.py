@@ -56,6 +56,15 @@ class OpRows(NamedTuple):
     name: Ints
 
 
+class EvaluationRows(NamedTuple):
+    """Ops in which autograd evaluates its nodes; thread is an id, sequence is autograd's number or -1."""
+
+    start: Ints
+    end: Ints
+    thread: Ints
+    sequence: Ints
+
+
 class Ids(dict[Any, int]):
     """Numbers of values in order of first use: looking a new one up gives it the next number."""
 
@@ -153,6 +162,7 @@ class Tables:
     ops: list[Block] = field(default_factory=list)
     ranges: RangeColumns = field(default_factory=RangeColumns)
     details: list[Detail] = field(default_factory=list)
+    evaluations: list[Ints] = field(default_factory=list)  # blocks of EvaluationRows
     modules: list[Detail] = field(default_factory=list)
     arrows: Arrows = field(default_factory=Arrows)
     events: int = 0

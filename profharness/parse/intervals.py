@@ -75,6 +75,16 @@ class Intervals:
                 result[mine] = np.where(last >= 0, last + low, -1)
         return self._ending_after(result, t)
 
+    def enclosing_any(self, thread: Ints, t: Ints) -> NDArray[np.bool_]:
+        """Whether each interval encloses any of the moments (thread, t)."""
+        result = np.zeros(len(self.start), np.bool_)
+        at = self.innermost(thread, t)
+        while len(open_ := np.flatnonzero(at >= 0)):
+            at, t = at[open_], t[open_]
+            result[at] = True
+            at = self._ending_after(self.parent[at], t)
+        return result
+
     def enclosing(self) -> Ints:
         """For each interval the nearest one that encloses all of it, -1 for none."""
         return self._ending_after(self.parent.copy(), self.stop - 1)

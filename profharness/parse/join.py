@@ -14,6 +14,7 @@ from profharness.parse.calls import Calls, find_calls
 from profharness.parse.columns import (
     Arrows,
     Block,
+    EvaluationRows,
     GpuRows,
     Ints,
     LaunchRows,
@@ -22,8 +23,8 @@ from profharness.parse.columns import (
     Tables,
 )
 from profharness.parse.intervals import Intervals, nothing
-from profharness.parse.ops import EVALUATION
 from profharness.parse.ranges import Ranges
+from profharness.parse.tree import Evaluations
 from profharness.trace import NONE, LaunchBatch, Step
 
 CHUNK_ROWS = 65536  # GPU rows joined at once
@@ -90,6 +91,9 @@ def merge(tables: list[Tables], spools: list[Spool]) -> Source:
             threads = mine["threads"].tolist()
             rows = (row._replace(thread=threads[row.thread]) for row in getattr(other, name))
             getattr(merged, name).extend(rows)
+        for block in map(EvaluationRows._make, other.evaluations):
+            mapped = block._replace(thread=mine["threads"][block.thread])
+            merged.evaluations.append(np.stack(mapped))
         merged.events += other.events
         merged.skipped += other.skipped
     for blocks in (merged.gpu, merged.launches, merged.ops):
@@ -131,10 +135,11 @@ def contexts(
     flows: rows of Flow; threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
     """
     ranges = Ranges(tables.ranges, threads, base)
+    evaluations = Evaluations.build(tables.evaluations)
     if len(flows):
-        evaluations = (op for op in tables.details if op.name.startswith(EVALUATION))
-        ranges.follow(evaluations, flows)
-    calls, steps = find_calls(tables.details, flows, tables.modules, ranges.rows, threads, base)
+        ranges.follow(evaluations.intervals, flows)
+    ops = (tables.details, evaluations, tables.modules)
+    calls, steps = find_calls(*ops, flows, ranges.rows, threads, base)
     return ranges, calls, steps
 
 

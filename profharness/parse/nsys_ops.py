@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from profharness.parse.columns import Block, Ints, Spool, Tables
+from profharness.parse.columns import Block, EvaluationRows, Ints, Spool, Tables
 from profharness.parse.ops import EVALUATION, Detail, Flow, has_arguments, is_detailed
 
 BLOCK_ROWS = 65536
@@ -82,6 +82,7 @@ class OpRanges:
         self._any = False
         self._renamed: dict[int, str] = {}  # whole texts of ranges, by number, before the first op
         self._pending: list[tuple[int, int, int, int]] = []
+        self._evaluations = array("q")  # EvaluationRows, one after the other
         self._numbered = array("q")  # thread, start, sequence number, name of each op that has one
 
     def take(self, text: str, start: int, stop: int, thread: int) -> str | None:
@@ -89,7 +90,9 @@ class OpRanges:
         op = read_text(text)
         if op is None:
             return text
-        if is_detailed(op.name):
+        if op.name.startswith(EVALUATION):
+            self._evaluations.extend((start, stop, thread, op.sequence))
+        elif is_detailed(op.name):
             self._detail(op, start, stop, thread)
         if not op.is_op:
             if not self._any:
@@ -109,8 +112,11 @@ class OpRanges:
         self._flush()
         if not self._any:
             self._tables.details.clear()
+            self._evaluations = array("q")
             for number, text in self._renamed.items():
                 self._tables.ranges.names[number] = text
+        rows = np.array(self._evaluations, np.int64).reshape(-1, len(EvaluationRows._fields))
+        self._tables.evaluations.append(rows.T)
         self._renamed.clear()
 
     def _detail(self, op: OpText, start: int, stop: int, thread: int) -> None:

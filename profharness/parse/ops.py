@@ -42,8 +42,7 @@ def is_fused(name: str | None) -> bool:
 @cache
 def is_detailed(name: str) -> bool:
     """Whether an op is kept on its own, beside the columns of all ops."""
-    named = name == LINEAR or name.startswith(EVALUATION) or bool(REGION.fullmatch(name))
-    return named or has_arguments(name)
+    return name == LINEAR or bool(REGION.fullmatch(name)) or has_arguments(name)
 
 
 @cache

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from profharness.parse.columns import Ints, RangeColumns
 from profharness.parse.intervals import Intervals, nothing
-from profharness.parse.ops import Detail
 from profharness.trace import CELL_RANGE_PREFIX, NONE, Range
 
 
@@ -55,12 +52,11 @@ class _Forward:
     Flow).
     """
 
-    def __init__(self, evaluations: Iterable[Detail], flows: Ints) -> None:
-        columns = np.array([row[1:4] for row in evaluations], np.int64).reshape(-1, 3).T
-        self._nodes = Intervals.build(columns[2], columns[0], columns[1])
+    def __init__(self, evaluations: Intervals, flows: Ints) -> None:
+        self._nodes, count = evaluations, len(evaluations.start) + 1
         arrows = flows.T
         at = self._nodes.innermost(arrows[2], arrows[3])
-        self._thread, self._t = nothing(len(columns[0]) + 1), nothing(len(columns[0]) + 1)
+        self._thread, self._t = nothing(count), nothing(count)
         self._thread[at[at >= 0]], self._t[at[at >= 0]] = arrows[:2, at >= 0]
 
     def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
@@ -132,8 +128,8 @@ class Ranges:
         inner[launched] = mine
         return inner, cell
 
-    def follow(self, evaluations: Iterable[Detail], flows: Ints) -> None:
-        """Let a launch of a backward op without a range have that of its forward op; flows: rows of
-        Flow.
+    def follow(self, evaluations: Intervals, flows: Ints) -> None:
+        """Let a launch of a backward op without a range have that of its forward op; evaluations: the
+        ops in which autograd evaluates its nodes, flows: rows of Flow.
         """
         self._forward = _Forward(evaluations, flows)

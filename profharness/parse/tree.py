@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from profharness.parse.columns import EvaluationRows, Ints
 from profharness.parse.intervals import Intervals
+from profharness.parse.ops import EVALUATION, Detail
 
 MAX_DEPTH = 100  # modules in one another
 _PLACE = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluations:
+    """The ops in which autograd evaluates its nodes: of a training half as many as it has ops, and few
+    have to do with attention. rows are in the order of the intervals.
+    """
+
+    intervals: Intervals
+    rows: EvaluationRows
+
+    @classmethod
+    def build(cls, blocks: Sequence[Ints]) -> Evaluations:
+        """blocks: arrays of EvaluationRows."""
+        empty = np.empty((len(EvaluationRows._fields), 0), np.int64)
+        columns = np.concatenate([empty, *blocks], axis=1)
+        given = EvaluationRows(*columns)
+        intervals = Intervals.build(given.thread, given.start, given.end)
+        return cls(intervals, EvaluationRows(*columns[:, intervals.rows]))
+
+    def ops(self, at: Ints) -> list[Detail]:
+        """Those at these places."""
+        columns = (column[at].tolist() for column in self.rows)
+        return [
+            Detail(EVALUATION, start, end, thread, sequence=sequence)
+            for start, end, thread, sequence in zip(*columns, strict=True)
+        ]
+
+    def around(self, thread: Ints, t: Ints) -> list[Detail]:
+        """Those that enclose any of the moments, in order."""
+        return self.ops(np.flatnonzero(self.intervals.enclosing_any(thread, t)))
 
 
 class Tree:
