@@ -234,6 +234,7 @@ class Scanner:
         self.layout = layout
         self.collector = collector
         self._columns = chrome_columns.reader(collector)
+        self._segment_bytes = bytearray(SEGMENT if self._columns else 0)  # fresh ones cost page faults
         self._array_end: int | None = None
 
     def scan(self, index: int, begin: int, end: int) -> Part:
@@ -273,6 +274,7 @@ class Scanner:
         wanted = 1
         stuck = False  # at the end of the file, with an event that goes on behind a separator
         while window.base < end and self._array_end is None:
+            self._scan_segments(index, end)
             more = True
             if len(window.buffer) < wanted or separator not in window.buffer:
                 more = window.fill(self._block(end))
@@ -303,6 +305,20 @@ class Scanner:
             if window.base - flushed >= FLUSH:
                 self.collector.flush(index)
                 flushed = window.base
+
+    def _scan_segments(self, index: int, end: int) -> None:
+        """Take in segments of the file for as long as the compiled scanner takes all of them."""
+        window, separator, columns = self.window, self.layout.separator, self._columns
+        segment = memoryview(self._segment_bytes)
+        while columns and (size := window.read_into(segment[: max(0, end - window.base)])):
+            stop = self._segment_bytes.rfind(separator, 0, size)
+            if stop < 0:
+                return
+            used = columns.take(segment, stop + 1, index)
+            window.seek(window.base + (stop + self.layout.gap + 1 if used > stop else used))
+            self.collector.flush(index)
+            if used <= stop:
+                return
 
     def _block(self, end: int) -> int:
         """How many bytes to read at once for a range that ends there."""

@@ -112,7 +112,7 @@ class EventColumns:
         self._modules: list[str] = []
         self._ids = np.empty(0, np.int64)  # of what is remembered, in its own table; -1: unreadable
 
-    def take(self, text: bytes, end: int, part: int) -> int:
+    def take(self, text: bytes | memoryview, end: int, part: int) -> int:
         """Take in the events of text[:end], as those of a part of the file; how far it is done with.
         The rest is no whole event, or the last of its array.
         """
@@ -153,7 +153,7 @@ class EventColumns:
             return len(self._modules) - 1
         return (tables.names if role == Role.OP else tables.apis)[name]
 
-    def _write(self, text: bytes, rows: Ints, part: int) -> None:
+    def _write(self, text: bytes | memoryview, rows: Ints, part: int) -> None:
         """Write the rows that are known, and have the decoder read the others."""
         role, known = rows[Column.ROLE], self._resolve(rows)
         for each in (Role.CALL, Role.DEVICE):  # all at once or none, so that they keep their order
@@ -168,7 +168,7 @@ class EventColumns:
         start, duration, name, thread = ops[_OP]
         begins, ends = ops[[Column.ARGS_BEGIN, Column.ARGS_END]].tolist()
         columns = OpRows(start, start + duration, thread, name)
-        add.add_ops(part, columns, lambda row: text[begins[row] : ends[row]])
+        add.add_ops(part, columns, lambda row: bytes(text[begins[row] : ends[row]]))
         add.add_launches(part, LaunchRows(*calls[_KEYED]))
         add.add_device(part, GpuRows(*device[_DEVICE]))
         add.add_arrows(arrows[_KEYED])
@@ -178,7 +178,7 @@ class EventColumns:
         add.tables.events += int(np.count_nonzero(known))
         if not known.all():
             left = rows[[Column.BEGIN, Column.END]][:, ~known]
-            add.add_texts([text[begin:end] for begin, end in left.T.tolist()])
+            add.add_texts([bytes(text[begin:end]) for begin, end in left.T.tolist()])
 
     def _resolve(self, rows: Ints) -> Flags:
         """Put the tables' own numbers into the rows; where all of them are known."""

@@ -77,6 +77,15 @@ class Window:
         self.buffer = self.buffer + data if kept else data
         return bool(data)
 
+    def read_into(self, segment: memoryview) -> int:
+        """Put the file's bytes from `base` on there; how many, 0 of a packed file. The window stays."""
+        if isinstance(self._file, GzipReader):
+            return 0
+        try:
+            return os.preadv(self._file.fileno(), [segment], self.base)
+        except OSError:
+            return 0  # who fills the window says what is wrong
+
     def seek(self, offset: int) -> None:
         """Drop everything before `offset` (not before `base`), or all of a file that ends before it."""
         if offset > self.end and not isinstance(self._file, GzipReader):
