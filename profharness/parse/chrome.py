@@ -234,7 +234,9 @@ class Scanner:
         self.layout = layout
         self.collector = collector
         self._columns = chrome_columns.reader(collector)
-        self._segment_bytes = bytearray(SEGMENT if self._columns else 0)  # fresh ones cost page faults
+        self._segment_bytes = bytearray(
+            SEGMENT if self._columns else 0
+        )  # fresh ones cost page faults
         self._array_end: int | None = None
 
     def scan(self, index: int, begin: int, end: int) -> Part:
