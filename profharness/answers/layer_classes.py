@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from profharness.answers.diff.layers import layers_beside
 from profharness.answers.diff.model import LayersBeside, environment_changes
@@ -48,7 +49,7 @@ def find_classes(store: Store, runs: Sequence[str], *, torch: str | None = None)
             f"run {captures[0]} is of configs, and layers are a program's; compare such runs with "
             f"profharness report {' '.join(runs)}"
         )
-    return _side_by_side(store, [find_layers(store, run, torch=torch) for run in runs])
+    return side_by_side(store, [find_layers(store, run, torch=torch) for run in runs])
 
 
 def programs_beside(store: Store, runs: Sequence[str]) -> LayerClasses | None:
@@ -57,10 +58,11 @@ def programs_beside(store: Store, runs: Sequence[str]) -> LayerClasses | None:
     for run in runs:
         with contextlib.suppress(NotFoundError):  # a trace without attention
             maps += [] if store.cells(run) else [find_layers(store, run)]
-    return _side_by_side(store, maps) if len(maps) > 1 else None
+    return side_by_side(store, maps) if len(maps) > 1 else None
 
 
-def _side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
+def side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
+    """Programs whose maps are there already, one or more."""
     runs = [layers.run for layers in maps]
     environments = [store.environment(run) for run in runs]
     devices = [
@@ -68,19 +70,24 @@ def _side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
         for layers, environment in zip(maps, environments, strict=True)
     ]
     alike = Counter(devices)
-    changes = [
-        [change for change in environment_changes(environments[0], each) if change.key in SOFTWARE]
-        for each in environments
-    ]
     classes = tuple(
         LayerClass(
             name=device if alike[device] == 1 else f"{device} ({layers.run})",
             device=device,
             layers=layers,
             attention_ns=sum((r.forward_ns or 0) + (r.backward_ns or 0) for r in layers.rows),
-            changes=tuple(f"{each.key} {each.baseline} → {each.candidate}" for each in differing),
+            changes=software_changes(environments[0], environment),
         )
-        for device, layers, differing in zip(devices, maps, changes, strict=True)
+        for device, layers, environment in zip(devices, maps, environments, strict=True)
     )
     programs = [program_of(store, run, ()) for run in runs]
     return LayerClasses(classes, layers_beside([each for each in programs if each is not None]))
+
+
+def software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """The versions of two environments that differ, `torch 2.11.0 → 2.12.0`."""
+    return tuple(
+        f"{each.key} {each.baseline} → {each.candidate}"
+        for each in environment_changes(one, other)
+        if each.key in SOFTWARE
+    )

@@ -13,19 +13,21 @@ from profharness.answers.bench.answer import Benched
 from profharness.answers.layers import LayerMap, LayerRow, Regret, Suggestion, suggestions
 from profharness.config import OWN_CHOICE, SDP_BACKENDS, SDPA_BACKENDS, Config, parse_config
 from profharness.errors import NotFoundError
+from profharness.rows import COLD, KERNEL
 
+MEASUREMENTS = KERNEL, COLD  # of a bench, the first one ranks
 LAUNCH_BOUND = 0.9  # share of a step in which the GPU is busy, below which it often waits
 UNLIKE = 1.5  # ratio of a call's time in the trace to that in the bench from which it is told
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
+class BenchTimes:
     """Samples of a bench by config label and backend, of the correct cells alone."""
 
     samples: dict[tuple[str, str], tuple[int, ...]]
 
     @classmethod
-    def of(cls, benched: Benched) -> _Times:
+    def of(cls, benched: Benched) -> BenchTimes:
         return cls(
             {
                 (row.config, row.backend): benched.samples[row.config, row.backend][benched.ranking]
@@ -58,12 +60,15 @@ class _Times:
         order: tuple[stats.Speed, ...] = ("slower", "unknown")
         return next((word for word in order if word in verdicts), "same")
 
+    def everywhere(self, points: Sequence[tuple[str, float]]) -> list[str]:
+        """The backends that were timed on all points, those aside that leave the choice to PyTorch."""
+        timed = set.intersection(*(self.backends(label) for label, _ in points))
+        return sorted(timed - set(OWN_CHOICE))
+
     def fastest(self, points: Sequence[tuple[str, float]]) -> str:
         """The backend of least time in a step, of those that were timed on all points."""
-        everywhere = set.intersection(*(self.backends(label) for label, _ in points))
         # of equal times the same backend wins each time
-        named = sorted(everywhere - set(OWN_CHOICE))
-        return min(named, key=lambda backend: self.total(points, backend) or 0.0)
+        return min(self.everywhere(points), key=lambda backend: self.total(points, backend) or 0.0)
 
 
 def regret_configs(layers: LayerMap) -> list[Config]:
@@ -87,6 +92,16 @@ def regret_configs(layers: LayerMap) -> list[Config]:
             f"{'; '.join(reasons) or 'what ran is not told'}"
         )
     return list(configs)
+
+
+def timed_configs(layers: LayerMap) -> list[Config]:
+    """What a bench has to time to tell of the layers: regret_configs, or where no step was recorded the
+    configs of the whole program's calls. Raises NotFoundError where there is none.
+    """
+    labels = dict.fromkeys(label for row in layers.rows for label, _ in row.program_points)
+    if labels and all(row.calls is None for row in layers.rows):
+        return list(map(parse_config, labels))
+    return regret_configs(layers)
 
 
 def regret_backends(layers: LayerMap) -> list[str]:
@@ -121,9 +136,10 @@ def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
     if gpu != layers.gpu:
         raise NotFoundError(
             f"run {benched.run} was timed on {gpu or 'a CPU'}, run {layers.run} is of "
-            f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --regret`)"
+            f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --regret`), or name a "
+            "bench of each GPU, which stand beside each other (--bench RUN,RUN)"
         )
-    times = _Times.of(benched)
+    times = BenchTimes.of(benched)
     rows = [_row(row, layers, benched, times) for row in layers.rows]
     timed = [row for row in rows if row.saves_ns is not None]
     if not timed:
@@ -157,7 +173,7 @@ def _launch_bound(layers: LayerMap) -> bool:
     return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
 
 
-def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: _Times) -> LayerRow:
+def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: BenchTimes) -> LayerRow:
     """The row with its best backend. Where none is shown to be faster, that is what ran."""
     if not _timeable(row):
         return row
@@ -205,7 +221,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: Benched) -> str:
     return f"{how}: {speed:.2f}x as fast, {_saves(layers)} {_saved(row)} a step"
 
 
-def _gains(row: LayerRow, layers: LayerMap, times: _Times) -> list[str]:
+def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
     """The row's advice by rule, with the gain of each change that was timed."""
     calls = sum(weight for _, weight in row.points)
     result = {text: text for text in row.advice}
@@ -263,7 +279,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     return texts
 
 
-def _doubts(rows: Sequence[LayerRow], benched: Benched, times: _Times) -> list[str]:
+def _doubts(rows: Sequence[LayerRow], benched: Benched, times: BenchTimes) -> list[str]:
     """What the figures leave out, and where the bench is unlike the trace."""
     texts = []
     for row in rows:
@@ -290,6 +306,12 @@ def _doubts(rows: Sequence[LayerRow], benched: Benched, times: _Times) -> list[s
                 f"{name}: {row.ran} takes {_time(seen / row.calls)} a call in the trace and "
                 f"{_time(alone / row.calls)} in run {benched.run} ({benched.ranking})"
             )
+    return [*texts, *bench_doubts(benched)]
+
+
+def bench_doubts(benched: Benched) -> list[str]:
+    """What a bench does not tell of kernels, and what of it is left out."""
+    texts = []
     # `wall` is a CPU's time, which has no launches
     if benched.ranking not in ("kernel", "wall"):
         texts.append(

@@ -12,10 +12,11 @@ import click
 from profharness.answers.atlas.answer import Place
 from profharness.answers.atlas.catalog import find_place, known_atlases
 from profharness.answers.forecast import forecast_map
+from profharness.answers.layer_benches import find_benches
 from profharness.answers.layer_classes import find_classes
 from profharness.answers.layer_gates import Gates, check_gates, parse_gates, require_recorded
 from profharness.answers.layers import LayerMap, find_layers, replay_lines
-from profharness.answers.regret import regret_configs
+from profharness.answers.regret import timed_configs
 from profharness.cli._options import (
     atlas_option,
     backend_option,
@@ -34,8 +35,9 @@ from profharness.config import split_names
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs import Listener, time_layers
 from profharness.run import BenchOptions, gpu_names, parse_seconds, require_apart
-from profharness.store import Selection, open_store
+from profharness.store import LATEST, Selection, open_store
 from profharness.views.document import Document
+from profharness.views.layer_benches import benches_document
 from profharness.views.layer_classes import forecasts_document, layer_classes_document
 from profharness.views.layers import layers_document
 
@@ -57,6 +59,10 @@ another GPU, or a program observed on a CPU, is enough. Several GPUs (H100,H200)
 
 Several runs of a model, one on each class of GPU, have a column each: what ran there, medians of one
 call, and how many times as fast the others are as the first.
+
+--bench BENCH-ON-H100,BENCH-ON-H200 adds, a column each, what runs there and what is the fastest in a
+bench of the layers' configs. Of one run the benches are of any GPUs: beside what ran on its own, what
+PyTorch took on the others. Each of several runs has the bench of its GPU.
 """
 MAX_TIME_S = 2.0  # sampling of one config on one backend
 
@@ -93,10 +99,13 @@ MAX_TIME_S = 2.0  # sampling of one config on one backend
 )
 @click.option(
     "--bench",
-    "bench_run",
+    "benches",
     metavar="RUN",
+    multiple=True,
+    callback=lambda _context, _option, given: split_names(given),
     shell_complete=complete_runs,
-    help="--regret from this stored bench run, without measuring.",
+    help="--regret from this stored bench run, without measuring. Several, one a class of GPU, by commas "
+    "or repeated, have a column each.",
 )
 @backend_option
 @click.option(
@@ -116,7 +125,7 @@ def command(
     only_configs: bool,
     full: bool,
     regret: bool,
-    bench_run: str | None,
+    benches: tuple[str, ...],
     backend: tuple[str, ...],
     max_time: str | None,
     fail_on: tuple[str, ...],
@@ -146,19 +155,19 @@ def command(
     require_gpu(gpu, driver, atlas)
     gates = parse_gates(fail_on, expect)
     show = partial(emit, format_=format_, output=output, force=force)
-    of_one = (only_configs, regret, bench_run)
-    if len(run) > 1:
-        _require_maps_alone(gpu, step is not None, backend, max_time, *of_one)
-        _side_by_side(store, run, torch, gates, full, show)
+    if len(run) > 1 or len(benches) > 1:
+        of_one = (gpu, step is not None, backend, max_time, only_configs, regret and not benches)
+        _require_maps_alone(*of_one)
+        _side_by_side(store, run or (LATEST,), torch, benches, gates, full, show)
         return
     one = run[0] if run else None
     if gpu is not None:
-        require_forecast_alone(fail_on, expect, *of_one)
+        require_forecast_alone(fail_on, expect, benches, only_configs, regret)
         places = find_places(gpu, torch, driver, atlas)
         show(forecast_document(store, one, places, step=step, full=full))
         return
-    options = _bench_options(regret, bench_run, backend, max_time, out)
-    _require_lines(only_configs, bench_run, output, format_)
+    options = _bench_options(regret, benches, backend, max_time, out)
+    _require_lines(only_configs, bool(benches), output, format_)
     layers = _find_map(store, one, step, torch)
     require_recorded(layers, gates)  # before anything is measured for them
     if only_configs:
@@ -203,8 +212,8 @@ def _require_maps_alone(*others: object) -> None:
     """Raises UsageError for options of one run beside several."""
     if any(others):
         raise UsageError(
-            "--step, --gpu, --configs, --regret, --bench, --backend and --max-time are about one run; "
-            "name one"
+            "--step, --gpu, --configs, --regret without --bench, --backend and --max-time are about one "
+            "run, and one bench; name one"
         )
 
 
@@ -212,22 +221,26 @@ def _side_by_side(
     store: Path,
     runs: tuple[str, ...],
     torch: str | None,
+    benches: Sequence[str],
     gates: Gates,
     full: bool,
     show: Callable[[Document], None],
 ) -> None:
-    """Show several runs with a column each; a gate holds for each of them."""
+    """Show several runs, or the benches of one, with a column each; a gate holds for each run."""
     with open_store(store) as opened:
         names = [opened.find_run(Selection(run), "attention calls") for run in runs]
-        if len(unique := list(dict.fromkeys(names))) < 2:
+        if len(unique := list(dict.fromkeys(names))) < min(len(names), 2):
             raise UsageError(f"{' and '.join(runs)} are one run, {names[0]}; name it once")
         answer = find_classes(opened, unique, torch=torch)
-    maps = [each.layers for each in answer.classes]
-    for layers in maps:
-        require_recorded(layers, gates)
-    show(layer_classes_document(answer, full=full))
-    for layers in maps:
-        check_gates(layers, gates)
+        beside = find_benches(opened, answer, benches) if benches else None
+    for each in answer.classes:
+        require_recorded(each.layers, gates)
+    if beside is None:
+        show(layer_classes_document(answer, full=full))
+    else:
+        show(benches_document(answer, beside, full=full))
+    for each in answer.classes:
+        check_gates(each.layers, gates)
 
 
 def find_places(
@@ -247,7 +260,8 @@ def require_forecast_alone(*others: object) -> None:
     if any(others):
         raise UsageError(
             "--configs, --regret, --bench, --fail-on and --expect are about what ran, --gpu about what "
-            "would run elsewhere; leave one out"
+            "would run elsewhere; leave one out (benches of several GPUs stand beside each other without "
+            "--gpu: --bench RUN,RUN)"
         )
 
 
@@ -269,10 +283,10 @@ def forecast_document(
 
 
 def _require_lines(
-    only_configs: bool, bench_run: str | None, output: Path | None, format_: str | None
+    only_configs: bool, benched: bool, output: Path | None, format_: str | None
 ) -> None:
     """Raises UsageError for options beside --configs that would say nothing."""
-    if only_configs and bench_run:
+    if only_configs and benched:
         raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
     if only_configs and (output or format_):
         raise UsageError(
@@ -283,7 +297,7 @@ def _require_lines(
 def _config_lines(layers: LayerMap, *, timed: bool) -> list[str]:
     """The configs that replay the calls, or those that --regret times. Raises NotFoundError."""
     if timed:
-        return [config.label for config in regret_configs(layers)]
+        return [config.label for config in timed_configs(layers)]
     lines = replay_lines(layers)
     if not lines:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
@@ -292,19 +306,23 @@ def _config_lines(layers: LayerMap, *, timed: bool) -> list[str]:
 
 
 def _bench_options(
-    regret: bool, run: str | None, backend: tuple[str, ...], max_time: str | None, out: Path
+    regret: bool,
+    benches: Sequence[str],
+    backend: tuple[str, ...],
+    max_time: str | None,
+    out: Path,
 ) -> BenchOptions | None:
     """What to time, None without --regret. Raises UsageError for options that would say nothing."""
-    if run is not None and max_time is not None:
+    if benches and max_time is not None:
         raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
-    if not regret and run is None:
+    if not regret and not benches:
         for option, given in (("--backend", bool(backend)), ("--max-time", max_time is not None)):
             if given:
                 raise UsageError(f"{option} says what --regret times; add --regret")
         return None
     return BenchOptions(
         backends=split_names(backend),
-        run=run,
+        run=benches[0] if benches else None,
         max_time_s=parse_seconds(max_time) if max_time else MAX_TIME_S,
         out=out,
     )

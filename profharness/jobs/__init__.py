@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 import profharness.store as stores
 from profharness.answers.bench import answer
 from profharness.answers.layers import LayerMap
-from profharness.answers.regret import regret_backends, regret_configs, regret_map
+from profharness.answers.regret import (
+    MEASUREMENTS,
+    regret_backends,
+    regret_configs,
+    regret_map,
+)
 from profharness.backends import (
     ALL,
     CPU_BACKENDS,
@@ -38,7 +43,7 @@ from profharness.jobs.fleet import run_on_lanes
 from profharness.jobs.meanwhile import Meanwhile, opened_meanwhile
 from profharness.parse.observed import ObservedCall, read_observed
 from profharness.profilers import find_profilers, require_tools
-from profharness.rows import COLD, KERNEL
+from profharness.rows import KERNEL
 from profharness.run import (
     PRECISION,
     PROCESSES,
@@ -77,7 +82,6 @@ if TYPE_CHECKING:
     from profharness.store import IngestResult
 
 
-REGRET_MEASUREMENTS = KERNEL, COLD  # the first one ranks
 PROFILED_CALLS = 10  # of a bench, for the kernel measurement
 
 
@@ -481,7 +485,7 @@ def time_layers(
         backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))
     if backends:
         backends = tuple(dict.fromkeys([*backends, *regret_backends(layers)]))
-    options = replace(options, measurements=REGRET_MEASUREMENTS, backends=backends)
+    options = replace(options, measurements=MEASUREMENTS, backends=backends)
     return regret_map(layers, bench(options, store, listener))
 
 

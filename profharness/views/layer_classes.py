@@ -19,10 +19,12 @@ CALLS = Column("calls", "calls/step", "count", right=True)
 
 def layer_classes_document(answer: LayerClasses, *, full: bool = False) -> Document:
     """The map of each run, and a table with a column a class. The rows are those of all runs; further
-    keys are the first one's, and `classes` and `layers`.
+    keys are the first one's, and `classes` and `layers`. Of one run its map alone.
     """
     documents = [layers_document(each.layers, full=full) for each in answer.classes]
     first = documents[0]
+    if len(documents) < 2:
+        return first
     return Document(
         first.schema,
         first.title,
@@ -70,7 +72,7 @@ def _class_record(item: LayerClass) -> dict[str, object]:
     }
 
 
-def _columns(names: Sequence[str], does: Sequence[str]) -> list[Column]:
+def figure_columns(names: Sequence[str], does: Sequence[str]) -> list[Column]:
     """What computes the calls and how long it takes on each class; speed-ups of those after the first."""
     columns = []
     for at, (name, verb) in enumerate(zip(names, does, strict=True)):
@@ -83,7 +85,7 @@ def _columns(names: Sequence[str], does: Sequence[str]) -> list[Column]:
     return columns
 
 
-def _figures(backends: Sequence[str | None], times: Sequence[float | None]) -> dict[str, Any]:
+def figures(backends: Sequence[str | None], times: Sequence[float | None]) -> dict[str, Any]:
     """The values of those columns; the first is what the others are held against."""
     values: dict[str, Any] = {f"ran{at}": backend for at, backend in enumerate(backends)}
     base = times[0]
@@ -102,15 +104,24 @@ def layer_class_blocks(answer: LayerClasses, full: bool = False) -> Iterator[Blo
     for row in ordered:
         side = next(filter(None, row.sides))
         ran = [each.ran if each else None for each in row.sides]
-        name = side.module if full else short_module(side.module)
-        place = f"{name or ''} ({row.direction})" if row.direction != "forward" else name
-        line = {"module": place, "config": side.config, "calls": side.calls}
-        rows.append(line | _figures(ran, row.call_ns))
-    yield Table.of((*LAYER, CALLS, *_columns(names, ["ran"] * len(names))), rows)
+        line = {
+            "module": layer_name(row, full=full),
+            "config": side.config,
+            "calls": side.calls,
+        }
+        rows.append(line | figures(ran, row.call_ns))
+    yield Table.of((*LAYER, CALLS, *figure_columns(names, ["ran"] * len(names))), rows)
     yield from map(Note, _step_texts(answer))
     for row, line in zip(ordered, rows, strict=True):
         for text in _reasons(row, names):
             yield Note(text, str(line["module"] or line["config"] or "a call"))
+
+
+def layer_name(row: LayersBeside, *, full: bool) -> str | None:
+    """The module of the first program that has the layers, with their direction unless it is forward."""
+    side = next(filter(None, row.sides))
+    name = side.module if full else short_module(side.module)
+    return f"{name or ''} ({row.direction})" if row.direction != "forward" else name
 
 
 def _spent(row: LayersBeside) -> float:
@@ -184,8 +195,8 @@ def _forecast_blocks(layers: LayerMap, full: bool) -> Iterator[Block]:
         ran += [each.predicted_backend for each in told]
         times = [spent[at]] if measured else []
         times += [each.predicted_total_ns for each in told]
-        rows.append({name: line[name] for name in ("module", "config")} | _figures(ran, times))
-    yield Table.of((*LAYER, *_columns(names, does)), rows)
+        rows.append({name: line[name] for name in ("module", "config")} | figures(ran, times))
+    yield Table.of((*LAYER, *figure_columns(names, does)), rows)
     releases = dict.fromkeys(forecast.torch for forecast in forecasts)
     if len(releases) > 1:
         there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in forecasts)

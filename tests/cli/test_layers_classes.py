@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from written_benches import US, bench_run
 
 from profharness.cli.main import cli
-from profharness.errors import GateError, UsageError
+from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.store import ingest_path
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -200,3 +201,108 @@ def test_a_report_with_one_program_has_no_columns(store: dict[str, str]) -> None
     for names in (("whisper",), ("whisper", "configs")):
         done = report(store, *names)
         assert done.exit_code == 0 and "classes  " not in done.stdout
+
+
+@pytest.fixture(scope="module")
+def benches(store: dict[str, str]) -> dict[str, str]:
+    """The store with benches of whisper's configs: flash is the fastest on the second and third class,
+    and of the third nothing tells kernel times, or what `auto` takes of the last config.
+    """
+    labels = [row["config"] for row in answer(store, "whisper")["rows"]]
+    times = {
+        "b100": (H100, 45, 50, {}),
+        "b200": (H200, 36, 30, {}),
+        "b40s": (L40S, 90, 60, {"measurement": "cold"}),
+    }
+    runs = {}
+    for name, (gpu, cudnn, flash, more) in times.items():
+        both = (("auto", cudnn), ("cudnn", cudnn), ("flash", flash))
+        cells = {(label, backend): us * US for label in labels for backend, us in both}
+        if more:
+            del cells[labels[-1], "auto"]
+        machine = {"device_type": "cuda", "gpu": gpu, "torch": "2.12.0" if more else "2.11.0"}
+        chosen = {"measurement": "kernel", "choice": "cudnn"} | more
+        runs[name] = bench_run(Path(store["store"]), name, cells, machine, **chosen)
+    return {**store, **runs, "both": f"{runs['b100']},{runs['b200']}"}
+
+
+def test_benches_of_one_program_stand_beside_each_other(benches: dict[str, str]) -> None:
+    text = ask(benches, "whisper", "--bench", "both").stdout
+    assert "12.0 µs a step" in text  # of its own GPU what the fastest saves
+    table = text[text.index("classes in benches") :]
+    header, first = table.splitlines()[1:3]
+    for title in (f"{H100} runs", f"{H200} µs", f"speed-up of {H200}", f"{H200} best µs"):
+        assert title in header
+    assert first.split()[-9:] == [
+        *("cudnn", "45.00", "cudnn", "36.00", "1.25x"),
+        *("cudnn", "45.00", "flash", "30.00"),
+    ]
+    summed = f"0.270 ms on {H100}, 0.216 ms on {H200} (1.25x), of 3 of 3 rows"
+    assert f"attention of a step in these benches: {summed}" in table
+    assert f"on {H200} the fastest correct backends save 0.036 ms of a step" in table
+    assert f"on {H100} the fastest" not in table
+    told = answer(benches, "whisper", "--bench", "both")
+    assert {"classes", "layers"}.isdisjoint(told)
+    assert [each["program"] for each in told["benches"]] == [None, benches["whisper"]]
+    assert [each["measurement"] for each in told["benches"]] == ["kernel", "kernel"]
+    assert told["benches"][1]["regret"] == told["regret"]
+    assert told["regret"]["saves_ns"] == 36 * US
+    for layer in told["benched"]:
+        assert [call["best"] for call in layer["calls"]] == ["cudnn", "flash"]
+        assert [call["ns"] for call in layer["calls"]] == [45 * US, 36 * US]
+
+
+def test_each_of_several_programs_has_the_bench_of_its_gpu(
+    benches: dict[str, str], tmp_path: Path
+) -> None:
+    told = answer(benches, "slower", "whisper", "--bench", benches["b200"], "--bench", "b100")
+    assert [each["run"] for each in told["benches"]] == [benches["b100"], benches["b200"]]
+    assert [each["program"] for each in told["benches"]] == [benches["slower"], benches["whisper"]]
+    assert [each["regret"]["saves_ns"] for each in told["benches"]] == [0, 36 * US]
+    assert [row["best"] for row in told["rows"]] == ["cudnn"] * 3 + ["flash"] * 3
+    assert len(told["classes"]) == 2 and len(told["layers"]) == len(told["benched"]) == 3
+    text = ask(benches, "slower", "whisper", "--bench", "b200").stdout
+    assert f"no bench of {H100} is named" in text and f"{H100}: no bench" in text
+    page = tmp_path / "benches.html"
+    done = ask(benches, "slower", "whisper", "--bench", "both", "-o", str(page))
+    assert done.exit_code == 0 and f"{H200} best µs" in page.read_text()
+
+
+def test_what_benches_do_not_tell_is_said(benches: dict[str, str]) -> None:
+    text = " ".join(
+        ask(benches, "whisper", "--bench", f"{benches['both']},{benches['b40s']}").stdout.split()
+    )
+    assert f"kernel times on {H100} and cold times on {L40S} do not compare" in text
+    assert f"the bench of {L40S} differs in more than the GPU: torch 2.11.0 → 2.12.0" in text
+    assert f"run {benches['b40s']} has no correct auto of b2-h8-s32" in text
+    assert "so what PyTorch takes there is not told" in text
+    told = answer(benches, "whisper", "--bench", f"{benches['b200']},{benches['b40s']}")
+    last = next(each for each in told["benched"] if "-s32-" in each["sides"][0]["config"])
+    assert [call["backend"] for call in last["calls"]] == ["cudnn", None]
+    assert [call["best"] for call in last["calls"]] == ["flash", "flash"]
+    unlike = ask(benches, "whisper", "--bench", f"{benches['b200']},{benches['b40s']}").stdout
+    assert "x " not in unlike[unlike.index("classes in benches") :].splitlines()[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("whisper", "slower", "--bench", "b40s"), "where none of these programs ran"),
+        (("whisper", "--bench", "both", "--bench", "configs"), "name one a class"),
+        (("whisper", "--bench", "both", "--bench", "whisper"), "has no timed cells"),
+        (("whisper", "--bench", "b200", "--bench", "latest~99"), "latest~99"),
+        (("llama", "--bench", "both"), "--regret --configs` prints"),
+        (("eager", "--bench", "both"), "no config replays these calls"),
+        (("whisper", "--bench", "both", "--gpu", "H100,H200"), "and one bench"),
+        (("whisper", "--bench", "both", "--step", "0"), "and one bench"),
+        (("whisper", "--bench", "both", "--backend", "flash"), "and one bench"),
+        (("whisper", "slower", "--regret"), "--regret without --bench"),
+        (("whisper", "--bench", "b200", "--gpu", "H100"), "without --gpu: --bench RUN,RUN"),
+    ],
+)
+def test_benches_that_say_nothing_are_refused(
+    benches: dict[str, str], words: tuple[str, ...], message: str
+) -> None:
+    error = ask(benches, *words).exception
+    assert isinstance(error, ProfharnessError)
+    assert message in str(error)

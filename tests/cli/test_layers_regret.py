@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from small_models import Model, record
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from waiting import PATIENCE_S
+from written_benches import US, bench_run
 
 from profharness import jobs
 from profharness.answers.bench.answer import benched
@@ -32,13 +32,11 @@ from profharness.cli.main import cli
 from profharness.config import parse_config
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.rows import StepRow
-from profharness.run import BenchOptions, Cell, Protocol, Run, write_run
+from profharness.run import BenchOptions
 from profharness.store import Selection, ingest_path, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = {"device_type": "cpu", "torch": "2.11.0"}
 H200 = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0"}
-US = 1000
 
 
 class Decoder(torch.nn.Module):
@@ -101,34 +99,6 @@ def the_map(store: Path, **changes: Any) -> LayerMap:
         return replace(
             find_layers(opened, opened.find_run(Selection(), "attention calls")), **changes
         )
-
-
-def steady(nanoseconds: int) -> list[int]:
-    return [nanoseconds + nanoseconds * offset // 1000 for offset in (-1, 0, 0, 1)] * 5
-
-
-def bench_run(
-    store: Path, name: str, times: Mapping[tuple[str, str], Any], environment: Any = CPU
-) -> str:
-    """A run of these median times in ns, by config and backend, in the store; its id."""
-    wall = "wall" if environment is CPU else "event"
-    cells = tuple(
-        Cell(
-            f"c{number:04d}", parse_config(config), backend, status="ok",
-            samples={wall: ns if isinstance(ns, list) else steady(ns)},
-            choice="flash" if backend == "auto" else None,
-        )
-        for number, ((config, backend), ns) in enumerate(times.items(), start=1)
-    )  # fmt: skip
-    run = Run(
-        f"20260101-000000-{name}", "2026-01-01T00:00:00+00:00", ("events",), Protocol(), cells,
-        dict(environment), kind="bench",
-    )  # fmt: skip
-    place = store.parent / run.run
-    place.mkdir(exist_ok=True)
-    write_run(place, run)
-    ingest_path(store, place)
-    return run.run
 
 
 def times_of(layers: LayerMap) -> dict[tuple[str, str], Any]:

@@ -5,6 +5,7 @@ really run here, on a CPU and on tensors without data.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from waiting import PATIENCE_S
+from written_benches import US, bench_run
 
 from profharness.answers.atlas.data import find_atlas
 from profharness.cli.layers import command as layers
@@ -206,3 +208,33 @@ def test_a_gpu_that_is_none_is_told_before_the_program_runs(tmp_path: Path) -> N
     )
     assert done.returncode == 2 and "ZX81" in done.stderr
     assert not (tmp_path / "ran").exists()
+
+
+def test_benches_of_the_gpus_that_were_asked_about(
+    observed: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Calls that no step shows are those of the whole program, on the backends that it allowed."""
+    store = tmp_path / "s.db"
+    shutil.copy(observed[0], store)
+    labels = map_of(store, "--regret", "--configs").stdout.split()
+    assert {PLAIN, FORCED} < {*labels} and len(labels) > 10  # decoding at many lengths
+    runs = []
+    for name, speed in (("NVIDIA H100 80GB HBM3", 30), ("NVIDIA H200", 20)):
+        took = {"auto": speed, "cudnn": speed, "math": 9 * speed}
+        cells = {(label, backend): us * US for label in labels for backend, us in took.items()}
+        machine = {"device_type": "cuda", "gpu": name, "torch": "2.11.0"}
+        made = bench_run(store, f"of{speed}", cells, machine, measurement="kernel", choice="cudnn")
+        runs.append(made)
+    done = map_of(store, "--bench", ",".join(runs), "--format", "json")
+    sides = {
+        layer["sides"][0]["module"] or "own": (layer["sides"][0], layer["calls"])
+        for layer in told(done)["benched"]
+    }
+    taken = {name: [call["backend"] for call in calls] for name, (_, calls) in sides.items()}
+    assert taken["plain.{0-1}"] == taken["decode"] == ["cudnn", "cudnn"]
+    assert taken["forced"] == ["math", "math"] and taken["odd"] == [None, None]
+    assert [call["best"] for call in sides["forced"][1]] == ["cudnn", "cudnn"]
+    assert [call["calls"] for call in sides["decode"][1]] == [20, 20]
+    assert [call["ns"] for call in sides["decode"][1]] == pytest.approx([30 * US, 20 * US])
+    text = map_of(store, "--bench", ",".join(runs)).stdout
+    assert "attention of the whole program in these benches" in " ".join(text.split())

@@ -22,7 +22,15 @@ from profharness.answers.diff.model import (
     Program,
     Verdict,
 )
-from profharness.answers.layers import NUMBER, module_name, module_names, numbered, phase_of, ran
+from profharness.answers.layers import (
+    NUMBER,
+    module_name,
+    module_names,
+    numbered,
+    phase_of,
+    points_of,
+    ran,
+)
 from profharness.config import Config, parse_config
 from profharness.rows import UNTRACED, CallRow
 
@@ -274,8 +282,19 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         forward_ns=median(times[0] for times in spent) if spent else None,
         backward_ns=median(backward) if backward else None,
         program_calls=program.observed.counts([calls])[0],
+        points=_points(program, calls),
         **recorded,
     )
+
+
+def _points(program: Program, calls: Sequence[CallRow]) -> tuple[tuple[str, float], ...]:
+    """The configs to time in place of calls; none where one of them is not told by its config."""
+    if any(call.config is None or call.reason for call in calls):
+        return ()
+    traced = [call for call in calls if call.trace != UNTRACED]
+    if program.calls:
+        return points_of(traced, max(len(program.steps), 1))
+    return program.observed.points(calls)
 
 
 def _length(call: CallRow) -> int:

@@ -119,7 +119,9 @@ class LayerSide:
     those of a step, None without a recorded one; forward_ns and backward_ns the medians of one call's
     kernels. config is that of the call of median length, as phase, mode and sdpa_op are; ran is what
     computed the calls, None where that is not told. asked, choice, mask and program_calls are those of
-    a row of the map, None where the program was not observed.
+    a row of the map, None where the program was not observed. points are the configs to time in place of
+    the calls, each with the calls of a step that it stands for, else of the whole program; empty where
+    no config replays them.
     """
 
     module: str | None
@@ -135,6 +137,7 @@ class LayerSide:
     choice: str | None = None
     mask: str | None = None
     program_calls: int | None = None
+    points: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

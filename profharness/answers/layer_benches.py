@@ -1,0 +1,244 @@
+"""What benches on several classes of GPU say of a program's layers: the backend that runs there, what
+it takes, and what the fastest correct one takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from profharness.answers.bench.answer import TIMED, Benched, benched, what_ran
+from profharness.answers.diff.model import LayersBeside, LayerSide
+from profharness.answers.layer_classes import LayerClass, LayerClasses, software_changes
+from profharness.answers.layers import LayerMap
+from profharness.answers.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
+from profharness.config import AUTO, SDPA_BACKENDS
+from profharness.errors import NotFoundError, UsageError
+from profharness.store import Selection, Store
+
+
+@dataclass(frozen=True, slots=True)
+class BenchedCall:
+    """A layer in the bench of one class, in ns of one call on average. backend is what runs there: on
+    the program's own GPU what ran in it, else what PyTorch took in the bench of what the program allowed;
+    None where that is not told. best is the fastest correct backend, or what runs where none is shown
+    to be faster. calls are those of a step, else of the whole program. doubt: what is not told.
+    """
+
+    backend: str | None = None
+    ns: float | None = None
+    best: str | None = None
+    best_ns: float | None = None
+    calls: float | None = None
+    doubt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchClass:
+    """A bench and its GPU. run and measurement are None where no bench is of the GPU of a program. layers
+    is the map of the program that ran on such a GPU, with what the fastest backends save; None where
+    none did. changes are the versions that differ from those of the first bench.
+    """
+
+    name: str
+    device: str
+    run: str | None
+    measurement: str | None
+    layers: LayerMap | None
+    changes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBenches:
+    """The classes, the layers, and of each layer its call in each class."""
+
+    classes: tuple[BenchClass, ...]
+    rows: tuple[LayersBeside, ...]
+    calls: tuple[tuple[BenchedCall, ...], ...]
+
+
+_Pair = tuple[LayerClass | None, Benched | None]
+
+
+def find_benches(store: Store, programs: LayerClasses, names: Sequence[str]) -> LayerBenches:
+    """Of several programs each with the bench of its GPU; of one program a class for each bench. Raises
+    UsageError for benches that fit no program or are of one GPU, NotFoundError for one without a time
+    of the layers.
+    """
+    benches = _benches(store, names)
+    several = len(programs.classes) > 1
+    pairs = _by_program(programs, benches) if several else _by_bench(programs, benches)
+    columns = []
+    for place, (program, bench) in enumerate(pairs):
+        sides = [row.sides[place if several else 0] for row in programs.rows]
+        column = [_call(side, bench, own=program is not None) for side in sides]
+        if bench is not None:
+            run = programs.classes[place if several else 0].layers.run
+            _require_times(bench, run, column)
+        columns.append(column)
+    first = next(bench for _, bench in pairs if bench is not None)
+    return LayerBenches(
+        tuple(_bench_class(store, program, bench, first) for program, bench in pairs),
+        programs.rows,
+        tuple(zip(*columns, strict=True)),
+    )
+
+
+def _benches(store: Store, names: Sequence[str]) -> list[Benched]:
+    """The stored benches, ranked by a measurement that all have, if there is one."""
+    runs = [store.find_run(Selection(name), *TIMED) for name in names]
+    if twice := [run for run in runs if runs.count(run) > 1]:
+        raise UsageError(f"--bench names run {twice[0]} twice; name it once")
+    for rank_by in (MEASUREMENTS, MEASUREMENTS[1:]):
+        benches = [benched(store, run, rank_by=rank_by) for run in runs]
+        if len({bench.ranking for bench in benches}) == 1:
+            return benches
+    return [benched(store, run, rank_by=MEASUREMENTS) for run in runs]
+
+
+def _by_program(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pair]:
+    """Each program with the bench of its GPU, if there is one."""
+    of_none = [
+        bench for bench in benches if all(not _fits(each, bench) for each in programs.classes)
+    ]
+    if of_none:
+        raise UsageError(
+            f"run {of_none[0].run} was timed on {device_of(of_none[0])}, where none of these programs ran; "
+            "name one program alone, and benches of any GPUs stand beside each other"
+        )
+    pairs: list[_Pair] = []
+    for each in programs.classes:
+        fitting = [bench for bench in benches if _fits(each, bench)]
+        _require_apart(fitting)
+        pairs.append((each, fitting[0] if fitting else None))
+    return pairs
+
+
+def _by_bench(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pair]:
+    """Each bench, with the program where it ran on such a GPU."""
+    (only,) = programs.classes
+    devices = [device_of(bench) for bench in benches]
+    for device in devices:
+        _require_apart(
+            [bench for bench, own in zip(benches, devices, strict=True) if own == device]
+        )
+    return [(only if _fits(only, bench) else None, bench) for bench in benches]
+
+
+def _require_apart(benches: Sequence[Benched]) -> None:
+    """Raises UsageError for two benches of one class."""
+    if len(benches) > 1:
+        one, other = benches[:2]
+        raise UsageError(
+            f"--bench: runs {one.run} and {other.run} were both timed on {device_of(one)}; name one a class"
+        )
+
+
+def _fits(program: LayerClass, bench: Benched) -> bool:
+    """Whether a bench was timed on what the program ran on."""
+    environment = bench.environment
+    gpu = environment.get("gpu") if environment.get("device_type") == "cuda" else None
+    return bool(gpu == program.layers.gpu)
+
+
+def device_of(bench: Benched) -> str:
+    """The GPU of a bench, else its CPU."""
+    environment = bench.environment
+    return str(environment.get("gpu") or environment.get("cpu") or "a CPU")
+
+
+def _require_times(bench: Benched, program: str, column: Sequence[BenchedCall]) -> None:
+    """Raises NotFoundError where a bench has no time of any layer."""
+    if any(call.ns is not None or call.best_ns is not None for call in column):
+        return
+    doubts = "; ".join(dict.fromkeys(call.doubt for call in column if call.doubt))
+    remedy = ""
+    if any(call.calls for call in column):
+        remedy = f": bench what `profharness layers {program} --regret --configs` prints"
+    raise NotFoundError(
+        f"run {bench.run} has no time of a layer of run {program} ({doubts}){remedy}"
+    )
+
+
+def _bench_class(
+    store: Store, program: LayerClass | None, bench: Benched | None, first: Benched
+) -> BenchClass:
+    """A class with its doubts; first is the bench that the others are held against."""
+    layers = program.layers if program else None
+    if bench is None:
+        assert program is not None
+        doubt = f"no bench of {program.device} is named, so none of its times is told"
+        return BenchClass(program.name, program.device, None, None, layers, (), (doubt,))
+    doubts = bench_doubts(bench)
+    if layers is not None:
+        if changes := software_changes(store.environment(layers.run), bench.environment):
+            doubts.append(
+                f"run {bench.run} has other versions than the program: {', '.join(changes)}"
+            )
+        try:
+            layers = regret_map(layers, bench)
+        except NotFoundError as error:
+            doubts.append(f"what the best backends save is not told: {error}")
+    return BenchClass(
+        name=program.name if program else device_of(bench),
+        device=device_of(bench),
+        run=bench.run,
+        measurement=bench.ranking,
+        layers=layers,
+        changes=software_changes(first.environment, bench.environment),
+        doubts=tuple(doubts),
+    )
+
+
+def _call(side: LayerSide | None, bench: Benched | None, *, own: bool) -> BenchedCall:
+    """What a bench says of like calls, nothing without either. own: it is of the GPU that the program
+    ran on.
+    """
+    if side is None or bench is None:
+        return BenchedCall()
+    if not side.points:
+        return BenchedCall(doubt="no config replays these calls")
+    calls, times = sum(weight for _, weight in side.points), BenchTimes.of(bench)
+    ran = side.ran if own and side.ran in SDPA_BACKENDS else None
+    asked = ran or (AUTO if side.asked is None else side.asked.replace(",", "+"))
+    best = times.fastest(side.points) if times.everywhere(side.points) else None
+    least = times.total(side.points, best) if best else None
+    spent = times.total(side.points, asked)
+    if spent is None:
+        lacks = next(label for label, _ in side.points if times.median(label, asked) is None)
+        so = "" if ran else ", so what PyTorch takes there is not told"
+        doubt = f"run {bench.run} has no correct {asked} of {lacks}{so}"
+        return BenchedCall(None, None, best, _part(least, calls), calls, doubt)
+    backend = ran or _taken(bench, side, asked) or asked
+    verdict = times.verdict(side.points, asked, than=best) if best else "same"
+    unclear = verdict == "unknown" and best != backend and (least or spent) < spent
+    doubt = f"{backend} is not told apart from {best}, which has the lower median"
+    # a lower median alone may be noise
+    if verdict != "slower" or best == backend:
+        best, least = backend, spent
+    return BenchedCall(
+        backend, spent / calls, best, _part(least, calls), calls, doubt if unclear else None
+    )
+
+
+def _part(ns: float | None, calls: float) -> float | None:
+    return None if ns is None else ns / calls
+
+
+def _taken(bench: Benched, side: LayerSide, asked: str) -> str | None:
+    """What PyTorch took in the bench of what the program allowed; several where lengths differ."""
+    labels = {label for label, _ in side.points}
+    cells = [cell for cell in bench.cells if cell.backend == asked and cell.config in labels]
+    taken = Counter(what_ran(cell) for cell in cells)
+    return None if None in taken else " and ".join(sorted(map(str, taken))) or None
+
+
+def with_regret(programs: LayerClasses, benches: LayerBenches) -> LayerClasses:
+    """The programs with the maps of their benches."""
+    maps = {each.layers.run: each.layers for each in benches.classes if each.layers is not None}
+    classes = tuple(
+        replace(each, layers=maps.get(each.layers.run, each.layers)) for each in programs.classes
+    )
+    return replace(programs, classes=classes)

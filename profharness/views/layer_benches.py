@@ -1,0 +1,155 @@
+"""What benches on several classes of GPU say of a program's layers, with a column a class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from profharness.answers.layer_benches import BenchClass, BenchedCall, LayerBenches, with_regret
+from profharness.answers.layer_classes import LayerClasses
+from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
+from profharness.views.layer_classes import (
+    LAYER,
+    figure_columns,
+    figures,
+    layer_classes_document,
+    layer_name,
+)
+
+
+def benches_document(
+    programs: LayerClasses, benches: LayerBenches, *, full: bool = False
+) -> Document:
+    """The map of each program with what its bench says, the programs beside each other where there are
+    several, then the benches. Keys are those of `layer_classes_document`, `benches` and `benched`.
+    """
+    document = layer_classes_document(with_regret(programs, benches), full=full)
+    return replace(
+        document,
+        blocks=(*document.blocks, *bench_blocks(benches, full=full)),
+        extra={**document.extra, **bench_record(benches)},
+    )
+
+
+def bench_record(answer: LayerBenches) -> dict[str, Any]:
+    """The benches and what each says of the layers, for programs."""
+    return {
+        "benches": [_class_record(each) for each in answer.classes],
+        "benched": [
+            {
+                "direction": row.direction,
+                "sides": [record(side) if side else None for side in row.sides],
+                "calls": [record(call) for call in calls],
+            }
+            for row, calls in zip(answer.rows, answer.calls, strict=True)
+        ],
+    }
+
+
+def _class_record(item: BenchClass) -> dict[str, Any]:
+    regret = item.layers.regret if item.layers else None
+    return {
+        "run": item.run,
+        "device": item.device,
+        "measurement": item.measurement,
+        "program": item.layers.run if item.layers else None,
+        "regret": record(regret) if regret else None,
+        "changes": list(item.changes),
+        "doubts": list(item.doubts),
+    }
+
+
+def bench_blocks(answer: LayerBenches, *, full: bool = False) -> Iterator[Block]:
+    """The table with a column a class, sums of all layers, and what is not told."""
+    names = [each.name for each in answer.classes]
+    yield Heading(
+        "classes in benches", f"µs of one call; {', '.join(map(_bench_text, answer.classes))}"
+    )
+    lines = []
+    both = zip(answer.rows, answer.calls, strict=True)
+    for row, calls in sorted(both, key=lambda pair: -_spent(pair[1])):
+        side = next(filter(None, row.sides))
+        place = {"module": layer_name(row, full=full), "config": side.config}
+        lines.append(place | _line(calls, answer.classes))
+    columns = (*LAYER, *figure_columns(names, ["runs"] * len(names)), *_best_columns(names))
+    yield Table.of(columns, lines)
+    yield from map(Note, _sums(answer))
+    for each in answer.classes:
+        if each.changes:
+            changes = ", ".join(each.changes)
+            yield Note(f"the bench of {each.name} differs in more than the GPU: {changes}")
+        for doubt in each.doubts:
+            yield Note(doubt, each.name, "warning")
+    for row, calls in zip(answer.rows, answer.calls, strict=True):
+        for text in dict.fromkeys(call.doubt for call in calls if call.doubt):
+            yield Note(text, layer_name(row, full=full) or "a call", "warning")
+
+
+def _bench_text(item: BenchClass) -> str:
+    """`NVIDIA H200: kernel times of run ID`."""
+    if item.run is None:
+        return f"{item.name}: no bench"
+    return f"{item.name}: {item.measurement} times of run {item.run}"
+
+
+def _best_columns(names: Sequence[str]) -> Iterator[Column]:
+    for at, name in enumerate(names):
+        yield Column(f"best{at}", f"{name} best")
+        yield Column(f"best_us{at}", f"{name} best µs", "us", right=True)
+
+
+def _line(calls: Sequence[BenchedCall], classes: Sequence[BenchClass]) -> dict[str, Any]:
+    """The values of all columns of a layer; no speed-up where something else was measured."""
+    best = [(f"best{at}", call.best) for at, call in enumerate(calls)]
+    best_us = [(f"best_us{at}", call.best_ns) for at, call in enumerate(calls)]
+    ran = figures([call.backend for call in calls], [call.ns for call in calls])
+    unlike = [
+        (f"times{at}", None)
+        for at, each in enumerate(classes)
+        if each.measurement != classes[0].measurement
+    ]
+    return {**ran, **dict(unlike), **dict(best), **dict(best_us)}
+
+
+def _spent(calls: Sequence[BenchedCall]) -> float:
+    """The time of all calls on the first class that tells one."""
+    return next(filter(None, map(_total, calls)), 0)
+
+
+def _sums(answer: LayerBenches) -> Iterator[str]:
+    """What all layers take on each class, and what the fastest backends save of it."""
+    sides = [side for row in answer.rows for side in row.sides if side]
+    whole = "a step" if all(side.calls is not None for side in sides) else "the whole program"
+    first, *others = answer.classes
+    for at, other in enumerate(others, 1):
+        if None not in (first.run, other.run) and first.measurement != other.measurement:
+            yield (
+                f"{first.measurement} times on {first.name} and {other.measurement} times on {other.name} "
+                "do not compare"
+            )
+            continue
+        totals = [(_total(calls[0]), _total(calls[at])) for calls in answer.calls]
+        shared = [pair for pair in totals if all(pair)]
+        if not shared:
+            yield f"no layer has a time on both {first.name} and {other.name}"
+            continue
+        here, there = map(sum, zip(*shared, strict=True))
+        yield (
+            f"attention of {whole} in these benches: {_ms(here)} on {first.name}, {_ms(there)} on "
+            f"{other.name} ({here / there:.2f}x), of {len(shared)} of {len(totals)} rows"
+        )
+    for each, column in zip(answer.classes, zip(*answer.calls, strict=True), strict=True):
+        saved = sum(
+            _total(call) - (call.best_ns or 0) * (call.calls or 0) for call in column if call.ns
+        )
+        if saved > 0:
+            yield f"on {each.name} the fastest correct backends save {_ms(saved)} of {whole}"
+
+
+def _total(call: BenchedCall) -> float:
+    return (call.ns or 0) * (call.calls or 0)
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:,.3f} ms"
