@@ -89,7 +89,7 @@ MAX_TIME_S = 2.0  # sampling of one config on one backend
     "only_configs",
     is_flag=True,
     help="Print the configs that replay the calls, for `capture --configs`; with --regret those that "
-    "it times, for `bench --configs`.",
+    "it times, or that --bench needs, for `bench --configs`.",
 )
 @click.option("--full", is_flag=True, help="Whole module names, kernels, and where the GPU waited.")
 @click.option(
