@@ -1,7 +1,8 @@
 """What lanes cost and bring, as a table: the scheduler's time a group and a cell, the fixed cost of a
 group, and on a host of two GPUs or more a sweep on one of them against two.
 
-    python scripts/bench_lanes.py [--configs SWEEP] [--alone SWEEP] [--keep FOLDER]
+    python scripts/bench_lanes.py [--configs SWEEP] [--alone SWEEP] [--measurement NAME]
+        [--processes N] [--keep FOLDER]
     python scripts/bench_lanes.py --scheduler tls://head:8786
 """
 
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ BACKENDS = "flash,cudnn,efficient"
 MEASUREMENTS = ("graph", "kernel", "cold")
 WITHIN = {"graph": 0.01, "kernel": 0.01, "cold": 0.03}
 DEVICE: tuple[str, ...] = ()  # of the sweep: that of this host
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What each cell of a sweep is measured by, and in how many processes."""
+
+    measurements: tuple[str, ...] = MEASUREMENTS
+    processes: int = 1
+
+
 # one group a config, so that both runs have the same groups
 CLIENT = """
 from profharness.jobs import campaign
@@ -214,13 +225,13 @@ class Swept:
         )
 
 
-def sweep(out: Path, lanes: int, text: str, name: str) -> Swept:
+def sweep(out: Path, lanes: int, text: str, name: str, how: Sampling) -> Swept:
     """A bench on so many lanes."""
     place = out / name
-    words = ["bench", "--config", text, "--backend", BACKENDS, "--processes", "1"]
+    words = ["bench", "--config", text, "--backend", BACKENDS, "--processes", str(how.processes)]
     # a precision that is not reached: every cell takes its time
     words += ["--precision", "0.01%", "--max-time", "2s", "--scheduler", f"local:{lanes}"]
-    words += [word for each in MEASUREMENTS for word in ("--measurement", each)]
+    words += [word for each in how.measurements for word in ("--measurement", each)]
     words += ["--out", str(place), "--store", f"{place}.db", "-o", f"{place}.json", *DEVICE]
     begin, clock = time.monotonic(), time.time()
     with Path(f"{place}.log").open("w") as log:
@@ -253,8 +264,10 @@ def ratios(alone: Swept, other: Swept, name: str) -> list[float]:
     return sorted(found)
 
 
-def ratio_rows(alone: Swept, other: Swept, what: str) -> Iterator[tuple[str, str, str]]:
-    for name in MEASUREMENTS:
+def ratio_rows(
+    alone: Swept, other: Swept, what: str, names: Sequence[str]
+) -> Iterator[tuple[str, str, str]]:
+    for name in names:
         values = ratios(alone, other, name)
         if not values:
             yield f"{name}: {what} / alone", "no cell on the same GPU", ""
@@ -266,14 +279,15 @@ def ratio_rows(alone: Swept, other: Swept, what: str) -> Iterator[tuple[str, str
 
 
 def two_gpu_rows(
-    out: Path, alone: str, text: str, again: str = SOME_AGAIN
+    out: Path, alone: str, text: str, again: str = SOME_AGAIN, how: Sampling | None = None
 ) -> Iterator[tuple[str, str, str]]:
     """Groups a second on two GPUs against those on one, which has every third config of the sweep. Some of
     these run alone once more: what two runs differ by that nothing disturbed.
     """
-    one = sweep(out, 1, alone, "on1")
+    how = how or Sampling()
+    one = sweep(out, 1, alone, "on1", how)
     yield "one GPU", one.text(), ""
-    two = sweep(out, 2, text, "on2")
+    two = sweep(out, 2, text, "on2", how)
     yield "two GPUs", two.text(), ""
     keys = {record["environment"].get("gpu_key") for record in two.records.values()}
     yield "groups, GPUs that ran some", f"{len(two.records)}, {len(keys)}", "≥ 40, 2"
@@ -281,15 +295,16 @@ def two_gpu_rows(
     yield "times as many groups a second on two, to the last group", f"{times:.3f}", "≥ 1.9"
     times = two.rate(two.end_s) / one.rate(one.end_s)
     yield "the same with the ingest and the table at the end", f"{times:.3f}", "≥ 1.9"
-    yield from ratio_rows(one, two, "both busy")
-    yield from ratio_rows(one, sweep(out, 1, again, "on1-again"), "alone once more")
+    yield from ratio_rows(one, two, "both busy", how.measurements)
+    once_more = sweep(out, 1, again, "on1-again", how)
+    yield from ratio_rows(one, once_more, "alone once more", how.measurements)
 
 
-def rows(out: Path, alone: str, text: str) -> Iterator[tuple[str, str, str]]:
+def rows(out: Path, alone: str, text: str, how: Sampling) -> Iterator[tuple[str, str, str]]:
     yield from scheduler_rows(out)
     yield fixed_row(out)
     if len(visible_gpus()) > 1:
-        yield from two_gpu_rows(out, alone, text)
+        yield from two_gpu_rows(out, alone, text, how=how)
     else:
         yield "a sweep on two GPUs", "not measured", "this host has fewer"
 
@@ -298,6 +313,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=re.split(r"\n\n", __doc__ or "")[0])
     parser.add_argument("--configs", default=SWEEP, help="of the sweep on two GPUs")
     parser.add_argument("--alone", default=EVERY_THIRD, help="of the sweep on one")
+    parser.add_argument(
+        "--measurement", action="append", choices=MEASUREMENTS, help="of the sweeps (all of them)"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="of a config in the sweeps (1)")
     parser.add_argument("--scheduler", help="of Dask: what a group costs through it, and no more")
     parser.add_argument("--keep", type=Path, help="a folder for what was measured")
     options = parser.parse_args()
@@ -305,7 +324,8 @@ def main() -> None:
         out = options.keep or Path(folder)
         out.mkdir(parents=True, exist_ok=True)
         print("| what | figure | wanted |\n|---|---:|---|", flush=True)
-        asked = out, options.alone, options.configs
+        how = Sampling(tuple(options.measurement or MEASUREMENTS), options.processes)
+        asked = out, options.alone, options.configs, how
         for row in dask_rows(out, options.scheduler) if options.scheduler else rows(*asked):
             print(f"| {' | '.join(row)} |", flush=True)
 
