@@ -3,6 +3,7 @@
 python scripts/bench_ranks.py fleets [--fleets N] [--ranks N]     who is named in even and uneven jobs
 python scripts/bench_ranks.py many [--ranks N]                    how long a job of many ranks takes
 python scripts/bench_ranks.py ingest [--files N] [--mb N]         many files into one store, and again
+python scripts/bench_ranks.py merge [--mb N] [--rounds N]         a shard into a store, again and again
 python scripts/bench_ranks.py shards [--mb N]                     a trace's launches moved beside the store
 """
 
@@ -13,6 +14,7 @@ import json
 import os
 import resource
 import shutil
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -20,7 +22,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,8 @@ JSON_LOAD = (
     "import json, sys, time\nwith open(sys.argv[1]) as file:\n    json.load(file)\n"
     "print(time.process_time())"
 )
+# tables whose rows another store may have under other ids
+NAMED = ("kernels", "launch_configs", "op_paths", "apis", "range_names")
 WHOLE = (1000, 100)  # files and MB each, to which the ingest is projected
 
 
@@ -161,7 +166,6 @@ def ingest(files: int, megabytes: int) -> None:
         print(f"store                   {held / 1e6:8.0f} MB, {held / launches:.0f} B a launch")
         minutes = cpu / size * whole / cpus / 60
         print(f"{WHOLE[0]:,} x {WHOLE[1]} MB on {cpus} free CPUs: {minutes:.1f} min")
-        merged(job, launches // files)
 
 
 def shards(megabytes: int, launches: int) -> None:
@@ -234,34 +238,60 @@ def columns_to_file(path: Path, launches: int) -> None:
     )
 
 
-def merged(job: Path, launches: int) -> None:
-    """What the merge of one shard costs."""
+def merge(megabytes: int, rounds: int) -> None:
+    """What the merge of a shard costs, taken in as another run each time. The floor is one statement that
+    copies its launches as they are.
+    """
     from profharness.store.ingest import ingest_source
     from profharness.store.merge import merge_shard
-    from profharness.store.schema import connect, make_shard
     from profharness.store.sources import read_source
 
-    paths = sorted(job.iterdir())[:4]
-    store = job.with_name("merged.db")
-    spent = []
-    connection = connect(store, write=True, foreign_keys=False)
-    for number, path in enumerate(paths):
-        shard, source = job.with_name(f"{number}.db"), read_source(path)
-        made = make_shard(shard)
-        result = ingest_source(shard, lambda made=made: made, source, None)  # type: ignore[misc]
-        made.close()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
+        trace, shard = Path(name) / "trace.json", Path(name) / "shard.db"
+        make_trace(STACKED, trace, megabytes * 10**6, "bare")
+        with closing(make_shard(shard)) as made:
+            result = ingest_source(shard, lambda: made, read_source(trace), None)
+            columns = ", ".join(column for column in columns_of(made) if column != "id")
+        floor, same, other = (
+            opened.enter_context(
+                closing(connect(Path(name) / f"{store}.db", write=True, foreign_keys=False))
+            )
+            for store in ("floor", "same", "other")
+        )
+        _copy(
+            other, shard, *(f"INSERT INTO {table} SELECT * FROM shard.{table}" for table in NAMED)
+        )
+        for table in NAMED:
+            other.execute(f"UPDATE {table} SET id = id + 1000")
+        copy = f"INSERT INTO launches ({columns}) SELECT {columns} FROM shard.launches ORDER BY id"
+        spent: dict[str, list[float]] = {}
+        for number in range(rounds + 1):
+            run = f"run-{number}"
+            with closing(sqlite3.connect(shard)) as made, made:
+                made.execute("UPDATE runs SET run = ?, content_hash = ?", (run, run))
 
-        def merge(
-            shard: Path = shard, result: Any = result, key: str = source.content_hash
-        ) -> None:
-            merge_shard(connection, shard, result, key, whole=True)
+            def merged(store: sqlite3.Connection, run: str = run) -> None:
+                merge_shard(store, shard, replace(result, run=run), run, whole=True)
 
-        spent.append(cost(merge)[0])
-    connection.close()
-    best = min(spent[1:])
-    print(
-        f"merge of {launches:,} launches {best:.3f} CPU s: {launches / best / 1e6:.2f} M launches a CPU second"
-    )
+            works = {
+                "one statement": lambda: _copy(floor, shard, copy),
+                "merged": lambda: merged(same),
+                "merged, other ids": lambda: merged(other),
+            }
+            for what, work in works.items():
+                spent.setdefault(what, []).append(cost(work)[0])
+    print(f"{result.launches:,} launches, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
+    for what, costs in spent.items():
+        rates = [result.launches / each(costs[1:]) / 1e6 for each in (statistics.median, min)]
+        print(f"{what:24}{rates[0]:8.2f} M launches a CPU s, in its best round {rates[1]:.2f}")
+
+
+def _copy(store: sqlite3.Connection, shard: Path, *statements: str) -> None:
+    """Run statements with a shard attached."""
+    store.execute("ATTACH ? AS shard", (str(shard),))
+    for statement in statements:
+        store.execute(statement)
+    store.execute("DETACH shard")
 
 
 def main() -> None:
@@ -269,10 +299,11 @@ def main() -> None:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("what", choices=("fleets", "many", "ingest", "shards"))
+    made.add_argument("what", choices=("fleets", "many", "ingest", "merge", "shards"))
     made.add_argument("--fleets", type=int, default=100)
     made.add_argument("--ranks", type=int)
     made.add_argument("--files", type=int, default=40)
+    made.add_argument("--rounds", type=int, default=31)
     made.add_argument("--launches", type=int, default=5_000_000)
     made.add_argument("--mb", type=int, default=100)
     options = made.parse_args()
@@ -280,6 +311,8 @@ def main() -> None:
         fleets(options.fleets, options.ranks or 8)
     elif options.what == "many":
         many(options.ranks or 1000)
+    elif options.what == "merge":
+        merge(options.mb, options.rounds)
     elif options.what == "shards":
         shards(options.mb, options.launches)
     else:
