@@ -19,7 +19,7 @@ from profharness.rows import axes
 from profharness.stats import Series
 from profharness.store.groups import Grouped, Grouping
 from profharness.store.launch_columns import LaunchColumns
-from profharness.store.schema import insert_row
+from profharness.store.schema import Shard, insert_row
 from profharness.store.traced_calls import CallLaunches
 from profharness.trace import (
     CELL_RANGE_PREFIX,
@@ -82,10 +82,12 @@ def row_id(
     more: Callable[[], Mapping[str, object]] = dict,
 ) -> int:
     """The id of the row with this key, NULLs included; inserted, with more, if there is none."""
-    where = " AND ".join(f"{column} IS ?" for column in key)
-    row = connection.execute(f"SELECT id FROM {table} WHERE {where}", tuple(key.values()))
-    existing = row.fetchone()
-    return int(existing[0]) if existing else insert_row(connection, table, {**key, **more()})
+    where, values = " AND ".join(f"{column} IS ?" for column in key), tuple(key.values())
+    existing = connection.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
+    if existing:
+        return int(existing[0])
+    told = connection.id_of(table, where, values) if isinstance(connection, Shard) else {}
+    return insert_row(connection, table, {**told, **key, **more()})
 
 
 def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:

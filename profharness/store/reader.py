@@ -13,7 +13,7 @@ import shutil
 import signal
 import sqlite3
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -63,14 +63,16 @@ def _read(store: Path, shard: Path, path: Path, *, beside: bool) -> Plain:
     source = read_source(path)
     whole = all(raw.problem is None for raw in source.raws)
     told = {"content_hash": source.content_hash, "whole": whole}
-    # while it is being made there is none yet
-    with contextlib.suppress(NotFoundError), closing(connect(store, write=False)) as connection:
-        if same := unchanged(connection, source):
-            return _plain(same) | told
-    shard.unlink(missing_ok=True)  # of a reader that was ended
-    shutil.rmtree(f"{shard}.launches", ignore_errors=True)
-    with closing(make_shard(shard)) as connection:
-        result = ingest_source(shard, lambda: connection, source, None, beside=beside)
+    with ExitStack() as opened:
+        stored = None
+        with contextlib.suppress(NotFoundError):  # while it is being made there is none yet
+            stored = opened.enter_context(closing(connect(store, write=False)))
+            if same := unchanged(stored, source):
+                return _plain(same) | told
+        shard.unlink(missing_ok=True)  # of a reader that was ended
+        shutil.rmtree(f"{shard}.launches", ignore_errors=True)
+        made = opened.enter_context(closing(make_shard(shard, stored)))
+        result = ingest_source(shard, lambda: made, source, None, beside=beside)
         return _plain(result) | told
 
 

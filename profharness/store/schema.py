@@ -9,7 +9,7 @@ import json
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
@@ -68,11 +68,34 @@ def _statements() -> Iterator[str]:
     yield from (f"CREATE VIEW {name} AS {select}" for name, select in VIEWS.items())
 
 
-def make_shard(path: Path) -> sqlite3.Connection:
-    """A connection to a new store of one source, which another store takes in. It is lost with a crash
-    of this machine, and needs no migrations.
+class Shard(sqlite3.Connection):
+    """A connection to a store of one source, which another store takes in.
+
+    stored: a connection to that. A row that sources share gets the id that it has there, so that rows
+    which refer to it can be copied as they are; where it is new, the next one there.
     """
-    connection = sqlite3.connect(path, isolation_level=None)
+
+    stored: sqlite3.Connection | None = None
+
+    def id_of(self, table: str, where: str, values: Sequence[object]) -> dict[str, int]:
+        """The id for a new row of a table, unless SQLite is to give one. where: what it is known by."""
+        if self.stored is None:
+            return {}
+        known = self.stored.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
+        if known is None:
+            query = f"SELECT coalesce(max(id), 0) + 1 FROM {table}"
+            return {"id": max(each.execute(query).fetchone()[0] for each in (self, self.stored))}
+        # a row that was new here may have it, where another source is taken in meanwhile
+        free = self.execute(f"SELECT 1 FROM {table} WHERE id = ?", known).fetchone() is None
+        return {"id": known[0]} if free else {}
+
+
+def make_shard(path: Path, stored: sqlite3.Connection | None = None) -> Shard:
+    """A connection to a new store of one source. It is lost with a crash of this machine, and needs no
+    migrations.
+    """
+    connection = sqlite3.connect(path, isolation_level=None, factory=Shard)
+    connection.stored = stored
     connection.execute("PRAGMA journal_mode = MEMORY")
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("PRAGMA foreign_keys = OFF")
