@@ -194,7 +194,7 @@ def test_without_a_trace_there_are_counts_and_it_is_said(seen: Seen, tmp_path: P
     for arguments, error in (
         (["--fail-on", "eager-attention"], "a recorded step alone shows"),
         (["--step", "0"], "has no recorded step"),
-        (["--regret", "--configs"], "nothing can be timed"),
+        (["--regret"], "nothing can be timed"),
     ):
         assert error in str(shown(store, *arguments).exception)
     with pytest.raises(GateError, match="eager-attention: not told, which a recorded step alone"):
