@@ -44,8 +44,8 @@ class Column(IntEnum):
     the start of an arrow, times are ns. A device's row has more numbers behind its key.
     """
 
-    (ROLE, KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, KEY,
-     DEVICE, STREAM, NODE, BYTES) = range(16)  # fmt: skip
+    (KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, KEY,
+     DEVICE, STREAM, NODE, BYTES) = range(15)  # fmt: skip
 
 
 ROLES = {
@@ -56,15 +56,14 @@ ROLES = {
     MODULES: Role.FRAME,
     **dict.fromkeys(ARROWS, Role.ARROW),
 }
-# the columns that are numbers of texts, and for which roles
-_RESOLVED = tuple(
-    (column, np.isin(np.arange(len(Role)), roles))
-    for column, roles in (
-        (Column.NAMED, (Role.OP, Role.CALL, Role.DEVICE, Role.FRAME)),
-        (Column.THREAD, (Role.OP, Role.CALL, Role.FRAME, Role.ARROW)),
-        (Column.CONFIG, (Role.DEVICE,)),
-    )
-)
+# the columns that are numbers of texts, of the roles whose rows are taken
+_RESOLVED = {
+    Role.OP: (Column.NAMED, Column.THREAD),
+    Role.CALL: (Column.NAMED, Column.THREAD),
+    Role.DEVICE: (Column.NAMED, Column.CONFIG),
+    Role.FRAME: (Column.NAMED, Column.THREAD),
+    Role.ARROW: (Column.THREAD,),
+}
 # as OpRows, LaunchRows and Arrows alike, and GpuRows have them
 _OP = [Column.START, Column.DURATION, Column.NAMED, Column.THREAD]
 _KEYED = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
@@ -108,7 +107,7 @@ class EventColumns:
         self._scanner = Scanner(
             _joined([*ROLES]), roles, _joined(NUMBERS), _joined(PARTS), MODULE.encode()
         )
-        self._rows: Ints = np.empty((len(Column), CAPACITY), np.int64)
+        self._rows: Ints = np.empty((len(Role), len(Column), CAPACITY), np.int64)
         self._modules: list[str] = []
         self._ids = np.empty(0, np.int64)  # of what is remembered, in its own table; -1: unreadable
 
@@ -118,12 +117,12 @@ class EventColumns:
         """
         used = begin = 0
         while True:
-            used, count, dropped = self._scanner.scan(text, begin, end, self._rows)
-            self._collector.tables.events += dropped
-            if count:
+            used, counts = self._scanner.scan(text, begin, end, self._rows)
+            self._collector.tables.events += counts[Role.DROP]
+            if any(counts[Role.OP :]):
                 self._learn()
-                self._write(text, self._rows[:, :count], part)
-            if count < CAPACITY or used == begin:
+                self._write(text, counts, part)
+            if max(counts[Role.OP :]) < CAPACITY or used == begin:
                 return used
             begin = used
 
@@ -153,44 +152,47 @@ class EventColumns:
             return len(self._modules) - 1
         return (tables.names if role == Role.OP else tables.apis)[name]
 
-    def _write(self, text: bytes | memoryview, rows: Ints, part: int) -> None:
+    def _write(self, text: bytes | memoryview, counts: tuple[int, ...], part: int) -> None:
         """Write the rows that are known, and have the decoder read the others."""
-        role, known = rows[Column.ROLE], self._resolve(rows)
-        for each in (Role.CALL, Role.DEVICE):  # all at once or none, so that they keep their order
-            if not known[(role == each) | (role == Role.UNSURE)].all():
-                known &= role != each
-        ops, calls, device, modules, arrows = (
-            rows[:, np.flatnonzero(known & (role == each))]
-            for each in (Role.OP, Role.CALL, Role.DEVICE, Role.FRAME, Role.ARROW)
-        )
+        rows = {role: self._rows[role][:, : counts[role]] for role in Role}
+        left = [rows[Role.OTHER], rows[Role.UNSURE]]
+        for role in _RESOLVED:
+            known = self._resolve(role, rows[role])
+            # all at once or none, so that they keep their order
+            if role in (Role.CALL, Role.DEVICE) and (counts[Role.UNSURE] or not known.all()):
+                known[:] = False
+            if not known.all():
+                left.append(rows[role][:, ~known])
+                rows[role] = rows[role][:, known]
         add = self._collector
         add.settle(part)
-        start, duration, name, thread = ops[_OP]
-        begins, ends = ops[[Column.ARGS_BEGIN, Column.ARGS_END]].tolist()
+        ops, modules = rows[Role.OP], rows[Role.FRAME]
+        begins, ends = ops[[Column.ARGS_BEGIN, Column.ARGS_END]]
+        start, duration, name, thread = (ops[column] for column in _OP)
         columns = OpRows(start, start + duration, thread, name)
         add.add_ops(part, columns, lambda row: bytes(text[begins[row] : ends[row]]))
-        add.add_launches(part, LaunchRows(*calls[_KEYED]))
-        add.add_device(part, GpuRows(*device[_DEVICE]))
-        add.add_arrows(arrows[_KEYED])
-        start, duration, name, thread = modules[_OP]
+        add.add_launches(part, LaunchRows(*(rows[Role.CALL][column] for column in _KEYED)))
+        add.add_device(part, GpuRows(*(rows[Role.DEVICE][column] for column in _DEVICE)))
+        add.add_arrows(rows[Role.ARROW][_KEYED])
+        start, duration, name, thread = (modules[column] for column in _OP)
         names = [self._modules[number] for number in name.tolist()]
         add.add_modules(names, (start, start + duration, thread))
-        add.tables.events += int(np.count_nonzero(known))
-        if not known.all():
-            left = rows[[Column.BEGIN, Column.END]][:, ~known]
-            add.add_texts([bytes(text[begin:end]) for begin, end in left.T.tolist()])
+        add.tables.events += sum(rows[role].shape[1] for role in _RESOLVED)
+        places = np.concatenate([each[[Column.BEGIN, Column.END]] for each in left], axis=1)
+        if places.size:
+            places = places[:, np.argsort(places[0])]
+            add.add_texts([bytes(text[begin:end]) for begin, end in places.T.tolist()])
 
-    def _resolve(self, rows: Ints) -> Flags:
-        """Put the tables' own numbers into the rows; where all of them are known."""
-        role = rows[Column.ROLE]
+    def _resolve(self, role: Role, rows: Ints) -> Flags:
+        """Put the tables' own numbers into the rows of a role; where all of them are known."""
         known: Flags = rows[Column.KNOWN].astype(np.bool_)
-        for column, roles in _RESOLVED:
-            at = np.flatnonzero(known & roles[role])
-            numbers = self._ids[rows[column, at]]
-            rows[column, at] = numbers
-            known[at[numbers < 0]] = False
-        node = rows[Column.NODE]
-        node[node == 0] = -1
+        for column in _RESOLVED[role]:
+            numbers = self._ids[np.where(known, rows[column], 0)]
+            known &= numbers >= 0
+            rows[column] = numbers
+        if role == Role.DEVICE:
+            node = rows[Column.NODE]
+            node[node == 0] = -1
         return known
 
 

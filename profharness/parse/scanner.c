@@ -16,13 +16,13 @@ enum { PH, CAT, NAME, PID, TID, TS, DUR, ARGS, ID, HEADS };
 #define HEAD(key) {(Place) #key, (Place) #key + sizeof #key - 1}
 
 /* What a category is to us; parse/chrome_columns.py has the same. */
-enum { DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE };
+enum { DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE, ROLES };
 
 /* The columns of a row; parse/chrome_columns.py has the same. The first number is the key: the
  * correlation, or an arrow's id.
  */
 enum {
-    ROLE, KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
+    KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
 };
 
 #define MAX_KEYS 16                        /* of args */
@@ -277,16 +277,17 @@ static Place skip_event(Text *text, Place at, Slice *head, Leads *leads, Place *
 static PyObject *scan(PyObject *object, PyObject *arguments) {
     Scanner *self = (Scanner *)object;
     Py_buffer source, target;
-    Py_ssize_t first, last, count = 0, dropped = 0;
+    Py_ssize_t first, last, counts[ROLES] = {0};
     if (!PyArg_ParseTuple(arguments, "y*nnw*", &source, &first, &last, &target))
         return NULL;
     last = last < 0 ? 0 : last > source.len ? source.len : last;
     first = first < 0 ? 0 : first > last ? last : first;
     int width = NUMBERS + self->numbers, failed = 0;
-    Py_ssize_t capacity = target.len / (Py_ssize_t)(8 * width);
+    Py_ssize_t capacity = target.len / (Py_ssize_t)(8 * ROLES * width);
+    int full = !capacity;
     Place begin = source.buf, stop = begin + last;
     Place at = begin + first, used = at;
-    while (at < stop && *at == '{' && count < capacity) {
+    while (at < stop && *at == '{' && !full) {
         int64_t row[NUMBERS + MAX_KEYS];
         Slice head[HEADS];
         Text text = {stop, ARGS, NAME, is_needless, self, 0};
@@ -294,27 +295,36 @@ static PyObject *scan(PyObject *object, PyObject *arguments) {
         if (!end)
             break;
         int category, role = text.odd ? UNSURE : role_of(self, head, &category);
-        if (role == DROP)
-            dropped++;
-        else {
-            memset(row, 0, 8 * width);
+        if (role != DROP) {
+            int columns = role == DEVICE ? width : NUMBERS + 1;
+            memset(row, 0, 8 * columns);
             row[KNOWN] = role < OTHER && take(self, head, category, role, row, &failed);
-            row[ROLE] = role, row[BEGIN] = at - begin, row[END] = end - begin;
+            row[BEGIN] = at - begin, row[END] = end - begin;
             if (head[ARGS].begin)
                 row[ARGS_BEGIN] = head[ARGS].begin - begin, row[ARGS_END] = head[ARGS].end - begin;
             if (failed)
                 break;
-            for (int i = 0; i < width; i++)
-                memcpy((char *)target.buf + 8 * (i * capacity + count), &row[i], 8);
-            count++;
+            Py_ssize_t place = role * width * capacity + counts[role];
+            for (int i = 0; i < columns; i++)
+                memcpy((char *)target.buf + 8 * (place + i * capacity), &row[i], 8);
+            full = counts[role] + 1 == capacity;
         }
+        counts[role]++;
         used = next < stop ? next : end;
         at = next;
     }
     Py_ssize_t behind = used - begin;
     PyBuffer_Release(&source);
     PyBuffer_Release(&target);
-    return failed ? PyErr_NoMemory() : Py_BuildValue("nnn", behind, count, dropped);
+    if (failed)
+        return PyErr_NoMemory();
+    PyObject *told = PyTuple_New(ROLES);
+    for (int i = 0; told && i < ROLES; i++) {
+        PyObject *count = PyLong_FromSsize_t(counts[i]);
+        if (!count || PyTuple_SetItem(told, i, count))
+            Py_CLEAR(told);
+    }
+    return told ? Py_BuildValue("nN", behind, told) : NULL;
 }
 
 static PyObject *texts(PyObject *object, PyObject *arguments) {
