@@ -186,6 +186,8 @@ class EventColumns:
     def _resolve(self, role: Role, rows: Ints) -> Flags:
         """Put the tables' own numbers into the rows of a role; where all of them are known."""
         known: Flags = rows[Column.KNOWN].astype(np.bool_)
+        if not known.any():
+            return known
         for column in _RESOLVED[role]:
             numbers = self._ids[np.where(known, rows[column], 0)]
             known &= numbers >= 0

@@ -6,7 +6,10 @@
 #include <stdint.h>
 #include <string.h>
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
+#endif
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(NARROW)
+#define WIDE /* some of it is compiled for AVX2 too, and chosen where the processor has that */
 #endif
 
 #define MAX_DEPTH 64 /* of values in one another */
@@ -318,8 +321,13 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
     }
 }
 
+/* Which of 64 characters are which, a bit each. */
+typedef struct {
+    uint64_t quotes, controls, opens, closes, begins, ends, escapes;
+} Marks;
+
 #ifdef __SSE2__
-static inline uint64_t places_of(const __m128i *parts, char character) {
+static inline uint64_t equal_16(const __m128i *parts, char character) {
     uint64_t places = 0;
     for (int i = 0; i < 4; i++)
         places |= (uint64_t)(unsigned)_mm_movemask_epi8(
@@ -328,20 +336,38 @@ static inline uint64_t places_of(const __m128i *parts, char character) {
     return places;
 }
 
-static inline int has_escape(const __m128i *parts) {
-    __m128i any = _mm_setzero_si128();
-    for (int i = 0; i < 4; i++)
-        any = _mm_or_si128(any, _mm_cmpeq_epi8(parts[i], _mm_set1_epi8('\\')));
-    return _mm_movemask_epi8(any);
+static inline Marks marks_by_16(Place at) {
+    __m128i parts[4], low[4];
+    for (int i = 0; i < 4; i++) {
+        parts[i] = _mm_loadu_si128((const __m128i *)at + i);
+        low[i] = _mm_subs_epu8(parts[i], _mm_set1_epi8(0x1f));
+    }
+    return (Marks){equal_16(parts, '"'), equal_16(low, 0),      equal_16(parts, '{'),
+                   equal_16(parts, '}'), equal_16(parts, '['), equal_16(parts, ']'),
+                   equal_16(parts, '\\')};
+}
+#endif
+
+#ifdef WIDE
+#define TARGET __attribute__((target("avx2")))
+TARGET static inline uint64_t equal_32(__m256i low, __m256i high, char character) {
+    __m256i wanted = _mm256_set1_epi8(character);
+    uint64_t first = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(low, wanted));
+    uint64_t second = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(high, wanted));
+    return first | second << 32;
 }
 
-static inline uint64_t controls_of(const __m128i *parts) {
-    uint64_t places = 0;
-    for (int i = 0; i < 4; i++)
-        places |= (uint64_t)(unsigned)_mm_movemask_epi8(
-                      _mm_cmpeq_epi8(_mm_min_epu8(parts[i], _mm_set1_epi8(0x1f)), parts[i]))
-                  << 16 * i;
-    return places;
+TARGET static inline Marks marks_by_32(Place at) {
+    __m256i low = _mm256_loadu_si256((const __m256i *)at);
+    __m256i high = _mm256_loadu_si256((const __m256i *)at + 1);
+    __m256i most = _mm256_set1_epi8(0x1f); /* of a control character */
+    return (Marks){equal_32(low, high, '"'),
+                   equal_32(_mm256_subs_epu8(low, most), _mm256_subs_epu8(high, most), 0),
+                   equal_32(low, high, '{'),
+                   equal_32(low, high, '}'),
+                   equal_32(low, high, '['),
+                   equal_32(low, high, ']'),
+                   equal_32(low, high, '\\')};
 }
 #endif
 
@@ -352,28 +378,24 @@ static inline int count_of(uint64_t places) {
     return (int)(places * UINT64_C(0x0101010101010101) >> 56);
 }
 
-/* Behind an object of which nobody reads a field: only strings and pairs of brackets are checked.
- * curly: how many objects are open at `at`. NULL: that cannot be told, or it is not whole.
- */
-static Place skip_pairs(Place at, Place stop, int64_t curly) {
-#ifdef __SSE2__
+/* As skip_pairs; marks_of: what reads 64 characters. */
+static inline __attribute__((always_inline)) Place skip_pairs_by(Place at, Place stop,
+                                                                 int64_t curly,
+                                                                 Marks (*marks_of)(Place)) {
     uint64_t inside = 0; /* all ones in a string */
     int64_t square = 0;
     for (Place here = at; stop - here >= 64; here += 64) {
-        __m128i parts[4];
-        for (int i = 0; i < 4; i++)
-            parts[i] = _mm_loadu_si128((const __m128i *)here + i);
-        if (has_escape(parts))
+        Marks found = marks_of(here);
+        if (found.escapes)
             return NULL;
-        uint64_t strings = places_of(parts, '"');
+        uint64_t strings = found.quotes;
         for (int shift = 1; shift < 64; shift *= 2)
             strings ^= strings << shift;
         strings ^= inside;
-        if (controls_of(parts) & strings)
+        if (found.controls & strings)
             return NULL;
-        uint64_t opens = places_of(parts, '{') & ~strings,
-                 marks = opens | (places_of(parts, '}') & ~strings);
-        uint64_t begins = places_of(parts, '[') & ~strings, ends = places_of(parts, ']') & ~strings;
+        uint64_t opens = found.opens & ~strings, marks = opens | (found.closes & ~strings);
+        uint64_t begins = found.begins & ~strings, ends = found.ends & ~strings;
         for (; marks; marks &= marks - 1) {
             uint64_t mark = marks & -marks;
             curly += opens & mark ? 1 : -1;
@@ -386,10 +408,29 @@ static Place skip_pairs(Place at, Place stop, int64_t curly) {
             square += count_of(begins) - count_of(ends);
         inside = (uint64_t)((int64_t)strings >> 63);
     }
+    return NULL;
+}
+
+#ifdef WIDE
+TARGET static Place skip_pairs_by_32(Place at, Place stop, int64_t curly) {
+    return skip_pairs_by(at, stop, curly, marks_by_32);
+}
+#endif
+
+/* Behind an object of which nobody reads a field: only strings and pairs of brackets are checked.
+ * curly: how many objects are open at `at`. NULL: that cannot be told, or it is not whole.
+ */
+static Place skip_pairs(Place at, Place stop, int64_t curly) {
+#ifdef WIDE
+    if (__builtin_cpu_supports("avx2"))
+        return skip_pairs_by_32(at, stop, curly);
+#endif
+#ifdef __SSE2__
+    return skip_pairs_by(at, stop, curly, marks_by_16);
 #else
     (void)at, (void)stop, (void)curly;
-#endif
     return NULL;
+#endif
 }
 
 static Place skip_unread(Text *text, Place at) {

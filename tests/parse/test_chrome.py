@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import cache
@@ -20,7 +24,8 @@ from profharness.parse.chrome import parse_chrome
 from profharness.parse.chrome_events import Collector
 from profharness.trace import Trace
 
-DATA = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data" / "kineto_h200.json.gz"
 SMALL: dict[str, int] = {"range_bytes": 100_000, "chunk_rows": 50, "slice_rows": 100}
 lasting_rows = cache(expected_rows)  # of files that no test writes to
 
@@ -130,6 +135,22 @@ def test_the_scanner_tells_what_the_decoder_tells(
     assert not left  # the scanner is there, and takes all of them
     monkeypatch.setattr(chrome_columns, "Scanner", None)
     assert shape(path) == scanned
+
+
+def test_a_processor_without_avx2_sees_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--force"]
+    command += ["--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "made")]
+    flags = f"{os.environ.get('CFLAGS', '')} -DNARROW"
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"CFLAGS": flags})
+    (built,) = tmp_path.rglob("_scanner*.so")
+    spec = importlib.util.spec_from_file_location("_scanner", built)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    wide = shape(DATA)
+    monkeypatch.setattr(chrome_columns, "Scanner", module.Scanner)
+    assert shape(DATA) == wide
 
 
 def test_a_key_that_ends_as_correlation_does_is_another_one(tmp_path: Path) -> None:
