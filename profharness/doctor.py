@@ -253,7 +253,12 @@ def check_scanner() -> Check:
     if is_compiled():
         return Check("trace scanner", "ok", "compiled")
     remedy = "install a C compiler, then profharness again: pip install --force-reinstall --no-deps"
-    return Check("trace scanner", "absent", "not compiled: large traces are read slower", remedy)
+    return Check(
+        "trace scanner",
+        "absent",
+        "not compiled, or from an older source: large traces are read slower",
+        remedy,
+    )
 
 
 def check_store(path: Path) -> Check:

@@ -1,5 +1,7 @@
 from typing import Any
 
+FORM: int
+
 class Scanner:
     def __new__(
         cls, categories: bytes, roles: bytes, numbers: bytes, parts: bytes, module: bytes

@@ -25,6 +25,7 @@ enum {
     KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
 };
 
+#define FORM 2 /* of what goes in and comes out; parse/chrome_columns.py has the same */
 #define MAX_KEYS 16                        /* of args */
 #define MAX_TEXTS (1 << 20)                /* different texts that are remembered */
 #define MAX_ARENA (256 << 20)              /* their bytes */
@@ -409,7 +410,8 @@ static PyType_Spec spec = {"profharness.parse._scanner.Scanner", sizeof(Scanner)
 
 static int fill(PyObject *module) {
     PyObject *type = PyType_FromSpec(&spec);
-    int failed = !type || PyModule_AddObjectRef(module, "Scanner", type);
+    int failed = !type || PyModule_AddObjectRef(module, "Scanner", type) ||
+                 PyModule_AddIntConstant(module, "FORM", FORM);
     Py_XDECREF(type);
     return failed ? -1 : 0;
 }

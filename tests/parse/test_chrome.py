@@ -153,6 +153,20 @@ def test_a_processor_without_avx2_sees_the_same(
     assert shape(DATA) == wide
 
 
+def test_a_scanner_of_an_older_source_is_left_alone() -> None:
+    program = """
+import sys, types
+old = sys.modules["profharness.parse._scanner"] = types.ModuleType("_scanner")
+old.Scanner = object
+from profharness.parse.chrome_columns import is_compiled
+print(is_compiled())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
 def test_a_key_that_ends_as_correlation_does_is_another_one(tmp_path: Path) -> None:
     text = gzip.decompress(DATA.read_bytes())
     path = tmp_path / "trace.json"
