@@ -45,24 +45,24 @@ def find_classes(store: Store, runs: Sequence[str], *, torch: str | None = None)
     capture of configs.
     """
     if captures := [run for run in runs if store.cells(run)]:
-        raise UsageError(
-            f"run {captures[0]} is of configs, and layers are a program's; compare such runs with "
-            f"profharness report {' '.join(runs)}"
-        )
+        remedy = "leave it out"
+        if len(captures) == len(runs):
+            remedy = f"compare such runs with profharness report {' '.join(runs)}"
+        raise UsageError(f"run {captures[0]} is of configs, and layers are a program's; {remedy}")
     return side_by_side(store, [find_layers(store, run, torch=torch) for run in runs])
 
 
-def programs_beside(store: Store, runs: Sequence[str]) -> LayerClasses | None:
-    """Those of the runs that are of programs, side by side; None of fewer than two."""
+def programs_of(store: Store, runs: Sequence[str]) -> LayerClasses:
+    """Those of the runs that are of programs, of none or one too."""
     maps = []
     for run in runs:
         with contextlib.suppress(NotFoundError):  # a trace without attention
             maps += [] if store.cells(run) else [find_layers(store, run)]
-    return side_by_side(store, maps) if len(maps) > 1 else None
+    return side_by_side(store, maps)
 
 
 def side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
-    """Programs whose maps are there already, one or more."""
+    """Programs whose maps are there already."""
     runs = [layers.run for layers in maps]
     environments = [store.environment(run) for run in runs]
     devices = [

@@ -224,8 +224,11 @@ def find_layers(
     calls = store.calls(run)
     observed = Observed(store.templates(run), calls)
     if not calls and not observed:
+        of_configs = (
+            f"it is of configs (profharness kernels --run {run}); " if store.cells(run) else ""
+        )
         raise NotFoundError(
-            f"run {run} shows no attention call of a program; record a trace with "
+            f"run {run} shows no attention call of a program; {of_configs}record a trace with "
             "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
         )
     steps = store.steps(run) if calls else []

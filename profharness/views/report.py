@@ -16,8 +16,7 @@ from profharness.answers.bench.answer import Benched, benched
 from profharness.answers.diff.answer import diff_cells
 from profharness.answers.diff.model import OF_A_FILE, Diff
 from profharness.answers.diff.sides import find_sides
-from profharness.answers.layer_classes import programs_beside
-from profharness.answers.layers import LayerMap
+from profharness.answers.layer_classes import programs_of
 from profharness.answers.summary import Summary, summarize_run
 from profharness.config import parse_config
 from profharness.errors import NotFoundError
@@ -74,7 +73,7 @@ FIELDS = (
 def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = None) -> Document:
     """The report on the runs that refs name, each once. bench: with the figures of `bench`; None:
     for a run that `bench` made, as long as its folder is there. Beside the records stand the diff
-    of two runs, the layers of several programs, and all kernels and cells. Raises NotFoundError.
+    of two runs, the layers of programs, and all kernels and cells. Raises NotFoundError.
     """
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
     blocks: list[Block] = []
@@ -84,11 +83,11 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
         blocks += [*change_blocks(diff), *diff_blocks(diff)]
         extra["diff"] = diff.to_json()
-    maps: dict[str, LayerMap] = {}
-    if beside := programs_beside(store, runs):
-        maps = {each.layers.run: each.layers for each in beside.classes}
-        blocks += layer_class_blocks(beside)
-        extra["layer_classes"] = layer_class_record(beside)
+    programs = programs_of(store, runs)
+    maps = {each.layers.run: layers_document(each.layers) for each in programs.classes}
+    if len(maps) > 1:
+        blocks += layer_class_blocks(programs)
+        extra["layer_classes"] = layer_class_record(programs)
     if classes := _classes(store, runs):
         blocks += class_blocks(classes)
         extra["classes"] = [class_record(answer) for answer in classes]
@@ -96,9 +95,8 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
         own = _run_blocks(store, run, cells, kernels, extra, bench)
         if run in maps:
-            document = layers_document(maps[run])
-            own = [*document.blocks, *own]
-            extra.setdefault("layers", []).extend(document.records)
+            own = [*maps[run].blocks, *own]
+            extra.setdefault("layers", []).extend(maps[run].records)
         if len(runs) > 1:
             own = [Heading(f"Run {run}"), *_deeper(own)]
         blocks += own

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from written_benches import US, bench_run
 
 from profharness.cli.main import cli
-from profharness.errors import GateError, ProfharnessError, UsageError
+from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
 from profharness.store import ingest_path
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -127,7 +127,8 @@ def test_gates_hold_for_each_run(store: dict[str, str]) -> None:
     ("words", "message"),
     [
         (("whisper", "whisper"), "are one run"),
-        (("whisper", "configs"), "profharness report"),
+        (("whisper", "configs"), "leave it out"),
+        (("configs", "configs"), "are one run"),
         (("whisper", "slower", "--step", "0"), "are about one run"),
         (("whisper", "slower", "--gpu", "H200"), "are about one run"),
         (("whisper", "--gpu", "H200,H200"), "one class"),
@@ -141,6 +142,13 @@ def test_what_says_nothing_is_wrong_usage(
     error = ask(store, *words).exception
     assert isinstance(error, UsageError)
     assert message in str(error)
+
+
+def test_a_capture_is_told_from_a_program(store: dict[str, str]) -> None:
+    for words in (("configs",), ("configs", "--gpu", "H100,H200")):
+        error = ask(store, *words).exception
+        assert isinstance(error, NotFoundError)
+        assert f"it is of configs (profharness kernels --run {store['configs']})" in str(error)
 
 
 def test_predicted_classes_stand_beside_what_was_measured(store: dict[str, str]) -> None:
@@ -197,10 +205,15 @@ def test_a_report_on_programs_has_the_columns(store: dict[str, str], tmp_path: P
     assert told["layer_classes"] == {name: maps[name] for name in ("classes", "layers")}
 
 
-def test_a_report_with_one_program_has_no_columns(store: dict[str, str]) -> None:
+def test_a_report_with_one_program_has_its_map_alone(store: dict[str, str]) -> None:
     for names in (("whisper",), ("whisper", "configs")):
         done = report(store, *names)
         assert done.exit_code == 0 and "classes  " not in done.stdout
+        assert done.stdout.count("Attention of run") == 1
+    runs = store["whisper"], "--store", store["store"], "--format", "json"
+    told = json.loads(CliRunner().invoke(cli, ["report", *runs]).stdout)
+    assert told["layers"] == answer(store, "whisper")["rows"]
+    assert "layer_classes" not in told
 
 
 @pytest.fixture(scope="module")
