@@ -325,14 +325,11 @@ def _raw(path: Path, mode: str, *, any_thread: bool = False) -> sqlite3.Connecti
 
 def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
     """Whether the file has this schema; False for an empty one. Raises StoreError for any other."""
-    application, version, objects = (
-        connection.execute(query).fetchone()[0]
-        for query in (
-            "PRAGMA application_id",
-            "PRAGMA user_version",
-            "SELECT count(*) FROM sqlite_master",
-        )
-    )
+    # one statement, for another process may make the store meanwhile
+    application, version, objects = connection.execute(
+        "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) "
+        "FROM pragma_application_id, pragma_user_version"
+    ).fetchone()
     if application != APPLICATION_ID:
         if application or version or objects:
             raise _foreign(path)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from waiting import PATIENCE_S
 
-from profharness.store import open_store
+from profharness.errors import NotFoundError
+from profharness.store import open_store, schema
 
 Folder = Callable[..., Path]
 INGEST = """
@@ -99,6 +102,32 @@ def test_what_was_half_written_is_rolled_back(tmp_path: Path, write: bool) -> No
     with open_store(store, write=write) as opened:
         names = opened.connection.execute("SELECT name FROM sqlite_master").fetchall()
         assert ("half",) not in names and opened.runs() == []
+
+
+def test_a_store_that_is_being_made_is_no_foreign_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a reader asks to know it is of one moment: made in between, it was empty."""
+    store = tmp_path / "s.db"
+    store.touch()
+    opened = schema._raw
+
+    def make(statement: str) -> None:
+        if "user_version" in statement and "application_id" not in statement:
+            with (
+                closing(sqlite3.connect(store, timeout=0)) as maker,
+                suppress(sqlite3.OperationalError),  # the reader holds it
+            ):
+                maker.execute("CREATE TABLE environments (id INTEGER PRIMARY KEY)")
+
+    def watched(path: Path, mode: str, **options: bool) -> sqlite3.Connection:
+        connection = opened(path, mode, **options)
+        connection.set_trace_callback(make)
+        return connection
+
+    monkeypatch.setattr(schema, "_raw", watched)
+    with pytest.raises(NotFoundError, match="empty store"):
+        schema.connect(store, write=False)
 
 
 @pytest.mark.parametrize("module", ["numpy", "pandas", "sqlite_utils", "torch"])
