@@ -252,7 +252,7 @@ def test_benches_of_one_program_stand_beside_each_other(benches: dict[str, str])
     ]
     summed = f"0.270 ms on {H100}, 0.216 ms on {H200} (1.25x), of 3 of 3 rows"
     assert f"attention of a step in these benches: {summed}" in table
-    assert f"on {H200} the fastest correct backends save 0.036 ms of a step" in table
+    assert f"on {H200} the fastest correct backends save 0.036 ms of the kernels of a step" in table
     assert f"on {H100} the fastest" not in table
     told = answer(benches, "whisper", "--bench", "both")
     assert {"classes", "layers"}.isdisjoint(told)
@@ -263,6 +263,24 @@ def test_benches_of_one_program_stand_beside_each_other(benches: dict[str, str])
     for layer in told["benched"]:
         assert [call["best"] for call in layer["calls"]] == ["cudnn", "flash"]
         assert [call["ns"] for call in layer["calls"]] == [45 * US, 36 * US]
+
+
+def test_what_is_recomputed_is_timed_as_a_forward(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    store = {"store": str(path)}
+    ingest_path(path, TRACES / "models" / "llama_checkpoint.json.gz")
+    whole, forward = ask(store, "--regret", "--configs").stdout.split()
+    runs = []
+    for name, gpu in (("h100", H100), ("h200", H200)):
+        cells = {(whole, "cudnn"): 90 * US, (forward, "cudnn"): 30 * US}
+        machine = {"device_type": "cuda", "gpu": gpu, "torch": "2.11.0"}
+        runs.append(bench_run(path, name, cells, machine, measurement="kernel"))
+    told = answer(store, "--bench", ",".join(runs))
+    times = {layer["direction"]: layer["calls"][1]["ns"] for layer in told["benched"]}
+    assert times == {"forward": 90 * US, "recompute": 30 * US}
+    text = ask(store, "--bench", ",".join(runs)).stdout
+    (line,) = [line for line in text.splitlines() if "(recompute)" in line and "30.00" in line]
+    assert line.split()[2] == forward
 
 
 def test_each_of_several_programs_has_the_bench_of_its_gpu(
