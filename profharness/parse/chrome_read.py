@@ -82,9 +82,12 @@ class Window:
         if isinstance(self._file, GzipReader):
             return 0
         try:
-            return os.preadv(self._file.fileno(), [segment], self.base)
+            self._file.seek(self.base)
+            size = self._file.readinto(segment)
+            self._file.seek(self.end)
         except OSError:
             return 0  # who fills the window says what is wrong
+        return size or 0
 
     def seek(self, offset: int) -> None:
         """Drop everything before `offset` (not before `base`), or all of a file that ends before it."""

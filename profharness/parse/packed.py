@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
@@ -98,7 +99,7 @@ class GzipReader:
         return TraceFormatError(self._path, message, offset=self._done, expected=expected)
 
 
-def open_file(path: Path) -> tuple[BinaryIO | GzipReader, bool]:
+def open_file(path: Path) -> tuple[FileIO | GzipReader, bool]:
     """The content of a file, and whether it was inside gzip, whatever its name says.
 
     Raises TraceFormatError for what cannot be opened or is no regular file.
@@ -106,7 +107,7 @@ def open_file(path: Path) -> tuple[BinaryIO | GzipReader, bool]:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise TraceFormatError(path, "not a regular file", expected="a file with a trace")
-        raw = cast(BinaryIO, path.open("rb", buffering=0))
+        raw = path.open("rb", buffering=0)
         try:
             packed = raw.read(len(GZIP)) == GZIP
             raw.seek(0)
