@@ -43,7 +43,8 @@ def cpu_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("cpu") / "cpu.json"
     x = torch.randn(1, 2, 16, 8, requires_grad=True)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
+    # torch 2.11 warns without acc_events
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as prof:
         for cell in ("c1", "c2"):
             with record_function(f"profharness:{cell}"):
                 out = torch.nn.functional.scaled_dot_product_attention(x, x, x)
