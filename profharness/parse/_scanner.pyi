@@ -2,6 +2,8 @@ from typing import Any
 
 FORM: int
 
+def parents(thread: Any, start: Any, stop: Any, parent: Any) -> None: ...
+
 class Scanner:
     def __new__(
         cls, categories: bytes, roles: bytes, numbers: bytes, parts: bytes, module: bytes

@@ -22,16 +22,8 @@ from profharness.parse.chrome_events import (
     fits,
 )
 from profharness.parse.columns import Flags, GpuRows, Ints, LaunchRows, OpRows
+from profharness.parse.compiled import Scanner
 from profharness.parse.ops import MODULE
-
-FORM = 2  # of what goes into the scanner and comes out, as scanner.c has it
-try:
-    from profharness.parse._scanner import FORM as COMPILED
-    from profharness.parse._scanner import Scanner
-except ImportError:  # installed without a C compiler
-    COMPILED = 0
-if COMPILED != FORM:  # or compiled from an older source
-    Scanner = None  # type: ignore[assignment, misc]
 
 CAPACITY = 1 << 13  # rows at once; they stay in the CPU's cache
 OP = "cpu_op"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from profharness.parse import compiled
 from profharness.parse.columns import Ints
 from profharness.trace import NONE
 
@@ -95,6 +96,9 @@ class Intervals:
 
 
 def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
+    if compiled.parents is not None:
+        compiled.parents(thread, start, stop, parent := nothing(len(start)))
+        return parent
     before = np.arange(-1, len(start) - 1, dtype=np.int64)
     before[1:][thread[1:] != thread[:-1]] = -1
     # what lies between a candidate and its own candidate ended before the candidate began

@@ -25,7 +25,7 @@ enum {
     KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
 };
 
-#define FORM 2 /* of what goes in and comes out; parse/chrome_columns.py has the same */
+#define FORM 3 /* of what goes in and comes out; parse/compiled.py has the same */
 #define MAX_KEYS 16                        /* of args */
 #define MAX_TEXTS (1 << 20)                /* different texts that are remembered */
 #define MAX_ARENA (256 << 20)              /* their bytes */
@@ -345,6 +345,36 @@ static PyObject *texts(PyObject *object, PyObject *arguments) {
     return list;
 }
 
+/* --- intervals -------------------------------------------------------------------------------- */
+
+/* Of intervals in order of thread and start the last earlier one of the thread that encloses the start
+ * of each, -1 for none. What lies between an interval and its own parent ended before it began. All
+ * columns are of 8 bytes.
+ */
+static PyObject *parents(PyObject *module, PyObject *arguments) {
+    Py_buffer thread, start, stop, parent;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "y*y*y*w*", &thread, &start, &stop, &parent))
+        return NULL;
+    const int64_t *threads = thread.buf, *starts = start.buf, *stops = stop.buf;
+    int64_t *found = parent.buf, count = parent.len / 8;
+    int alike = thread.len == parent.len && start.len == parent.len && stop.len == parent.len;
+    for (int64_t i = 0; alike && i < count; i++) {
+        int64_t at = i && threads[i - 1] == threads[i] ? i - 1 : -1;
+        while (at >= 0 && stops[at] <= starts[i])
+            at = found[at];
+        found[i] = at;
+    }
+    PyBuffer_Release(&thread);
+    PyBuffer_Release(&start);
+    PyBuffer_Release(&stop);
+    PyBuffer_Release(&parent);
+    if (alike)
+        Py_RETURN_NONE;
+    PyErr_SetString(PyExc_ValueError, "columns of unlike length");
+    return NULL;
+}
+
 /* --- the type --------------------------------------------------------------------------------- */
 
 /* The parts of a text that NULs separate; -1: there are more than that. */
@@ -416,8 +446,9 @@ static int fill(PyObject *module) {
     return failed ? -1 : 0;
 }
 
+static PyMethodDef functions[] = {{"parents", parents, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill}, {0, NULL}};
-static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_scanner", NULL, 0,   NULL,
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_scanner", NULL, 0,   functions,
                                  module_slots,          NULL,       NULL, NULL};
 
 PyMODINIT_FUNC PyInit__scanner(void) { return PyModuleDef_Init(&module_def); }

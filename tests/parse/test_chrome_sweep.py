@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.parse import intervals
+from profharness.parse import compiled, intervals
 from profharness.parse.chrome import parse_chrome
 from profharness.parse.columns import Ints
 from profharness.parse.intervals import Intervals
@@ -32,11 +32,14 @@ def columns(rows: list[tuple[int, int, int]]) -> list[Ints]:
     return [np.array([r[i] for r in rows], np.int64) for i in range(3)]
 
 
-@pytest.fixture(params=[0, 1, 16], autouse=True, scope="module")
+@pytest.fixture(params=["compiled", 0, 1, 16], autouse=True, scope="module")
 def steps(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Climbing by steps and by search give the same; with 0 all is searched for."""
+    """Compiled code, climbing by steps and by search give the same; with 0 all is searched for."""
+    assert compiled.parents is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intervals, "STEPS", request.param)
+        if request.param != "compiled":
+            patch.setattr(compiled, "parents", None)
+            patch.setattr(intervals, "STEPS", request.param)
         yield
 
 
