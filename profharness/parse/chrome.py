@@ -375,24 +375,26 @@ class Scanner:
                     return len(segment)
                 position = border + lead
                 continue
+            before = self.collector.tables.skipped
             self.collector.add_text(segment[position:behind])
+            counted = self.collector.tables.skipped > before
             position = skip_space(segment, behind)
             mark = segment[position : position + 1]
             if mark == b"]":
                 self._array_end = self.window.base + position
                 return position
-            position = self._next(segment, position, mark)
+            position = self._next(segment, position, mark, counted=counted)
         return len(segment)
 
-    def _next(self, segment: bytes, position: int, mark: bytes) -> int:
-        """Where the next event starts, given what follows an event."""
+    def _next(self, segment: bytes, position: int, mark: bytes, *, counted: bool) -> int:
+        """Where the next event starts, given what follows an event; counted: among the skipped."""
         if mark == b",":
             position = skip_space(segment, position + 1)
             if segment[position : position + 1] in (b"{", b""):
                 return position
         if not mark:
             return len(segment)
-        self.collector.tables.skipped += 1
+        self.collector.tables.skipped += not counted
         border = segment.find(self.layout.separator, position)
         return len(segment) if border < 0 else border + self.layout.gap + 1
 

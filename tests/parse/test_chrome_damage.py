@@ -89,6 +89,7 @@ BROKEN = {
     "no-comma": GOOD.replace(b'{"ph": "X",', b'{"x": 1 "ph": "X",'),
     "missing-comma": GOOD.replace(b'"pid": 0,', b'"pid": 0'),
     "quote": GOOD.replace(b"good", b'go"od'),
+    "bracket": GOOD.replace(b'"correlation": 1', b'"x": [1], []]'),
 }
 
 
