@@ -20,7 +20,7 @@ from profharness.jobs.meanwhile import opened_meanwhile
 from profharness.rows import COLD, WALL
 from profharness.run import Cell, TraceFile, read_run, write_run
 from profharness.runner.supervise import Step
-from profharness.store import ingest, ingest_path, sources
+from profharness.store import ahead, ingest, ingest_path, sources
 from profharness.store.ahead import ReadAhead
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
@@ -117,12 +117,25 @@ def test_a_file_that_changed_or_cannot_be_read_is_left_to_the_ingest(tmp_path: P
     good, bad = tmp_path / "c1.torch.json.gz", tmp_path / "c2.torch.json"
     shutil.copy(next(path for path in traces(RUN) if path.suffix == ".gz"), good)
     bad.write_text('{"traceEvents": [')
-    ahead = ReadAhead()
+    parsed = ReadAhead()
     for path in (good, good, bad, tmp_path / "none.json"):
-        ahead.add(path)
-    assert ahead.take(good, "another") is None
-    ahead.add(good)
+        parsed.add(path)
+    assert parsed.take(good, "another") is None
+    parsed.add(good)
     content = sources.hash_file(good)
-    assert ahead.take(good, content) is not None
-    assert ahead.take(good, content) is None
-    assert ahead.take(bad, content) is None
+    assert parsed.take(good, content) is not None
+    assert parsed.take(good, content) is None
+    assert parsed.take(bad, content) is None
+
+
+def test_a_file_that_cannot_be_read_takes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = tmp_path / "c1.torch.json.gz", tmp_path / "c2.torch.json"
+    shutil.copy(next(path for path in traces(RUN) if path.suffix == ".gz"), good)
+    bad.write_text('{"traceEvents": [' + " " * good.stat().st_size)
+    monkeypatch.setattr(ahead, "MOST_BYTES", bad.stat().st_size)
+    parsed = ReadAhead()
+    for path in (bad, good):
+        parsed.add(path)
+    assert parsed.take(good, sources.hash_file(good)) is not None
