@@ -106,21 +106,31 @@ static inline Place skip_space(Place at, Place stop) {
 
 static inline int is_digit(Place at, Place stop) { return at < stop && *at >= '0' && *at <= '9'; }
 
+static inline Place skip_digits(Place at, Place stop) {
+#ifdef __SSE2__
+    for (; stop - at >= 16; at += 16) {
+        __m128i value = _mm_sub_epi8(_mm_loadu_si128((const __m128i *)at), _mm_set1_epi8('0'));
+        __m128i digits = _mm_cmpeq_epi8(_mm_min_epu8(value, _mm_set1_epi8(9)), value);
+        int others = ~_mm_movemask_epi8(digits) & 0xffff;
+        if (others)
+            return at + __builtin_ctz((unsigned)others);
+    }
+#endif
+    while (is_digit(at, stop))
+        at++;
+    return at;
+}
+
 static Place skip_number(Place at, Place stop) {
     if (at < stop && *at == '-')
         at++;
     if (!is_digit(at, stop))
         return NULL;
-    if (*at == '0')
-        at++;
-    else
-        while (is_digit(at, stop))
-            at++;
+    at = *at == '0' ? at + 1 : skip_digits(at, stop);
     if (at < stop && *at == '.') {
         if (!is_digit(++at, stop))
             return NULL;
-        while (is_digit(at, stop))
-            at++;
+        at = skip_digits(at, stop);
     }
     if (at < stop && (*at | 32) == 'e') {
         at++;
@@ -302,17 +312,22 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
             member = parse_member(text, at, !place, guess, keys, count, spellings);
         if (!member.value)
             return member.end;
-        int number = member.number;
-        at = number >= 0 && number == text->unread && member.value < stop && *member.value == '{'
-                 ? skip_unread(text, member.value)
-                 : skip_value(text, member.value, depth + 1);
+        Place value = member.value;
+        int number = member.number, escaped = 0;
+        if (value < stop && *value == '"') {
+            at = string_end(value + 1, stop, &escaped);
+            at = at ? at + 1 : NULL;
+        } else if (number >= 0 && number == text->unread && value < stop && *value == '{')
+            at = skip_unread(text, value);
+        else
+            at = skip_value(text, value, depth + 1);
         if (!at)
             return NULL;
         if (number < 0)
             continue;
         guess = number + 1;
         text->odd |= values[number].begin != NULL;
-        values[number] = (Slice){member.value, at};
+        values[number] = (Slice){value, at};
         Place end = NULL;
         if (number == text->asked && text->is_needless(text->owner, values))
             end = skip_pairs(at, stop, 1);
@@ -349,7 +364,7 @@ static inline Marks marks_by_16(Place at) {
 #endif
 
 #ifdef WIDE
-#define TARGET __attribute__((target("avx2")))
+#define TARGET __attribute__((target("avx2,pclmul")))
 TARGET static inline uint64_t equal_32(__m256i low, __m256i high, char character) {
     __m256i wanted = _mm256_set1_epi8(character);
     uint64_t first = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(low, wanted));
@@ -371,6 +386,21 @@ TARGET static inline Marks marks_by_32(Place at) {
 }
 #endif
 
+/* All characters from an odd quote on up to the next: each bit is the sum of those up to it. */
+static inline uint64_t strings_by_shift(uint64_t quotes) {
+    for (int shift = 1; shift < 64; shift *= 2)
+        quotes ^= quotes << shift;
+    return quotes;
+}
+
+#ifdef WIDE
+TARGET static inline uint64_t strings_by_product(uint64_t quotes) {
+    __m128i product =
+        _mm_clmulepi64_si128(_mm_set_epi64x(0, (int64_t)quotes), _mm_set1_epi8(-1), 0);
+    return (uint64_t)_mm_cvtsi128_si64(product);
+}
+#endif
+
 static inline int count_of(uint64_t places) {
     places -= places >> 1 & UINT64_C(0x5555555555555555);
     places = (places & UINT64_C(0x3333333333333333)) + (places >> 2 & UINT64_C(0x3333333333333333));
@@ -381,17 +411,15 @@ static inline int count_of(uint64_t places) {
 /* As skip_pairs; marks_of: what reads 64 characters. */
 static inline __attribute__((always_inline)) Place skip_pairs_by(Place at, Place stop,
                                                                  int64_t curly,
-                                                                 Marks (*marks_of)(Place)) {
+                                                                 Marks (*marks_of)(Place),
+                                                                 uint64_t (*strings_of)(uint64_t)) {
     uint64_t inside = 0; /* all ones in a string */
     int64_t square = 0;
     for (Place here = at; stop - here >= 64; here += 64) {
         Marks found = marks_of(here);
         if (found.escapes)
             return NULL;
-        uint64_t strings = found.quotes;
-        for (int shift = 1; shift < 64; shift *= 2)
-            strings ^= strings << shift;
-        strings ^= inside;
+        uint64_t strings = strings_of(found.quotes) ^ inside;
         if (found.controls & strings)
             return NULL;
         uint64_t opens = found.opens & ~strings, marks = opens | (found.closes & ~strings);
@@ -413,7 +441,7 @@ static inline __attribute__((always_inline)) Place skip_pairs_by(Place at, Place
 
 #ifdef WIDE
 TARGET static Place skip_pairs_by_32(Place at, Place stop, int64_t curly) {
-    return skip_pairs_by(at, stop, curly, marks_by_32);
+    return skip_pairs_by(at, stop, curly, marks_by_32, strings_by_product);
 }
 #endif
 
@@ -422,11 +450,11 @@ TARGET static Place skip_pairs_by_32(Place at, Place stop, int64_t curly) {
  */
 static Place skip_pairs(Place at, Place stop, int64_t curly) {
 #ifdef WIDE
-    if (__builtin_cpu_supports("avx2"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("pclmul"))
         return skip_pairs_by_32(at, stop, curly);
 #endif
 #ifdef __SSE2__
-    return skip_pairs_by(at, stop, curly, marks_by_16);
+    return skip_pairs_by(at, stop, curly, marks_by_16, strings_by_shift);
 #else
     (void)at, (void)stop, (void)curly;
     return NULL;

@@ -15,6 +15,13 @@
 enum { PH, CAT, NAME, PID, TID, TS, DUR, ARGS, ID, HEADS };
 #define HEAD(key) {(Place) #key, (Place) #key + sizeof #key - 1}
 
+/* What stands before the name of a frame. */
+#define MAX_OPENING 96
+typedef struct {
+    unsigned char text[MAX_OPENING];
+    size_t length; /* 0: none is known */
+} Opening;
+
 /* What a category is to us; parse/chrome_columns.py has the same. */
 enum { DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE, ROLES };
 
@@ -47,10 +54,12 @@ typedef struct {
     int64_t texts, texts_room;
     Bucket *buckets;
     size_t mask;
+    int64_t latest[CONFIGS + 1]; /* the number that a kind had last */
     PyObject *given[GIVEN]; /* what the slices below lie in */
     Slice categories[THREADS], keys[MAX_KEYS], module;
     Place roles;
     int category_count, numbers, key_count;
+    Opening frame;
     Leads leads, leads_of_args[DEVICE + 1]; /* of events, and of args by their role */
 } Scanner;
 
@@ -105,14 +114,16 @@ static inline uint64_t load(Place at) {
     return word;
 }
 
-static uint64_t hash_of(Place at, size_t length) {
-    uint64_t hash = length * UINT64_C(0x9E3779B97F4A7C15);
+/* A hash of bytes that follow others with that hash. */
+static inline uint64_t hash_of(uint64_t hash, Place at, size_t length) {
+    hash = (hash ^ length) * UINT64_C(0x9E3779B97F4A7C15);
     for (; length >= 8; at += 8, length -= 8) {
         hash = (hash ^ load(at)) * UINT64_C(0xD6E8FEB86659FD93);
         hash ^= hash >> 32;
     }
     uint64_t rest = 0;
-    memcpy(&rest, at, length);
+    for (size_t i = 0; i < length; i++)
+        rest = rest << 8 | at[i];
     hash = (hash ^ rest) * UINT64_C(0xD6E8FEB86659FD93);
     return hash ^ hash >> 32;
 }
@@ -152,16 +163,45 @@ static int grow(Scanner *self, size_t bytes) {
     return 1;
 }
 
+/* Whether the text with a number is of that kind and joined from those parts, of that length in all. */
+static int is_text(const Scanner *self, int64_t number, int kind, const Slice *parts, int count,
+                   size_t length) {
+    size_t begin = number ? self->ends[number - 1] : 0;
+    Place at = self->arena + begin;
+    if (self->ends[number] - begin != length || *at++ != kind)
+        return 0;
+    for (int i = 0; i < count; i++) {
+        size_t part = parts[i].end - parts[i].begin;
+        if ((i && *at++) || (part && memcmp(at, parts[i].begin, part)))
+            return 0;
+        at += part;
+    }
+    return 1;
+}
+
 /* The number of a text of a kind that is joined from parts; -1: no more are remembered, -2: no
  * memory.
  */
 static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count) {
     size_t length = 1;
+    uint64_t hash = (uint64_t)kind;
     for (int i = 0; i < count; i++)
         length += (size_t)(parts[i].end - parts[i].begin) + (i > 0);
+    int64_t number = self->latest[kind];
+    if (number < self->texts && is_text(self, number, kind, parts, count, length))
+        return number;
+    for (int i = 0; i < count; i++)
+        hash = hash_of(hash, parts[i].begin, parts[i].end - parts[i].begin);
     if (!grow(self, length))
         return -2;
-    unsigned char *text = self->arena + self->used, *at = text;
+    size_t place = hash & self->mask;
+    for (; (number = self->buckets[place].number) >= 0; place = (place + 1) & self->mask)
+        if (self->buckets[place].hash == hash &&
+            is_text(self, number, kind, parts, count, length))
+            return self->latest[kind] = number;
+    if (length > MAX_ARENA - self->used || self->texts >= MAX_TEXTS)
+        return -1;
+    unsigned char *at = self->arena + self->used;
     *at++ = (unsigned char)kind;
     for (int i = 0; i < count; i++) {
         size_t part = parts[i].end - parts[i].begin;
@@ -171,21 +211,10 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
             memcpy(at, parts[i].begin, part);
         at += part;
     }
-    uint64_t hash = hash_of(text, length);
-    size_t place = hash & self->mask;
-    for (int64_t number; (number = self->buckets[place].number) >= 0;
-         place = (place + 1) & self->mask) {
-        size_t begin = number ? self->ends[number - 1] : 0;
-        if (self->buckets[place].hash == hash && self->ends[number] - begin == length &&
-            !memcmp(self->arena + begin, text, length))
-            return number;
-    }
-    if (length > MAX_ARENA - self->used || self->texts >= MAX_TEXTS)
-        return -1;
     self->buckets[place] = (Bucket){hash, self->texts};
     self->used += length;
     self->ends[self->texts] = self->used;
-    return self->texts++;
+    return self->latest[kind] = self->texts++;
 }
 
 /* --- events ----------------------------------------------------------------------------------- */
@@ -246,12 +275,16 @@ static int take(Scanner *self, const Slice *head, int category, int role, int64_
     return (role != CALL && role != DEVICE) || take_args(self, head[ARGS], role, row, failed);
 }
 
-/* The role of an event, and the number of its category. A frame that is no module is dropped. */
+/* Whether a frame is none of a module, and nobody reads it. */
+static inline int is_foreign(const Scanner *self, Slice name) {
+    return is_string(name) && !begins_with(name, self->module);
+}
+
+/* The role of an event, and the number of its category. */
 static int role_of(const Scanner *self, const Slice *head, int *category) {
     *category = key_number(self->categories, self->category_count, head[CAT]);
     int role = *category < 0 ? OTHER : self->roles[*category];
-    int other = role == FRAME && is_string(head[NAME]) && !begins_with(head[NAME], self->module);
-    return other ? DROP : role;
+    return role == FRAME && is_foreign(self, head[NAME]) ? DROP : role;
 }
 
 static int is_needless(const void *owner, const Slice *head) {
@@ -259,24 +292,45 @@ static int is_needless(const void *owner, const Slice *head) {
     return role_of(owner, head, &category) == DROP;
 }
 
-/* Behind the event at `at` where another event follows at *next, or where the text ends; else NULL:
- * the event is not whole, or the last of its array.
+/* Remember how a frame begins, if its name follows its category. */
+static void remember(Opening *frame, Place begin, const Slice *head) {
+    size_t length = head[NAME].begin - begin;
+    if (head[NAME].begin > head[CAT].begin && length <= MAX_OPENING) {
+        memcpy(frame->text, begin, length);
+        frame->length = length;
+    }
+}
+
+/* Behind the event at `at` if it begins like the last frame and nobody reads it, else NULL. */
+static Place skip_frame(const Scanner *self, Place at, Place stop) {
+    const Opening *frame = &self->frame;
+    int escaped = 0;
+    if (!frame->length || stop - at <= MAX_OPENING || memcmp(at, frame->text, frame->length))
+        return NULL;
+    Slice name = {at + frame->length, NULL};
+    if (*name.begin != '"' || !(name.end = string_end(name.begin + 1, stop, &escaped)))
+        return NULL;
+    name.end++;
+    return is_foreign(self, name) ? skip_pairs(name.end, stop, 1) : NULL;
+}
+
+/* The end of an event where another event follows at *next, or where the text ends; else NULL: the
+ * event is not whole, or the last of its array.
  */
-static Place skip_event(Text *text, Place at, Slice *head, Leads *leads, Place *next) {
-    static const Slice keys[HEADS] = {HEAD(ph), HEAD(cat), HEAD(name), HEAD(pid), HEAD(tid),
-                                      HEAD(ts), HEAD(dur), HEAD(args), HEAD(id)};
-    Place end = skip_members(text, at, 0, keys, HEADS, head, leads);
-    *next = end ? skip_space(end, text->stop) : NULL;
-    if (!end || *next == text->stop)
+static Place event_end(Place end, Place stop, Place *next) {
+    *next = end ? skip_space(end, stop) : NULL;
+    if (!end || *next == stop)
         return end;
     if (**next != ',')
         return NULL;
-    *next = skip_space(*next + 1, text->stop);
-    return *next < text->stop && **next == '{' ? end : NULL;
+    *next = skip_space(*next + 1, stop);
+    return *next < stop && **next == '{' ? end : NULL;
 }
 
 static PyObject *scan(PyObject *object, PyObject *arguments) {
     Scanner *self = (Scanner *)object;
+    static const Slice keys[HEADS] = {HEAD(ph), HEAD(cat), HEAD(name), HEAD(pid), HEAD(tid),
+                                      HEAD(ts), HEAD(dur), HEAD(args), HEAD(id)};
     Py_buffer source, target;
     Py_ssize_t first, last, counts[ROLES] = {0};
     if (!PyArg_ParseTuple(arguments, "y*nnw*", &source, &first, &last, &target))
@@ -292,10 +346,16 @@ static PyObject *scan(PyObject *object, PyObject *arguments) {
         int64_t row[NUMBERS + MAX_KEYS];
         Slice head[HEADS];
         Text text = {stop, ARGS, NAME, is_needless, self, 0};
-        Place next, end = skip_event(&text, at, head, &self->leads, &next);
-        if (!end)
+        Place next, end = skip_frame(self, at, stop);
+        int category = -1, role = DROP;
+        if (!end) {
+            end = skip_members(&text, at, 0, keys, HEADS, head, &self->leads);
+            role = text.odd ? UNSURE : role_of(self, head, &category);
+            if (role == DROP && self->roles[category] == FRAME)
+                remember(&self->frame, at, head);
+        }
+        if (!(end = event_end(end, stop, &next)))
             break;
-        int category, role = text.odd ? UNSURE : role_of(self, head, &category);
         if (role != DROP) {
             int columns = role == DEVICE ? width : NUMBERS + 1;
             memset(row, 0, 8 * columns);

@@ -26,6 +26,7 @@ from profharness.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "kineto_h200.json.gz"
+STACKS = ROOT / "traces" / "models" / "llama_train.json.gz"
 SMALL: dict[str, int] = {"range_bytes": 100_000, "chunk_rows": 50, "slice_rows": 100}
 lasting_rows = cache(expected_rows)  # of files that no test writes to
 
@@ -119,11 +120,12 @@ def spelled(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("source", ["2.11", "installed", "spelled"])
+@pytest.mark.parametrize("source", ["2.11", "stacks", "installed", "spelled"])
 def test_the_scanner_tells_what_the_decoder_tells(
     source: str, cpu_trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = {"2.11": DATA, "installed": cpu_trace}.get(source) or spelled(tmp_path)
+    known = {"2.11": DATA, "stacks": STACKS, "installed": cpu_trace}
+    path = known.get(source) or spelled(tmp_path)
     left: list[Any] = []
     add = Collector.add
 
