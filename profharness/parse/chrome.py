@@ -547,7 +547,8 @@ def _assemble(
     base, doubt = time_base(header)
     gpus, odd = devices(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
-    ranges, calls, steps = link.contexts(tables, link.flows(tables.arrows), threads, base)
+    flows, lone_ends = link.flows(tables.arrows)
+    ranges, calls, steps = link.contexts(tables, flows, threads, base)
     calls = replayed(source, calls, steps, threads, base)
     output = link.Output(ranges, base, Spool.temporary(stack), calls)
     stacks, doubts = link.Stacks(source, rows=rows[1]), link.Doubts()
@@ -586,7 +587,7 @@ def _assemble(
             *odd,
             *_skipped(tables),
             *doubts.texts(output.file.rows, stacks),
-            *link.lone_ends(tables.arrows),
+            *lone_ends,
             *calls.warnings,
         ),
         calls=calls.calls,

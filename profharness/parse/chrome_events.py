@@ -29,6 +29,7 @@ from profharness.parse.columns import (
     OpRows,
     Spool,
     Tables,
+    distinct,
     whole,
 )
 from profharness.parse.intervals import nothing
@@ -178,7 +179,7 @@ class Collector:
             bytes=_checked([a.bytes for a in args], keep),
         )
         keys = list(configs)
-        odd = [row for row in np.unique(rows.config).tolist() if not fits(keys[row])]
+        odd = [row for row in distinct(rows.config) if not fits(keys[row])]
         if odd:  # a launch configuration that does not fit into int64
             keep &= ~np.isin(rows.config, odd)
         self._write(self.tables.gpu, rows, keep, order, rows.correlation, rows.correlation)

@@ -189,18 +189,24 @@ class Spool:
         room for them.
         """
         offset = self.size
-        data = b"".join(column.tobytes() for column in columns)
-        view = memoryview(data)
         with without_room():
-            while view:
-                view = view[os.pwrite(self.file.fileno(), view, self.size) :]
-                self.size = offset + len(data) - len(view)
+            for column in columns:
+                view = np.ascontiguousarray(column).data.cast("B")
+                while view:
+                    done = os.pwrite(self.file.fileno(), view, self.size)
+                    self.size, view = self.size + done, view[done:]
         return offset
 
     def read(self, block: Block) -> Ints:
         """The block as an array of shape (columns, rows)."""
         data = os.pread(self.file.fileno(), block.columns * block.rows * 8, block.offset)
         return np.frombuffer(data, np.int64).reshape(block.columns, block.rows)
+
+
+def distinct(values: Ints) -> list[int]:
+    """Rising values, each once; np.unique would import masked arrays, at 10 ms."""
+    ordered = np.sort(values)
+    return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
 
 
 def whole(value: object) -> int | None:

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profharness.parse import compiled
-from profharness.parse.columns import Ints
+from profharness.parse.columns import MAX_NS, Ints
 from profharness.trace import NONE
 
+KEY_BITS = 63  # of a column
 STEPS = 16  # that are taken one by one before the rest is searched for
 
 
@@ -43,7 +44,7 @@ class Intervals:
     def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
         """Sort intervals and find parents in O(n log n), exact also where intervals overlap."""
         stop = np.maximum(end, start + 1)
-        rows = np.lexsort((-stop, start, thread))
+        rows = _order(thread, start, stop)
         thread, start, stop = thread[rows], start[rows], stop[rows]
         parent = _parents(thread, start, stop)
         return cls(thread, start, stop, parent, _nested(parent, stop), rows)
@@ -93,6 +94,23 @@ class Intervals:
     def _ending_after(self, at: Ints, t: Ints) -> Ints:
         """For each index in `at` itself or the nearest on its chain that ends after t; -1 for none."""
         return _climb(at, self.parent, self.thread, self.stop, t)
+
+
+def _order(thread: Ints, start: Ints, stop: Ints) -> Ints:
+    """Rows by (thread, start, longest first); those alike in all three stay in order."""
+    since = start - start.min(initial=MAX_NS)
+    bits = int(since.max(initial=0)).bit_length()
+    if int(thread.max(initial=0)).bit_length() + bits > KEY_BITS or thread.min(initial=0) < 0:
+        return np.lexsort((-stop, start, thread))
+    key = thread << bits | since
+    rows = np.argsort(key, kind="stable")  # of one key, that is nearly sorted: a few ms for 100,000
+    ordered = key[rows]
+    tied = np.zeros(len(rows), np.bool_)
+    tied[1:] = ordered[1:] == ordered[:-1]
+    tied[:-1] |= tied[1:]
+    some = rows[tied]
+    rows[tied] = some[np.lexsort((-stop[some], key[some]))]
+    return rows
 
 
 def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:

@@ -21,6 +21,7 @@ from profharness.parse.columns import (
     OpRows,
     Spool,
     Tables,
+    distinct,
 )
 from profharness.parse.intervals import Intervals, nothing
 from profharness.parse.ranges import Ranges
@@ -58,9 +59,11 @@ class Source:
         parts = [np.empty((len(OpRows._fields), 0), np.int64)]
         for block in blocks:
             part = self._read(block, OpRows._fields)
-            rows = OpRows(*part)
-            inside = (rows.start < high) & (np.maximum(rows.end, rows.start + 1) > low)
-            parts.append(part[:, inside])
+            if block.low < low or block.high >= high:
+                rows = OpRows(*part)
+                inside = (rows.start < high) & (np.maximum(rows.end, rows.start + 1) > low)
+                part = part[:, inside]
+            parts.append(part)
         return OpRows(*np.concatenate(parts, axis=1))
 
     def _read(self, block: Block, names: tuple[str, ...]) -> Ints:
@@ -101,8 +104,10 @@ def merge(tables: list[Tables], spools: list[Spool]) -> Source:
     return Source(merged, spools, maps)
 
 
-def flows(arrows: Arrows) -> Ints:
-    """A row of Flow for each arrow that has both ends, in order of their start."""
+def flows(arrows: Arrows) -> tuple[Ints, list[str]]:
+    """A row of Flow for each arrow that has both ends, in order of their start, and a warning with the
+    number of those that lack one.
+    """
     key, begins, thread, t = arrows.columns()
     sides = []
     for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
@@ -114,17 +119,11 @@ def flows(arrows: Arrows) -> Ints:
     starts, ends = starts[at], ends[to]
     order = np.lexsort((both, t[starts]))
     made = np.stack([thread[starts], t[starts], thread[ends], t[ends]], axis=1)
-    return made[order]
-
-
-def lone_ends(arrows: Arrows) -> list[str]:
-    """A warning with the number of arrows that lack an end; none where all have both."""
-    key, begins, *_ = arrows.columns()
-    lone = len(np.setxor1d(key[begins == 1], key[begins == 0]))
+    lone = len(keys) + len(others) - 2 * len(both)
     text = (
         f"{lone:,} arrows from forward to backward have one end alone: their backward is not told"
     )
-    return [text] if lone else []
+    return made[order], [text] if lone else []
 
 
 def contexts(
@@ -172,8 +171,8 @@ class Doubts:
 
     def texts(self, launches: int, stacks: Stacks) -> list[str]:
         """A warning for each kind, with its count."""
-        seen = np.concatenate([np.empty(0, np.uint64), *self._launches])
-        repeated = len(seen) - len(np.unique(seen))
+        seen = np.sort(np.concatenate([np.empty(0, np.uint64), *self._launches]))
+        repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
         many_ops = self.repeated_ops if self.repeated_ops > launches * REPEATED_OPS else 0
         doubts = {
             "have no call with their correlation: thread, range and op are unknown": self.unmatched,
@@ -294,7 +293,7 @@ class Stacks:
             return result
         slices = np.searchsorted(self.borders, t, side="right")
         slices[thread < 0] = -1
-        for number in np.unique(slices[slices >= 0]).tolist():
+        for number in distinct(slices[slices >= 0]):
             mine = np.flatnonzero(slices == number)
             ops = self.slice(number)
             at = ops.intervals.innermost(thread[mine], t[mine])
@@ -372,7 +371,7 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
             borders.append(block.low)
             count = 0
         count += block.rows
-    return np.unique(np.array(borders, np.int64))
+    return np.array(distinct(np.array(borders, np.int64)), np.int64)
 
 
 def device_chunks(
@@ -449,11 +448,13 @@ class Renumber:
         high = int(ids.max(initial=-1)) + 2
         if high > len(self._to):
             self._to = np.append(self._to, nothing(max(high, 2 * len(self._to)) - len(self._to)))
-        values, first = np.unique(ids, return_index=True)
-        for value in values[np.argsort(first)].tolist():
-            if value >= 0 and self._to[value] < 0:
-                self._to[value] = len(self.order)
-                self.order.append(value)
+        fresh = np.flatnonzero((self._to[ids] < 0) & (ids >= 0))
+        first = nothing(len(self._to))
+        first[ids[fresh][::-1]] = fresh[::-1]  # of several the last that is set stays
+        new = np.flatnonzero(first >= 0)
+        for value in new[np.argsort(first[new])].tolist():
+            self._to[value] = len(self.order)
+            self.order.append(value)
         return self._to[ids]
 
 

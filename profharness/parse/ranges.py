@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from profharness.parse.columns import Ints, RangeColumns
+from profharness.parse.columns import Ints, RangeColumns, distinct
 from profharness.parse.intervals import Intervals, nothing
 from profharness.trace import CELL_RANGE_PREFIX, NONE, Range
 
@@ -33,7 +33,7 @@ class _Open:
         first = np.flatnonzero(ranges.parent == NONE)  # no earlier range of the thread is open
         process, start = pids[ranges.thread[first]], ranges.start[first]
         stop = np.maximum.reduceat(ranges.stop, first) if len(first) else start
-        for number in np.unique(process).tolist():
+        for number in distinct(process):
             mine = process == number
             self._of[number] = np.sort(start[mine]), np.sort(stop[mine])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from profharness.kernel_names import COLLECTIVE
+from profharness.parse.columns import distinct
 from profharness.store.schema import insert_row
 from profharness.trace import LaunchBatch
 
@@ -51,7 +52,7 @@ class DeviceTimes:
             for key in kernels
         )
         communicates = np.array([row.fetchone()[0] == COLLECTIVE for row in families], bool)[kernel]
-        for index in np.unique(device).tolist():
+        for index in distinct(device):
             here = device == index
             order = np.argsort(start[here], kind="stable")
             begins, ends = start[here][order], (start[here] + duration[here])[order]

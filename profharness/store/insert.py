@@ -15,6 +15,7 @@ import numpy as np
 
 from profharness.config import Config
 from profharness.kernel_names import parse_kernel_name
+from profharness.parse.columns import distinct
 from profharness.rows import axes
 from profharness.stats import Series
 from profharness.store.groups import Grouped, Grouping
@@ -261,7 +262,7 @@ def _pieces(batch: LaunchBatch) -> Iterator[LaunchBatch]:
 def _count_calls(per_call: dict[int, Column], cell: Column, iteration: Column) -> None:
     """Add a piece's launches to each cell's calls."""
     if per_call:
-        for seen in np.unique(cell).tolist():
+        for seen in distinct(cell):
             counts = per_call[seen]
             counts += np.bincount(iteration[cell == seen], minlength=len(counts))
 

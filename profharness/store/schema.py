@@ -39,7 +39,7 @@ def migrate(connection: sqlite3.Connection) -> None:
 
     migrations = Migrations(MIGRATION_SET)
     migrations(name="015_initial")(_initial)
-    migrations.apply(Database(connection))
+    migrations.apply(Database(connection, execute_plugins=False))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 

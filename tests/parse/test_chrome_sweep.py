@@ -43,6 +43,18 @@ def steps(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@given(INTERVALS, st.sampled_from([0, -(1 << 61), 1 << 61]))
+def test_intervals_stand_by_thread_start_and_length(
+    rows: list[tuple[int, int, int]], far: int
+) -> None:
+    rows = [(0, far, 1), *rows]  # so far from the others that one number cannot hold both columns
+    threads, start, dur = columns(rows)
+    built = Intervals.build(threads, start, start + dur)
+    # of those alike the first stays first
+    keys = [(thread, begin, -max(lasts, 1)) for thread, begin, lasts in rows]
+    assert built.rows.tolist() == sorted(range(len(rows)), key=keys.__getitem__)
+
+
 @given(INTERVALS, st.integers(0, 2), st.integers(-2, 75))
 def test_chain_is_every_enclosing_interval(
     rows: list[tuple[int, int, int]], thread: int, t: int
