@@ -25,7 +25,8 @@ from profharness.parse.columns import Flags, GpuRows, Ints, LaunchRows, OpRows
 from profharness.parse.compiled import Scanner
 from profharness.parse.ops import MODULE
 
-CAPACITY = 1 << 13  # rows at once; they stay in the CPU's cache
+# rows at once; they stay in the CPU's cache, where columns of a power of two would have one place
+CAPACITY = (1 << 13) + (1 << 6)
 OP = "cpu_op"
 
 

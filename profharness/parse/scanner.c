@@ -304,14 +304,10 @@ static void remember(Opening *frame, Place begin, const Slice *head) {
 /* Behind the event at `at` if it begins like the last frame and nobody reads it, else NULL. */
 static Place skip_frame(const Scanner *self, Place at, Place stop) {
     const Opening *frame = &self->frame;
-    int escaped = 0;
     if (!frame->length || stop - at <= MAX_OPENING || memcmp(at, frame->text, frame->length))
         return NULL;
-    Slice name = {at + frame->length, NULL};
-    if (*name.begin != '"' || !(name.end = string_end(name.begin + 1, stop, &escaped)))
-        return NULL;
-    name.end++;
-    return is_foreign(self, name) ? skip_pairs(name.end, stop, 1) : NULL;
+    Slice rest = {at + frame->length, stop}; /* begins with the name */
+    return is_foreign(self, rest) ? skip_pairs(rest.begin, stop, 1) : NULL;
 }
 
 /* The end of an event where another event follows at *next, or where the text ends; else NULL: the
