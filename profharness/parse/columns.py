@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -21,6 +21,7 @@ Flags = NDArray[np.bool_]
 
 MAX_NS = 1 << 61
 MAX_INT = (1 << 63) - 1
+MAX_KEY_BITS = 62
 MAX_TEXT = 200  # characters of a text from a header
 
 
@@ -207,6 +208,24 @@ def distinct(values: Ints) -> list[int]:
     """Rising values, each once; np.unique would import masked arrays, at 10 ms."""
     ordered = np.sort(values)
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
+
+
+def pack(columns: Sequence[Ints]) -> Ints:
+    """One key a row of columns (values >= -1): equal exactly where all are equal, and in their order."""
+    key = np.zeros(len(columns[0]), np.int64)
+    used = 0
+    for column in columns:
+        shifted = column + 1
+        bits = int(shifted.max(initial=0)).bit_length()
+        if used + bits > MAX_KEY_BITS:
+            unique, inverse = np.unique(key, return_inverse=True)
+            key, used = inverse.astype(np.int64), len(unique).bit_length()
+        if used + bits > MAX_KEY_BITS:
+            unique, inverse = np.unique(shifted, return_inverse=True)
+            shifted, bits = inverse.astype(np.int64), len(unique).bit_length()
+        key = (key << bits) | shifted
+        used += bits
+    return key
 
 
 def whole(value: object) -> int | None:

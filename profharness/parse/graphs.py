@@ -15,7 +15,7 @@ import numpy as np
 
 from profharness.kernel_names import ATTENTION_FAMILIES, parse_kernel_name
 from profharness.parse.calls import Calls, module_names, step_at
-from profharness.parse.columns import GpuRows, Ints, LaunchRows
+from profharness.parse.columns import GpuRows, Ints, LaunchRows, distinct
 from profharness.parse.intervals import nothing
 from profharness.parse.join import Source
 from profharness.parse.tree import Tree
@@ -117,7 +117,7 @@ class _Made:
         """The calls of the capture once more."""
         numbers: dict[int, int] = {}
         to = nothing(len(self._before.spans) + 1)
-        for span in np.unique(capture.spans[capture.spans >= 0]).tolist():
+        for span in distinct(capture.spans[capture.spans >= 0]):
             captured, direction = self._spans[span].call, self._spans[span].direction
             if captured not in numbers:
                 numbers[captured] = self._copied(captured, place)
@@ -287,7 +287,7 @@ def _groups(source: Source, replay: _Replay) -> Iterator[tuple[bool, list[int]]]
     of one direction, no name twice.
     """
     names = list(source.tables.kernels)
-    parsed = {at: parse_kernel_name(names[at][1]) for at in np.unique(replay.kernels).tolist()}
+    parsed = {at: parse_kernel_name(names[at][1]) for at in distinct(replay.kernels)}
     attention = {at: name for at, name in parsed.items() if name.family in ATTENTION_FAMILIES}
     group: list[int] = []
     seen: list[int] = []

@@ -371,7 +371,7 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
             borders.append(block.low)
             count = 0
         count += block.rows
-    return np.array(distinct(np.array(borders, np.int64)), np.int64)
+    return np.array(sorted(set(borders)), np.int64)
 
 
 def device_chunks(
@@ -448,11 +448,8 @@ class Renumber:
         high = int(ids.max(initial=-1)) + 2
         if high > len(self._to):
             self._to = np.append(self._to, nothing(max(high, 2 * len(self._to)) - len(self._to)))
-        fresh = np.flatnonzero((self._to[ids] < 0) & (ids >= 0))
-        first = nothing(len(self._to))
-        first[ids[fresh][::-1]] = fresh[::-1]  # of several the last that is set stays
-        new = np.flatnonzero(first >= 0)
-        for value in new[np.argsort(first[new])].tolist():
+        values, first = np.unique(ids[(ids >= 0) & (self._to[ids] < 0)], return_index=True)
+        for value in values[np.argsort(first)].tolist():
             self._to[value] = len(self.order)
             self.order.append(value)
         return self._to[ids]

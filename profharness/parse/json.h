@@ -313,14 +313,9 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
         if (!member.value)
             return member.end;
         Place value = member.value;
-        int number = member.number, escaped = 0;
-        if (value < stop && *value == '"') {
-            at = string_end(value + 1, stop, &escaped);
-            at = at ? at + 1 : NULL;
-        } else if (number >= 0 && number == text->unread && value < stop && *value == '{')
-            at = skip_unread(text, value);
-        else
-            at = skip_value(text, value, depth + 1);
+        int number = member.number;
+        int unread = number >= 0 && number == text->unread && value < stop && *value == '{';
+        at = unread ? skip_unread(text, value) : skip_value(text, value, depth + 1);
         if (!at)
             return NULL;
         if (number < 0)
@@ -336,9 +331,11 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
     }
 }
 
-/* Which of 64 characters are which, a bit each. */
+/* Which of 64 characters are which, a bit each. strings: from an odd quote up to the next, for each bit
+ * is the sum of the quotes up to it.
+ */
 typedef struct {
-    uint64_t quotes, controls, opens, closes, begins, ends, escapes;
+    uint64_t strings, controls, opens, closes, begins, ends, escapes;
 } Marks;
 
 #ifdef __SSE2__
@@ -357,8 +354,15 @@ static inline Marks marks_by_16(Place at) {
         parts[i] = _mm_loadu_si128((const __m128i *)at + i);
         low[i] = _mm_subs_epu8(parts[i], _mm_set1_epi8(0x1f));
     }
-    return (Marks){equal_16(parts, '"'), equal_16(low, 0),      equal_16(parts, '{'),
-                   equal_16(parts, '}'), equal_16(parts, '['), equal_16(parts, ']'),
+    uint64_t strings = equal_16(parts, '"');
+    for (int shift = 1; shift < 64; shift *= 2)
+        strings ^= strings << shift;
+    return (Marks){strings,
+                   equal_16(low, 0),
+                   equal_16(parts, '{'),
+                   equal_16(parts, '}'),
+                   equal_16(parts, '['),
+                   equal_16(parts, ']'),
                    equal_16(parts, '\\')};
 }
 #endif
@@ -376,28 +380,15 @@ TARGET static inline Marks marks_by_32(Place at) {
     __m256i low = _mm256_loadu_si256((const __m256i *)at);
     __m256i high = _mm256_loadu_si256((const __m256i *)at + 1);
     __m256i most = _mm256_set1_epi8(0x1f); /* of a control character */
-    return (Marks){equal_32(low, high, '"'),
+    __m128i quotes = _mm_cvtsi64_si128((int64_t)equal_32(low, high, '"'));
+    __m128i sums = _mm_clmulepi64_si128(quotes, _mm_set1_epi8(-1), 0);
+    return (Marks){(uint64_t)_mm_cvtsi128_si64(sums),
                    equal_32(_mm256_subs_epu8(low, most), _mm256_subs_epu8(high, most), 0),
                    equal_32(low, high, '{'),
                    equal_32(low, high, '}'),
                    equal_32(low, high, '['),
                    equal_32(low, high, ']'),
                    equal_32(low, high, '\\')};
-}
-#endif
-
-/* All characters from an odd quote on up to the next: each bit is the sum of those up to it. */
-static inline uint64_t strings_by_shift(uint64_t quotes) {
-    for (int shift = 1; shift < 64; shift *= 2)
-        quotes ^= quotes << shift;
-    return quotes;
-}
-
-#ifdef WIDE
-TARGET static inline uint64_t strings_by_product(uint64_t quotes) {
-    __m128i product =
-        _mm_clmulepi64_si128(_mm_set_epi64x(0, (int64_t)quotes), _mm_set1_epi8(-1), 0);
-    return (uint64_t)_mm_cvtsi128_si64(product);
 }
 #endif
 
@@ -411,15 +402,14 @@ static inline int count_of(uint64_t places) {
 /* As skip_pairs; marks_of: what reads 64 characters. */
 static inline __attribute__((always_inline)) Place skip_pairs_by(Place at, Place stop,
                                                                  int64_t curly,
-                                                                 Marks (*marks_of)(Place),
-                                                                 uint64_t (*strings_of)(uint64_t)) {
+                                                                 Marks (*marks_of)(Place)) {
     uint64_t inside = 0; /* all ones in a string */
     int64_t square = 0;
     for (Place here = at; stop - here >= 64; here += 64) {
         Marks found = marks_of(here);
         if (found.escapes)
             return NULL;
-        uint64_t strings = strings_of(found.quotes) ^ inside;
+        uint64_t strings = found.strings ^ inside;
         if (found.controls & strings)
             return NULL;
         uint64_t opens = found.opens & ~strings, marks = opens | (found.closes & ~strings);
@@ -441,7 +431,7 @@ static inline __attribute__((always_inline)) Place skip_pairs_by(Place at, Place
 
 #ifdef WIDE
 TARGET static Place skip_pairs_by_32(Place at, Place stop, int64_t curly) {
-    return skip_pairs_by(at, stop, curly, marks_by_32, strings_by_product);
+    return skip_pairs_by(at, stop, curly, marks_by_32);
 }
 #endif
 
@@ -454,7 +444,7 @@ static Place skip_pairs(Place at, Place stop, int64_t curly) {
         return skip_pairs_by_32(at, stop, curly);
 #endif
 #ifdef __SSE2__
-    return skip_pairs_by(at, stop, curly, marks_by_16, strings_by_shift);
+    return skip_pairs_by(at, stop, curly, marks_by_16);
 #else
     (void)at, (void)stop, (void)curly;
     return NULL;

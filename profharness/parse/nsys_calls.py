@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.parse.columns import Flags, Ints
+from profharness.parse.columns import Flags, Ints, distinct
 
 PROCESS_SHIFT = 40  # correlation ids count per process; a key is process << 40 | correlation
 CORRELATIONS = 1 << PROCESS_SHIFT
@@ -35,7 +35,7 @@ class NeededCalls:
         if self.all:
             return 0
         shared = 0
-        for process in np.unique(key[key >= 0] >> PROCESS_SHIFT).tolist():
+        for process in distinct(key[key >= 0] >> PROCESS_SHIFT):
             ids = key[key >> PROCESS_SHIFT == process] % CORRELATIONS
             flags = self._waiting.get(process, np.zeros(0, np.uint8))
             more = int(ids.max() >> 3) + 1 - len(flags)
@@ -60,7 +60,7 @@ class NeededCalls:
             return np.ones(len(key), np.bool_), np.zeros(len(key), np.bool_)
         needed, idle = np.zeros(len(key), np.bool_), np.ones(len(key), np.bool_)
         process, ids = key >> PROCESS_SHIFT, key % CORRELATIONS
-        for number in np.unique(process).tolist():
+        for number in distinct(process):
             flags = self._waiting.get(number, np.zeros(0, np.uint8))
             taken = self._taken.setdefault(number, np.zeros_like(flags))
             rows = np.flatnonzero((process == number) & (ids >> 3 < len(flags)))

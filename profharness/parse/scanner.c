@@ -219,11 +219,6 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
 
 /* --- events ----------------------------------------------------------------------------------- */
 
-static int begins_with(Slice text, Slice start) {
-    size_t length = start.end - start.begin;
-    return (size_t)(text.end - text.begin) > length && !memcmp(text.begin + 1, start.begin, length);
-}
-
 /* Fill in the numbers of a kernel's or a call's args; 0: they are not as they should be. */
 static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *failed) {
     Slice values[MAX_KEYS];
@@ -277,7 +272,10 @@ static int take(Scanner *self, const Slice *head, int category, int role, int64_
 
 /* Whether a frame is none of a module, and nobody reads it. */
 static inline int is_foreign(const Scanner *self, Slice name) {
-    return is_string(name) && !begins_with(name, self->module);
+    Slice module = self->module;
+    size_t length = module.end - module.begin;
+    return is_string(name) && ((size_t)(name.end - name.begin) <= length ||
+                               memcmp(name.begin + 1, module.begin, length));
 }
 
 /* The role of an event, and the number of its category. */

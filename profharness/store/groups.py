@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from profharness.parse.columns import pack
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Column = NDArray[np.int64]
 
-MAX_BITS = 62
 MERGE_ROWS = 1 << 20  # held before rows that are equal but for their start become one
 
 
@@ -55,24 +56,6 @@ class Grouped:
         owner = self.coarse_of[order]
         heads: Column = order[np.r_[True, owner[1:] != owner[:-1]]]
         return heads
-
-
-def pack(columns: Sequence[Column]) -> Column:
-    """One key a row: equal keys exactly where all columns (values >= -1) are equal."""
-    key = np.zeros(len(columns[0]), np.int64)
-    used = 0
-    for column in columns:
-        shifted = column + 1
-        bits = int(shifted.max(initial=0)).bit_length()
-        if used + bits > MAX_BITS:
-            unique, inverse = np.unique(key, return_inverse=True)
-            key, used = inverse.astype(np.int64), len(unique).bit_length()
-        if used + bits > MAX_BITS:
-            unique, inverse = np.unique(shifted, return_inverse=True)
-            shifted, bits = inverse.astype(np.int64), len(unique).bit_length()
-        key = (key << bits) | shifted
-        used += bits
-    return key
 
 
 def group(key: Column, duration: Column, start: Column, count: Column) -> Groups:
