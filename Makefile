@@ -1,5 +1,7 @@
 # make demo: install into .venv and run the main job.   make test: install and run all checks.
+# TORCH=torch keeps the torch that VENV has.
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/demo
@@ -10,7 +12,7 @@ STORE := $(DEMO)/profharness.db
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt profharness/parse/scanner.c profharness/parse/json.h
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "profharness needs Python 3.11 or newer; name one with make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
