@@ -19,6 +19,7 @@ import tarfile
 import venv
 import zipfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.request import urlopen
@@ -256,7 +257,7 @@ def run_sql(installed: Installed, block: Block) -> None:
     found = FENCE.findall((ROOT / block.page).read_text(encoding="utf-8"))
     kind, answer = found[block.number]
     assert kind == "text"
-    with sqlite3.connect(installed.folder / "profharness.db") as connection:
+    with closing(sqlite3.connect(installed.folder / "profharness.db")) as connection:
         rows = connection.execute(block.body).fetchall()
     assert ["|".join(map(str, row)) for row in rows] == answer.splitlines()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,8 @@ def test_the_store_prefers_what_was_measured_and_keeps_it_beyond_the_run(tmp_pat
         assert store.peaks() == measured
         assert store.peaks(source="data sheet") == sheet
         store.delete_run("latest")
-    rows = sqlite3.connect(path).execute("SELECT device, environment FROM peaks").fetchall()
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute("SELECT device, environment FROM peaks").fetchall()
     assert len(rows) == 2
     assert '"torch": "2.11"' in rows[0][1]
 

@@ -30,10 +30,9 @@ def merged(store: Path, source: Path, stored: sqlite3.Connection | None = None) 
     shard.unlink(missing_ok=True)
     read = read_source(source)
     whole = all(raw.problem is None for raw in read.raws)
-    with make_shard(shard, stored) as connection:
+    with closing(make_shard(shard, stored)) as connection:
         result = ingest_source(shard, lambda: connection, read, None)
-    connection.close()
-    with connect(store, write=True, foreign_keys=False) as writer:
+    with closing(connect(store, write=True, foreign_keys=False)) as writer:
         try:
             return merge_shard(writer, shard, result, read.content_hash, whole=whole)
         finally:

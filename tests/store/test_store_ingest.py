@@ -37,18 +37,23 @@ SAMPLE = Path(__file__).parents[2] / "traces" / "h200-torch-nsys-ncu"
 
 def dump(path: Path) -> dict[str, list[tuple[object, ...]]]:
     """Every row of every table."""
-    connection = sqlite3.connect(path)
-    names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-    rows = {name: connection.execute(f"SELECT * FROM {name}").fetchall() for (name,) in names}
-    connection.close()
-    return rows
+    with closing(sqlite3.connect(path)) as connection:
+        names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        return {name: connection.execute(f"SELECT * FROM {name}").fetchall() for (name,) in names}
 
 
 def check_integrity(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-    assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    connection.close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def stored_problems(store: Path) -> list[dict[str, str]]:
+    """The problems of the only run."""
+    with closing(sqlite3.connect(store)) as connection:
+        ((problems,),) = connection.execute("SELECT problems FROM runs").fetchall()
+    found: list[dict[str, str]] = json.loads(problems)
+    return found
 
 
 def test_foreign_trace_equals_what_the_parser_says(tmp_path: Path, kineto: Path) -> None:
@@ -227,8 +232,7 @@ def test_one_damaged_trace_costs_the_run_that_trace_alone(
     (result,) = ingest_path(store, folder)
     assert (result.status, result.launches, result.cells) == ("new", 9, 3)
     assert [text for text in result.warnings if "not taken in" in text and "more.json.gz" in text]
-    ((problems,),) = sqlite3.connect(store).execute("SELECT problems FROM runs").fetchall()
-    (problem,) = json.loads(problems)
+    (problem,) = stored_problems(store)
     assert (problem["code"], problem["cells"]) == ("trace_unreadable", ["c1"])
     assert "more.json.gz" in problem["message"] and problem["remedy"]
     again = ingest_path(store, folder)[0]
@@ -239,7 +243,7 @@ def test_one_damaged_trace_costs_the_run_that_trace_alone(
     (folder / "more.json.gz").write_bytes((folder / "torch.json.gz").read_bytes())
     if damage != "another profiler's":
         assert ingest_path(store, folder)[0].status == "replaced"
-        assert sqlite3.connect(store).execute("SELECT problems FROM runs").fetchall() == [("[]",)]
+        assert stored_problems(store) == []
         with open_store(store) as opened:
             assert not [text for text in opened.runs()[0].warnings if "not taken in" in text]
     check_integrity(store)

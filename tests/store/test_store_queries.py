@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -126,15 +127,13 @@ def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: b
     elif kind in ("newer", "older"):
         open_store(path, write=True).close()
         version = SCHEMA_VERSION + (1 if kind == "newer" else -1)
-        with sqlite3.connect(path) as connection:
+        with closing(sqlite3.connect(path)) as connection:
             connection.execute(f"PRAGMA user_version = {version}")
-        connection.close()
     else:
-        with sqlite3.connect(path) as connection:
+        with closing(sqlite3.connect(path)) as connection:
             connection.execute("CREATE TABLE precious (x)")
             if kind == "application":
                 connection.execute("PRAGMA application_id = 7")
-        connection.close()
     before = path.read_bytes()
     remedy = "another --store.*ingest FOLDER" if kind == "older" else "name another --store"
     with pytest.raises(StoreError, match=remedy):
