@@ -32,9 +32,11 @@ check: $(VENV)/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/check_install.py '$(TORCH)'
 
+# A worker that crashes ends the run: pytest-xdist 3.8 hangs if it replaces one.
 test: check
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0
 
 bench: $(VENV)/.test-installed
 	$(BIN)/python scripts/bench_startup.py

@@ -35,7 +35,7 @@ _forced: dict[str, Any] = {}
 def supports(config: Config) -> str | None:
     """One head_dim up to 256 for queries, keys and values; no mask, no dropout."""
     if triton is None:
-        return "package triton is not installed (pip install triton)"
+        return "needs triton 3.4 or newer, which comes with torch 2.8 and newer"
     if config.mask != "none":
         return f"takes no attention mask (mask={config.mask}); causal is an argument of its own"
     if config.dropout:
@@ -95,7 +95,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
         raise NotImplementedError(f"no kernel for {q.dtype}, {k.dtype}, {v.dtype}")
     if triton is None:
-        raise NotImplementedError("package triton is not installed (pip install triton)")
+        raise NotImplementedError("needs triton 3.4 or newer, which comes with torch 2.8 and newer")
     if tiles.INTERPRETED:
         return
     if q.device.type != "cuda":
