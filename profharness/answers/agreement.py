@@ -50,7 +50,7 @@ def predicted_rows(
 ) -> tuple[list[KernelRow], list[CellRow]]:
     """The selected kernels and cells with `predicted` filled in. Raises NotFoundError."""
     with open_store(path) as store:
-        run = store.find_run(selection, *needs)
+        run = store.find_runs(selection, *needs)
         rows, cells = store.rows(replace(selection, run=run), by_op=by_op)
         if rows or cells:
             return rows, with_predictions(store, cells)

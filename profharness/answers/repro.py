@@ -71,7 +71,7 @@ def asked_cell(configs: Sequence[Config], backends: Sequence[str]) -> ReproCell:
 
 def stored_cell(store: Store, selection: Selection) -> ReproCell:
     """The one stored cell that is meant. Raises NotFoundError where none is, UsageError for several."""
-    run = store.find_run(selection, "run")
+    run = store.find_runs(selection, "run")
     cells = store.cells(run, configs=selection.configs or None, backends=selection.backends or None)
     if not cells:
         raise NotFoundError(

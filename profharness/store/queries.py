@@ -166,12 +166,17 @@ class Store:
         return self.find_run(Selection(ref), "run")
 
     def find_run(self, selection: Selection, *needs: Need) -> str:
-        """The id of the selected run, or `all`. `latest`, or none, is the newest one that has what is
-        needed: the first of the needs that any run has, by default kernels.
+        """The id of the selected run. `latest`, or none, is the newest one that has what is needed: the
+        first of the needs that any run has, by default kernels.
 
         Raises NotFoundError where there is none.
         """
         return find_run(self.connection, self.path, selection, needs or ("kernels",))
+
+    def find_runs(self, selection: Selection, *needs: Need) -> str:
+        """As `find_run`, or `all`."""
+        is_all = selection.run == ALL_RUNS
+        return ALL_RUNS if is_all else self.find_run(selection, *needs)
 
     def shown_by(self, run: str) -> str:
         """The command that shows what a run has."""
@@ -191,7 +196,7 @@ class Store:
         """The selected kernels and cells of the run that has what is needed. Raises NotFoundError
         where no run is meant.
         """
-        run = self.find_run(selection, *needs)
+        run = self.find_runs(selection, *needs)
         configs, backends = selection.configs or None, selection.backends or None
         profilers = selection.profilers or None
         kernels = self.kernels(
@@ -257,7 +262,7 @@ class Store:
 
     def _selected(self, run: str | None, need: Need) -> list[str] | None:
         """The runs that a question is about: None for `all`, else one."""
-        name = self.find_run(Selection(run), need)
+        name = self.find_runs(Selection(run), need)
         return None if name == ALL_RUNS else [name]
 
     def backends(self) -> list[str]:

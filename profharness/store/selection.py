@@ -5,6 +5,7 @@ run that has what the question needs.
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -27,6 +28,7 @@ KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")  # cells tell at least
 CANDIDATES_SHOWN = 8
 LATEST = "latest"
 ALL_RUNS = "all"
+_BACK = re.compile(rf"{LATEST}(?:~([0-9]{{1,9}}))?")
 CHECKED, EXPLAINED = "verify", "explain"  # kinds of runs that are nobody's latest one
 _CONFIG_FIELDS = tuple(field.name for field in fields(Config))
 
@@ -101,23 +103,20 @@ def matching_configs(
 def find_run(
     connection: sqlite3.Connection, path: Path, selection: Selection, needs: Sequence[Need]
 ) -> str:
-    """The id of the run that is meant, or `all`; path is the store's. Of the needs the first one
-    counts that any run has.
+    """The id of the run that is meant; path is the store's. Of the needs the first one counts that any
+    run has.
 
     Raises NotFoundError, naming candidates, when no run or more than one is meant.
     """
     ref = LATEST if selection.run is None else selection.run
-    if ref == ALL_RUNS:
-        return ALL_RUNS
     names = _names(connection)
     if not names:
         raise NotFoundError(f"{path} holds no run; `profharness capture` makes one")
     # a whole id may begin another one too
     if ref in names:
         return ref
-    head, tilde, number = ref.partition("~")
-    if head == LATEST and (number.isdecimal() or not tilde):
-        return _latest(connection, path, selection, needs, int(number) if tilde else 0)
+    if back := _BACK.fullmatch(ref):
+        return _latest(connection, path, selection, needs, int(back[1] or 0))
     # every id begins with an empty text
     matching = [name for name in names if ref and name.startswith(ref)]
     if len(matching) == 1:

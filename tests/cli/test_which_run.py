@@ -85,6 +85,19 @@ def test_the_gate_on_all_runs_judges_those_that_can_know(made: Path) -> None:
     assert invoke("kernels", made, *arguments, "--expect", "math").exit_code == 1
 
 
+@pytest.mark.parametrize("run", ["all", "latest~99999999999999999999", "latest~²"])
+@pytest.mark.parametrize(
+    "command", ["report", "layers", "ranks", "export", "bench --run", "diff math", "repro --run"]
+)
+def test_a_name_of_no_single_run_is_refused(made: Path, command: str, run: str) -> None:
+    name, *arguments = command.split()
+    done = invoke(name, made, *arguments, run)
+    if name == "repro" and run == "all":
+        return  # --config and --backend may leave one cell of all runs
+    assert isinstance(done.exception, NotFoundError), done
+    assert f"no run '{run}' in {made}; there are {ELSEWHERE}" in str(done.exception)
+
+
 def test_a_named_run_is_itself_and_says_what_it_lacks(made: Path) -> None:
     done = invoke("kernels", made, "--run", TIMED)
     assert done.exit_code == 0, done.output

@@ -171,7 +171,7 @@ def analyze_stored(
         if not cells:
             selected = [*(config.label for config in selection.configs), *selection.backends]
             raise NotFoundError(
-                f"run {store.find_run(selection, *ANALYZED)} has none of: "
+                f"run {store.find_runs(selection, *ANALYZED)} has none of: "
                 f"{', '.join(selected) or 'captured cells'}; profharness.capture(…) makes them"
             )
     if peaks == MEASURE:
