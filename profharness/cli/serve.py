@@ -42,10 +42,5 @@ def command(port: int, host: str, store: Path) -> None:
             f"warning: --host {host}: whoever reaches this machine can read the whole store without a "
             "password, host names and paths in it included; nobody can write"
         )
-    serve(
-        store,
-        host=host,
-        port=port,
-        announce=lambda url: hint(f"serving {store} on {url} (Ctrl-C ends)"),
-    )
+    serve(store, host=host, port=port, say=hint)
     hint("stopped")

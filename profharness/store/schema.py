@@ -163,11 +163,8 @@ def require_folder(path: Path) -> None:
         raise StoreError(f"{path}: its folder does not exist; create it or name another --store")
 
 
-def connect(
-    path: Path, *, write: bool, foreign_keys: bool = True, any_thread: bool = False
-) -> sqlite3.Connection:
+def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Connection:
     """A connection in autocommit mode to an up-to-date store; with write, one is made if need be.
-    any_thread: others than this thread may read with it.
 
     Raises NotFoundError when there is no store to read. Raises StoreError for a file that is
     foreign, damaged, of another schema, or to be written over a network, which stays untouched.
@@ -185,7 +182,7 @@ def connect(
     try:
         if write:
             return waiting(lambda: _open_writer(path, foreign_keys))
-        return waiting(lambda: _open_reader(path, any_thread))
+        return waiting(lambda: _open_reader(path))
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if is_damage(error):
             raise damaged(path, error) from None
@@ -309,14 +306,13 @@ def _foreign(path: Path) -> StoreError:
     )
 
 
-def _raw(path: Path, mode: str, *, any_thread: bool = False) -> sqlite3.Connection:
+def _raw(path: Path, mode: str) -> sqlite3.Connection:
     """A connection that distrusts the file: malformed cells are found, its schema calls nothing."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?{mode}",
         timeout=BUSY_SECONDS,
         isolation_level=None,
         uri=True,
-        check_same_thread=not any_thread,
     )
     connection.execute("PRAGMA cell_size_check = ON")
     connection.execute("PRAGMA trusted_schema = OFF")
@@ -385,14 +381,14 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
     return connection
 
 
-def _open_reader(path: Path, any_thread: bool) -> sqlite3.Connection:
+def _open_reader(path: Path) -> sqlite3.Connection:
     """A connection that cannot write rows; an immutable one on a medium that is read-only, or on a
     network file system, where nobody writes.
     """
     for mode in (
         ("mode=ro&immutable=1",) if may_be_read(path) else ("mode=rw", "mode=ro&immutable=1")
     ):
-        connection = _raw(path, mode, any_thread=any_thread)
+        connection = _raw(path, mode)
         try:
             if not _is_made(connection, path):
                 raise NotFoundError(f"{path}: an empty store; `profharness ingest FILE` fills it")

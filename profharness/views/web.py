@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
-import re
 import socket
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
@@ -19,12 +20,21 @@ from typing import Any
 
 from profharness.answers.bench.answer import benched
 from profharness.answers.bench.rows import CHOSEN
-from profharness.errors import MissingExtraError, NotFoundError, UsageError
+from profharness.errors import MissingExtraError, NotFoundError, ProfharnessError, UsageError
 from profharness.store import Store, open_store
 from profharness.store.schema import connect
 from profharness.views.document import Chart, Note
 from profharness.views.html import render_html
 from profharness.views.report import report_document
+from profharness.views.web_requests import (
+    App,
+    Message,
+    Queue,
+    Scope,
+    Send,
+    guarded,
+    is_last,
+)
 
 try:
     import uvicorn
@@ -32,7 +42,8 @@ try:
     from datasette.app import Datasette
     from datasette.database import Database
     from datasette.plugins import pm
-    from datasette.utils.asgi import Response
+    from datasette.utils.asgi import Base400, Response
+    from datasette.views.base import DatasetteError
 except ImportError:
     raise MissingExtraError("`profharness serve`", "web") from None
 
@@ -40,20 +51,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DATABASE = "profharness"  # what the store is called in addresses, whatever its file is called
 MAX_RUNS = 30
 MAX_VALUE_BYTES = 8 << 20  # of one text or blob in an answer
+MAX_ERROR = 1000
 TELLTALE = ("database_list", "fts3_tokenizer", "load_extension")
-HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::\d+)?", re.IGNORECASE)
 REPORT = "/-/report/"  # its pages carry a policy of their own, which allows their one script
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'"
-)
-
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+REGRET = f"/{DATABASE}/regret"  # computed by `bench`, as a report is
 
 
 # name -> (title, what it answers, SQL over the store's views)
@@ -146,7 +147,7 @@ class BenchLosses:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._computed: dict[str, tuple[object, list[dict[str, Any]]]] = {}
+        self.computed: dict[str, tuple[object, list[dict[str, Any]]]] = {}
 
     def __call__(self, run: str | None) -> str:
         with open_store(self.path) as store:
@@ -171,30 +172,43 @@ class BenchLosses:
         stats = [file.stat() for file in files if file.exists()]
         # readers make an empty log and delete it again
         state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
-        if run not in self._computed or self._computed[run][0] != state:
+        if run not in self.computed or self.computed[run][0] != state:
             losses = []
             if any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
                 answer = benched(store, run)
                 same = {"run": run, "measurement": answer.ranking}
                 losses = [same | asdict(loss) for loss in answer.losses]
-            self._computed[run] = state, losses
-        return self._computed[run][1]
+            self.computed[run] = state, losses
+        return self.computed[run][1]
 
 
 def serve(
-    path: Path, *, host: str = "127.0.0.1", port: int = 8001, announce: Callable[[str], None]
+    path: Path, *, host: str = "127.0.0.1", port: int = 8001, say: Callable[[str], None]
 ) -> None:
-    """Serve the store until interrupted; announce gets the address as soon as it answers. Raises
-    NotFoundError without a store, UsageError for an address that cannot be had.
+    """Serve the store until Ctrl-C. say gets a line with the address as soon as it answers, and one
+    for each error that is not the client's. Raises NotFoundError without a store, UsageError for an
+    address that cannot be had.
     """
-    app = application(path, host)
+    app = application(path, host, say)
     with _listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/"
-        config = uvicorn.Config(app, log_level="warning", lifespan="on", access_log=False)
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            # an answer that is broken off, by a signal too, would be an error with a traceback
+            log_level="critical",
+            timeout_graceful_shutdown=0,
+        )
         server = uvicorn.Server(config)
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_run(server, listener, lambda: announce(address)))
+        ready = f"serving {path} on {address} (Ctrl-C ends)"
+        try:
+            asyncio.run(_run(server, listener, lambda: say(ready)))
+        except KeyboardInterrupt as stop:
+            if type(stop) is not KeyboardInterrupt:  # SIGTERM has an exit code of its own
+                raise
 
 
 async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
@@ -225,69 +239,187 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def application(path: Path, host: str) -> App:
+def application(path: Path, host: str, say: Callable[[str], None]) -> App:
     """The web application on a store. Raises NotFoundError or StoreError."""
-    # With rich at hand Datasette prints pages of traceback to stdout for every mistyped query; the
-    # browser is told the reason anyway.
-    pm.get_plugin("datasette.handle_exception").rich = None
-    ready = {
-        name: {"title": title, "description": text, "sql": sql}
-        for name, (title, text, sql) in QUERIES.items()
-    }
-    datasette = Datasette(
-        [],
-        metadata={
-            "title": "profharness",
-            "description_html": _front(path),
-            "databases": {DATABASE: {"queries": ready}},
-        },
-        # facets would be suggested by a query over each column
-        settings={"allow_download": False, "sql_time_limit_ms": 10_000, "suggest_facets": False},
-    )
-    _add_store(datasette, path)
-    _add_routes(path)
-    return _guarded(datasette.app(), LOOPBACK if host in LOOPBACK else None)
+    return guarded(Site(path, say), LOOPBACK if host in LOOPBACK else None, REPORT)
 
 
-def _add_store(datasette: Any, path: Path) -> None:
-    """The store under a fixed name, read-only; its path may hold any sign."""
-    losses = BenchLosses(path)
+class StoreFile(Database):  # type: ignore[misc]
+    """The store for Datasette, read-only; its path may hold any sign."""
 
-    class StoreFile(Database):  # type: ignore[misc]
-        def connect(self, write: bool = False) -> sqlite3.Connection:
-            if write:
-                raise UsageError("the store is served read-only")
-            # Datasette's queries run in a pool of threads
-            connection = connect(path, write=False, any_thread=True)
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-            connection.set_authorizer(_allowed)
-            connection.create_function("bench_losses", 1, losses)
-            # Datasette closes what stands in this list
-            self._all_file_connections.append(connection)
-            return connection
+    def __init__(self, datasette: Any, path: Path, losses: BenchLosses) -> None:
+        # mutable: runs come in while it is served
+        super().__init__(datasette, path=path.name, is_mutable=True)
+        self.file, self.losses = path, losses
 
-        async def attached_databases(self) -> list[Any]:
-            # Datasette would ask PRAGMA database_list, which tells the path
-            return []
+    def connect(self, write: bool = False) -> sqlite3.Connection:
+        if write:
+            raise UsageError("the store is served read-only")
+        connection = connect(self.file, write=False)
+        # what a query sorts counts as its memory, and fills no disk
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        connection.set_authorizer(_allowed)
+        connection.create_function("bench_losses", 1, self.losses)
+        # Datasette closes what stands in this list
+        self._all_file_connections.append(connection)
+        return connection
 
-        # What asks for the path shows it; these are what the file itself is needed for.
-        @property
-        def size(self) -> int:
-            return path.stat().st_size
+    def close(self) -> None:
+        """Close the connection; the next query opens the file that then has the store's name."""
+        super().close()
+        self._read_connection = None
 
-        @property
-        def mtime_ns(self) -> int:
-            return path.stat().st_mtime_ns
+    async def attached_databases(self) -> list[Any]:
+        # Datasette would ask PRAGMA database_list, which tells the path
+        return []
 
-    # mutable: runs come in while it is served
-    database = StoreFile(datasette, path=path.name, is_mutable=True)
-    datasette.add_database(database, name=DATABASE)
+    # What asks for the path shows it; these are what the file itself is needed for.
+    @property
+    def size(self) -> int:
+        return self.file.stat().st_size
+
+    @property
+    def mtime_ns(self) -> int:
+        return self.file.stat().st_mtime_ns
 
 
 def _allowed(action: int, name: str | None, function: str | None, *_: object) -> int:
     """SQLite's answer to a part of a query: what tells a path or an address in memory is denied."""
     subject = name if action == sqlite3.SQLITE_PRAGMA else function
     return sqlite3.SQLITE_DENY if (subject or "").lower() in TELLTALE else sqlite3.SQLITE_OK
+
+
+class Site:
+    """Datasette on a store, with the reports; see `Pages`. Raises NotFoundError or StoreError."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self.path, self.say = path, say
+        self.queries = Queue(most=6, limit_s=10, fair_s=2, memory_bytes=1 << 30)
+        # their work is known, but may be much
+        self.reports = Queue(most=3, limit_s=300, fair_s=300, memory_bytes=4 << 30)
+        self.losses = BenchLosses(path)
+        ready = {
+            name: {"title": title, "description": text, "sql": sql}
+            for name, (title, text, sql) in QUERIES.items()
+        }
+        self.metadata = {
+            "title": "profharness",
+            "description_html": _front(path),
+            "databases": {DATABASE: {"queries": ready}},
+        }
+        self._send: Send = _drop
+        # With rich at hand Datasette formats pages of traceback for every mistyped query.
+        pm.get_plugin("datasette.handle_exception").rich = None
+        self.datasette = Datasette(
+            [],
+            metadata=self.metadata,
+            # facets would be suggested by a query over each column
+            settings={"allow_download": False, "suggest_facets": False, "num_sql_threads": 0},
+        )
+        self.datasette.remove_database("_memory")
+        self.store = StoreFile(self.datasette, path, self.losses)
+        self.datasette.add_database(self.store, name=DATABASE)
+        self._register_plugin()
+        self.app = self.datasette.app()
+        # the first request loads templates and looks at the schema, which the others need not
+        asyncio.run(self.answer(_request(f"/{DATABASE}", b"sql=select+1"), _drop))
+        # looking for garbage in what is loaded takes long at the end, and copies it in each process
+        gc.freeze()
+
+    def queue(self, path: str) -> Queue:
+        return self.reports if path.startswith((REPORT, REGRET)) else self.queries
+
+    async def answer(self, scope: Scope, send: Send) -> None:
+        known = dict(self.losses.computed)
+
+        async def send_when_closed(message: Message) -> None:
+            if is_last(message):
+                self.store.close()
+                if self.losses.computed != known:
+                    await send({"type": "losses", "losses": self.losses.computed})
+            await send(message)
+
+        self._send = send
+        self.datasette.sql_time_limit_ms = self.queue(scope["path"]).limit_s * 1000
+        try:
+            if scope["path"] == "/":
+                self.metadata["description_html"] = _front(self.path)
+            await self.app(scope, _receive, send_when_closed)
+        except Exception as error:  # outside of Datasette's pages
+            response = await self._failed(error)
+            await response.asgi_send(send)
+
+    def learn(self, message: Message) -> None:
+        if message["type"] == "losses":
+            self.losses.computed = message["losses"]
+        else:
+            self.say(f"error: {message['text']}")
+
+    def _register_plugin(self) -> None:
+        """Teach Datasette `/-/report/RUN`, and how errors are shown."""
+
+        async def report(request: Any) -> Any:
+            run = request.url_vars["run"]
+            page = _report(self.path, run)
+            if page is None:
+                text = f"no run {run!r} is stored; /{DATABASE}/stored_runs lists those that are"
+                return Response.text(text, status=404)
+            return Response.html(page)
+
+        def register_routes() -> list[tuple[str, Any]]:
+            return [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
+
+        def handle_exception(exception: Exception) -> Any:
+            # Datasette has pages for what is wrong with a request
+            if isinstance(exception, Base400 | DatasetteError):
+                return None
+            return self._failed(exception)
+
+        plugin = ModuleType("profharness_site")  # Datasette asks a plugin for its __name__
+        plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
+        plugin.handle_exception = hookimpl(handle_exception)  # type: ignore[attr-defined]
+        # plugins are the process's, whatever application they came with
+        if pm.has_plugin(plugin.__name__):
+            pm.unregister(name=plugin.__name__)
+        pm.register(plugin, name=plugin.__name__)
+
+    async def _failed(self, error: Exception) -> Any:
+        """The answer for an error that nobody expected here; only the terminal is told the cause."""
+        if isinstance(error, MemoryError):
+            return Response.text("this takes too much memory; ask for less", status=400)
+        told = str(error) if isinstance(error, ProfharnessError) else _place(error)
+        await self._send({"type": "error", "text": told[:MAX_ERROR]})
+        status = 404 if isinstance(error, NotFoundError) else 500
+        text = "this cannot be answered; the terminal in which profharness serve runs tells why"
+        return Response.text(text, status=status)
+
+
+def _place(error: BaseException) -> str:
+    """What and where an unexpected error is."""
+    code = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return f"{error!r} in {code.co_filename}:{code.co_name}"
+
+
+def _request(path: str, query: bytes = b"") -> Scope:
+    """An HTTP request in ASGI's form."""
+    return {
+        "type": "http",
+        "method": "GET",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query,
+        "headers": [],
+    }
+
+
+async def _receive() -> Message:
+    return {"type": "http.request"}
+
+
+async def _drop(_: Message) -> None:
+    pass
 
 
 def _front(path: Path) -> str:
@@ -306,71 +438,18 @@ def _front(path: Path) -> str:
     return f"<h2>Questions</h2><ul>{questions}</ul><h2>Reports</h2><ul>{reports}</ul>"
 
 
-def _add_routes(path: Path) -> None:
-    """Teach Datasette `/-/report/RUN`."""
-
-    async def report(request: Any) -> Any:
-        run = request.url_vars["run"]
-        try:
-            # in a thread: the loop has others to answer meanwhile
-            return Response.html(await asyncio.to_thread(_report, path, run))
-        except NotFoundError as error:
-            return Response.text(str(error), status=404)
-
-    def register_routes() -> list[tuple[str, Any]]:
-        return [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
-
-    plugin = ModuleType("profharness_reports")  # Datasette asks a plugin for its __name__
-    plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
-    # plugins are the process's, whatever application they came with
-    if pm.has_plugin(plugin.__name__):
-        pm.unregister(name=plugin.__name__)
-    pm.register(plugin, name=plugin.__name__)
-
-
-def _report(path: Path, run: str) -> str:
-    """The page of one run; without charts, and with a note, where their extra is missing."""
+def _report(path: Path, run: str) -> str | None:
+    """The page of one run, None if there is none; without charts, and with a note, where their extra
+    is missing.
+    """
     with open_store(path) as store:
+        try:
+            store.resolve(run)
+        except NotFoundError:
+            return None
         document = report_document(store, [run])
     try:
         return render_html(document)
     except MissingExtraError as error:
         kept = tuple(block for block in document.blocks if not isinstance(block, Chart))
         return render_html(replace(document, blocks=(Note(str(error), level="warning"), *kept)))
-
-
-def _guarded(app: App, names: tuple[str, ...] | None) -> App:
-    """Answer only what reads, under a policy, and only to these names (None: to any): a page elsewhere
-    that points its own name at this machine must not read the store through the reader's browser."""
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        status, text = _refusal(scope, names)
-        if status:
-            start = {"type": "http.response.start", "status": status}
-            await send(start | {"headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": text})
-            return
-
-        async def send_with_policy(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and not scope["path"].startswith(REPORT):
-                policy = (b"content-security-policy", POLICY.encode())
-                message = {**message, "headers": [*message.get("headers", ()), policy]}
-            await send(message)
-
-        await app(scope, receive, send_with_policy)
-
-    return guarded
-
-
-def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, bytes]:
-    """The status and text for a request that is not answered; 0 for one that is."""
-    # latin-1 takes any byte, so that a strange name is refused and no error
-    host = HOST.fullmatch(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))
-    if host is None or (names and host[1].strip("[]").lower() not in names):
-        return 421, b"not a name of this machine\n"
-    if scope["method"] not in ("GET", "HEAD"):
-        return 405, b"the store is served read-only\n"
-    return 0, b""

@@ -10,13 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, alive, until
 
 from profharness.answers.bench.answer import benched
 from profharness.config import parse_config
@@ -62,9 +62,15 @@ def served(store: Path) -> Iterator[str]:
         yield address
 
 
-def get(address: str, path: str, host: str | None = None, method: str = "GET") -> Answer:
+def get(
+    address: str,
+    path: str,
+    host: str | None = None,
+    method: str = "GET",
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
     with closing(http.client.HTTPConnection(address, timeout=PATIENCE_S)) as connection:
-        connection.request(method, path, headers={"Host": host or address})
+        connection.request(method, path, headers={"Host": host or address, **(headers or {})})
         answer = connection.getresponse()
         return answer.status, answer.read().decode(errors="replace")
 
@@ -98,8 +104,37 @@ def test_a_ready_query_answers(served: str, name: str) -> None:
 def test_a_report_is_made_on_request(served: str) -> None:
     status, page = get(served, "/-/report/latest")
     assert status == 200 and page.startswith("<!DOCTYPE html>") and "<svg" in page
-    status, text = get(served, "/-/report/nope")
-    assert status == 404 and "no run 'nope'" in text
+
+
+@pytest.mark.parametrize(
+    "run", ["nope", "all", "latest~9", "latest~99999999999999999999", "0", "%00", "~", "a%2fb"]
+)
+def test_wrong_run_is_not_found(served: str, store: Path, run: str) -> None:
+    status, text = get(served, f"/-/report/{run}")
+    assert status == 404 and text.startswith(f"no run '{run}' is stored")
+    assert str(store.parent) not in text
+
+
+def test_store_that_is_gone_is_an_error_without_path(store: Path, tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    with serving("--store", shutil.copy(store, path)) as (process, address):
+        path.rename(tmp_path / "away.db")
+        for page in (
+            "/",
+            "/-/report/latest",
+            f"/{DATABASE}/runs",
+            f"/{DATABASE}.json?sql=select+1",
+        ):
+            status, text = get(address, page)
+            assert (status, str(tmp_path) in text) == (404, False), text
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith(f"error: {path}: no store here")
+        (tmp_path / "away.db").rename(path)
+        assert get(address, "/-/report/latest")[0] == 200
+        path.write_bytes(b"no store" * 1000)
+        status, text = get(address, f"/{DATABASE}/runs")
+        assert (status, str(tmp_path) in text) == (500, False), text
+        assert f"error: {path}: not an SQLite file" in process.stderr.readline()
 
 
 @pytest.mark.parametrize(
@@ -202,6 +237,113 @@ def test_only_loopback_is_listened_on_and_a_warning_else(store: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "warning: --host 192.0.2.1" in done.stderr
     assert done.returncode == 2  # no machine has this address
+
+
+ENDLESS = "select instr(printf('%.*c', 8000000, 'a'), printf('%.*c', 4000000, 'a') || 'b')"
+SHORT = f"/{DATABASE}.json?sql=select+1"
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that a process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
+            found += [int(path.parent.name)] if int(parent) == process.pid else []
+    return found
+
+
+@contextmanager
+def asked(address: str, sql: str, times: int = 1) -> Iterator[list[http.client.HTTPConnection]]:
+    """Connections with a query that nobody has read the answer of."""
+    with ExitStack() as stack:
+        connections = []
+        for _ in range(times):
+            connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
+            stack.enter_context(closing(connection))
+            connection.request("GET", f"/{DATABASE}.json?sql={quote(sql)}")
+            connections.append(connection)
+        yield connections
+
+
+@pytest.mark.parametrize("times", [3, 90])
+def test_queries_without_end_stop_no_other_query_and_end_with_their_clients(
+    store: Path, times: int
+) -> None:
+    with serving("--store", store) as (process, address):
+        with asked(address, ENDLESS, times):
+            until(lambda: len(children(process)) >= 3)
+            assert get(address, SHORT)[0] == 200
+            assert children(process)
+        until(lambda: not children(process))
+
+
+def test_query_whose_process_dies_is_an_error_of_its_own(store: Path) -> None:
+    with (
+        serving("--store", store) as (process, address),
+        asked(address, ENDLESS) as (connection,),
+    ):
+        until(lambda: children(process))
+        os.kill(children(process)[0], signal.SIGSEGV)
+        answer = connection.getresponse()
+        assert answer.status == 500 and b"crashed or ran out of memory" in answer.read()
+        assert get(address, SHORT)[0] == 200
+
+
+def test_query_that_takes_much_memory_is_refused(served: str) -> None:
+    sql = "with recursive n(i) as (select 1 union all select i + 1 from n limit 300) "
+    status, text = get(served, f"/{DATABASE}.json?sql={quote(sql)}select+zeroblob(8000000)+from+n")
+    assert (status, text) == (400, "this takes too much memory; ask for less"), text[:200]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 0),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_signal_ends_the_server_and_all_its_queries(
+    store: Path, number: signal.Signals, code: int
+) -> None:
+    with serving("--store", store) as (process, address), asked(address, ENDLESS, 9):
+        until(lambda: len(children(process)) >= 3)
+        pids = children(process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, out, "Traceback" in err) == (code, "", False), err
+        until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"},
+        {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors", "Sec-Fetch-Dest": "empty"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+    ],
+)
+def test_request_of_another_site_is_refused(served: str, headers: dict[str, str]) -> None:
+    for path in ("/", SHORT, "/-/report/latest"):
+        assert get(served, path, headers=headers)[0] == 403
+    link = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert get(served, SHORT, headers=headers | link)[0] == 403
+
+
+@pytest.mark.parametrize("site", ["none", "same-origin", "cross-site"])
+def test_links_and_own_pages_are_answered(served: str, site: str) -> None:
+    link = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert get(served, f"/{DATABASE}/runs", headers=link)[0] == 200
+    own = {"Origin": f"http://{served}", "Sec-Fetch-Site": "same-origin"}
+    assert get(served, SHORT, headers=own)[0] == 200
+    # a link must not bring a query along
+    assert get(served, SHORT, headers=link)[0] == (403 if site == "cross-site" else 200)
 
 
 def test_ctrl_c_ends_it_cleanly(store: Path) -> None:
@@ -312,10 +454,12 @@ def test_regret_is_what_bench_says_of_the_same_store(tmp_path: Path) -> None:
         return row
 
     with serving("--store", path) as (_, address):
+        assert f"/-/report/{bench}" in get(address, "/")[1]
         first = same_as_bench(address)
         assert (first["best"], first["regret"]) == ("mine", 1.0)
         stored(tmp_path, 2, [checked("mqa", False)], ENVIRONMENT | {"gpu": "L4"})
         assert same_as_bench(address)["best"] == "mine"
+        assert "/-/report/run-2" in get(address, "/")[1]
         stored(tmp_path, 3, [checked("mqa", False)], ENVIRONMENT)
         wrong = same_as_bench(address)
         assert (wrong["best"], wrong["regret"], wrong["real"]) == ("flash", 0.5, 1)
@@ -326,9 +470,9 @@ def test_regret_is_what_bench_says_of_the_same_store(tmp_path: Path) -> None:
 def test_a_run_is_computed_once_for_each_state_of_the_store(store: Path) -> None:
     losses = BenchLosses(store)
     first = losses("all")
-    known = {run: rows for run, (_, rows) in losses._computed.items()}
+    known = {run: rows for run, (_, rows) in losses.computed.items()}
     assert json.loads(first) and losses("all") == first
-    assert all(losses._computed[run][1] is rows for run, rows in known.items())
+    assert all(losses.computed[run][1] is rows for run, rows in known.items())
 
 
 def test_it_leaves_nothing_beside_the_store(store: Path) -> None:

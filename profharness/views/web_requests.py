@@ -1,0 +1,285 @@
+"""Which requests of browsers are answered, and how: each by a process of its own.
+
+Nothing interrupts SQLite inside of one of its functions, or a library that draws. A process can be
+killed at any point, and all that it held goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import re
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from profharness.processes import SIGNALS, end_with_parent
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_WAITING = 64
+FRAME_BYTES = 1 << 16
+GRACE_S = 2.0  # for a page of Datasette's that tells of its own limit
+POLL_S = 0.1
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::\d+)?", re.IGNORECASE)
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+BUSY = "too many requests at a time; try again later"
+ENDED = "the process that answered this request crashed or ran out of memory; ask for less"
+FOREIGN = "a page of another site made this request; open the address yourself"
+
+
+@dataclass
+class Queue:
+    """Requests of one kind. most: how many are answered at a time; limit_s: how long an answer may take
+    before it begins, and between its parts; fair_s: after how long it gives way to one that waits;
+    memory_bytes: how much its process may take.
+
+    The newest is answered first: whoever sent it waits for it.
+    """
+
+    most: int
+    limit_s: float
+    fair_s: float
+    memory_bytes: int
+    running: int = 0
+    waiting: list[asyncio.Future[bool]] = field(default_factory=list)
+
+    async def enter(self) -> bool:
+        """Wait for a turn, which `leave` ends. Return False if too many newer requests came."""
+        if self.running < self.most:
+            self.running += 1
+            return True
+        if len(self.waiting) == MAX_WAITING:
+            self.waiting.pop(0).set_result(False)
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        return await self.waiting[-1]
+
+    def leave(self) -> None:
+        """Give the turn to the newest that waits."""
+        if self.waiting:
+            self.waiting.pop().set_result(True)
+        else:
+            self.running -= 1
+
+
+class Pages(Protocol):
+    """What answers requests."""
+
+    def queue(self, path: str) -> Queue:
+        """Return the queue for requests of a path."""
+
+    async def answer(self, scope: Scope, send: Send) -> None:
+        """Answer one request. This process does nothing else, and ends afterwards."""
+
+    def learn(self, message: Message) -> None:
+        """Take a message of a type outside of HTTP, which `answer` sent in another process."""
+
+
+@dataclass
+class _Answer:
+    """An answer on its way to a client. moved: when a part of it was last passed on."""
+
+    reader: asyncio.StreamReader
+    send: Send
+    learn: Callable[[Message], None]
+    moved: float
+    started: bool = False
+
+    async def pass_on(self) -> None:
+        """Pass on all messages of a process. Raises IncompleteReadError if it ends too early."""
+        while True:
+            size = int.from_bytes(await self.reader.readexactly(4), "big")
+            message = pickle.loads(await self.reader.readexactly(size))
+            if not message["type"].startswith("http."):
+                self.learn(message)
+                continue
+            self.started = True
+            await self.send(message)
+            self.moved = asyncio.get_running_loop().time()
+            if is_last(message):
+                return
+
+
+def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) -> App:
+    """An application that answers requests that only read, under a policy, and only to these names
+    (None: to any): a page elsewhere that points its own name at this machine must not read the store
+    through the reader's browser. Below the path free_of_policy pages carry their own.
+    """
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        status, text = _refusal(scope, names)
+        if status:
+            await _send_text(send, status, text)
+            return
+
+        async def send_with_policy(message: Message) -> None:
+            start = message["type"] == "http.response.start"
+            if start and not scope["path"].startswith(free_of_policy):
+                policy = (b"content-security-policy", POLICY.encode())
+                message = {**message, "headers": [*message.get("headers", ()), policy]}
+            await send(message)
+
+        queue = pages.queue(scope["path"])
+        if not await queue.enter():
+            await _send_text(send, 503, BUSY)
+            return
+        try:
+            await _answer(pages, queue, scope, receive, send_with_policy)
+        finally:
+            queue.leave()
+
+    return app
+
+
+def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, str]:
+    """The status and text for a request that is not answered; 0 for one that is."""
+    headers = dict(scope["headers"])
+    # latin-1 takes any byte, so that a strange name is refused and no error
+    host = headers.get(b"host", b"")
+    name = HOST.fullmatch(host.decode("latin-1"))
+    if name is None or (names and name[1].strip("[]").lower() not in names):
+        return 421, "not a name of this machine"
+    if scope["method"] not in ("GET", "HEAD"):
+        return 405, "the store is served read-only"
+    if _is_foreign(headers, host) and not _follows_link(headers, scope):
+        return 403, FOREIGN
+    return 0, ""
+
+
+def _is_foreign(headers: dict[bytes, bytes], host: bytes) -> bool:
+    """Whether a browser sends the request for a page of another origin."""
+    origin = headers.get(b"origin", b"//" + host).partition(b"//")[2]
+    site = headers.get(b"sec-fetch-site", b"none")
+    return origin.lower() != host.lower() or site not in (b"same-origin", b"none")
+
+
+def _follows_link(headers: dict[bytes, bytes], scope: Scope) -> bool:
+    """Whether the browser goes to a page as for a link, one that brings no query along."""
+    kind = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
+    return kind == (b"navigate", b"document") and not scope["query_string"]
+
+
+async def _send_text(send: Send, status: int, text: str) -> None:
+    start = {"type": "http.response.start", "status": status}
+    await send(start | {"headers": [(b"content-type", b"text/plain; charset=utf-8")]})
+    await send({"type": "http.response.body", "body": f"{text}\n".encode()})
+
+
+def is_last(message: Message) -> bool:
+    """Whether a message ends an answer."""
+    return message["type"] == "http.response.body" and not message.get("more_body")
+
+
+async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request by a process of its own. It is killed when it takes too long, when its client
+    leaves, and when this is cancelled.
+    """
+    mine, its = socket.socketpair()
+    with mine, its:
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:  # no memory, too many processes
+            await _send_text(send, 503, BUSY)
+            return
+        if pid == 0:
+            _become_child(pages, scope, its, parent, queue.memory_bytes)
+        its.close()
+        try:
+            reader, writer = await asyncio.open_connection(sock=mine)
+            with contextlib.closing(writer):
+                moved = asyncio.get_running_loop().time()
+                answer = _Answer(reader, send, pages.learn, moved)
+                failure = await _passed_on(answer, queue, receive)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if failure and not answer.started:
+        await _send_text(send, *failure)
+
+
+async def _passed_on(answer: _Answer, queue: Queue, receive: Receive) -> tuple[int, str] | None:
+    """Pass an answer on to its client; the status and text for it where there is none."""
+    begun = answer.moved
+    done, gone = tasks = [
+        asyncio.ensure_future(answer.pass_on()),
+        asyncio.ensure_future(_wait_until_left(receive)),
+    ]
+    try:
+        while not done.done() and not gone.done():
+            await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            now = asyncio.get_running_loop().time()
+            if now - answer.moved > queue.limit_s + GRACE_S:
+                return 504, f"this took more than {queue.limit_s:.0f} s and was ended; ask for less"
+            if queue.waiting and now - begun > queue.fair_s:
+                return (
+                    503,
+                    f"this took more than {queue.fair_s:.0f} s while others waited; try again",
+                )
+        if done.done() and isinstance(done.exception(), asyncio.IncompleteReadError):
+            return 500, ENDED
+        return None
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _wait_until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _become_child(
+    pages: Pages, scope: Scope, channel: socket.socket, parent: int, memory_bytes: int
+) -> NoReturn:
+    """Answer a request in a process that was just forked for it, and end."""
+    try:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        end_with_parent(parent)
+        os.dup2(channel.fileno(), 1)
+        # connections of other clients would last until this process ends
+        for path in list(Path("/proc/self/fd").iterdir()):
+            if int(path.name) > 2:
+                with contextlib.suppress(OSError):
+                    os.close(int(path.name))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+        # libraries print tracebacks and queries
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        asyncio.run(pages.answer(scope, _send_up))
+    finally:
+        os._exit(0)
+
+
+async def _send_up(message: Message) -> None:
+    """Write a message for `_Answer.pass_on`, a long body in parts."""
+    body, begin = message.get("body", b""), 0
+    while len(body) - begin > FRAME_BYTES:
+        part = body[begin : begin + FRAME_BYTES]
+        _write({"type": message["type"], "body": part, "more_body": True})
+        begin += FRAME_BYTES
+    _write({**message, "body": body[begin:]} if begin else message)
+
+
+def _write(message: Message) -> None:
+    data = pickle.dumps(message)
+    data = len(data).to_bytes(4, "big") + data
+    while data:
+        data = data[os.write(1, data) :]
