@@ -13,6 +13,7 @@ from typing import IO
 from profharness.errors import UsageError
 
 DEFAULT_STORE = "profharness.db"
+STORE_ID = 0x70726F66  # "prof": the application id by which SQLite tells a store from other files
 STORE_VARIABLE = "PROFHARNESS_STORE"  # names the store where none is given
 RUNS_FOLDER = Path("traces/runs")
 LOCKS = Path("/tmp")  # not TMPDIR: every user of the host has to look in the same place

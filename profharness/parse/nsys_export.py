@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.errors import TraceFormatError
+from profharness.parse.packed import open_raw
 
 # nsys's own numbers, as its ENUM tables have them, in Kineto's words
 COPY_KINDS = {
@@ -40,7 +41,6 @@ AGAIN = (
     "make it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
 )
 META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # the second until 2022.4
-STORE_TABLES = {"kernel_launches", "kernel_summary", "cell_summary"}
 MAX_TEXT = 65536  # characters of one string that are ever read
 MAX_IDS = 1000
 FETCH_ROWS = 8192
@@ -191,7 +191,7 @@ def _check_file(path: Path, shown: Path) -> None:
     """Refuse by the first 100 bytes, the size and the files beside it."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_raw(path) as file:
             head = file.read(100)
     except OSError as error:
         raise TraceFormatError(shown, f"cannot be read: {error.strerror}") from None
@@ -220,10 +220,7 @@ def _check_tables(export: Export) -> None:
     names = set(export.tables)
     if any(_MARK.fullmatch(name) for name in names):
         return
-    views = export.connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'")
-    if STORE_TABLES & {*names, *(str(name) for (name,) in views)}:
-        message = "a store of profharness, not a trace; read it with --store"
-    elif not names:
+    if not names:
         message = f"an SQLite file without tables; {AGAIN}"
     else:
         message = "an SQLite file, but not by nsys: no table of CUDA activities or NVTX ranges"

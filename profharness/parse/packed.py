@@ -5,6 +5,7 @@ unpacked beside.
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import IO, BinaryIO, cast
 from isal import igzip_lib
 
 from profharness.errors import ProfharnessError, TraceFormatError, shown
+from profharness.files import STORE_ID
 
 GZIP = b"\x1f\x8b"
 SUFFIX = ".gz"
@@ -99,22 +101,44 @@ class GzipReader:
         return TraceFormatError(self._path, message, offset=self._done, expected=expected)
 
 
-def open_file(path: Path) -> tuple[FileIO | GzipReader, bool]:
-    """The content of a file, and whether it was inside gzip, whatever its name says.
+def is_store(path: Path) -> bool:
+    """Return whether a regular file is a store, or SQLite's log of one.
 
-    Raises TraceFormatError for what cannot be opened or is no regular file.
+    SQLite reads the file: closing any other descriptor of a store would release the locks that
+    SQLite holds on it in this process. An immutable connection reads the header alone.
     """
+    name = path.name.removesuffix("-wal").removesuffix("-shm")
+    uri = f"{path.absolute().with_name(name).as_uri()}?mode=ro&immutable=1"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")  # reads a file that is cut short, too
+        return bool(connection.execute("PRAGMA application_id").fetchone() == (STORE_ID,))
+    return False
+
+
+def open_raw(path: Path) -> FileIO:
+    """Open an input file. Raises TraceFormatError for what is no regular file, and for a store."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise TraceFormatError(path, "not a regular file", expected="a file with a trace")
-        raw = path.open("rb", buffering=0)
-        try:
-            packed = raw.read(len(GZIP)) == GZIP
-            raw.seek(0)
-        except OSError:
-            raw.close()
-            raise
+        if is_store(path):
+            message = "a store of profharness, not a trace; read it with --store"
+            raise TraceFormatError(path, message)
+        return path.open("rb", buffering=0)
     except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+
+
+def open_file(path: Path) -> tuple[FileIO | GzipReader, bool]:
+    """The content of a file, and whether it was inside gzip, whatever its name says.
+
+    Raises TraceFormatError as `open_raw` does.
+    """
+    raw = open_raw(path)
+    try:
+        packed = raw.read(len(GZIP)) == GZIP
+        raw.seek(0)
+    except OSError as error:
+        raw.close()
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     return (GzipReader(path, raw) if packed else raw), packed
 

@@ -16,7 +16,7 @@ from typing import IO, cast
 
 from profharness.errors import ProfharnessError, TraceFormatError
 from profharness.parse.nsys_export import MAGIC, META_TABLES
-from profharness.parse.packed import GZIP, SUFFIX
+from profharness.parse.packed import GZIP, SUFFIX, is_store
 from profharness.scrub.nsys import FILTERED, PRIVATE_COLUMNS, STRINGS, columns_of, row_allowed
 from profharness.scrub.reports import private_cells
 from profharness.scrub.text import PRIVATE_KEYS, Cleaner, machine_names, windows
@@ -78,6 +78,9 @@ def _file(path: Path, root: Path, cleaner: Cleaner) -> Iterator[Finding]:
         name = path.name.lower().removesuffix(SUFFIX)
         if name.endswith(RAW_SUFFIXES):
             yield Finding(path, "the file", "raw report", "holds the environment of its process")
+            return
+        if is_store(path):
+            yield Finding(path, "the file", "store", "holds paths and environments of its runs")
             return
         with path.open("rb") as plain:
             packed = plain.read(len(GZIP)) == GZIP  # whatever its name says

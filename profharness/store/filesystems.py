@@ -84,13 +84,18 @@ def refuse_network(path: Path) -> None:
         )
 
 
+def file_beside(path: Path, suffix: str) -> Path:
+    """The file that SQLite keeps beside a store, also where a symbolic link names the store."""
+    return Path(f"{os.path.realpath(path)}{suffix}")
+
+
 def may_be_read(path: Path) -> str | None:
     """The name of the network file system of a store that is read there as it lies, None elsewhere.
 
     Raises StoreError where a writer is at work on it, or has left what it wrote in the log.
     """
     name = network_name(path)
-    log = path.with_name(f"{path.name}-wal")
+    log = file_beside(path, "-wal")
     with contextlib.suppress(OSError):
         if name is not None and log.stat().st_size:
             raise StoreError(

@@ -6,20 +6,22 @@ Migrations are made with sqlite_utils and never edited after a release.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from profharness.errors import NotFoundError, StoreError
-from profharness.store.filesystems import may_be_read, refuse_network
+from profharness.files import STORE_ID
+from profharness.store.filesystems import file_beside, may_be_read, refuse_network
 from profharness.store.tables import TABLES, VIEWS
 
-APPLICATION_ID = 0x70726F66  # "prof", so that a foreign SQLite file is recognised
 SCHEMA_VERSION = 15  # 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
@@ -28,7 +30,7 @@ SMALL_TABLES = (
     *("environments", "runs", "devices", "configs", "cells", "refusals", "traces", "trace_cells"),
     *("kernels", "launch_configs", "op_paths", "apis", "range_names"),
 )
-MAGIC = b"SQLite format 3\0"
+OTHER = "name another --store"
 Answer = TypeVar("Answer")
 
 
@@ -40,7 +42,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     migrations = Migrations(MIGRATION_SET)
     migrations(name="015_initial")(_initial)
     migrations.apply(Database(connection, execute_plugins=False))
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA application_id = {STORE_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
@@ -102,7 +104,7 @@ def make_shard(path: Path, stored: sqlite3.Connection | None = None) -> Shard:
     with transaction(connection):
         for statement in _statements():
             connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA application_id = {STORE_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     return connection
 
@@ -176,10 +178,10 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
             f"{path}: no store here; `profharness ingest FILE` or `profharness capture` makes one, "
             "--store names another"
         )
-    _check_header(path)
     if write:
         refuse_network(path)
     try:
+        _check_header(path, write)
         if write:
             return waiting(lambda: _open_writer(path, foreign_keys))
         return waiting(lambda: _open_reader(path))
@@ -272,38 +274,47 @@ def _is_busy(error: sqlite3.OperationalError) -> bool:
     )
 
 
-def _left_half_written(path: Path) -> bool:
-    """Whether a killed process may have left our store in a transaction, as in the switch to WAL. SQLite
-    rolls that back, but for nobody who only reads.
+def _check_header(path: Path, write: bool) -> None:
+    """Refuse a foreign file before SQLite replays its log.
+
+    SQLite itself reads the header: closing any other descriptor of a store would release the locks
+    that SQLite holds on it in this process. An immutable connection neither locks nor reads a log.
     """
-    with path.open("rb") as file:
-        ours = int.from_bytes(file.read(100)[68:72], "big") == APPLICATION_ID
-    return ours and path.with_name(f"{path.name}-journal").exists()
-
-
-def _check_header(path: Path) -> None:
-    """Refuse a foreign file before SQLite opens it: opening may already replay a foreign WAL."""
     try:
-        with path.open("rb") as file:
-            header = file.read(100)
+        status = path.stat()
     except FileNotFoundError:
         return
     except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}; {OTHER}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreError(f"{path}: not a regular file; {OTHER}")
+    if not os.access(path, os.R_OK):
+        raise StoreError(f"{path}: cannot be read: Permission denied; {OTHER}")
+    if write and status.st_nlink > 1:
         raise StoreError(
-            f"{path}: cannot be read: {error.strerror}; name another --store"
-        ) from None
-    if not header:
-        return
-    if header[:16] != MAGIC[: len(header)] or len(header) < 100:
-        raise StoreError(f"{path}: not an SQLite file, left as it is; name another --store")
-    if int.from_bytes(header[68:72], "big") not in (0, APPLICATION_ID):
+            f"{path}: has {status.st_nlink} hard links, and SQLite would keep a log for each of them; "
+            "remove the other links, or copy the store and name the copy with --store"
+        )
+    with closing(_raw(path, "mode=ro&immutable=1")) as connection:
+        connection.execute("PRAGMA writable_schema = ON")  # another process may be writing the file
+        objects = 0
+        try:
+            (application,) = connection.execute("PRAGMA application_id").fetchone()
+            if application == 0:
+                with suppress(sqlite3.DatabaseError):
+                    (objects,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+                # another process may have made the store meanwhile
+                (application,) = connection.execute("PRAGMA application_id").fetchone()
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
+                raise
+            raise StoreError(f"{path}: not an SQLite file, left as it is; {OTHER}") from None
+    if application != STORE_ID and (application or objects):
         raise _foreign(path)
 
 
 def _foreign(path: Path) -> StoreError:
-    return StoreError(
-        f"{path}: an SQLite file of another program, left as it is; name another --store"
-    )
+    return StoreError(f"{path}: an SQLite file of another program, left as it is; {OTHER}")
 
 
 def _raw(path: Path, mode: str) -> sqlite3.Connection:
@@ -326,7 +337,7 @@ def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
         "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) "
         "FROM pragma_application_id, pragma_user_version"
     ).fetchone()
-    if application != APPLICATION_ID:
+    if application != STORE_ID:
         if application or version or objects:
             raise _foreign(path)
         return False
@@ -362,7 +373,9 @@ def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
     if path.exists() and path.stat().st_size:
-        with closing(_raw(path, "mode=rw" if _left_half_written(path) else "mode=ro")) as probe:
+        # SQLite rolls back what a killed process left in a transaction, but not for a reader
+        half_written = file_beside(path, "-journal").exists()
+        with closing(_raw(path, "mode=rw" if half_written else "mode=ro")) as probe:
             _is_made(probe, path)
         _check_file(str(path.absolute()), path.stat().st_ino)
     connection = _raw(path, "mode=rwc")

@@ -12,7 +12,7 @@ import xxhash
 
 from profharness.errors import TraceFormatError, shown
 from profharness.parse import is_trace, sniff
-from profharness.parse.packed import open_file
+from profharness.parse.packed import open_file, open_raw
 from profharness.run import OBSERVE, RUN_FILE, Run, TraceFile, observed_journals, read_run
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
@@ -103,7 +103,7 @@ def hash_file(path: Path, *, packed: bool = True) -> str:
     """
     digest = xxhash.xxh3_128()
     try:
-        with closing(path.open("rb") if packed else open_file(path)[0]) as file:
+        with closing(open_raw(path) if packed else open_file(path)[0]) as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
     except OSError as error:

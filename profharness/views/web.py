@@ -22,6 +22,7 @@ from profharness.answers.bench.answer import benched
 from profharness.answers.bench.rows import CHOSEN
 from profharness.errors import MissingExtraError, NotFoundError, ProfharnessError, UsageError
 from profharness.store import Store, open_store
+from profharness.store.filesystems import file_beside
 from profharness.store.schema import connect
 from profharness.views.document import Chart, Note
 from profharness.views.html import render_html
@@ -168,7 +169,7 @@ class BenchLosses:
 
     def _losses_of(self, store: Store, run: str) -> list[dict[str, Any]]:
         """Computed again whenever a run or a check was added or deleted."""
-        files = (self.path, self.path.with_name(self.path.name + "-wal"))
+        files = (self.path, file_beside(self.path, "-wal"))
         stats = [file.stat() for file in files if file.exists()]
         # readers make an empty log and delete it again
         state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -118,11 +120,20 @@ def test_missing_store_names_the_remedy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["text", "short", "database", "application", "newer", "older"])
+@pytest.mark.parametrize(
+    "kind", ["text", "short", "header", "pipe", "database", "application", "newer", "older"]
+)
 @pytest.mark.parametrize("write", [False, True])
 def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: bool) -> None:
     path = tmp_path / "other.db"
-    if kind in ("text", "short"):
+    if kind == "pipe":
+        os.mkfifo(path)
+        with pytest.raises(StoreError, match="not a regular file"):
+            open_store(path, write=write)
+        return
+    if kind == "header":
+        path.write_bytes(b"SQLite format 3\0")
+    elif kind in ("text", "short"):
         path.write_bytes(b"hello" * (100 if kind == "text" else 1))
     elif kind in ("newer", "older"):
         open_store(path, write=True).close()
@@ -139,6 +150,25 @@ def test_foreign_files_are_refused_untouched(tmp_path: Path, kind: str, write: b
     with pytest.raises(StoreError, match=remedy):
         open_store(path, write=write)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("application", [0, 7])
+@pytest.mark.parametrize("write", [False, True])
+def test_log_of_a_foreign_file_is_left_alone(tmp_path: Path, application: int, write: bool) -> None:
+    path = tmp_path / "left" / "other.db"
+    path.parent.mkdir()
+    with closing(sqlite3.connect(tmp_path / "used.db", isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA application_id = {application}")
+        connection.execute("CREATE TABLE precious (x)")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.execute("INSERT INTO precious VALUES (1)")
+        for suffix in ("", "-wal"):  # as a process that was killed leaves them
+            shutil.copyfile(tmp_path / f"used.db{suffix}", f"{path}{suffix}")
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    with pytest.raises(StoreError, match="another program"):
+        open_store(path, write=write)
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
 
 
 def test_sdpa_op_is_the_innermost_implementation() -> None:
