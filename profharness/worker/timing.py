@@ -29,7 +29,7 @@ SAMPLE_S = 0.001  # for each sample that is asked for
 LEAST_BUDGET_S = 0.03  # and no less than this: more than a turn of a bench
 WALL_BUDGET_S = 0.5  # of the wall clock, which other programs on a CPU disturb
 MIN_SAMPLES = 5
-GRAPH_CALLS = 100  # at most: a replay's own launch costs 11 us, many calls in a graph share it
+GRAPH_CALLS = 100  # at most: the GPU's own cost of starting a graph is shared by the calls in it
 GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
 TRIAL_CALLS = 10
 FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
@@ -164,7 +164,7 @@ def time_cold(
     """Each sample is one call on the device, with the L2 flushed before it and all of its launches
     queued before the first may run: the host has no part in it. Raises NeverHeldError.
     """
-    return {COLD: held(partial(_queue_cold, call, flush, hold), hold.lengthen, samples)}
+    return {COLD: held(partial(_queue_held, call, hold, flush), hold.lengthen, samples)}
 
 
 Queued = tuple[bool, Callable[[], int]]
@@ -194,8 +194,10 @@ def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
     return times + [each() for each in reads]
 
 
-def _queue_cold(call: Callable[[], Any], flush: L2Flush, hold: Hold) -> Queued:
-    flush()
+def _queue_held(
+    call: Callable[[], Any], hold: Hold, prepare: Callable[[], None] = lambda: None
+) -> Queued:
+    prepare()
     hold()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -262,29 +264,24 @@ Sampler = Callable[[int], dict[str, list[int]]]
 
 def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
     """A graph of the call, captured and replayed once. Each sample is a replay's time over the calls
-    in it, L2 warm. How many calls a graph holds is found by a short one, since expected_ns,
-    of a call outside of graphs, may be mostly the CPU's. Raises what the capture raises.
+    in it, L2 warm, with the replay queued before it may run: its launch takes the host 10 to 40 us,
+    and from one process to the next differs by more than the GPU's time. How many calls a graph holds
+    is found by a short one, since expected_ns, of a call outside of graphs, may be mostly the CPU's.
+    Raises what the capture raises, and NeverHeldError.
     """
+    hold = Hold()
+
+    def replayed(graph: Any, calls: int, samples: int) -> list[int]:
+        times = held(partial(_queue_held, graph.replay, hold), hold.lengthen, samples)
+        return [max(1, round(time_ns / calls)) for time_ns in times]
+
     calls = max(1, min(TRIAL_CALLS, GRAPH_NS // max(1, expected_ns)))
     graph = _captured(call, calls)
-    per_call = _replayed_ns(graph, calls)
-    if per_call < GRAPH_NS:  # the first replay took longer: it loads the graph
-        per_call = _replayed_ns(graph, calls)
+    (per_call,) = replayed(graph, calls, 1)
     enough = min(GRAPH_CALLS, GRAPH_NS // per_call)
     if enough > calls:
         calls, graph = enough, _captured(call, enough)
-        graph.replay()
-        torch.cuda.synchronize()
-
-    def replay(samples: int) -> dict[str, list[int]]:
-        times = sampled(lambda: elapsed_ms(graph.replay), samples)
-        return {GRAPH: [round(milliseconds * 1e6 / calls) for milliseconds in times]}
-
-    return replay
-
-
-def _replayed_ns(graph: Any, calls: int) -> int:
-    return max(1, round(elapsed_ms(graph.replay) * 1e6 / calls))
+    return lambda samples: {GRAPH: replayed(graph, calls, samples)}
 
 
 def _captured(call: Callable[[], Any], calls: int) -> Any:
@@ -301,6 +298,8 @@ def _captured(call: Callable[[], Any], calls: int) -> Any:
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
+    graph.replay()  # loads it, which takes the host long
+    torch.cuda.synchronize()
     return graph
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from typing import Any
+
 import pytest
+import torch
 
 from profharness.answers.bench.answer import Benched, benched
 from profharness.config import expand_configs
 from profharness.jobs import bench_into_store, default_backends
 from profharness.run import BenchPlan, CaptureOptions, Protocol
 from profharness.store import open_store
+from profharness.worker.timing import open_graph
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,6 +78,23 @@ def test_kernels_take_no_longer_than_the_call(found: Benched) -> None:
         times = medians(found, SMALL, backend)
         assert times["kernel"] < 1.1 * times["cold"]
         assert times["kernel"] < 1.1 * times["graph"]
+
+
+def test_graph_times_hold_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that takes 0.3 ms more for each replay of 0.5 ms changes no sample."""
+    left = torch.randn(2048, 2048, dtype=torch.float16, device="cuda")
+    sample, replay = open_graph(lambda: left @ left, 1), torch.cuda.CUDAGraph.replay
+    quick = statistics.median(sample(20)["graph"])
+
+    def slowly(graph: Any) -> None:
+        end = time.perf_counter() + 3e-4
+        while time.perf_counter() < end:
+            pass
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", slowly)
+    slow = open_graph(lambda: left @ left, 1)
+    assert statistics.median(slow(20)["graph"]) == pytest.approx(quick, rel=0.1)
 
 
 def test_clocks_were_read_all_along(found: Benched) -> None:

@@ -1,8 +1,11 @@
-"""How cold calls are held: what the device began too early counts for nothing."""
+"""How cold calls and graph replays are held: what the device began too early counts for nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from profharness.worker.timing import (
     NeverHeldError,
     Queued,
     held,
+    open_graph,
     overlapped,
 )
 
@@ -39,6 +43,52 @@ def test_a_call_that_waits_for_the_device_is_never_held() -> None:
     with pytest.raises(NeverHeldError, match="waits for the GPU"):
         held(lambda: queue_of(2 * HOLD_MAX_NS, hold, queued), hold.lengthen, 20)
     assert HOLD_MAX_NS / 2 < queued[-1] <= HOLD_MAX_NS
+
+
+@dataclass
+class Stream:
+    """A stream of a GPU and the host that launches there, each with its clock in ns; a cycle is 1 ns."""
+
+    launch_ns: int
+    host_ns: int = 0
+    device_ns: int = 0
+
+    def run(self, nanoseconds: int) -> None:
+        self.device_ns = max(self.host_ns, self.device_ns) + nanoseconds
+
+    def graph(self, calls: int) -> SimpleNamespace:
+        def replay() -> None:
+            self.host_ns += self.launch_ns
+            self.run(calls * CALL_NS)
+
+        return SimpleNamespace(replay=replay)
+
+    def event(self, **_: Any) -> SimpleNamespace:
+        def record() -> None:
+            self.run(0)
+            made.ns = self.device_ns
+
+        def wait() -> None:
+            self.host_ns = max(self.host_ns, made.ns)
+
+        made = SimpleNamespace(record=record, synchronize=wait, ns=0)
+        made.query = lambda: made.ns <= self.host_ns
+        made.elapsed_time = lambda end: (end.ns - made.ns) / 1e6
+        return made
+
+
+CALL_NS = 20_000
+
+
+@pytest.mark.parametrize("launch_ns", [0, 5_000, 40_000, 3_000_000])
+def test_graph_samples_hold_no_time_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, launch_ns: int
+) -> None:
+    stream = Stream(launch_ns)
+    monkeypatch.setattr(timing.torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(timing.torch.cuda, "_sleep", stream.run)
+    monkeypatch.setattr(timing, "_captured", lambda _, calls: stream.graph(calls))
+    assert open_graph(lambda: None, 1)(20) == {"graph": [CALL_NS] * 20}
 
 
 def test_each_burst_is_waited_for_when_the_next_is_queued() -> None:
