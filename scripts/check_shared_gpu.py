@@ -1,5 +1,6 @@
-"""Shows on a real GPU that a foreign process on it is told, and that a second capture waits for the first.
-Exit code 1 where something that should be told is not. Takes less than a minute.
+"""Shows on a real GPU that a foreign process is told while it computes there and not while it only has a
+context, and that a second capture waits for the first. Exit code 1 where it is otherwise. Takes less than
+a minute.
 
     python scripts/check_shared_gpu.py
 """
@@ -16,10 +17,13 @@ from profharness.run import Problem, read_run
 
 LIMIT_S = 120.0
 OTHER = """
-import sys, torch
-kept = torch.ones(1 << 20, device="cuda")
+import select, sys, torch
+kept = torch.ones(1 << 12, 1 << 12, device="cuda")
 torch.cuda.synchronize()
 print("ready", flush=True)
+while {computes} and not select.select([sys.stdin], [], [], 0)[0]:
+    kept @ kept
+    torch.cuda.synchronize()
 sys.stdin.read()
 """
 # A backend that says that it runs and goes on when it is told to.
@@ -69,14 +73,19 @@ def main() -> int:
         alone = problems(folder, "alone", capture(folder, "alone", "math"))
         results["alone: nothing is told"] = alone == ()
 
-        other = subprocess.Popen(
-            [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert other.stdout is not None
-        other.stdout.readline()
-        found = problems(folder, "beside", capture(folder, "beside", "math"))
-        other.communicate("")
-        results["beside a foreign process: NVML tells it"] = told(found, "another process")
+        for what, computes, sentence in (
+            ("idle", False, "beside a foreign process that is idle: nothing is told"),
+            ("busy", True, "beside a foreign process that computes: it is told"),
+        ):
+            other = subprocess.Popen(
+                [sys.executable, "-c", OTHER.format(computes=computes)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert other.stdout is not None
+            other.stdout.readline()
+            found = problems(folder, what, capture(folder, what, "math"))
+            other.communicate("")
+            results[sentence] = told(found, "another process") is computes
 
         began, go, text = (folder / each for each in ("began", "go", "slow.py"))
         text.write_text(WAITING.format(mine=str(began), other=str(go)))

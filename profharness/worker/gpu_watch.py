@@ -20,6 +20,7 @@ from profharness.run import GPU, Problem
 LOCK_TRIES = 50
 LOCK_PAUSE_S = 0.002
 PERIOD_S = 0.5
+NO_SAMPLES = (0, 6)  # values of NVML's errors where no process has used the GPU: success, not found
 # Bits of NVML's reasons: a slowdown by hardware, by software for heat, by heat, by the power brake.
 SLOWDOWN = 0x08 | 0x20 | 0x40 | 0x80
 SHARED_REMEDY = "let the GPU do nothing else while it is measured, then capture again"
@@ -57,9 +58,10 @@ class GpuWatch:
         self._last_look = 0.0
         self._reported: set[str] = set()
 
-    def begin(self, uuid: str, folder: Path = LOCKS) -> bool:
+    def begin(self, uuid: str, parent: int, folder: Path = LOCKS) -> bool:
         """Look at the GPU with that UUID, or that the MIG instance with it is of, from now on, the
-        context being made; False where NVML does not know it.
+        context being made; False where NVML does not know it. The parent, who waits for this process,
+        and its ancestors are no strangers.
         """
         try:
             devices = dict(_devices(self._nvml))
@@ -74,6 +76,8 @@ class GpuWatch:
         # those of a worker that has just died are gone by now
         self._others = (self._before.get(watched_uuid, set()) & now) - {os.getpid()}
         self._mine = now - self._others
+        self._family = set(_ancestry(parent))
+        self._began = max((sample.timeStamp for sample in self._samples(0) or ()), default=0)
         self._caps = self._read_caps()
         return True
 
@@ -84,10 +88,8 @@ class GpuWatch:
         self._last_look = time.monotonic()
         if self._lock.is_shared():
             yield from self._once("gpu_shared", "another profharness measures on this GPU")
-        others = self._others | (self._pids(self._handle) - self._mine)
-        for pid in sorted(others):
-            if _is_ours(pid):
-                continue
+        others = (self._others | (self._pids(self._handle) - self._mine)) - self._family
+        for pid in sorted(self._computing({pid for pid in others if not _is_ours(pid)})):
             text = f"another process ({pid}, as the driver counts) computes on this GPU"
             yield from self._once("gpu_shared", text)
         for name, now in self._read_caps().items():
@@ -111,6 +113,34 @@ class GpuWatch:
             }
         except Exception:
             return set()
+
+    def _computing(self, pids: set[int]) -> set[int]:
+        """Return those of the processes that have computed since the watch began, because a context
+        alone disturbs nobody. Return all of them where the driver does not tell who computes: for a
+        MIG instance, or in a container where its samples have other process ids than its contexts.
+        """
+        samples = self._samples(self._began) if pids else []
+        if samples is None:
+            return pids
+        known = {sample.pid for sample in samples} & (pids | self._pids(self._handle))
+        if not known and (samples or self._is_busy()):
+            return pids
+        return pids & {sample.pid for sample in samples if sample.smUtil}
+
+    def _samples(self, since: int) -> list[Any] | None:
+        """Return how much each process has used the GPU since a time stamp of an earlier sample, None
+        where the driver does not say.
+        """
+        try:
+            return list(self._nvml.nvmlDeviceGetProcessUtilization(self._handle, since))
+        except Exception as error:
+            return [] if getattr(error, "value", None) in NO_SAMPLES else None
+
+    def _is_busy(self) -> bool:
+        try:
+            return bool(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        except Exception:
+            return True
 
     def _read_caps(self) -> dict[str, str]:
         nvml, handle = self._nvml, self._handle
@@ -156,6 +186,18 @@ def _devices(nvml: Any) -> Iterator[tuple[str, Any]]:
 def _uuid(nvml: Any, handle: Any) -> str:
     uuid = nvml.nvmlDeviceGetUUID(handle)
     return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+
+
+def _ancestry(pid: int) -> Iterator[int]:
+    """Yield a process and its ancestors, as far as /proc shows them."""
+    while pid:
+        yield pid
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        except OSError:
+            return
+        # the name in parentheses may hold blanks
+        pid = int(stat.rpartition(")")[2].split()[1])
 
 
 def _is_ours(pid: int) -> bool:

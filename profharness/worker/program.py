@@ -146,7 +146,7 @@ def run_program(folder: Path, module: str, early: EarlyStart | None = None) -> N
     code = 0
     try:
         write(JournalEntry("environment", environment=keys))
-        watched = watch is not None and watch.begin(environment.gpu_uuid())
+        watched = watch is not None and watch.begin(environment.gpu_uuid(), plan.parent)
         journalled: Write = write
         if watch is not None and watched:
             journalled = watched_write(watch, write, plan.cells[-1].cell)

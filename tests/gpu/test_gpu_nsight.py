@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from profharness.answers.agreement import join
 from profharness.config import expand_configs
@@ -33,6 +34,7 @@ CONFIGS = expand_configs("2,8,512,64") + expand_configs("2,8,1024,64,causal,bwd"
 
 
 def test_three_witnesses_of_the_same_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.zeros(1, device="cuda")  # the context of a program that calls profharness is no stranger
     # one GPU, so that one report has all cells
     monkeypatch.setenv(
         "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

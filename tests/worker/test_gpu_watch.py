@@ -40,17 +40,29 @@ def nvmlDeviceGetEnforcedPowerLimit(handle): return state("power")
 def nvmlDeviceGetMaxClockInfo(handle, kind): return state("clocks")[kind - 1]
 def nvmlDeviceGetApplicationsClock(handle, kind): return state("application")
 def nvmlDeviceGetCurrentClocksThrottleReasons(handle): return state("reasons")
+class NotFound(Exception):
+    value = 6
+def nvmlDeviceGetProcessUtilization(handle, since):
+    keys = ("pid", "smUtil", "timeStamp")
+    samples = [SimpleNamespace(**dict(zip(keys, sample))) for sample in state("samples")]
+    newer = [sample for sample in samples if sample.timeStamp > since]
+    for sample in newer:
+        sample.pid = os.getpid() if sample.pid == "self" else sample.pid
+    if not newer:
+        raise NotFound
+    return newer
+def nvmlDeviceGetUtilizationRates(handle): return SimpleNamespace(gpu=state("gpu"))
 """
 # Opens the watch, begins at the first line of stdin, and prints what it sees at each further one.
 WATCHER = """
-import sys
+import os, sys
 from pathlib import Path
 from profharness.worker.gpu_watch import open_watch
 watch = open_watch()
 print("opened", flush=True)
 for number, line in enumerate(sys.stdin):
     if number == 0:
-        print(watch.begin("GPU-1", Path(sys.argv[1])), flush=True)
+        print(watch.begin("GPU-1", os.getppid(), Path(sys.argv[1])), flush=True)
     else:
         print([[each.code, each.message] for each in watch.problems(at_once=True)], flush=True)
 """
@@ -60,6 +72,8 @@ QUIET = {
     "clocks": [1980, 2619],
     "application": None,
     "reasons": 0x4,  # the power cap of every day is no slowdown
+    "samples": None,  # pid, use of the SMs in percent, time stamp
+    "gpu": None,
 }
 
 
@@ -123,6 +137,43 @@ def test_a_process_that_was_there_before_is_told(tmp_path: Path) -> None:
         mine.says(pids=[[], [222, "self"]])
         assert mine.ask() == "True"
         assert "another process (222" in mine.ask()
+
+
+@pytest.mark.parametrize("samples", [None, [], [["self", 90, 5]]])
+def test_a_context_of_a_process_that_waits_for_this_one_is_no_stranger(
+    tmp_path: Path, samples: Any
+) -> None:
+    """Such as a program that has used torch.cuda and then calls profharness."""
+    waiting = [os.getpid(), os.getppid()]
+    with watcher(tmp_path, pids=[[], waiting]) as mine:
+        mine.says(pids=[[], [*waiting, "self"]], samples=samples, gpu=50)
+        assert mine.ask() == "True"
+        assert mine.ask() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("samples", "gpu", "told"),
+    [
+        ([["self", 90, 5]], 90, False),  # 111 only has a context
+        ([["self", 90, 5], [111, 0, 5]], 90, False),
+        ([["self", 90, 5], [111, 50, 3]], 90, False),  # before the watch began
+        ([["self", 90, 5], [111, 1, 5]], 90, True),
+        ([[111, 1, 5]], 1, True),
+        ([], 0, False),
+        ([], 40, True),  # the driver does not tell whose work it is
+        ([[645400, 90, 5]], 90, True),  # nor whose number that is
+        (None, None, True),
+    ],
+)
+def test_another_process_is_told_where_it_computes(
+    tmp_path: Path, samples: Any, gpu: int | None, told: bool
+) -> None:
+    with watcher(tmp_path, pids=[[], [111]]) as mine:
+        pids = [[], [111, "self"]]
+        mine.says(pids=pids, samples=[[111, 50, 3]])
+        assert mine.ask() == "True"
+        mine.says(pids=pids, samples=samples, gpu=gpu)
+        assert ("another process (111" in mine.ask()) is told
 
 
 @pytest.mark.parametrize(
