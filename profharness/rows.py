@@ -25,6 +25,10 @@ SHARED_CORES = (
     "lanes of this host share its cores: times with the host in them (eager, host, wall) may be off"
 )
 """Warning of a cell that was measured beside other lanes, on cores that they used too."""
+CPU_WAIT = "cpu_wait_max"
+"""The share of its timing in which the worker was ready to run and waited for a CPU, among a cell's
+clocks: the largest of its processes.
+"""
 GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
 """What a GPU is measured by."""
 ALIASES = {EVENT: COLD}

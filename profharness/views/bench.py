@@ -9,7 +9,7 @@ from typing import Any
 from profharness.answers.agreement import replacement_notes, replacements
 from profharness.answers.bench.answer import Benched, Loss
 from profharness.answers.bench.axes import AXES, LENGTH, Axis, Sweep
-from profharness.answers.bench.rows import BenchRow
+from profharness.answers.bench.rows import UNKNOWN, BenchRow
 from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import Peaks, flop_peak
@@ -237,9 +237,6 @@ def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:
         return (
             dict.fromkeys((column.key for column in COLUMNS), "") | values | {"status": row.status}
         )
-    half = None
-    if row.low_ns is not None and row.high_ns is not None and median_ns:
-        half = (row.high_ns - row.low_ns) / 2 / median_ns
     efficiency = None
     if row.efficiency is not None:
         efficiency = f"{100 * row.efficiency:.1f}{'!' if row.efficiency > 1 else ''}"
@@ -249,8 +246,8 @@ def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:
         "status": "",
         "verified": VERIFIED[row.verified],
         "ranking": median_ns,
-        "half": half,
-        "apart": row.between_processes_ns and row.between_processes_ns / median_ns,
+        "half": _percent(row.half),
+        "apart": _percent(row.between_processes_ns and row.between_processes_ns / median_ns),
         "mean": row.mean_ns,
         "std": row.std_ns,
         "tflops": _scaled(row.flops_per_s, 1e12),
@@ -260,6 +257,10 @@ def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:
         "speedup": row.speedup,
         "mark": " ".join(marks),
     }
+
+
+def _percent(half: float | None) -> float | str | None:
+    return "busy" if half is not None and half > UNKNOWN else half
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

@@ -235,12 +235,12 @@ def record(item: object, names: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def format_value(column: Column, value: Any) -> str:
-    """The text of one value, on one line; None (not known) is `-`, "" (does not apply) is empty."""
+    """The text of one value, on one line; None (not known) is `-`, text is what it is in any column:
+    "" where nothing applies.
+    """
     if value is None:
         return MISSING
-    if value == "":
-        return ""
-    return one_line(FORMATS[column.format](value))
+    return one_line(value if isinstance(value, str) else FORMATS[column.format](value))
 
 
 def formatted_rows(table: Table) -> list[list[str]]:

@@ -31,7 +31,7 @@ GLOSSARY = {
     "peak KiB": "memory that a call holds at its peak, inputs left out",
     "median": "the median over all samples; p10 and p90 hold the middle 80 % of them",
     "to fastest": "the median over that of the fastest backend of the same config",
-    "±%": "half the 95 % interval of the median",
+    "±%": "half the 95 % interval of the median; busy: that is more than the median",
     "eff%": "the rate over the peak that binds first",
     "speed-up": "the baseline's time over this one",
     "ratio": "the candidate's time over the baseline's",

@@ -74,6 +74,7 @@ class Contestant:
     next_look: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     readings: list[dict[str, Any]] = field(default_factory=list)
+    cpu_wait: timing.CpuWait = field(default_factory=timing.CpuWait)
     span: tuple[float, float] | None = None
 
     def wants(self, name: str, plan: BenchPlan) -> int:
@@ -200,7 +201,7 @@ def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> dict[str, li
     """A turn's samples, with the garbage collector kept out of them."""
     gc.disable()
     try:
-        with contestant.context():
+        with contestant.context(), contestant.cpu_wait:
             return contestant.samplers[name](contestant.wants(name, plan))
     finally:
         gc.enable()
@@ -296,7 +297,7 @@ class _Group:
             samples=contestant.samples,
             turns=contestant.turns,
             iterations=iterations,
-            clocks=over_time(readings),
+            clocks=over_time(readings) | contestant.cpu_wait.reading(),
             duration_ns=taken_ns,
         )
 

@@ -295,9 +295,15 @@ def _measured(attempt: Attempt) -> Cell:
 
 def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
     """The cell with its samples. warm_ns is what a warm-up call took, 0 without any."""
-    count = workspace.plan.protocol.samples
-    if count == 0 or workspace.plan.wrapped:
+    if workspace.plan.protocol.samples == 0 or workspace.plan.wrapped:
         return cell  # times under another program are not the call's own
+    with timing.CpuWait() as cpu_wait:
+        cell = _sampled(cell, workspace, call, warm_ns)
+    return replace(cell, clocks=cell.clocks | cpu_wait.reading())
+
+
+def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
+    count = workspace.plan.protocol.samples
     if workspace.device == "cpu":
         return replace(cell, samples=cell.samples | timing.time_wall(call, count))
     expected_ns = warm_ns

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
 
 from profharness.environment import gpu_handle
-from profharness.rows import COLD, EAGER, GRAPH, HOST, WALL
+from profharness.rows import COLD, CPU_WAIT, EAGER, GRAPH, HOST, WALL
 from profharness.worker.environment import gpu_uuid
 
 PERIOD_S = 0.05
@@ -105,6 +106,37 @@ def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
             spread = {f"{name}_min": min(values), f"{name}_max": max(values)}
             summary |= {name: median(values), **spread}
     return summary | {"readings": len(readings)} if summary else {}
+
+
+class CpuWait:
+    """Measures how much of the time in its blocks this thread was ready to run and waited for a CPU,
+    which other programs had.
+    """
+
+    def __init__(self) -> None:
+        self._waited_ns = self._passed_ns = 0
+
+    def __enter__(self) -> CpuWait:
+        self._waited_ns -= _run_delay_ns()
+        self._passed_ns -= time.perf_counter_ns()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._passed_ns += time.perf_counter_ns()
+        self._waited_ns += _run_delay_ns()
+
+    def reading(self) -> dict[str, float]:
+        """Return the share under its name; nothing where the system does not count it."""
+        share = self._waited_ns / max(1, self._passed_ns)
+        return {CPU_WAIT: round(share, 3)} if self._waited_ns > 0 else {}
+
+
+def _run_delay_ns() -> int:
+    """Return how long this thread has waited for a CPU so far; 0 where the kernel does not count it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def _questions() -> Questions:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from profharness.answers.bench.rows import (
 )
 from profharness.config import Config, expand_configs, parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, SHARED_CORES, Refusal
+from profharness.rows import CPU_WAIT, NAIVE_COMPILED, REPLACEMENTS, SHARED_CORES, Refusal
 from profharness.store import ingest_path, open_store, query
 from profharness.views.bench import FIELDS, bench_document
 from profharness.views.renderers import RENDERERS
@@ -56,6 +57,44 @@ def test_lanes_on_the_same_cores_cast_doubt_on_times_with_the_host_in_them(tmp_p
     rows = answer(tmp_path, [shared, cell(STUDY, "math", times)]).rows
     doubted = {(row.backend, row.measurement): row.doubts for row in rows if row.doubts}
     assert doubted == {("auto", "eager"): (SHARED_CORES,)}
+
+
+@pytest.mark.parametrize(("share", "busy"), [(0.02, False), (0.43, True)])
+def test_a_busy_cpu_casts_doubt_on_times_with_the_host_in_them(
+    tmp_path: Path, share: float, busy: bool
+) -> None:
+    times = {"eager": steady(80_000), "graph": steady(80_000)}
+    rows = answer(tmp_path, [cell(STUDY, "auto", times, clocks={CPU_WAIT: share})]).rows
+    text = "machine busy: 43% of the time the worker waited for a CPU"
+    assert {row.measurement: row.doubts for row in rows} == {
+        "eager": (text,) if busy else (),
+        "graph": (),
+    }
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_interval_wider_than_its_median_is_shown_as_busy(tmp_path: Path, place: int) -> None:
+    """One of three processes had a CPU for itself only now and then."""
+    samples = [steady(16_000_000 if number == place else 80_000, 12) for number in range(3)]
+    turns = {"wall": [(process, turn, 4) for process in range(3) for turn in range(3)]}
+    cells = [
+        cell(STUDY, "auto", {"wall": list(chain(*samples))}, turns=turns),
+        cell(STUDY, "math", {"wall": steady(90_000, 36)}, turns=turns),
+    ]
+    found = answer(tmp_path, cells)
+    row = row_of(found, "auto")
+    assert row.half is not None and row.half > 1
+    assert row.doubts[-1].startswith("machine too busy for this figure")
+    for text in (
+        RENDERERS["table"](bench_document(found), width=200),
+        RENDERERS["md"](bench_document(found)),
+    ):
+        lines = [line.replace("|", " ").split() for line in text.splitlines()]
+        assert any(line.count("busy") == 2 for line in lines), text  # ±% and ±% processes
+        assert f"{100 * row.half:.1f}" not in text
+        assert "machine too busy" in text
+    (record, _) = json.loads(RENDERERS["json"](bench_document(found)))["rows"]
+    assert record["high_ns"] > 2 * record["median_ns"]
 
 
 @pytest.mark.parametrize(

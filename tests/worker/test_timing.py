@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import until
 
+from profharness.rows import CPU_WAIT
 from profharness.worker import timing
 from profharness.worker.timing import (
     HOLD_MAX_NS,
     HOLD_NS,
     MIN_SAMPLES,
+    CpuWait,
     Hold,
     NeverHeldError,
     Queued,
@@ -115,3 +123,29 @@ def test_a_slow_call_has_the_least_number_of_samples(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(timing, "SAMPLE_S", 0.0)
     assert overlapped(lambda: lambda: 1, 30) == [1] * MIN_SAMPLES
     assert held(lambda: (False, lambda: 1), lambda: None, 30) == [1] * MIN_SAMPLES
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="nobody counts it")
+def test_a_thread_that_shares_its_cpu_waits_for_it() -> None:
+    before, wait = os.sched_getaffinity(0), CpuWait()
+    burner = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"],
+                              stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        assert burner.stdout is not None and burner.stdout.readline()
+        os.sched_setaffinity(burner.pid, {min(before)})
+        os.sched_setaffinity(0, {min(before)})
+
+        def waited() -> bool:
+            with wait:
+                end = time.perf_counter() + 0.1
+                while time.perf_counter() < end:
+                    pass
+            return wait.reading().get(CPU_WAIT, 0) > 0.2
+
+        until(waited)
+    finally:
+        os.sched_setaffinity(0, before)
+        burner.kill()
+        burner.communicate()
+    assert wait.reading()[CPU_WAIT] < 1
+    assert CpuWait().reading() == {}

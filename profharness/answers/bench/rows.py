@@ -15,6 +15,7 @@ from profharness.devices import MB, Peaks, flop_peak
 from profharness.errors import NotFoundError, few
 from profharness.rows import (
     COLD,
+    CPU_WAIT,
     EAGER,
     EVENT,
     HOST,
@@ -27,6 +28,12 @@ from profharness.rows import (
 from profharness.store import Store
 
 CLOCK_MOVED = 0.05
+BUSY = 0.1  # share of the time in which the worker waited for a CPU
+UNKNOWN = 1.0  # half an interval over its median: from here on the median says nothing
+UNSTEADY = (
+    "machine too busy for this figure: half its 95 % interval is wider than the median; measure "
+    "again when nothing else runs"
+)
 FEW_SAMPLES = 5
 SHOWN_NAMES = 8
 # Bits of NVML's clocks event reasons (nvml.h, nvmlClocksEventReason*) that mean a lost clock.
@@ -71,9 +78,10 @@ def doubts(
         return (*texts, f"only {len(samples)} samples")
     if stats.is_bimodal(samples):
         texts.append("the samples have two modes, so the median may jump between them")
-    median = stats.summarize(samples).median
-    if _is_wide((interval.low, interval.high), median, precision):
-        half = (interval.high - interval.low) / 2 / median
+    half = half_width(interval.low, interval.high, stats.summarize(samples).median)
+    if half > UNKNOWN:
+        texts.append(UNSTEADY)
+    elif half > precision:
         texts.append(f"the median is known to ±{half:.1%} only (asked for: ±{precision:.1%})")
     return tuple(texts)
 
@@ -130,13 +138,18 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
-    """What lanes beside say against a measurement with the host in it."""
-    shared = measurement in HOSTED and SHARED_CORES in cell.warnings
-    return (SHARED_CORES,) if shared else ()
+    """Return what lanes beside and a busy CPU say against a measurement with the host in it."""
+    if measurement not in HOSTED:
+        return ()
+    texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
+    if (share := cell.clocks.get(CPU_WAIT) or 0) > BUSY:
+        texts.append(f"machine busy: {share:.0%} of the time the worker waited for a CPU")
+    return tuple(texts)
 
 
-def _is_wide(interval: tuple[float, float], median: float, precision: float) -> bool:
-    return (interval[1] - interval[0]) / 2 > precision * median
+def half_width(low: float, high: float, median: float) -> float:
+    """Return half an interval over its median."""
+    return (high - low) / 2 / max(median, 1.0)  # samples are whole nanoseconds
 
 
 CHOSEN = "auto"
@@ -196,9 +209,15 @@ class BenchRow:
 
     def is_wide(self, precision: float) -> bool:
         """Whether the last doubt is that the interval is wide."""
-        if self.samples < FEW_SAMPLES or self.low_ns is None or self.high_ns is None:
-            return False
-        return _is_wide((self.low_ns, self.high_ns), self.median_ns or 0.0, precision)
+        half = self.half
+        return self.samples >= FEW_SAMPLES and half is not None and precision < half <= UNKNOWN
+
+    @property
+    def half(self) -> float | None:
+        """Half the interval over the median."""
+        if self.low_ns is None or self.high_ns is None or self.median_ns is None:
+            return None
+        return half_width(self.low_ns, self.high_ns, self.median_ns)
 
 
 def bench_rows(
