@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +23,10 @@ from profharness.answers.bench.answer import benched
 from profharness.config import parse_config
 from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
-from profharness.views.web import DATABASE, QUERIES, BenchLosses
+
+with warnings.catch_warnings():  # Datasette 0.65 leaves a connection open when it is imported
+    warnings.simplefilter("ignore", ResourceWarning)
+    from profharness.views.web import DATABASE, QUERIES, BenchLosses
 
 TRACES = Path(__file__).parents[2] / "traces" / "h200-torch2.11"
 Answer = tuple[int, str]
