@@ -99,7 +99,7 @@ def command(
         except ProfharnessError as error:
             failed += 1
             hint(f"error: {error}")
-    taken: list[str] = []
+    taken: list[IngestResult] = []
     outcomes = _outcomes(store, paths, cpus, beside=launches == EXTRA)
     # closed at once, whatever ends the loop: readers end with it
     with contextlib.closing(outcomes):
@@ -111,10 +111,11 @@ def command(
             done += 1
             warned += any(result.warnings for result in outcome.results)
             _report(outcome.source, outcome.results)
-            taken += [result.run for result in outcome.results]
+            taken += outcome.results
     if taken:
+        stores.require_stored(store, taken, failed)
         _hint_at_size(store)
-        hint(_shown_by(store, list(dict.fromkeys(taken))))
+        hint(_shown_by(store, list(dict.fromkeys(result.run for result in taken))))
     # only now: one bad source keeps no other out of the store
     if failed:
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")

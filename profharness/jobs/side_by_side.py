@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from profharness.errors import ProfharnessError, StoreError, UsageError, shown
 from profharness.files import exclusive
 from profharness.processes import END_GRACE_S, held, kill_group, read_end, start_python
 from profharness.store.filesystems import refuse_network
-from profharness.store.schema import connect, damaged, is_damage, require_folder
+from profharness.store.schema import Writer, damaged, is_damage, require_folder
 from profharness.store.sources import find_sources
 
 if TYPE_CHECKING:
@@ -205,9 +204,7 @@ def take_in(
         slots = threading.Semaphore(AHEAD * len(cpus))
         pool = _Pool(store, folder, sources, slots, beside)
         opened.callback(pool.close)
-        writer = cache(
-            lambda: opened.enter_context(closing(connect(store, write=True, foreign_keys=False)))
-        )
+        writer = opened.enter_context(closing(Writer(store)))
         for number, cpu in enumerate(cpus[: len(sources)]):
             thread = threading.Thread(target=pool.read, args=(number, cpu), daemon=True)
             pool.threads.append(thread)
@@ -232,15 +229,19 @@ def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[
     once all others are.
     """
     if scheduler is None:
-        return [result for path in paths for result in stores.ingest_path(store, path)]
+        results = [result for path in paths for result in stores.ingest_path(store, path)]
+        stores.require_stored(store, results)
+        return results
     cpus = readers_of(scheduler)
     sources = [source for path in paths for source in find_sources(path)]
     with closing(take_in(store, sources, cpus)) as taken:
         outcomes = list(taken)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    results = [result for outcome in outcomes for result in outcome.results]
+    stores.require_stored(store, results, len(errors))
     if errors:
         raise ProfharnessError("\n".join(errors))
-    return [result for outcome in outcomes for result in outcome.results]
+    return results
 
 
 def _taken(

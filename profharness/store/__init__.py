@@ -19,7 +19,7 @@ from profharness.store.selection import (
 
 if TYPE_CHECKING:
     from profharness.store.frames import frame, query, to_frame
-    from profharness.store.ingest import IngestResult, ingest_path
+    from profharness.store.ingest import IngestResult, ingest_path, require_stored
     from profharness.store.merge import merge_shard
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "merge_shard",
     "open_store",
     "query",
+    "require_stored",
     "to_frame",
 ]
 

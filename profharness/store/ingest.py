@@ -8,16 +8,16 @@ import gc
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
 import xxhash
 
 from profharness.errors import StoreError, TraceFormatError, shown
+from profharness.files import shell_command
 from profharness.parse import open_trace
 from profharness.parse.observed import Journals, read_journals
 from profharness.profilers.ncu_metrics import QUERY_METRICS, unmeasured
@@ -50,6 +50,7 @@ from profharness.store.launch_columns import LaunchColumns
 from profharness.store.limits import check_record, check_tables
 from profharness.store.places import split_place
 from profharness.store.schema import (
+    Writer,
     connect,
     damaged,
     forget_run,
@@ -66,6 +67,7 @@ from profharness.trace import LaunchBatch, Trace
 Progress = Callable[[str, int, int], None]
 
 UNREADABLE = "trace_unreadable"
+FEW = 5  # sources that a message names
 LAST_SECOND = 253402300799.0  # of the year 9999, after which no date can be written
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
 
@@ -112,15 +114,13 @@ def ingest_path(
     are parsed already. beside: launches go into files beside the store. A run folder's
     trace that cannot be read becomes a problem of the stored run and a warning. Raises
     TraceFormatError for any other source that cannot be read, once all others are taken in (the
-    store keeps what it had of it, and none is made for it alone), StoreError for a store that cannot be used.
+    store keeps what it had of it, and none is made for it alone), StoreError for a store that cannot be
+    used, or that lacks what was written to it.
     """
     results, failures = [], []
-    with ExitStack() as opened:
-        # A source that cannot be read makes no store, so it is opened late. Checking six references
-        # a launch costs as much again as writing it; all ids stem from here.
-        writer = cache(
-            lambda: opened.enter_context(closing(connect(store, write=True, foreign_keys=False)))
-        )
+    # A source that cannot be read makes no store, so it is opened late. Checking six references
+    # a launch costs as much again as writing it; all ids stem from here.
+    with closing(Writer(store)) as writer:
         for path in find_sources(source):
             try:
                 read = read_source(path)
@@ -134,9 +134,29 @@ def ingest_path(
                     raise damaged(store, error) from None
                 message = f"{store}: cannot be written: {error}; name another --store"
                 raise StoreError(f"{message}{_remedy(read)}") from None
+    require_stored(store, results, len(failures))
     if failures:
         raise failures[0]
     return results
+
+
+def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0) -> None:
+    """Raise StoreError where the store lacks runs that were written to it.
+
+    The store is opened anew: SQLite writes on into a file that was deleted or replaced. failed:
+    how many other sources could not be taken in.
+    """
+    query, stored = "SELECT 1 FROM runs WHERE run = ?", set()
+    with suppress(StoreError, sqlite3.Error), closing(connect(store, write=False)) as connection:
+        stored = {each.run for each in results if connection.execute(query, (each.run,)).fetchone()}
+    lost = [result.source for result in results if result.run not in stored]
+    if lost:
+        count, total = len(results) - len(lost), len(results) + failed
+        names = [str(path) for path in lost] if len(lost) <= FEW else ["SOURCE..."]
+        raise StoreError(
+            f"{store}: {count} of {total} stored: the file was deleted, replaced or damaged while it was "
+            f"written; take in what is missing: {shell_command('ingest', *names, store=store)}"
+        )
 
 
 def _remedy(source: Source) -> str:

@@ -191,6 +191,42 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
         raise StoreError(f"{path}: cannot be used as a store: {error}") from None
 
 
+class Writer:
+    """Opens a store to write when it is called first, and anew once its file was deleted or replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None
+
+    def __call__(self) -> sqlite3.Connection:
+        """Return the connection, without checks of foreign keys."""
+        if self._connection is not None and self._file != _identity(self._path):
+            self.close()
+        if self._connection is None:
+            self._connection = connect(self._path, write=True, foreign_keys=False)
+            self._file = _identity(self._path)
+        return self._connection
+
+    def close(self) -> None:
+        """Close the store. The log is emptied where its name is that of another file's log now."""
+        if self._connection is None:
+            return
+        with closing(self._connection) as connection, suppress(sqlite3.Error):
+            if self._file != _identity(self._path):
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._connection = None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return the device and inode of a file; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def damaged(path: Path, detail: object, what: str = "damaged inside") -> StoreError:
     """The error for a store that must not be used, with the way to a new one."""
     return StoreError(

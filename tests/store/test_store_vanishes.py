@@ -1,0 +1,177 @@
+"""A store whose file is deleted, renamed or replaced while it is written: an error with the right counts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import profharness
+from profharness import jobs
+from profharness.cli import ingest as command
+from profharness.cli.main import cli
+from profharness.errors import ProfharnessError, StoreError
+from profharness.store import ingest, ingest_path, open_store
+
+SOURCES = 5
+EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 5, "dur": 1, "args": {}}
+Change = Callable[[Path], object]
+Folder = Callable[..., Path]
+
+
+def delete(store: Path) -> None:
+    for path in store.parent.glob(f"{store.name}*"):
+        path.unlink()
+
+
+def rename(store: Path) -> None:
+    store.rename(store.with_name("renamed.db"))
+
+
+def put_text_there(store: Path) -> None:
+    text = store.with_name("text")
+    text.write_text("no store")
+    text.replace(store)
+
+
+def put_store_there(store: Path) -> None:
+    shutil.copyfile(store.with_name("other.db"), store.with_name("copy.db"))
+    store.with_name("copy.db").replace(store)
+
+
+CHANGES: dict[str, Change] = {
+    "deleted": delete,
+    "deleted without its log": Path.unlink,
+    "renamed": rename,
+    "replaced by a text": put_text_there,
+    "replaced by a store": put_store_there,
+}
+each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+
+
+@pytest.fixture
+def sources(tmp_path: Path, kineto: Path) -> Path:
+    """A folder of traces, beside it a store with another run."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for number in range(SOURCES):
+        trace = {"traceEvents": [EVENT | {"name": f"kernel {number}"}]}
+        (folder / f"{number}.json").write_text(json.dumps(trace))
+    ingest_path(tmp_path / "other.db", kineto)
+    return folder
+
+
+def names(store: Path) -> set[str]:
+    """The files whose runs a store has; none where there is no whole store."""
+    try:
+        with open_store(store) as opened:
+            assert opened.connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            return {Path(row.path).name for row in opened.runs()} - {"kineto_h200.json.gz"}
+    except StoreError:
+        return set()
+
+
+def require_error(text: str, store: Path, sources: Path) -> None:
+    """The message counts what is stored, and the command that it names stores the rest."""
+    found = re.search(r"(\d+) of (\d+) stored: the file was deleted, replaced or damaged", text)
+    assert found and (int(found[1]), int(found[2])) == (len(names(store)), SOURCES), text
+    if store.exists() and store.read_bytes() == b"no store":
+        store.unlink()
+    CliRunner().invoke(cli, ["ingest", str(sources), "--store", str(store)], catch_exceptions=False)
+    assert len(names(store)) == SOURCES
+
+
+@each_change
+def test_ingest_fails_for_what_is_not_stored(
+    sources: Path, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = sources.parent / "s.db"
+    done = _ingest_until_changed(sources, change, monkeypatch)
+    require_error(str(done.exception), store, sources)
+    assert len(done.stdout.splitlines()) >= 2
+
+
+@each_change
+def test_parallel_ingest_fails_for_what_is_not_stored(
+    sources: Path, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store stays open between two sources, and a reader may have it open: without its files SQLite
+    may find the log of another one, and then the count is not known.
+    """
+    done = _ingest_until_changed(sources, change, monkeypatch, "--scheduler", "local:1")
+    if change is delete:
+        require_error(str(done.exception), sources.parent / "s.db", sources)
+
+
+def _ingest_until_changed(
+    sources: Path, change: Change, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> Result:
+    """Run the command; the file changes when the second source is stored."""
+    store, report = sources.parent / "s.db", command._report
+
+    def watched(source: Path, results: list[ingest.IngestResult]) -> None:
+        report(source, results)
+        if source.name == "1.json":
+            change(store)
+
+    monkeypatch.setattr(command, "_report", watched)
+    words = ["ingest", str(sources), "--store", str(store), *more]
+    done = CliRunner().invoke(cli, words)
+    monkeypatch.undo()
+    assert isinstance(done.exception, StoreError) and done.exception.exit_code == 1, done.output
+    return done
+
+
+@pytest.mark.parametrize(
+    ("change", "scheduler"), [*((change, None) for change in CHANGES.values()), (delete, "local:1")]
+)
+def test_python_interface_fails_for_what_is_not_stored(
+    sources: Path, change: Change, scheduler: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file changes just before the rows of the second source are committed."""
+    store = sources.parent / "s.db"
+    change_at_commit(store, change, monkeypatch, after=1)
+    with pytest.raises(StoreError) as caught:
+        profharness.ingest(sources, store=store, scheduler=scheduler)
+    monkeypatch.undo()
+    if change is rename:  # nothing of it is lost
+        assert names(store.with_name("renamed.db")) == {"0.json", "1.json"}
+    if change is put_text_there:
+        assert store.read_text() == "no store"
+    else:
+        require_error(str(caught.value), store, sources)
+
+
+def change_at_commit(
+    store: Path, change: Change, monkeypatch: pytest.MonkeyPatch, after: int = 0
+) -> None:
+    require = ingest.growth.require
+    calls: list[None] = []
+
+    def watched(*arguments: object) -> None:
+        require(*arguments)  # type: ignore[arg-type]
+        calls.append(None)
+        if len(calls) == after + 1:
+            change(store)
+
+    monkeypatch.setattr(ingest.growth, "require", watched)
+
+
+@each_change
+def test_job_names_run_folder_that_is_not_stored(
+    sources: Path, run_folder: Folder, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What capture, bench, verify and campaigns end with."""
+    store, folder = sources.parent / "s.db", run_folder()
+    ingest_path(store, sources)
+    change_at_commit(store, change, monkeypatch)
+    with pytest.raises(ProfharnessError) as caught:
+        jobs._take_in(folder, store)
+    assert caught.value.exit_code == 1
+    assert f"profharness ingest {folder} --store {store}" in str(caught.value)
+    assert "s.db: 0 of 1 stored" in str(caught.value)
