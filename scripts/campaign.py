@@ -44,8 +44,10 @@ from random import Random
 from typing import Any
 
 from campaign_inputs import DATA, KINDS, ROOT, Kind
+from campaign_stores import STORE_TRIALS
 from campaign_trials import TRIALS, Bench, whole
 
+ALL_TRIALS = TRIALS | STORE_TRIALS
 CPU_S = 20.0
 MEMORY_KIB = 400 * 1024
 CODES = (0, 1, 2, 3)
@@ -94,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=30.0, help="for each kind")
     parser.add_argument("--failures", type=int, help="a reader's kind ends after that many")
-    parser.add_argument("--only", default="", help=f"of {','.join((*KINDS, *TRIALS))}")
+    parser.add_argument("--only", default="", help=f"of {','.join((*KINDS, *ALL_TRIALS))}")
     parser.add_argument("--engine", choices=("auto", "atheris", "seeded"), default="auto")
     parser.add_argument("--format", choices=("table", "md", "json"), default="table")
     parser.add_argument(
@@ -108,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
         return child(asked)
     if asked.repeat:
         return repeat(asked)
-    names = [name for name in asked.only.split(",") if name] or [*KINDS, *TRIALS]
-    if unknown := set(names) - {*KINDS, *TRIALS}:
+    names = [name for name in asked.only.split(",") if name] or [*KINDS, *ALL_TRIALS]
+    if unknown := set(names) - {*KINDS, *ALL_TRIALS}:
         parser.error(f"--only {','.join(sorted(unknown))}: no such kind")
     results = []
     for name in names:
@@ -142,7 +144,7 @@ def try_out(name: str, asked: argparse.Namespace) -> Figures:
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         bench = Bench(asked.root, Path(folder), Random(f"{asked.seed}-{name}"))
         deadline = time.monotonic() + asked.seconds
-        for outcome in TRIALS[name](bench, deadline):
+        for outcome in ALL_TRIALS[name](bench, deadline):
             if outcome.skipped:
                 figures.skipped = outcome.skipped
                 continue

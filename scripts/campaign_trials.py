@@ -1,5 +1,5 @@
 """The trials of the fault campaign that need whole processes: signals at any moment, full disks, tools
-that fail, planted secrets, concurrent writers, hostile pages. `TRIALS` has one row a kind; each is a
+that fail, planted secrets, hostile pages. `TRIALS` has one row a kind; each is a
 generator of outcomes that goes on until its time is over and tries everything once at least.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
 
-from campaign_inputs import DATA, ROOT, RUN
+from campaign_inputs import ROOT, RUN
 
 sys.path.append(str(ROOT / "tests" / "profilers"))
 from fake_tools import Behaviour, Scenario, install  # the tools of the tests
@@ -209,29 +209,6 @@ def interrupted(bench: Bench, place: Path, words: Sequence[str], longest: float)
         last = re.sub(r"\d+|/\S+", "#", told.strip().splitlines()[-1])[:80]
         return f"traceback after {sign.name}: {last}", f"{what}\n{told[-3000:]}"
     return "", what
-
-
-def kill_ingest(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """A signal while runs are taken in; the next ingest has what a whole one has."""
-    reference = bench.place()
-    words = ["ingest", str(RUN), str(DATA / "kineto_h200.json.gz"), "--store", "s.db"]
-    began = time.monotonic()
-    code, told = bench.run(reference, *words)
-    took = time.monotonic() - began
-    if code != 0:
-        yield Outcome("ingest", "a whole ingest fails", told)
-        return
-    wanted = counted(reference / "s.db")
-    for _ in until(deadline, 2):
-        place = bench.place()
-        wrong, what = interrupted(bench, place, words, took)
-        wrong = wrong or whole(place / "s.db")
-        if not wrong:
-            code, told = bench.run(place, *words)
-            if code != 0 or counted(place / "s.db") != wanted:
-                wrong, what = "the next ingest differs", f"{what}\n{told}"
-        yield Outcome(what, wrong, what)
-        shutil.rmtree(place)
 
 
 def kill_run(bench: Bench, deadline: float, words: Sequence[str]) -> Iterator[Outcome]:
@@ -444,27 +421,6 @@ def scrubbed(bench: Bench, texts: Sequence[str]) -> tuple[int, str, str]:
     return code, told, copy.read_text() if copy.exists() else ""
 
 
-def writers(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """Eight processes take traces into one store at once; all are in, and nothing is locked."""
-    text = gzip.decompress((DATA / "kineto_h200.json.gz").read_bytes())
-    for _ in until(deadline, 1):
-        place = bench.place()
-        processes = []
-        for number in range(8):
-            (place / f"t{number}.json").write_bytes(text + b" " * (number // 2))  # two of each
-            log = bench.folder / f"{place.name}-{number}.log"
-            words = ["ingest", f"t{number}.json", "--store", "s.db"]
-            processes.append((bench.start(place, *words, log=log), log, words))
-        for process, log, words in processes:
-            code = process.wait(PATIENCE_S)
-            yield bench.fault(words, code, log.read_text(errors="replace"), (0,))
-        wrong = whole(place / "s.db")
-        if not wrong and len(counted(place / "s.db")) != 4:
-            wrong = f"{len(counted(place / 's.db'))} runs instead of 4"
-        yield Outcome("the store of eight writers", wrong)
-        shutil.rmtree(place)
-
-
 HOSTILE = (
     *(
         "<script>alert(1)</script>",
@@ -549,12 +505,10 @@ def page(address: str, path: str) -> tuple[int, str]:
 
 
 TRIALS: dict[str, Callable[[Bench, float], Iterator[Outcome]]] = {
-    "kill-ingest": kill_ingest,
     "kill-capture": kill_capture,
     "kill-bench": kill_bench,
     "disks": disks,
     "tools": tools,
     "secrets": secrets,
-    "writers": writers,
     "pages": pages,
 }
