@@ -14,6 +14,7 @@ import os
 import random
 import re
 import shlex
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -351,19 +352,41 @@ def observed_journals(folder: Path) -> list[Path]:
     return sorted(folder.glob("[0-9]*.jsonl"))
 
 
+def counts_file(journal: Path) -> Path:
+    """The file beside a journal in which its process counts calls; journals of old have none."""
+    return journal.with_suffix(".counts")
+
+
 def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The events in a journal of an observed process; None for a line that is none, as one that a
-    crash cut short. Raises TraceFormatError for a file that cannot be read.
+    """The events in a journal of an observed process, and at its end the counts of its calls; None for
+    a line that is no event, as one that a crash cut short. Raises TraceFormatError for a file that
+    cannot be read.
     """
+    counts = counts_file(path)
     try:
         lines = path.read_bytes().splitlines()
+        numbers = counts.read_bytes() if counts.is_file() else b""
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    failed = False
     for line in lines:
         row = None
         with contextlib.suppress(*NOT_A_RECORD):
             row = msgspec.json.decode(line)
+        failed |= isinstance(row, dict) and row.get("event") == "failed"
         yield row if isinstance(row, dict) else None
+    if numbers:
+        yield {"event": "counts", "counts": _counts(numbers), "final": not failed}
+
+
+def _counts(numbers: bytes) -> list[Any]:
+    """Template, calls, and calls by lengths of each row of the observer's `Counts`."""
+    found: dict[int, list[list[int]]] = {}
+    for template, *lengths, calls in struct.iter_unpack("=5q", numbers[: len(numbers) // 40 * 40]):
+        if template:
+            key = [] if lengths == [-1, -1, -1] else lengths
+            found.setdefault(template - 1, []).append([*key, calls])
+    return [[number, sum(row[-1] for row in rows), rows] for number, rows in found.items()]
 
 
 @dataclass(frozen=True)

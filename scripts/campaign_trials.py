@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,8 @@ from random import Random
 from urllib.parse import urlsplit
 
 from campaign_inputs import ROOT, RUN
+from check_observe import KINDS as PROGRAMS
+from check_observe import generate, try_program
 
 sys.path.append(str(ROOT / "tests" / "profilers"))
 from fake_tools import Behaviour, Scenario, install  # the tools of the tests
@@ -504,6 +507,16 @@ def page(address: str, path: str) -> tuple[int, str]:
         return answer.status, answer.read().decode(errors="replace")
 
 
+def observed(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """Programs that do under `observe` what they do alone."""
+    for number in itertools.count():
+        if number >= len(PROGRAMS) and time.monotonic() > deadline:
+            return
+        program = generate(list(PROGRAMS)[number % len(PROGRAMS)], bench.random)
+        result = try_program(program, bench.place(), bench.environment())
+        yield Outcome(f"{program.source}\n{program.options}", result.failure, result.detail)
+
+
 TRIALS: dict[str, Callable[[Bench, float], Iterator[Outcome]]] = {
     "kill-capture": kill_capture,
     "kill-bench": kill_bench,
@@ -511,4 +524,5 @@ TRIALS: dict[str, Callable[[Bench, float], Iterator[Outcome]]] = {
     "tools": tools,
     "secrets": secrets,
     "pages": pages,
+    "observed": observed,
 }

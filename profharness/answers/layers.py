@@ -252,12 +252,17 @@ def find_layers(
     ]
     # dearest first; calls that have no times go by how often they were made
     rows.sort(key=lambda row: (-_spent(row), row.calls is None, -(row.program_calls or 0)))
+    problems = [problem.message for problem in store.problems(run)]
     return LayerMap(
         run=run,
         rows=tuple(rows),
         steps=tuple(steps),
         gaps=tuple(store.gaps(steps)),
-        caveats=(*_caveats(rows, place, observed), *store.warnings([run]).get(run, ())),
+        caveats=(
+            *_caveats(rows, place, observed, problems),
+            *problems,
+            *store.warnings([run]).get(run, ()),
+        ),
         place=place,
         gpu=next(
             (device.name for device in store.devices(run)),
@@ -556,7 +561,9 @@ def suggestions(config: Config, place: Place) -> list[Suggestion]:
     ]
 
 
-def _caveats(rows: Iterable[LayerRow], place: Place | None, observed: Observed) -> tuple[str, ...]:
+def _caveats(
+    rows: Iterable[LayerRow], place: Place | None, observed: Observed, problems: Sequence[str]
+) -> tuple[str, ...]:
     kept = list(rows)
     texts = []
     if names := numbered_names([kind.name for kind in observed.hidden() if kind.name]):
@@ -569,7 +576,7 @@ def _caveats(rows: Iterable[LayerRow], place: Place | None, observed: Observed) 
             "CUDA graphs: what a replay computed is told by its capture alone; record both, or the "
             "program without graphs."
         )
-    if all(row.calls is None for row in kept):
+    if all(row.calls is None for row in kept) and not problems:
         texts.append("No step was recorded: calls are counted, and there are no kernels and times.")
     elif live and not observed and not any(row.module for row in live):
         texts.append(

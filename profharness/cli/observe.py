@@ -140,8 +140,6 @@ def command(
         )
     asked = ObserveOptions(out=out, **options)
     watched = observe_into_store(program, store, asked)
-    if asked.profiler == "torch" and watched.calls and not watched.observed.run.traces:
-        hint(f"no step was recorded: {_why_no_step(watched.calls, asked)}")
     code = _report(watched, store)
     if places and watched.observed.why is None:
         _show_forecast(watched, places, store, {"--driver": driver, "--atlas": atlas})
@@ -170,18 +168,6 @@ def _show_forecast(
     gpus = ",".join(place.gpu for place, _ in places)
     again = shell_command("layers", run, "--gpu", gpus, *words, store=store)
     hint(f"see it again with: {again}")
-
-
-def _why_no_step(calls: tuple[ObservedCall, ...], asked: ObserveOptions) -> str:
-    if all(item.call.compiled for item in calls):
-        return (
-            "compiled code alone calls attention, where only an optimizer's steps are seen; record it "
-            "with torch.profiler (record_shapes=True) and profharness ingest"
-        )
-    return (
-        "the program ended, or ran a profiler of its own, before "
-        f"{asked.warmup} steps brought nothing new; --warmup 0 records from the first call on"
-    )
 
 
 def _check(watched: Watched, gates: Gates, store: Path) -> None:

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 PACKAGE = "profharness.observer"
-PARTS = ("journal", "masks", "facts", "window", "recorder", "wrapper")  # each after what it imports
+PARTS = (
+    "journal",
+    "counts",
+    "masks",
+    "facts",
+    "window",
+    "recorder",
+    "wrapper",
+)  # each after what it imports
 PROCESSES_FILE = "processes.jsonl"
 
 
@@ -35,15 +43,21 @@ def report(folder: str, event: str) -> None:
     """A line on this process, appended whole."""
     try:
         line = f'{{"event":"{event}","pid":{os.getpid()},"parent":{os.getppid()}}}\n'
-        number = os.open(
-            f"{folder}/{PROCESSES_FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
-        )
-        try:
-            os.write(number, line.encode())
-        finally:
-            os.close(number)
+        append(f"{folder}/{PROCESSES_FILE}", line.encode())
     except OSError:
         pass  # the recorder says so, if there is anything to record
+
+
+def append(path: str, data: bytes) -> None:
+    """Append to a file, which is closed again: a descriptor that stays open may be closed by the
+    program, and its number become that of another file. Raises OSError.
+    """
+    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        while data:
+            data = data[os.write(number, data) :]
+    finally:
+        os.close(number)
 
 
 def start(folder: str) -> None:

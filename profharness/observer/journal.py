@@ -8,39 +8,41 @@ import os
 import sys
 from typing import Any
 
+from profharness.observer.hook import append
+
 SCHEMA = "profharness.observed/1"
 OPTIONS_FILE = "observe.json"
 
 
 class Journal:
-    """`<pid>.jsonl` in a run folder; after a fork the child has one of its own. folder None: nothing
-    is written.
+    """The files `<pid>.jsonl` and `<pid>.counts` in a run folder; after a fork the child has its own.
+    A process whose number was taken before, as after os.exec, is `<pid>-2`. folder None: nothing is
+    written.
     """
 
     def __init__(self, folder: str | None) -> None:
         self.folder = folder
-        self.pid = 0
-        self.descriptor = -1
+        self.begin()
+
+    def begin(self) -> None:
+        """Choose the names of this process's files."""
+        name, number = str(os.getpid()), 1
+        while self.folder is not None and os.path.exists(f"{self.folder}/{name}.jsonl"):  # noqa: PTH110
+            number += 1
+            name = f"{os.getpid()}-{number}"
+        self.name = name
+
+    def path(self, suffix: str) -> str | None:
+        """A file of this process."""
+        return None if self.folder is None else f"{self.folder}/{self.name}{suffix}"
 
     def write(self, event: str, **fields: Any) -> None:
         """Append a line. Raises OSError."""
-        if self.folder is None:
+        path = self.path(".jsonl")
+        if path is None:
             return
-        if self.pid != os.getpid():
-            self._open()
         line = json.dumps({"event": event, **fields}, separators=(",", ":"), allow_nan=False)
-        data = line.encode("utf-8", "replace") + b"\n"
-        while data:
-            data = data[os.write(self.descriptor, data) :]
-
-    def _open(self) -> None:
-        assert self.folder is not None
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.pid = os.getpid()
-        path = os.path.join(self.folder, f"{self.pid}.jsonl")  # noqa: PTH118
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self.descriptor = os.open(path, flags, 0o644)
+        append(path, line.encode("utf-8", "replace") + b"\n")
 
 
 def say(text: str) -> None:

@@ -10,15 +10,15 @@ import contextlib
 import os
 import sys
 import threading
-import time
 import weakref
-from collections import Counter
+from _thread import get_ident
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from profharness.observer import facts, masks
+from profharness.observer.counts import Counts
 from profharness.observer.journal import Journal, say
 from profharness.observer.window import Window
 
@@ -32,7 +32,6 @@ MARKER = "profharness-attention:"
 TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
 GRADED_PASSES = 16  # more than most accumulate gradients over
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
-FLUSH_S = 5.0
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 FUNCTIONS = "functions of flex_attention"  # no argument of any function
 BLOCK_MASK = 4  # the place of an argument of flex_attention
@@ -57,13 +56,12 @@ _Tensor = torch.Tensor
 
 
 class Entry:
-    """The calls of one exact key."""
+    """The calls of one exact key, counted at one place of an array."""
 
-    __slots__ = ("count", "lengths", "marker", "template")
+    __slots__ = ("at", "cells", "marker", "template")
 
-    def __init__(self, template: int, marker: str, lengths: tuple[int, ...]) -> None:
-        self.count = 0
-        self.template, self.marker, self.lengths = template, marker, lengths
+    def __init__(self, template: int, marker: str, cells: Any, at: int) -> None:
+        self.template, self.marker, self.cells, self.at = template, marker, cells, at
 
 
 class Site:
@@ -77,19 +75,21 @@ class Site:
 
 
 class Recorder:
-    """The calls of this process."""
+    """The calls of this process, in any of its threads. What several threads may change is changed
+    under the lock, but for a count: `+=` on an item of an array gives the GIL to no other thread.
+    """
 
     def __init__(self, journal: Journal, window: Window) -> None:
         self.journal, self.window = journal, window
         self.on = True
-        self.lock = threading.Lock()
         self.templates: list[dict[str, Any]] = []
         self._reset()
 
     def _reset(self) -> None:
+        self.lock = threading.RLock()  # a handler of a signal may call attention too
+        self.counts = Counts(self.journal.path(".counts"))
         self.entries: dict[Any, Entry] = {}
         self.numbers: dict[Any, int] = {}  # of templates, by what they have in common
-        self.lengths: list[Counter[tuple[int, ...]]] = []
         self.templates.clear()
         self.compiled: dict[Any, int] = {}
         self.codes: dict[int, CodeType] = {}  # by id, which lasts as long as they do
@@ -99,16 +99,13 @@ class Recorder:
         self.paths: dict[int, tuple[str | None, str | None]] = {}  # module id -> path, root class
         self.next_site = 1
         self.first_site: Site | None = None
-        self.total = 0
-        self.flush_at = 2
-        self.flushed = 0.0
         self.passes = 0
         self.optimized = False
         self.started = False
 
     def forked(self) -> None:
         """A forked child begins anew, in a journal of its own."""
-        self.lock = threading.Lock()
+        self.journal.begin()
         self._reset()
         self.window.forget()
 
@@ -165,10 +162,7 @@ class Recorder:
             if entry is None:
                 entry, fresh = self._new_entry(site, exact, above, frame, (q, key, v, mask), a, k)
             site.last = (exact, entry)
-        entry.count += 1
-        self.total += 1
-        if self.total >= self.flush_at:
-            self._flush_in_time()
+        entry.cells[entry.at] += 1
         marked = self.window.state in WATCHED and self._pass(site)
         return (entry, fresh) if fresh or marked else None
 
@@ -192,62 +186,29 @@ class Recorder:
     def raised(self, entry: Entry) -> None:
         """A call of a new template raised: the next like it is told anew."""
         number = entry.template
-        self.entries = {key: one for key, one in self.entries.items() if one.template != number}
-        self._forget_last()
-        self.numbers = {key: one for key, one in self.numbers.items() if one != number}
-        self.lengths[number][entry.lengths] += entry.count
+        with self.lock:
+            self.entries = {key: one for key, one in self.entries.items() if one.template != number}
+            self._forget_last()
+            self.numbers = {key: one for key, one in self.numbers.items() if one != number}
         self._write(self.templates[number] | {"raised": True})
 
     def note_compiled(self, what: dict[str, Any]) -> None:
         """A call that Dynamo traces; how often it runs is not known."""
         key = repr(sorted(what.items()))
-        if key not in self.compiled:
-            self.compiled[key] = len(self.templates)
-            template = {"template": len(self.templates), "kind": "sdpa", "compiled": True, **what}
+        with self.lock:
+            if key in self.compiled:
+                return
+            number = self.compiled[key] = len(self.templates)
+            template = {"template": number, "kind": "sdpa", "compiled": True, **what}
             self.templates.append(template)
-            self.lengths.append(Counter())
-            self._write(template)
+        self._write(template)
 
     def optimizer_stepped(self) -> None:
         """An optimizer's step has ended."""
-        self.optimized = True
-        if self.total or self.compiled:
-            self.window.step()
-
-    def flush(self, *, final: bool = False) -> None:
-        """Write how often each template was called so far, and with what lengths.
-
-        final: nothing follows. A journal whose start promises such a line and that has none lacks calls.
-        """
-        if not self.total and not (final and self.templates):
-            return
-        self._gather()
-        counts = [
-            [number, sum(lengths.values()), [[*key, count] for key, count in lengths.items()]]
-            for number, lengths in enumerate(self.lengths)
-            if lengths
-        ]
-        self.journal.write("counts", total=self.total, counts=counts, final=final)
-
-    def counts(self) -> list[int]:
-        """The calls of each template so far."""
-        self._gather()
-        return [sum(lengths.values()) for lengths in self.lengths]
-
-    def _gather(self) -> None:
-        with self.lock:
-            for entry in list(self.entries.values()):
-                count, entry.count = entry.count, 0
-                if count:
-                    self.lengths[entry.template][entry.lengths] += count
-
-    def _flush_in_time(self) -> None:
-        """After 1, 2, 4, … calls, later every thousand calls, at most each few seconds."""
-        self.flush_at = self.total * 2 if self.total < 1024 else self.total + 1024
-        now = time.monotonic()
-        if self.total < 1024 or now - self.flushed > FLUSH_S:
-            self.flushed = now
-            self.flush()
+        if get_ident() == self.window.home:
+            self.optimized = True
+            if self.templates:
+                self.window.step()
 
     def _pass(self, site: Site) -> bool:
         """A pass over the model begins where its first attention comes again. Once an optimizer has
@@ -255,7 +216,11 @@ class Recorder:
 
         Returns whether the call is to be marked.
         """
-        if self.window.state == "ending":
+        if get_ident() != self.window.home:
+            if _task() < 0:  # else autograd's thread computes again what the main one did
+                self.window.pass_elsewhere()
+                return False
+        elif self.window.state == "ending":
             self.window.end_ops()
         elif not self.started:
             self.started = True
@@ -268,7 +233,7 @@ class Recorder:
         return self.window.open
 
     def _forget_last(self) -> None:
-        for site in (self.outside, *self.sites.values()):
+        for site in (self.outside, *list(self.sites.values())):
             site.last = (None, None)
 
     def _new_site(self, module: Any) -> Site:
@@ -279,10 +244,12 @@ class Recorder:
             self.kept.pop(identity, None)
             self.paths.pop(identity, None)
 
-        self.kept[identity] = weakref.ref(module, gone)
-        site = self.sites[identity] = Site(self.next_site)
-        self.next_site += 1
-        return site
+        with self.lock:
+            if identity not in self.sites:  # another thread may have been first
+                self.kept[identity] = weakref.ref(module, gone)
+                self.sites[identity] = Site(self.next_site)
+                self.next_site += 1
+            return self.sites[identity]
 
     def _new_entry(
         self,
@@ -305,18 +272,18 @@ class Recorder:
         common = (*map(_pattern, told), _relation(told), *options.values(), *exact[-STATES:])
         lengths = _lengths(told)
         with self.lock:
+            if entry := self.entries.get((site.number, exact)):
+                return entry, False  # another thread was first
             if len(self.entries) >= MOST_KEYS:
-                for entry in self.entries.values():
-                    self.lengths[entry.template][entry.lengths] += entry.count
                 self.entries.clear()
                 self._forget_last()
             place = (site.number, *exact[:PLACE])
             number = self.numbers.get((place, common))
             fresh = number is None
             if number is None:
-                if len(self.templates) >= MOST_TEMPLATES:
+                number = len(self.templates)
+                if number >= MOST_TEMPLATES:
                     raise RuntimeError(f"more than {MOST_TEMPLATES} kinds of calls")
-                number = self.numbers[place, common] = len(self.templates)
                 self.codes[id(frame.f_code)] = frame.f_code
                 self.templates.append(
                     {"template": number, "kind": "flex" if exact[FLEX] else "sdpa"}
@@ -325,11 +292,12 @@ class Recorder:
                     | {"tensors": told, **options}
                     | _state(tensors[0].device.type)
                 )
-                self.lengths.append(Counter())
+                self.numbers[place, common] = number
                 self.window.fresh()
             template = self.templates[number]
             name = template["path"] or template["module_class"] or template["function"]
-            entry = self.entries[site.number, exact] = Entry(number, f"{MARKER}{name}", lengths)
+            entry = Entry(number, f"{MARKER}{name}", *self.counts.row(number, lengths))
+            self.entries[site.number, exact] = entry
         return entry, fresh
 
     def _place(self, above: FrameType | None, frame: FrameType) -> dict[str, Any]:
@@ -374,6 +342,7 @@ class Recorder:
         rank = {
             name.lower(): os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ
         }
+        self.counts.open()
         self.journal.write("start", environment=facts.environment(), final_counts=True, **rank)
 
     def fail(self, error: BaseException) -> None:

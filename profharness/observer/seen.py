@@ -24,10 +24,10 @@ class Seen:
         """One dict a kind of call, in order of their first: `count`, `path`, `file`, `line`, `tensors`,
         `causal`, `mask`, `choice` (what torch would take), `ran`, and what else a journal tells.
         """
-        counts = self._recorder.counts()
+        count = self._recorder.counts.of_template
         return [
-            {"count": count, **template}
-            for count, template in zip(counts, self._recorder.templates, strict=True)
+            {"count": count(number), **template}
+            for number, template in enumerate(self._recorder.templates)
         ]
 
     @property

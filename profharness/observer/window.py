@@ -1,21 +1,38 @@
-"""The profiler window of an observed process: opened once nothing new comes, closed after a few steps."""
+"""The profiler window of an observed process: opened once nothing new comes, closed after a few steps.
+
+PyTorch's profiler is a state of the thread that started it, and only that thread can stop it. The
+process has one session of the tracer below it. So the steps of one thread open and close the window:
+the main one, which is there until the process ends. A fork, or a profiler of the program's own, ends it
+before that.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import os
+import sys
+import threading
+from _thread import get_ident
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from profharness.observer.journal import Journal, say
+from profharness.observer.journal import Journal
 
-TRIES = 3  # windows that another profiler may break
+TRIES = 3  # windows that forks and other profilers may break
 SUFFIX = ".torch.json.gz"
+ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
+OWN_PROFILER = "the program ran a profiler of its own"
+STARTS, STOPS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",)
 
 
 class Window:
     """steps: how many steps the window holds; warmup: steps without a new template before it opens.
-    profiler is `torch`, `nsys` or `none`.
+    profiler is `torch`, `nsys` or `none`. home is the thread whose steps count; elsewhere are the
+    calls of others while the window waits, and while it is open.
     """
 
     def __init__(self, journal: Journal, profiler: str, steps: int, warmup: int) -> None:
@@ -23,7 +40,14 @@ class Window:
         self.steps, self.warmup, self.profiler = steps, warmup, profiler
         self.state = "waiting" if profiler != "none" and steps > 0 else "off"
         self.quiet = self.passed = self.tries = 0
-        self.waited = False  # for the user's own profiler, and told so
+        self.waited = False  # for the program's own profiler, and written down
+        self.others: set[int] = set()  # threads in which the program's own profilers run
+        self.busy = False  # starting or stopping the profiler
+        self.used = False  # the profiler was started once
+        self.taken = False  # a profiler in another thread has the tracer's session
+        # the thread that imports torch: from any other the tracer prints an error
+        self.home = get_ident() if threading.current_thread() is threading.main_thread() else 0
+        self.elsewhere = 0
         self.active: Any = None
         nsys = profiler == "nsys"
         self.ranged: Any = torch.cuda.nvtx.range if nsys else torch.profiler.record_function
@@ -40,7 +64,10 @@ class Window:
 
     def step(self) -> None:
         """A step has ended, and the next one begins."""
-        if self.state == "open":
+        if self.state == "open" and self.taken:
+            if not self.others:
+                self.give_way(OWN_PROFILER)
+        elif self.state == "open":
             self._end_step()
             self.passed += 1
             if self.passed >= self.steps:
@@ -57,33 +84,53 @@ class Window:
         if self.state == "waiting" and self.warmup == 0:
             self._begin()
 
+    def pass_elsewhere(self) -> None:
+        """A thread that is not recorded is about to make a call."""
+        self.elsewhere += 1
+        if self.elsewhere == 1 and self.state == "waiting":
+            self.journal.write("window", state="waiting", why=ELSEWHERE)
+
     def close(self) -> None:
         """End the window and write its trace."""
+        if get_ident() != self.home:
+            return
         if self.state == "ending":
             self.end_ops()
         if self.state != "open":
             return
         self.state = "closing"
         self._end_step()
+        told = {"steps": self.passed, "elsewhere": self.elsewhere}
         if self.profiler == "nsys":
             torch.cuda.profiler.stop()
             self.state = "ending"
-            self.journal.write("window", state="closed", steps=self.passed)
+            self.journal.write("window", state="closed", **told)
             return
-        active, self.active = self.active, None
         try:
-            if not torch.autograd._profiler_enabled():
-                raise RuntimeError("another profiler ended it")
-            active.stop()
-            events = active.profiler.kineto_results.events()
-            if not events:
+            active = self._stop()
+            if not active.profiler.kineto_results.events():
                 raise RuntimeError("it holds no event")
             name = self._write(active)
         except Exception as error:
-            self._lost(error)
+            self._lost(str(error))
             return
         self.state = "done"
-        self.journal.write("window", state="closed", steps=self.passed, trace=name)
+        self.journal.write("window", state="closed", trace=name, **told)
+
+    def give_way(self, why: str) -> None:
+        """End the window before its time; it opens again later. Raises nothing."""
+        if get_ident() != self.home:
+            return
+        if self.profiler == "nsys":  # which records once
+            with contextlib.suppress(Exception):
+                self.close()
+                self.close()
+        elif self.state == "open":
+            self.state = "closing"
+            with contextlib.suppress(Exception):
+                self._end_step()
+                self._stop()
+            self._lost(why)
 
     def end_ops(self) -> None:
         """Let ops be no ranges any more. A window closes inside of the range of an optimizer's step, of
@@ -91,37 +138,96 @@ class Window:
         """
         active, self.active = self.active, None
         self.state = "done"
-        active.__exit__(None, None, None)
+        with self._own():
+            active.__exit__(None, None, None)
 
     def forget(self) -> None:
         """The parent's window is not this forked child's."""
         self.active = self.step_range = None
         self.state = "off"
+        if self.used:
+            _skip_destructors()
+
+    def watch_profilers(self) -> None:
+        """Give way to the profilers that the program starts from now on."""
+        for names, starts in ((STARTS, True), (STOPS, False)):
+            for name in names:
+                call = getattr(torch.autograd.profiler, name)
+                setattr(torch.autograd.profiler, name, self._watched(call, starts=starts))
+
+    def _watched(self, call: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def watched(*a: Any, **k: Any) -> Any:
+            thread = get_ident()
+            if not (self.busy and thread == self.home):
+                (self.others.add if starts else self.others.discard)(thread)
+                if starts and thread != self.home:
+                    self.taken |= self.state == "open"
+                elif starts:
+                    self.give_way(OWN_PROFILER)
+            return call(*a, **k)
+
+        return watched
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[None]:
+        """Start or stop the window's profiler."""
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
+
+    def _stop(self) -> Any:
+        """Stop the profiler. Raises RuntimeError where another one ended it."""
+        active, self.active = self.active, None
+        taken, self.taken = self.taken, False
+        with self._own():
+            if not torch.autograd._profiler_enabled():
+                raise RuntimeError("another profiler ended it")
+            if taken:
+                active.profiler._prepare_trace()  # to stop without a session is a crash
+            active.stop()
+        if taken:
+            raise RuntimeError(OWN_PROFILER)
+        return active
 
     def _begin(self) -> None:
-        if torch.autograd._profiler_enabled():
+        if self.others or torch.autograd._profiler_enabled():
             if not self.waited:
                 self.waited = True
-                say("the program runs a profiler of its own; the window waits for its end")
-                self.journal.write("window", state="waiting", why="the program's own profiler")
+                self.journal.write("window", state="waiting", why=OWN_PROFILER)
             return
-        self.passed = 0
+        self.passed = self.elsewhere = 0
         try:
-            if self.profiler == "nsys":
-                torch.cuda.profiler.start()
-                # ops with the sizes of their tensors become NVTX ranges, else no call can be told
-                self.active = torch.autograd.profiler.emit_nvtx(record_shapes=True)
-                self.active.__enter__()
-            else:
-                self.active = torch.profiler.profile(record_shapes=True)
-                self.active.start()
+            with self._own():
+                self._start()
         except Exception as error:
             self.tries = TRIES
-            self._lost(error)
+            self._lost(str(error))
             return
         self.state = "open"
         self.journal.write("window", state="open")
         self._begin_step()
+
+    def _start(self) -> None:
+        if self.profiler == "nsys":
+            torch.cuda.profiler.start()
+            # ops with the sizes of their tensors become NVTX ranges, else no call can be told
+            self.active = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+            self.active.__enter__()
+        else:
+            self.used = True
+            self.active = active = torch.profiler._KinetoProfile(record_shapes=True)
+            # start() imports torch._inductor: beside an import of a part of it in another thread, one
+            # of the two fails
+            active.profiler = torch.autograd.profiler.profile(
+                use_device=active.use_device, record_shapes=True, use_kineto=True
+            )
+            config = sys.modules.get("torch._inductor.config")
+            active.has_cudagraphs = getattr(getattr(config, "triton", None), "cudagraphs", False)
+            active.profiler._prepare_trace()
+            active.start_trace()
 
     def _begin_step(self) -> None:
         self.step_range = self.ranged(f"ProfilerStep#{self.passed}")
@@ -141,10 +247,19 @@ class Window:
         active.export_chrome_trace(os.path.join(folder, name))  # noqa: PTH118
         return name
 
-    def _lost(self, error: Exception) -> None:
+    def _lost(self, why: str) -> None:
         self.tries += 1
-        self.quiet = 0
+        self.quiet = self.elsewhere = 0
         self.state = "waiting" if self.tries < TRIES else "off"
-        again = "; it is opened again" if self.state == "waiting" else ""
-        say(f"the profiler window was lost: {error}{again}")
-        self.journal.write("window", state="lost", why=str(error))
+        with contextlib.suppress(OSError):  # no room: the recorder says so
+            self.journal.write("window", state="lost", why=why)
+
+
+def _skip_destructors() -> None:
+    """Let this process end as by os._exit, with the exit code and the output that it would have: in a
+    forked child the destructor of PyTorch's tracer waits for ever for a thread that the parent has.
+    """
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # of glibc
+        libc.on_exit(libc._exit, None)
+        libc.__cxa_atexit(libc.fflush, None, None)  # the last one runs first

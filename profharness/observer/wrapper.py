@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import copy
 import functools
-import multiprocessing.util
 import os
 import sys
 from typing import Any
@@ -243,9 +242,10 @@ def install_for(folder: str) -> None:
     install()
     if window.state != "off":
         register_optimizer_step_post_hook(_stepped(recorder))
+        window.watch_profilers()
+        if profiler == "torch":
+            os.register_at_fork(before=lambda: window.give_way("the program forked"))
     os.register_at_fork(after_in_child=recorder.forked)
-    # children of multiprocessing end without atexit
-    multiprocessing.util.register_after_fork(recorder, _end_with_process)
     atexit.register(_end, recorder)
 
 
@@ -261,15 +261,10 @@ def _stepped(recorder: Recorder) -> Any:
     return hook
 
 
-def _end_with_process(recorder: Recorder) -> None:
-    multiprocessing.util.Finalize(None, _end, args=(recorder,), exitpriority=0)
-
-
 def _end(recorder: Recorder) -> None:
     if not recorder.on:
         return
     try:
         recorder.window.close()
-        recorder.flush(final=True)
     except Exception as error:
         recorder.fail(error)

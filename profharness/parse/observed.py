@@ -129,8 +129,8 @@ class _Counts:
 
 
 CUT_SHORT = (
-    "{n} process(es) ended without their last counts (killed, os._exit, or recording failed): "
-    "of their calls some are not counted"
+    "{n} process(es) left no last counts (recording failed, or the files are incomplete): some of "
+    "their calls are not counted"
 )
 _EVENTS: dict[str | None, Any] = {"template": _Template, "start": _Start, "counts": _Counts}
 
@@ -149,7 +149,8 @@ def read_journals(folder: Path) -> Journals:
     for path in observed_journals(folder):
         templates, rank, counts, whole, damaged = _journal(path)
         cut_short += not whole
-        pid = int(path.stem) if path.stem.isdecimal() else 0
+        stem = path.stem.partition("-")[0]  # a later process of that number is `123-2`
+        pid = int(stem) if stem.isdecimal() else 0
         for template in templates:
             count, lengths = counts.get(template.template, (0 if template.compiled else 1, ()))
             told = tuple((tuple(key), calls_of) for *key, calls_of in lengths)

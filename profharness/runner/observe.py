@@ -39,6 +39,12 @@ TOOL_ONLY = (
     "LC_ALL",
 )  # what nsys needs of its environment and the program has its own of
 NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
+# as observer/window.py writes it
+ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
+RECORD_THREAD = (
+    "to see their times, record such a thread with torch.profiler (record_shapes=True) and "
+    "profharness ingest"
+)
 CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
 
 
@@ -84,6 +90,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
         shutil.rmtree(folder, ignore_errors=True)
         return Observed(folder, run, code, why, reported)
     problems = _export(report, tools["nsys"].path) if tools else ()
+    problems = (*problems, *_window_problems(folder, options))
     return Observed(folder, finished(folder, replace(run, problems=problems)), code)
 
 
@@ -147,6 +154,39 @@ def why_silent(folder: Path) -> str | None:
         "plain matrix products, of another package or of nn.TransformerEncoder's fast path shows in a "
         "trace alone (torch.profiler with record_shapes=True, then profharness ingest)"
     )
+
+
+def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]:
+    """Why no step was recorded, or which calls the recorded steps lack."""
+    windows = list(_rows(folder, "window"))
+    closed = [row for row in windows if row.get("state") == "closed"]
+    if closed:
+        missed = sum(row.get("elsewhere", 0) for row in closed)
+        if missed:
+            text = (
+                f"{missed:,} calls of other threads were made while the main thread was recorded: "
+                "they are counted, and have no times"
+            )
+            yield Problem(options.profiler, "threads_not_recorded", text, RECORD_THREAD)
+    elif options.profiler == "torch":
+        yield Problem("torch", "no_step", *_why_no_step(folder, windows, options))
+
+
+def _why_no_step(
+    folder: Path, windows: Sequence[Mapping[str, Any]], options: ObserveOptions
+) -> tuple[str, str]:
+    """What kept the profiler from recording a step, and the remedy."""
+    again = "give --warmup 0, which records from the first call on, or run more steps"
+    if all(row.get("compiled") for row in _rows(folder, "template")):
+        why = "compiled code alone calls attention, where only an optimizer's steps are seen"
+        again = "record it with torch.profiler (record_shapes=True) and profharness ingest"
+    elif not windows:
+        why = f"the program ended before {options.warmup} steps brought nothing new"
+    else:
+        why = windows[-1].get("why", "the process ended while the profiler recorded")
+        if why == ELSEWHERE:
+            again = RECORD_THREAD
+    return f"no step was recorded, so calls have no times: {why}", again
 
 
 def _rows(folder: Path, event: str) -> Iterator[dict[str, Any]]:

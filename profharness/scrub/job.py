@@ -21,6 +21,7 @@ from profharness.run import (
     RUN_FILE,
     Run,
     TraceFile,
+    counts_file,
     observed_journals,
     observed_rows,
     read_run,
@@ -110,7 +111,10 @@ def _folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     traces = _once(run.traces, jobs)
     write_run(copy, scrub_run(replace(run, traces=traces), cleaner))
     _check(copy, source, cleaner)
-    used = {RUN_FILE, *jobs, *journals}
+    counts = {
+        counts_file(source / name).name for name in journals
+    }  # they stand in the journals now
+    used = {RUN_FILE, *jobs, *journals, *counts}
     there = [str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()]
     return Scrubbed(
         copy,

@@ -13,7 +13,15 @@ import xxhash
 from profharness.errors import TraceFormatError, shown
 from profharness.parse import is_trace, sniff
 from profharness.parse.packed import open_file, open_raw
-from profharness.run import OBSERVE, RUN_FILE, Run, TraceFile, observed_journals, read_run
+from profharness.run import (
+    OBSERVE,
+    RUN_FILE,
+    Run,
+    TraceFile,
+    counts_file,
+    observed_journals,
+    read_run,
+)
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
@@ -93,6 +101,8 @@ def read_source(path: Path) -> Source:
         digest.update(raw.content_hash.encode())
     for journal in observed_journals(path) if run.kind == OBSERVE else ():
         digest.update(hash_file(journal).encode())
+        if (counts := counts_file(journal)).is_file():
+            digest.update(hash_file(counts).encode())
     return Source(path, run, raws, digest.hexdigest())
 
 
