@@ -16,7 +16,6 @@ LIMITS = {
     "circles of files, type checking counted": 0,
     "circles of folders, type checking counted": 0,
     "imports inside functions": 60,
-    "longest file": 600,
     "longest function": 60,
 }
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,11 +102,17 @@ def test_answer_of_a_process_is_passed_on(path: str, status: int, text: bytes) -
     assert [message["pid"] != os.getpid() for message in pages.lessons] == [True] * (status == 200)
 
 
+def children() -> set[str]:
+    """Return the processes that this thread has forked and that are not reaped; other tests have some."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
 @pytest.mark.parametrize(("path", "status"), [("/hang", 504), ("/half", 200)])
 def test_process_that_takes_too_long_is_killed(
     path: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web_requests, "GRACE_S", 0.0)
+    before = children()
 
     async def run() -> tuple[int, bytes]:
         return await asking(Pages(queue(limit_s=0.5)), asyncio.Event())(path)
@@ -114,11 +121,12 @@ def test_process_that_takes_too_long_is_killed(
     # a slow machine may not have begun the answer
     assert got in (status, 504)
     assert body in (b"half", b"this took more than 0 s and was ended; ask for less\n")
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() <= before
 
 
 def test_process_is_killed_when_its_client_leaves_or_the_server_ends() -> None:
+    before = children()
+
     async def run() -> None:
         left = asyncio.Event()
         ask = asking(Pages(queue()), left)
@@ -134,8 +142,7 @@ def test_process_is_killed_when_its_client_leaves_or_the_server_ends() -> None:
             await task
 
     asyncio.run(run())
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() <= before
 
 
 def test_long_answers_give_way_to_the_newest_and_the_oldest_are_turned_away(
