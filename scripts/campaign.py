@@ -1,5 +1,5 @@
 """The fault campaign: damaged inputs for every reader, signals, full disks, tools that fail, planted
-secrets, concurrent writers, hostile pages. Prints what was tried and what failed.
+secrets, concurrent writers, hostile pages, nasty backends. Prints what was tried and what failed.
 
 python scripts/campaign.py                                  all of it, 30 s a kind
 python scripts/campaign.py --seconds 1200 --only kineto,nsys --format md
@@ -43,11 +43,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from campaign_backends import backends
 from campaign_inputs import DATA, KINDS, ROOT, Kind
 from campaign_stores import STORE_TRIALS
 from campaign_trials import TRIALS, Bench, whole
 
-ALL_TRIALS = TRIALS | STORE_TRIALS
+ALL_TRIALS = TRIALS | STORE_TRIALS | {"backends": backends}
 CPU_S = 20.0
 MEMORY_KIB = 400 * 1024
 CODES = (0, 1, 2, 3)

@@ -60,6 +60,7 @@ def _flash_impl(
         load=_in_worker("sdpa"),
         supports=wants(dtypes=HALF),
         absent=_in_worker("flash_impl_absent", name.upper(), module, remedy, majors),
+        isolated=True,
     )
 
 
@@ -105,6 +106,7 @@ TORCH_BACKENDS = (
         supports=wants(dtypes=HALF),
         absent=_in_worker("flex_flash_absent"),
         packages=("flash-attn-4",),
+        isolated=True,
     ),
     GpuBackend(
         "varlen",
@@ -134,6 +136,7 @@ TORCH_BACKENDS = (
         load=loaded(NAIVE_COMPILED, _in_worker("naive_compiled")),
         supports=outside_contract,
         absent=_in_worker("naive_compiled_absent"),
+        isolated=True,
     ),
 )
 BACKENDS: dict[str, Backend] = {

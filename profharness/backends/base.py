@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Backend:
     function has no `tuning` of its own. Exceptions of `refuses` in the first call are refusals,
     others errors. source says where the worker finds an implementation: `/folder/file.py:function`
     or `package.module:function`; file is its file, packages are the distributions it rests on.
+    isolated: code that is not PyTorch's own runs, so its cells need a process of their own.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Backend:
     source: str | None = None
     file: Path | None = None
     packages: tuple[str, ...] = ()
+    isolated: bool = False
 
 
 GpuBackend = functools.partial(Backend, devices=("cuda",), refuses=(Exception,))
@@ -124,13 +127,25 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
     """An `absent` function: the module must be there. install is what to do about it."""
 
     def absent() -> str | None:
-        # find_spec imports the packages above, and a broken one raises
-        with contextlib.suppress(ImportError, ValueError, AttributeError):
-            if importlib.util.find_spec(module) is not None:
-                return None
+        if find_module(module) is not None:
+            return None
         return f"package {module} is not installed ({install})"
 
     return absent
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Return the spec of a module, or None. Nothing is imported, not even the packages above it."""
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # an imported module without a spec
+        return None
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    return spec
 
 
 def loaded(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:

@@ -82,6 +82,7 @@ LIBRARY_BACKENDS = (
         supports=wants(dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256),
         absent=needs_module("flash_attn.flash_attn_interface", "pip install flash-attn"),
         packages=("flash-attn",),
+        isolated=True,
     ),
     GpuBackend(
         "xformers",
@@ -90,6 +91,7 @@ LIBRARY_BACKENDS = (
         supports=outside_contract,
         absent=needs_module("xformers.ops", "pip install xformers"),
         packages=("xformers",),
+        isolated=True,
     ),
     GpuBackend(
         "sage",
@@ -100,6 +102,7 @@ LIBRARY_BACKENDS = (
         ),
         absent=needs_module("sageattention", "pip install sageattention"),
         packages=("sageattention",),
+        isolated=True,
     ),
     GpuBackend(
         "flashinfer",
@@ -108,5 +111,6 @@ LIBRARY_BACKENDS = (
         supports=wants(dtypes=HALF, square_causal=True, forward_only=True, one_batch=True),
         absent=needs_module("flashinfer", "pip install flashinfer-python"),
         packages=("flashinfer-python",),
+        isolated=True,
     ),
 )

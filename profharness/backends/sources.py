@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +26,7 @@ from profharness.backends.base import (
     Backend,
     ImplementationError,
     RefusedError,
+    find_module,
     outside_contract,
 )
 from profharness.backends.cuda_launch import local_files
@@ -44,6 +44,7 @@ SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
 FUNCTION = "attention"
 GIT_S = 5.0  # that git may take
 DEVICES = ("cuda", "cpu")
+NESTED = "an expression may be nested too deeply for Python"
 _CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -72,7 +73,8 @@ def _named(path: Path, content: bytes) -> Iterator[Path]:
     yield path.with_suffix(".cu")
     try:
         tree = ast.parse(content)
-    except (SyntaxError, ValueError):  # loading it will say so
+    # a file that Python cannot compile; loading it will say so
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -132,6 +134,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
         refuses=(NotImplementedError,),
         source=source,
         file=Path(path) if path.endswith(".py") else _file_of(path),
+        isolated=True,
     )
 
 
@@ -244,16 +247,9 @@ def _folders() -> list[Path]:
 
 
 def _file_of(dotted: str) -> Path | None:
-    """The file of a module, found without importing its packages; None for what is not there."""
-    locations: Any = None
-    parts = dotted.split(".")
-    spec = None
-    for count in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:count]), locations)
-        if spec is None:
-            return None
-        locations = spec.submodule_search_locations
-    return Path(spec.origin) if spec is not None and spec.origin else None
+    """The file of a module; None for what is not there."""
+    spec = find_module(dotted)
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _supports(source: str, config: Config) -> str | None:
@@ -288,9 +284,10 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return RefusedError("absent", f"{shown} needs Triton (pip install triton)")
-        line = where(error, file)
+        # what Python's parser raises where its stack is full has no text
+        text = str(error) or (NESTED if isinstance(error, MemoryError) else "")
         return ImplementationError(
-            f"{shown} cannot be imported: {type(error).__name__}: {error}{line}"
+            f"{shown} cannot be imported: {type(error).__name__}: {text}{where(error, file)}"
         )
     attention = getattr(module, function, None)
     if not callable(attention):

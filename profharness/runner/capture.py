@@ -26,7 +26,7 @@ from profharness.backends import (
 from profharness.cases import derive_cases
 from profharness.config import Config
 from profharness.errors import CaptureError, Interrupted, UsageError
-from profharness.files import exclusive
+from profharness.files import exclusive, read_input
 from profharness.logs import log_wanted
 from profharness.processes import deferred, let_through
 from profharness.profilers import Profiler, find_profilers, open_session, require_tools
@@ -342,9 +342,11 @@ def _program(folder: Path, run: Run) -> tuple[str, ...]:
 def _python(folder: Path) -> str | None:
     """The interpreter that a run was begun with, None for this one. Raises CaptureError if it is gone."""
     try:
-        python = (folder / PYTHON_FILE).read_text(encoding="utf-8")
+        python = os.fsdecode(read_input(folder / PYTHON_FILE, within=folder))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CaptureError(f"{folder / PYTHON_FILE}: cannot be read: {error.strerror}") from None
     if not os.access(python, os.X_OK):
         raise CaptureError(f"{folder} was begun with {python}, which is gone; capture anew")
     return python

@@ -23,8 +23,10 @@ from profharness.config import AUTO, Config, parse_config
 from profharness.devices import PEAKS_FILE, Peaks
 from profharness.dispatch.advice import ANSWERS_FILE, LiveAnswer
 from profharness.errors import CaptureError, UsageError
+from profharness.files import decode_json, read_json, read_lines
 from profharness.processes import child_environment, run_briefly
 from profharness.run import (
+    NOT_A_RECORD,
     PLAN_FILE,
     CaptureOptions,
     Cell,
@@ -178,7 +180,7 @@ def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
                 f"measuring the peaks of {device} failed (exit code {done.returncode}): {stderr_tail}; "
                 "`profharness doctor` shows what is missing, --peaks data-sheet does without"
             )
-        measured = msgspec.json.decode(path.read_bytes(), type=Measured)
+        measured = read_json(path, Measured)
     return replace(measured, created=datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -247,8 +249,9 @@ def ask_argv(folder: Path, *, advice: bool) -> list[str]:
 def _read_answers(path: Path) -> dict[str, LiveAnswer]:
     """Answers by cell; a line that a crash cut short is passed over."""
     answers: dict[str, LiveAnswer] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(msgspec.MsgspecError):
-            answer = msgspec.json.decode(line, type=LiveAnswer)
-            answers[answer.cell] = answer
+    with contextlib.suppress(FileNotFoundError):
+        for line in read_lines(path):
+            with contextlib.suppress(*NOT_A_RECORD):
+                answer = decode_json(line, LiveAnswer)
+                answers[answer.cell] = answer
     return answers

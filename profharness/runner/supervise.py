@@ -21,6 +21,7 @@ import msgspec
 
 from profharness.config import parse_config
 from profharness.errors import CaptureError
+from profharness.files import LINE_BYTES, decode_json, open_input
 from profharness.processes import (
     WORKER_SCRIPT,
     Forerunner,
@@ -42,7 +43,9 @@ from profharness.run import (
     EXIT_UNWRITABLE,
     GPU,
     JOURNAL_FILE,
+    NOT_A_RECORD,
     PLAN_FILE,
+    UNWRITABLE,
     Cell,
     Check,
     JournalEntry,
@@ -62,8 +65,10 @@ SAVE_EVERY_S = 1.0
 MAX_IDLE = 3  # workers in a row that came up and died before their first cell
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
 ROOM_BYTES = 1 << 16  # with less of it a dead worker proves nothing against its cell
+TRACE_BYTES = 1 << 28  # with more of it there is room for any trace
 REAPED_S = 5.0  # after SIGKILL
 LOG_FILE = "worker.log"
+READ_BYTES = 1 << 20  # of the journal at once
 LOG_TAIL_BYTES = 4000
 
 
@@ -106,20 +111,23 @@ class Journal:
         self._rest = b""
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Entries written since the last call."""
+        """Entries written since the last call. Raises OSError."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            file = open_input(self._path, within=self._path.parent)
         # the worker makes the file when it is up
         except FileNotFoundError:
             return
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            # a crash may have cut a line short
-            with contextlib.suppress(msgspec.MsgspecError):
-                yield msgspec.json.decode(line, type=JournalEntry)
+        with file:
+            file.seek(self._offset)
+            while data := file.read(READ_BYTES):
+                self._offset += len(data)
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                if len(self._rest) > LINE_BYTES:
+                    raise OSError(errno.EFBIG, "a line of the journal has no end", str(self._path))
+                for line in lines:
+                    # a crash may have cut a line short
+                    with contextlib.suppress(*NOT_A_RECORD):
+                        yield decode_json(line, JournalEntry)
 
     def append(self, entry: JournalEntry) -> None:
         """Write an entry of the parent's own, also after a line that a crash cut short."""
@@ -301,6 +309,25 @@ class Start:
         cut = self.process.cut_bytes if self.process else 0
         return read_end(self.folder / LOG_FILE, max(0, self.log_offset - cut))
 
+    def why_unwritable(self) -> str | None:
+        """Why the worker could not write to its folder, as far as it shows from outside, else in its
+        own words; None where the folder is not to blame.
+        """
+        said = self.returncode == EXIT_UNWRITABLE
+        try:
+            state = os.statvfs(self.folder)
+        except OSError as error:
+            return error.strerror
+        if state.f_flag & os.ST_RDONLY:
+            return os.strerror(errno.EROFS)
+        # not f_bfree, which counts what is reserved for root
+        free = state.f_bavail * state.f_frsize
+        if free < (TRACE_BYTES if said else ROOM_BYTES):
+            return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free); see worker.log"
+        # without its words it was a backend that ended the process by the same code
+        _, mark, words = self._log().rpartition(UNWRITABLE)
+        return words.splitlines()[0] if said and mark else None
+
     def _stderr_tail(self) -> str:
         """The last non-empty line or two that this start wrote to stderr."""
         text = self._log()[-LOG_TAIL_BYTES:]
@@ -358,34 +385,15 @@ def run_cells(
         finally:
             with held():
                 session.discard()
-        if start.returncode == EXIT_UNWRITABLE or (start.cell and free_bytes(folder) < ROOM_BYTES):
-            raise unwritable(folder, why_unwritable(folder))
+        wrote_nothing = start.cell is not None or start.returncode == EXIT_UNWRITABLE
+        if wrote_nothing and (why := start.why_unwritable()):
+            raise unwritable(folder, why)
         if start.cell is not None:
             start.end_cell()
         # one that came up and died between two cells is merely replaced, unless each one does
         idle = 0 if start.ended or start.cell else idle + 1
         if pending and idle and (not start.has_environment or idle == MAX_IDLE):
             raise start.failure()
-
-
-def free_bytes(folder: Path) -> int:
-    """What a user may still write to the folder's file system; 0 where the folder is gone."""
-    try:
-        state = os.statvfs(folder)
-    except OSError:
-        return 0
-    # not f_bfree, which counts what is reserved for root
-    return state.f_bavail * state.f_frsize
-
-
-def why_unwritable(folder: Path) -> str:
-    """Why a worker could not write to the folder, as far as it shows from outside."""
-    if not folder.is_dir():
-        return os.strerror(errno.ENOENT)
-    if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        return os.strerror(errno.EROFS)
-    free = free_bytes(folder)
-    return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free); see worker.log"
 
 
 def worker_environment(

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import torch
@@ -43,14 +43,12 @@ CPU_CACHE_BYTES = 64 << 20
 
 
 def body(program: Program) -> None:
-    """Bench the plan's cells, config by config."""
+    """Bench the cells, config by config."""
     workspace = open_workspace(program)
     plan = read_plan(program.folder) or BenchPlan()
-    if program.plan.cells:
-        plan = plan.part(program.plan.cells[0].process, program.plan.protocol.processes)
-    cells = [
-        replace(cell, config=cell.config.resolve(program.device)) for cell in program.plan.cells
-    ]
+    if program.cells:
+        plan = plan.part(program.cells[0].process, program.plan.protocol.processes)
+    cells = [replace(cell, config=cell.config.resolve(program.device)) for cell in program.cells]
     for _, group in itertools.groupby(cells, key=lambda cell: cell.config):
         bench_group(list(group), workspace, plan, program.write)
 
@@ -176,7 +174,7 @@ def take_turns(
             write(JournalEntry("begin", cell=cell, stage="turn"))
             have = len(contestant.samples.get(name, ()))
             write(JournalEntry("stage", cell=cell, stage=f"{name}, {have} samples"))
-            begin = time.perf_counter()
+            begin = perf_counter()
             try:
                 samples = _sampled(contestant, name, plan)
             except timing.NeverHeldError as error:
@@ -186,7 +184,7 @@ def take_turns(
                 out.add(cell)
                 fail(contestant, error)
                 continue
-            end = time.perf_counter()
+            end = perf_counter()
             contestant.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(samples[name]))
             if number == 0 and contestant.expected_ns < DISCARD_MAX_NS:
                 continue  # clocks rise under the first load
@@ -280,13 +278,13 @@ class _Group:
         workspace, cell = self.workspace, contestant.cell
         profiled = KERNEL in self.plan.on(workspace.device)
         iterations = 0
-        begin = time.perf_counter_ns()
+        begin = perf_counter_ns()
         if profiled and "torch" in workspace.plan.profilers:
             self.stage(cell, "kernel")
             iterations = workspace.plan.protocol.iterations
             with contestant.context():
                 contestant.keep_sums(with_torch_profiler(contestant.call, cell, workspace))
-        taken_ns = round(contestant.spent_s * 1e9) + time.perf_counter_ns() - begin
+        taken_ns = round(contestant.spent_s * 1e9) + perf_counter_ns() - begin
         readings = contestant.readings
         if not readings and contestant.span and workspace.clocks:
             # all turns were too short for one
@@ -335,13 +333,13 @@ def bench_group(cells: Sequence[Cell], workspace: Workspace, plan: BenchPlan, wr
 
 def _warmed_up(call: Callable[[], Any], workspace: Workspace) -> int:
     """Nanoseconds of one call after the warm-up calls, which WARMUP_MAX_S ends early."""
-    deadline = time.perf_counter() + WARMUP_MAX_S
+    deadline = perf_counter() + WARMUP_MAX_S
     for _ in range(workspace.plan.protocol.warmup):
         call()
-        if time.perf_counter() > deadline:
+        if perf_counter() > deadline:
             break
     workspace.sync()
-    begin = time.perf_counter_ns()
+    begin = perf_counter_ns()
     call()
     workspace.sync()
-    return max(1, time.perf_counter_ns() - begin)
+    return max(1, perf_counter_ns() - begin)

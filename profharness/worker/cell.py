@@ -8,11 +8,11 @@ import contextlib
 import errno
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import msgspec
@@ -45,7 +45,13 @@ from profharness.worker.inputs import (
     make_forward,
     make_inputs,
 )
-from profharness.worker.program import Program, Stage, UnwritableError, run_each
+from profharness.worker.program import (
+    FOLDER_ERRORS,
+    Program,
+    Stage,
+    UnwritableError,
+    run_each,
+)
 from profharness.worker.workspace import Workspace, open_workspace
 
 NVTX_DOMAIN = "profharness"
@@ -146,12 +152,15 @@ def _write_trace(session: profile, plain: Path) -> bytes:
         session.export_chrome_trace(str(plain))
         data = plain.read_bytes()
         if not data.rstrip().endswith(b"}"):
+            plain.write_bytes(bytes(2 * len(data)))  # fails as Kineto did, and says why
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         packed.write_bytes(igzip.compress(data, 2))
         return data
     except OSError as error:
         with contextlib.suppress(OSError):
             packed.unlink(missing_ok=True)
+        if error.errno not in FOLDER_ERRORS:
+            raise
         raise UnwritableError(f"{plain.name}: {error.strerror}") from None
     finally:
         for path in (plain, Path(f"{plain}.tmp")):  # Kineto's own temporary file
@@ -180,12 +189,12 @@ class Attempt:
         self.backend = find_backend(self.cell.backend, self.workspace.sources)
         if self.backend.load is not None:
             self.stage("compile")  # importing an implementation may compile it
-        begin = time.perf_counter_ns()
+        begin = perf_counter_ns()
         reasons = reasons_beforehand(self.cell.config, self.workspace, self.backend)
         if reasons:
             raise RefusedBeforehandError(reasons)
         self.attention = self.backend.load() if self.backend.load is not None else None
-        self.loaded_ns = time.perf_counter_ns() - begin
+        self.loaded_ns = perf_counter_ns() - begin
         self.stage("inputs")
 
     def call_first(self, inputs: Inputs, call: Callable[[], Any]) -> Cell:
@@ -198,10 +207,10 @@ class Attempt:
                 self.settled["choice"] = backend_name(fused_choice(self.cell.config, inputs))
         else:
             self.stage("compile")
-            begin = time.perf_counter_ns()
+            begin = perf_counter_ns()
             with recorded_warnings(self.heard):
                 self._try_out(self.attention, inputs)
-            self.settled["compile_ns"] = self.loaded_ns + time.perf_counter_ns() - begin
+            self.settled["compile_ns"] = self.loaded_ns + perf_counter_ns() - begin
             self.settled["tuning"] = tuning_of(self.backend, self.attention)
         self.stage("warm-up")
         with recorded_warnings(self.heard):
@@ -255,7 +264,7 @@ def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] |
 def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
     """The cell with its result. Raises DeadContextError where no other cell can follow."""
     cell = replace(cell, config=cell.config.resolve(workspace.device))
-    begin = time.perf_counter_ns()
+    begin = perf_counter_ns()
     attempt = Attempt(cell, workspace, stage)
     set_deterministic(cell.config.deterministic)
     # else deterministic mode fills every new tensor, by kernels that are not attention's
@@ -264,8 +273,8 @@ def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
         result = _measured(attempt)
     except Exception as error:
         result = failure(replace(cell, **attempt.settled), workspace, attempt.heard, error)
-        return unless_dead(replace(result, duration_ns=time.perf_counter_ns() - begin), error)
-    return replace(result, duration_ns=time.perf_counter_ns() - begin)
+        return unless_dead(replace(result, duration_ns=perf_counter_ns() - begin), error)
+    return replace(result, duration_ns=perf_counter_ns() - begin)
 
 
 def _measured(attempt: Attempt) -> Cell:
@@ -276,11 +285,11 @@ def _measured(attempt: Attempt) -> Cell:
     call = make_call(config, inputs, attempt.attention)
     with attempt.backend.context():
         cell = attempt.call_first(inputs, call)
-        begin = time.perf_counter_ns()
+        begin = perf_counter_ns()
         for _ in range(plan.protocol.warmup):
             call()
         workspace.sync()
-        warm_ns = (time.perf_counter_ns() - begin) // max(1, plan.protocol.warmup)
+        warm_ns = (perf_counter_ns() - begin) // max(1, plan.protocol.warmup)
         attempt.stage("profile")
         if "torch" in plan.profilers:
             sums = with_torch_profiler(call, cell, workspace)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
 
 from profharness.backends.base import Attention, ImplementationError
 from profharness.backends.inputs import (
@@ -50,7 +50,7 @@ def make_forward(
     """The forward call, of `scaled_dot_product_attention` or of an `Attention`."""
     tensors = (inputs.query, inputs.key, inputs.value)
     arguments = call_arguments(config, inputs.mask, own=attention is not None)
-    function = attention or F.scaled_dot_product_attention
+    function = attention or scaled_dot_product_attention
 
     def forward() -> Any:
         return function(*tensors, **arguments)

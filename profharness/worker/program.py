@@ -5,6 +5,7 @@ with the parent, and leaves in order.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -20,12 +21,14 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from profharness.backends import read_sources
 from profharness.logs import start_log
 from profharness.processes import wake_with_parent
 from profharness.run import (
     EXIT_UNWRITABLE,
     JOURNAL_FILE,
     PLAN_FILE,
+    UNWRITABLE,
     Cell,
     JournalEntry,
     Plan,
@@ -71,13 +74,58 @@ Stage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Program:
-    """What a program works with. device is `cuda` or `cpu`; write appends to the journal."""
+    """What a program works with. cells are those of the plan that run in this process; device is
+    `cuda` or `cpu`; write appends to the journal.
+    """
 
     folder: Path
     plan: Plan
+    cells: tuple[Cell, ...]
     device: str
     environment: dict[str, Any]
     write: Write
+
+
+FOLDER_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ESTALE),
+)
+"""What is wrong with the run folder. Other errors, such as too many open files, are the process's."""
+
+
+class JournalWriter:
+    """Appends to the journal of a run. It is opened anew for each entry, since a backend may close
+    all descriptors of its process, or have others opened under their numbers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = str(folder / JOURNAL_FILE)
+        self._pid = os.getpid()
+        # kept from before a backend can replace them
+        self._os = os.open, os.write, os.close, os.fstat, os.getpid, os._exit
+
+    def __call__(self, entry: JournalEntry) -> None:
+        """Append one entry. Raises UnwritableError where the run folder takes nothing."""
+        open_file, write, close, stat, getpid, leave = self._os
+        if getpid() != self._pid:
+            leave(1)  # a fork that a backend left behind
+        data = msgspec.json.encode(entry) + b"\n"
+        try:
+            for number in range(3):
+                try:
+                    stat(number)
+                except OSError:  # else the journal would get what is printed
+                    open_file(os.devnull, os.O_RDWR)
+            journal = open_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                while data:
+                    data = data[write(journal, data) :]
+            finally:
+                close(journal)
+        except OSError as error:
+            if error.errno not in FOLDER_ERRORS:
+                raise
+            raise UnwritableError(f"{JOURNAL_FILE}: {error.strerror}") from None
 
 
 def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
@@ -114,27 +162,20 @@ def run_program(folder: Path, module: str, early: EarlyStart | None = None) -> N
     when a new process has to go on after the cell whose result the DeadContextError carries,
     EXIT_UNWRITABLE when the run folder cannot be written to.
     """
+    # a backend may change the working directory, and replace functions of os
+    folder, leave = folder.absolute(), os._exit
     # without Python's handler an interrupt ends also a program that waits inside of CUDA
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     wake_with_parent()
     start_log()
     plan = msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
     threading.Thread(target=end_with, args=(plan.parent,), daemon=True).start()
-    journal = os.open(folder / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-    def write(entry: JournalEntry) -> None:
-        data = msgspec.json.encode(entry) + b"\n"
-        try:
-            while data:
-                data = data[os.write(journal, data) :]
-        except OSError as error:
-            raise UnwritableError(f"{JOURNAL_FILE}: {error.strerror}") from None
-
+    write: Write = JournalWriter(folder)
     if early is None and starts_cuda(plan):
         early = EarlyStart()
     gc.disable()  # nothing of what is loaded is garbage
     # loads torch, so after the parent's watch
-    from profharness.worker import environment
+    from profharness.worker import environment, isolation
 
     device = plan.protocol.device
     if device == "auto":
@@ -147,28 +188,29 @@ def run_program(folder: Path, module: str, early: EarlyStart | None = None) -> N
     try:
         write(JournalEntry("environment", environment=keys))
         watched = watch is not None and watch.begin(environment.gpu_uuid(), plan.parent)
-        journalled: Write = write
+        cells, owner = isolation.cells_here(plan, read_sources(folder), device)
         if watch is not None and watched:
-            journalled = watched_write(watch, write, plan.cells[-1].cell)
+            write = watched_write(watch, write, cells[-1].cell)
+        write = isolation.checked_write(write, keys.get("gpu", ""), alone=bool(owner))
         body = importlib.import_module(module).body
         gc.freeze()  # nor does a collection amid a cell need to look at it
         gc.enable()
-        body(Program(folder, plan, device, keys, journalled))
+        body(Program(folder, plan, cells, device, keys, write))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         code = EXIT_DEAD_CONTEXT
     except UnwritableError as error:
         with contextlib.suppress(OSError):
-            print(error.what, file=sys.stderr, flush=True)
+            print(f"{UNWRITABLE}{error.what}", file=sys.stderr, flush=True)
         code = EXIT_UNWRITABLE
     if plan.wrapped:  # what a profiler injected writes its last records at exit
         sys.exit(code)
-    os._exit(code)  # all is on disk, and tearing torch and CUDA down would only take time
+    leave(code)  # all is on disk, and tearing torch and CUDA down would only take time
 
 
 def run_each(program: Program, run_one: Callable[[Cell, Stage], Cell]) -> None:
-    """Run the plan's cells one after another, each with its begin, stages and end in the journal."""
-    for cell in program.plan.cells:
+    """Run the cells one after another, each with its begin, stages and end in the journal."""
+    for cell in program.cells:
         program.write(JournalEntry("begin", cell=cell.cell))
 
         def stage(name: str, cell_id: str = cell.cell) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,11 @@ from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from statistics import median
+from time import perf_counter, perf_counter_ns, sleep
 from typing import Any, TypeVar
 
 import torch
+from torch.cuda import synchronize
 
 from profharness.environment import gpu_handle
 from profharness.rows import COLD, CPU_WAIT, EAGER, GRAPH, HOST, WALL
@@ -41,6 +42,15 @@ EAGER_CALLS = 20  # in one burst: with their launches they have to fit into the 
 EAGER_NS = 500_000  # no more calls than this in one burst
 T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
+
+
+class TimingEvent(torch.cuda.Event):  # type: ignore[misc]
+    """An event with torch's own methods, whatever a backend puts in their place later."""
+
+    record = torch.cuda.Event.record
+    query = torch.cuda.Event.query
+    synchronize = torch.cuda.Event.synchronize
+    elapsed_time = torch.cuda.Event.elapsed_time
 
 
 class ClockReader:
@@ -81,16 +91,16 @@ class ClockReader:
             self._begun.set()
             return  # no NVML, no clocks: the cells go without
         while True:
-            begun = time.perf_counter()
+            begun = perf_counter()
             reading = {}
             for name, question in questions.items():
                 with contextlib.suppress(Exception):
                     reading[name] = question()
             if reading:
                 self._latest = reading
-                self._kept.append((begun, time.perf_counter(), reading))
+                self._kept.append((begun, perf_counter(), reading))
             self._begun.set()
-            time.sleep(PERIOD_S)
+            sleep(PERIOD_S)
 
 
 def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -118,11 +128,11 @@ class CpuWait:
 
     def __enter__(self) -> CpuWait:
         self._waited_ns -= _run_delay_ns()
-        self._passed_ns -= time.perf_counter_ns()
+        self._passed_ns -= perf_counter_ns()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._passed_ns += time.perf_counter_ns()
+        self._passed_ns += perf_counter_ns()
         self._waited_ns += _run_delay_ns()
 
     def reading(self) -> dict[str, float]:
@@ -209,7 +219,7 @@ def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
     """
     reads: list[Callable[[], int]] = []
     times: list[int] = []
-    deadline = time.perf_counter() + budget_s(samples)
+    deadline = perf_counter() + budget_s(samples)
     while len(times) + len(reads) < samples:
         early, read = queue()
         if early:
@@ -221,7 +231,7 @@ def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
         if len(reads) == 8 or len(times) + len(reads) == MIN_SAMPLES:
             times += [each() for each in reads]
             reads.clear()
-        if len(times) + len(reads) >= MIN_SAMPLES and time.perf_counter() > deadline:
+        if len(times) + len(reads) >= MIN_SAMPLES and perf_counter() > deadline:
             break
     return times + [each() for each in reads]
 
@@ -231,7 +241,7 @@ def _queue_held(
 ) -> Queued:
     prepare()
     hold()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
     start.record()
     call()
     stop.record()
@@ -243,7 +253,7 @@ def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[
     two events around it; the host's own time of a call stands beside it, under HOST.
     """
     calls = max(1, min(EAGER_CALLS, EAGER_NS // max(1, expected_ns)))
-    torch.cuda.synchronize()
+    synchronize()
     bursts = overlapped(_Bursts(call, calls), samples)
     return {EAGER: [eager for eager, _ in bursts], HOST: [host for _, host in bursts]}
 
@@ -254,12 +264,12 @@ def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
     """
     reads: deque[Callable[[], T]] = deque()
     values: list[T] = []
-    deadline = time.perf_counter() + budget_s(samples)
+    deadline = perf_counter() + budget_s(samples)
     while len(values) + len(reads) < samples:
         reads.append(queue())
         if len(reads) == 2:
             values.append(reads.popleft()())
-        if len(values) + len(reads) >= MIN_SAMPLES and time.perf_counter() > deadline:
+        if len(values) + len(reads) >= MIN_SAMPLES and perf_counter() > deadline:
             break
     return values + [read() for read in reads]
 
@@ -276,15 +286,15 @@ class _Bursts:
 
     def __call__(self) -> Callable[[], tuple[int, int]]:
         """What waits for the nanoseconds of a call, and those of the host in it."""
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
         if self.last is None or self.last.query():
             for _ in range(1 + self.calls // 5):
                 self.call()
         start.record()
-        begin = time.perf_counter_ns()
+        begin = perf_counter_ns()
         for _ in range(self.calls):
             self.call()
-        host_ns = time.perf_counter_ns() - begin
+        host_ns = perf_counter_ns() - begin
         stop.record()
         self.last = stop
         return lambda: (round(elapsed_ns(start, stop) / self.calls), round(host_ns / self.calls))
@@ -331,7 +341,7 @@ def _captured(call: Callable[[], Any], calls: int) -> Any:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     graph.replay()  # loads it, which takes the host long
-    torch.cuda.synchronize()
+    synchronize()
     return graph
 
 
@@ -350,17 +360,17 @@ def sampled(sample: Callable[[], T], count: int, seconds: float | None = None) -
     the budget of a GPU's.
     """
     samples: list[T] = []
-    deadline = time.perf_counter() + (budget_s(count) if seconds is None else seconds)
+    deadline = perf_counter() + (budget_s(count) if seconds is None else seconds)
     while len(samples) < count:
         samples.append(sample())
-        if len(samples) >= MIN_SAMPLES and time.perf_counter() > deadline:
+        if len(samples) >= MIN_SAMPLES and perf_counter() > deadline:
             break
     return samples
 
 
 def elapsed_ms(call: Callable[[], Any]) -> float:
     """Milliseconds between two events around a call on the current stream."""
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
     start.record()
     call()
     stop.record()
@@ -376,6 +386,6 @@ def elapsed_ns(start: Any, stop: Any) -> int:
 
 def wall_ns(call: Callable[[], Any]) -> int:
     """Nanoseconds of a call by the monotonic clock."""
-    start = time.perf_counter_ns()
+    start = perf_counter_ns()
     call()
-    return time.perf_counter_ns() - start
+    return perf_counter_ns() - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from torch.cuda import synchronize
 
 from profharness.backends import read_sources
 from profharness.run import Plan
@@ -26,7 +26,7 @@ class Workspace:
 
     def sync(self) -> None:
         if self.device == "cuda":
-            torch.cuda.synchronize()
+            synchronize()
 
 
 def open_workspace(program: Program) -> Workspace:
