@@ -35,14 +35,8 @@ from _frame import pack_files
 from atlas_cells import LONGEST_US, Cell, Sampler
 from atlas_fleet import measure_on_lanes
 
-from profharness.answers.atlas.data import (
-    PACKAGED,
-    SHARD_VERSION,
-    SUFFIX,
-    read_shards,
-    shard_lines,
-    write_atlas,
-)
+from profharness.answers.atlas.archive import SHARD_VERSION, shard_lines
+from profharness.answers.atlas.data import PACKAGED, SUFFIX, read_shards, write_atlas
 from profharness.answers.atlas.fit import model_of as learn
 from profharness.answers.atlas.fit import read_products
 from profharness.answers.atlas.model import MODEL_SUFFIX

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from profharness.config import Config
 from profharness.dispatch.machine import RELEASES, parse_release, release_text
 from profharness.dispatch.machine import Machine as RuleMachine
 from profharness.environment import gpu_name
-from profharness.errors import NotFoundError, UsageError, shown
+from profharness.errors import NotFoundError, ProfharnessError, UsageError, shown
 
 PACKAGE, USER = "package", "user"
 FIELDS = (
@@ -66,16 +68,25 @@ class Entry:
 
 
 def known_atlases(named: Path | None = None) -> list[Entry]:
-    """All that are there: the package's, and the user's own in a folder that may be named. Raises what
-    `read_atlas` raises.
+    """All that are there: the package's, and the user's own in a folder that may be named. Of a file there
+    that is no whole atlas a line is logged. Raises what `read_atlas` raises of the package's.
     """
     folder = user_folder(named)
-    own = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
-    return [
-        Entry(path, origin, read_atlas(path))
-        for origin, paths in ((PACKAGE, packaged_atlases()), (USER, own))
-        for path in paths
-    ]
+    entries = [Entry(path, PACKAGE, read_atlas(path)) for path in packaged_atlases()]
+    for path in sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ():
+        try:
+            atlas = read_atlas(path)
+            atlas.check()
+        except ProfharnessError as error:
+            _log_once(f"{error} (left out)")
+            continue
+        entries.append(Entry(path, USER, atlas))
+    return entries
+
+
+@cache
+def _log_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
 
 
 def same_machine(one: Machine, other: Machine) -> bool:

@@ -11,33 +11,39 @@ import json
 import lzma
 import re
 import struct
-import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from profharness.answers.atlas.checks import line_fault, machine_fault, parsed
+from profharness.answers.atlas.archive import shard_lines
+from profharness.answers.atlas.checks import (
+    BACKENDS,
+    CHOICES,
+    LARGEST,
+    STATUSES,
+    machine_fault,
+    parsed,
+)
+from profharness.answers.atlas.packed import DECODER_BYTES, Block, Integers, pack_column
 from profharness.config import Config
 from profharness.errors import ProfharnessError, UsageError, shown
-from profharness.files import atomic_file
+from profharness.files import atomic_file, decode_json, read_input
+from profharness.run import NOT_A_RECORD
 
 MAGIC = b"phatlas\n"
 VERSION = 1
 HEAD = struct.Struct(
     "<8sII32s"
 )  # magic, version, bytes of the header, checksum of all that follows
-SHARD_VERSION = 1  # of the JSON lines of scripts/make_atlas.py
 SUFFIX = ".atlas"
 PACKAGED = Path(__file__).parent
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
-MAX_UNPACKED = 1 << 30  # bytes of a column; a forged length is refused before memory is taken
-MAX_HEADER = 1 << 26
+MAX_HEADER = 1 << 24  # bytes; that of 47,000 cells has 0.3 million
 NUMBERS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
 KEY = (*NUMBERS, "variant", "backend")
 # How many values each column has: of cells, of launch kinds, of distinct sequences, of their launches, or of
@@ -52,6 +58,16 @@ COLUMNS = {
     **dict.fromkeys(("kind", "grid_x", "grid_y", "grid_z"), "launches"),
     "time_ns": "times",
 }
+# The most values of a column, so many a byte of all packed columns: a forged count is refused before
+# memory is taken. Real columns have less than one.
+MOST_A_BYTE = 8
+MOST = {
+    "cells": 250_000,
+    "kinds": 250_000,
+    "sequences": 250_000,
+    "launches": 4_000_000,
+    "times": 4_000_000,
+}
 TABLES = ("variants", "backends", "regimes", "statuses", "choices", "messages", "kernels")
 # the column that indexes each table
 INDEXED = dict(
@@ -62,7 +78,6 @@ INDEXED = dict(
     )
 )
 NOTHING = -1
-Integers = npt.NDArray[np.int64]
 Dim3 = tuple[int, int, int]
 
 
@@ -122,39 +137,6 @@ class AtlasCell:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A packed column: the bytes of its values, transposed so that equal places stand together."""
-
-    data: memoryview
-    count: int
-    width: int
-    source: str
-
-    def unpack(self) -> Integers:
-        """The values. Raises ProfharnessError where they are not as many as the header says."""
-        wanted = self.count * self.width
-        try:
-            decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS)
-            raw = decoder.decompress(self.data, max_length=wanted + 1)
-        except lzma.LZMAError:
-            raw = b""
-        if len(raw) != wanted:
-            raise ProfharnessError(f"{self.source}: a column of the atlas is damaged; get it again")
-        planes = np.frombuffer(raw, np.uint8).reshape(self.width, self.count)
-        values = np.ascontiguousarray(planes.T).view(f"<i{self.width}")
-        return values.reshape(-1).astype(np.int64)
-
-
-def pack_column(values: Integers) -> tuple[bytes, int]:
-    """The compressed bytes of a column and the bytes of one of its values."""
-    largest = max(abs(int(values.min())), abs(int(values.max()))) if len(values) else 0
-    width = next(size for size in (1, 2, 4, 8) if largest < 1 << (8 * size - 1))
-    planes = values.astype(f"<i{width}").view(np.uint8).reshape(-1, width).T
-    packed = lzma.compress(planes.tobytes(), lzma.FORMAT_RAW, filters=FILTERS)
-    return packed, width
-
-
-@dataclass(frozen=True)
 class Atlas:
     """The cells of one machine. tables hold texts, and variants what a config has besides its
     NUMBERS; blocks are the columns that are not unpacked yet.
@@ -174,23 +156,36 @@ class Atlas:
         """The values of a column. Raises ProfharnessError for a damaged file."""
         if name not in self.columns:
             values = self.blocks[name].unpack()
-            table = INDEXED.get(name)
-            bound = len(self.tables[table]) if table else None
-            if name == "sequence":
-                bound = self.counts["sequences"]
-            elif name == "kind":
-                bound = self.counts["kinds"]
-            least = NOTHING if name == "sequence" else 0
-            if (
-                bound is not None
-                and len(values)
-                and not least <= values.min() <= values.max() < bound
-            ):
+            least, bound = self._bounds(name)
+            if len(values) and not least <= values.min() <= values.max() < bound:
                 raise ProfharnessError(
                     f"{self.source}: column {name} of the atlas is damaged; get it again"
                 )
             self.columns[name] = values
         return self.columns[name]
+
+    def _bounds(self, name: str) -> tuple[int, int]:
+        """The least value of a column, and what all are less than."""
+        if name in INDEXED:
+            return 0, len(self.tables[INDEXED[name]])
+        if name == "length":
+            return 0, self.counts["launches"] + 1
+        if name in ("sequence", "kind"):
+            return (NOTHING if name == "sequence" else 0), self.counts[f"{name}s"]
+        return (1 if name in NUMBERS else NOTHING), LARGEST
+
+    def check(self) -> None:
+        """Unpack all columns. Raises ProfharnessError where one is damaged or does not fit the others."""
+        for name in COLUMNS:
+            self.column(name)
+        for name in ("starts", "time_starts"):
+            getattr(self, name)
+        for what in ("grid", "block"):
+            absent = [self.column(f"{what}_{axis}") == NOTHING for axis in "xyz"]
+            if not all(np.array_equal(absent[0], other) for other in absent[1:]):
+                raise ProfharnessError(
+                    f"{self.source}: a {what} in the atlas is damaged; get it again"
+                )
 
     @cached_property
     def starts(self) -> Integers:
@@ -342,7 +337,9 @@ class _Table(dict[Any, int]):
 
 
 def atlas_of(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
-    """The atlas of some cells, in their order; of two with the same config and backend the first."""
+    """The atlas of some cells, in their order; of two with the same config and backend the first. Raises
+    UsageError for more of them than an atlas has.
+    """
     tables = {name: _Table() for name in TABLES}
     kinds, sequences = _Table(), _Table()
     rows: list[tuple[int, ...]] = []
@@ -378,6 +375,10 @@ def atlas_of(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> 
             sequence,
         )
         rows.append(row)
+        if len(rows) > MOST["cells"] or len(times) > MOST["times"]:
+            raise UsageError(
+                f"{source}: more than {MOST['cells']:,} cells or {MOST['times']:,} launches in one atlas"
+            )
     launches = [launch for sequence in sequences for launch in sequence]
     values = [
         *_columns(rows, "cells"),
@@ -419,7 +420,7 @@ def read_atlas(path: Path) -> Atlas:
     """
     name = shown(path)
     try:
-        data = path.read_bytes()
+        data = read_input(path)
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}; give the path of an atlas") from None
     if len(data) < HEAD.size or not data.startswith(MAGIC):
@@ -437,38 +438,61 @@ def read_atlas(path: Path) -> Atlas:
             f"{name}: the atlas was cut short or changed (checksum); get it again"
         )
     try:
-        decoder = lzma.LZMADecompressor()
+        decoder = lzma.LZMADecompressor(memlimit=DECODER_BYTES)
         header = decoder.decompress(body[:length], max_length=MAX_HEADER)
         if not decoder.eof:
             raise ValueError
-        return _atlas(json.loads(header), body[length:], name)
-    except (lzma.LZMAError, ValueError, TypeError, KeyError, AttributeError, EOFError):
+        return _atlas(decode_json(header, _Header), body[length:], name)
+    except (lzma.LZMAError, EOFError, UsageError, ValueError, KeyError, *NOT_A_RECORD):
         raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
 
 
-def _atlas(header: Mapping[str, Any], body: memoryview, source: str) -> Atlas:
+class _Header(msgspec.Struct):
+    """What stands before the columns, as far as its types go."""
+
+    machine: dict[str, str | int | None]
+    counts: dict[str, int]
+    columns: dict[str, tuple[int, int]]
+    tables: dict[str, list[Any]]
+
+
+def _atlas(header: _Header, body: memoryview, source: str) -> Atlas:
     """The atlas of a header and the columns behind it. Raises ValueError and the like for a forged one."""
-    counts = {name: int(header["counts"][name]) for name in dict.fromkeys(COLUMNS.values())}
+    counts, tables = header.counts, header.tables
+    for kind, most in MOST.items():
+        if not 0 <= counts[kind] <= min(most, MOST_A_BYTE * len(body)):
+            raise ValueError
     blocks, at = {}, 0
     for name, kind in COLUMNS.items():
-        width, length = map(int, header["columns"][name])
-        if width not in (1, 2, 4, 8) or length < 0 or not 0 <= counts[kind] * width <= MAX_UNPACKED:
+        width, length = header.columns[name]
+        if width not in (1, 2, 4, 8) or length < 0:
             raise ValueError
         blocks[name] = Block(body[at : at + length], counts[kind], width, source)
         at += length
     if at != len(body):
         raise ValueError
-    tables = {name: tuple(header["tables"][name]) for name in TABLES}
-    for name, table in tables.items():
-        of_table = dict if name == "variants" else str
-        if not all(isinstance(each, of_table) for each in table):
+    allowed = {"backends": BACKENDS, "statuses": STATUSES, "choices": (*CHOICES, "")}
+    for name in TABLES:
+        if name == "variants":
+            for variant in tables[name]:
+                _check_variant(variant)
+        elif not all(isinstance(each, str) for each in tables[name]) or not set(
+            tables[name]
+        ) <= set(allowed.get(name, tables[name])):
             raise ValueError
-    for variant in tables["variants"]:
-        _config(dict.fromkeys(NUMBERS, 1), variant)
-    machine = Machine(**header["machine"])
-    if machine_fault(asdict(machine)):
+    machine = msgspec.convert(header.machine, Machine)
+    if machine_fault(asdict(machine)) or asdict(machine).keys() < header.machine.keys():
         raise ValueError
-    return Atlas(machine, tables, counts, blocks=blocks, source=source)
+    return Atlas(
+        machine, {n: tuple(tables[n]) for n in TABLES}, counts, blocks=blocks, source=source
+    )
+
+
+def _check_variant(variant: Any) -> None:
+    """Raise ValueError or UsageError for what no config has besides its numbers."""
+    if not isinstance(variant, dict) or not variant.keys() <= set(VARIANT):
+        raise ValueError
+    parsed(msgspec.convert(dict.fromkeys(NUMBERS, 1) | variant, Config).label)
 
 
 def packaged_atlases() -> tuple[Path, ...]:
@@ -524,44 +548,6 @@ def cell_of(row: Mapping[str, Any]) -> AtlasCell:
 
 def _triple(sizes: list[int] | None) -> Dim3 | None:
     return (sizes[0], sizes[1], sizes[2]) if sizes else None
-
-
-def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a folder of shards, of their archive, or of one file of lines. The last line of
-    a shard may have been cut off. Raises UsageError for anything else.
-    """
-    if path.is_dir():
-        for each in sorted(path.glob("shard-*.jsonl")):
-            with each.open("rb") as file:
-                yield from _lines(file, shown(each))
-    elif path.name.endswith(".tar.xz"):
-        try:
-            with tarfile.open(path, "r:xz") as archive:
-                for member in archive:
-                    if (lines := archive.extractfile(member)) is not None:
-                        yield from _lines(lines, f"{shown(path)}, {shown(member.name)}")
-        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-            raise UsageError(f"{shown(path)}: not a whole archive of shards ({error})") from None
-    else:
-        with path.open("rb") as file:
-            yield from _lines(file, shown(path))
-
-
-def _lines(lines: IO[bytes], source: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError
-        except ValueError:
-            if not line.endswith(b"\n"):
-                return
-            raise UsageError(f"{source}, line {number}: not a line of an atlas") from None
-        if row.get("atlas", SHARD_VERSION) != SHARD_VERSION:
-            raise UsageError(f"{source}: not a shard of an atlas of version {SHARD_VERSION}")
-        if fault := line_fault(row):
-            raise UsageError(f"{source}, line {number}: {fault}")
-        yield row
 
 
 def read_shards(path: Path) -> Atlas:

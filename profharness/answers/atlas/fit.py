@@ -46,6 +46,7 @@ from profharness.answers.atlas.kernels import (
     with_product,
 )
 from profharness.answers.atlas.nets import fitted
+from profharness.answers.atlas.packed import DECODER_BYTES
 from profharness.answers.atlas.stored import Model, Timing
 from profharness.answers.atlas.times import (
     Curve,
@@ -60,6 +61,7 @@ from profharness.answers.atlas.times import (
 from profharness.answers.atlas.trees import Integers, Values
 from profharness.config import SDPA_BACKENDS, Config
 from profharness.errors import UsageError, shown
+from profharness.files import RECORD_BYTES, read_input
 
 GROUP = (
     10  # configs that follow each other, among them pairs of neighbours, are kept apart together
@@ -168,7 +170,8 @@ class Products:
 def read_products(path: Path) -> Products:
     """The products of a file. Raises UsageError where it is none."""
     try:
-        record = json.loads(lzma.decompress(path.read_bytes()))
+        packed = lzma.LZMADecompressor(memlimit=DECODER_BYTES)
+        record = json.loads(packed.decompress(read_input(path), max_length=RECORD_BYTES))
         columns = [record["columns"][name] for name in SHAPES]
         names = tuple(
             tuple(label(neutral(name), *others) for name, *others in each)

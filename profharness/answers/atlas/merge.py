@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from profharness.answers.atlas.archive import SHARD_VERSION
 from profharness.answers.atlas.catalog import Entry, same_machine
 from profharness.answers.atlas.checks import machine_fault
 from profharness.answers.atlas.clash import SETTLED, clash_of
 from profharness.answers.atlas.data import (
-    SHARD_VERSION,
     SUFFIX,
     VERSIONS,
     Atlas,

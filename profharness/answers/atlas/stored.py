@@ -23,7 +23,7 @@ from profharness.answers.atlas.nets import Net
 from profharness.answers.atlas.times import Curve
 from profharness.answers.atlas.trees import Tree
 from profharness.errors import ProfharnessError, shown
-from profharness.files import atomic_file
+from profharness.files import atomic_file, read_input
 
 MAGIC = b"phmodel\n"
 VERSION = 2
@@ -161,7 +161,7 @@ def write_model(model: Model, path: Path) -> None:
 
 def read_model(path: Path) -> Model:
     """The model of a file. Raises ProfharnessError for one of another version, cut short or changed."""
-    name, data = shown(path), path.read_bytes()
+    name, data = shown(path), read_input(path)
     if len(data) < HEAD.size or not data.startswith(MAGIC):
         raise ProfharnessError(f"{name}: not the model of an atlas; install profharness again")
     _, version, _, checksum = HEAD.unpack_from(data)
