@@ -336,16 +336,20 @@ def expand_configs(text: str) -> list[Config]:
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
     """Configs of a file with `#` comments and blank lines; errors name `source` and the line."""
-    configs: list[Config] = []
+    configs: dict[Config, None] = {}
     for number, line in enumerate(lines, start=1):
         token = line.split("#", 1)[0].strip()
         if not token:
             continue
         try:
-            configs += expand_configs(token)
+            configs |= dict.fromkeys(expand_configs(token))
         except UsageError as error:
             raise UsageError(f"{source}, line {number}: {error}") from None
-    return list(dict.fromkeys(configs))
+        if len(configs) > MAX_CONFIGS:
+            raise UsageError(
+                f"{source}, line {number}: more than {MAX_CONFIGS} configs in one file"
+            )
+    return list(configs)
 
 
 def _product(fields: dict[str, list[Any]], text: str) -> list[Config]:
@@ -474,8 +478,12 @@ def _strides(key: str, word: str, text: str) -> tuple[int, ...]:
 
 def _numbers(token: str, text: str) -> Iterator[int]:
     inner = token[1:-1] if token.startswith("{") and token.endswith("}") else token
-    for word in inner.split(",") if inner is not token else [token]:
-        yield from _range(word.strip(), text)
+    words = inner.split(",") if inner is not token else [token]
+    values = itertools.chain.from_iterable(_range(word.strip(), text) for word in words)
+    for count, value in enumerate(values):
+        if count == MAX_CONFIGS:
+            raise UsageError(f"config {text!r}: {token!r} has more than {MAX_CONFIGS} values")
+        yield value
 
 
 def _range(word: str, text: str) -> Iterator[int]:

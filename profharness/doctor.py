@@ -18,6 +18,7 @@ from profharness.backends.base import RefusedError
 from profharness.backends.cuda_source import nvrtc_version
 from profharness.environment import EXTRAS, driver_version, installed_versions, lacking
 from profharness.errors import NotFoundError, ProfharnessError, pip_line
+from profharness.files import open_input
 from profharness.parse.chrome_columns import is_compiled
 from profharness.processes import run_briefly
 from profharness.profilers import PROFILERS, find_tool, tool_missing
@@ -342,7 +343,7 @@ def check_importer(nsys: Tool) -> Check:
     name = "nsys importer"
     importer = find_importer(nsys.path)
     if importer is None:
-        with nsys.path.open("rb") as file:
+        with open_input(nsys.path) as file:
             is_script = file.read(2) == b"#!"
         if is_script:
             return Check(name, "absent", f"{nsys.path} is a script; its importer is not beside it")

@@ -8,14 +8,26 @@ from collections.abc import Collection
 from pathlib import Path
 
 
-def shown(path: str | Path) -> str:
-    """A path as one line that any terminal and any store takes: what does not print, and bytes
-    that are not UTF-8, are escaped.
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Return a text of anybody's for a terminal: escapes stand for what does not print, such as control
+    characters, marks that turn the direction of text around, invisible ones and lone surrogates.
     """
+    if text.isprintable():
+        return text
     return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in str(path)
+        char if char.isprintable() or char in kept else char.encode("unicode_escape").decode()
+        for char in text
     )
+
+
+def one_line(text: str) -> str:
+    """Return a printable text on one line, with single spaces for line breaks and tabs."""
+    return text if text.isprintable() else printable(" ".join(text.split()))
+
+
+def shown(path: str | Path) -> str:
+    """Return a path as one line that any terminal and any store takes."""
+    return printable(str(path), kept="")
 
 
 def few(names: Collection[str], most: int) -> str:

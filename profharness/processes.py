@@ -559,15 +559,14 @@ def with_startup(environment: Mapping[str, str], folder: Path) -> dict[str, str]
 
 
 def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """A child of this Python that runs `code`, with pipes to its stdin and stdout.
-
-    -P: the user's own folder stays off its path.
+    """A child of this Python that runs `code`, with pipes to its stdin and stdout. Its tracebacks are lost
+    unless `options` give it a stderr. -P: the user's own folder stays off its path.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        **{"env": child_environment(), **options},
+        **{"env": child_environment(), "stderr": subprocess.DEVNULL, **options},
     )
 
 

@@ -17,7 +17,6 @@ import shlex
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ import msgspec
 
 from profharness.config import Config
 from profharness.errors import TraceFormatError, UnwritableError, UsageError
-from profharness.files import RUNS_FOLDER
+from profharness.files import RUNS_FOLDER, decode_json, read_input, read_json, read_lines
 from profharness.rows import ALIASES, GPU_MEASUREMENTS, WALL, Refusal
 
 RUN_FILE = "run.json"
@@ -37,6 +36,7 @@ PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
 GPU = "gpu"  # in place of a profiler: a problem that makes times doubtful, and fails no run
 EXIT_UNWRITABLE = 72  # of a worker that cannot write to the run folder
+UNWRITABLE = "the run folder takes nothing: "  # what such a worker prints, with the reason
 BENCH_FILE = "bench.json"
 PYTHON_FILE = "python"  # in a run folder that has something left to do, of another interpreter
 PRECISION = 0.01
@@ -229,19 +229,28 @@ def unwritable(folder: Path, why: str | None) -> UnwritableError:
     )
 
 
+def read_part(path: Path, kind: type[T], what: str) -> T:
+    """Decode a JSON file of a run folder. Raises FileNotFoundError, and TraceFormatError for a file that
+    is not what it should be.
+    """
+    try:
+        return read_json(path, kind, within=path.parent)
+    except FileNotFoundError:
+        raise
+    except NOT_A_RECORD as error:
+        raise TraceFormatError(path, f"not {what}: {error}") from None
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+
+
 def read_record(folder: Path) -> Run:
     """What run.json of a run folder says. Raises TraceFormatError."""
     path = folder / RUN_FILE
     try:
-        run = msgspec.json.decode(path.read_bytes(), type=Run)
+        run = read_part(path, Run, f"a run record of schema {SCHEMA}")
     except FileNotFoundError:
         expected = "a run folder, as `profharness capture` writes it"
         raise TraceFormatError(folder, "no run.json in this folder", expected=expected) from None
-    except NOT_A_RECORD as error:
-        text = f"not a run record: {error}"
-        raise TraceFormatError(path, text, expected=f"schema {SCHEMA}") from None
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if run.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {run.schema!r}", expected=SCHEMA)
     return run
@@ -249,19 +258,17 @@ def read_record(folder: Path) -> Run:
 
 def read_run(folder: Path) -> Run:
     """Read a run folder, newer journal lines and groups of a campaign included. Raises TraceFormatError."""
-    run = read_record(folder)
-    results = _journal_results(folder)
-    cells = tuple(reduce(with_result, results.get(cell.cell, ()), cell) for cell in run.cells)
-    run = replace(run, cells=cells)
+    run = _with_journal(folder, read_record(folder))
     return _with_groups(folder, run) if (folder / CAMPAIGN_FILE).is_file() else run
 
 
 def _with_groups(folder: Path, run: Run) -> Run:
     """The run of a campaign with what its groups that are done have given."""
     groups = [
-        (path.name, read_run(path))
+        (path.name, _with_journal(path, read_record(path)))
         for path in (folder / GROUPS_FOLDER).glob("*")
-        if GROUP_NAME.fullmatch(path.name) and path.is_dir()
+        # a link may lead anywhere, also back up
+        if GROUP_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
     if not groups:
         return run
@@ -295,7 +302,7 @@ def with_result(cell: Cell, result: Cell) -> Cell:
     """
     if cell.status == "pending":
         return result if result.process == 0 else cell
-    if cell.status != "ok" or result.process <= cell.process:
+    if cell.status != "ok" or not cell.process < result.process < PROCESSES[1]:
         return cell
     if result.status != "ok":
         why = (result.message or "").splitlines()[:1]
@@ -335,16 +342,21 @@ def _merged_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any
     return merged
 
 
-def _journal_results(folder: Path) -> dict[str, list[Cell]]:
-    """The results of each cell in a journal, by id; a line cut short by a crash is passed over."""
-    results: dict[str, list[Cell]] = {}
+def _with_journal(folder: Path, run: Run) -> Run:
+    """The run with the results in its journal; a line cut short by a crash is passed over."""
     path = folder / JOURNAL_FILE
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(*NOT_A_RECORD):
-            result = msgspec.json.decode(line, type=JournalEntry).result
-            if result is not None:
-                results.setdefault(result.cell, []).append(result)
-    return results
+    cells = {cell.cell: cell for cell in run.cells}
+    try:
+        for line in read_lines(path, within=folder):
+            with contextlib.suppress(*NOT_A_RECORD):
+                result = decode_json(line, JournalEntry).result
+                if result is not None and result.cell in cells:
+                    cells[result.cell] = with_result(cells[result.cell], result)
+    except FileNotFoundError:
+        return run
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    return replace(run, cells=tuple(cells[cell.cell] for cell in run.cells))
 
 
 def observed_journals(folder: Path) -> list[Path]:
@@ -364,17 +376,16 @@ def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
     """
     counts = counts_file(path)
     try:
-        lines = path.read_bytes().splitlines()
-        numbers = counts.read_bytes() if counts.is_file() else b""
+        failed = False
+        for line in read_lines(path, within=path.parent):
+            row = None
+            with contextlib.suppress(*NOT_A_RECORD):
+                row = decode_json(line, dict[str, Any])
+            failed |= row is not None and row.get("event") == "failed"
+            yield row
+        numbers = read_input(counts, within=path.parent) if counts.is_file() else b""
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    failed = False
-    for line in lines:
-        row = None
-        with contextlib.suppress(*NOT_A_RECORD):
-            row = msgspec.json.decode(line)
-        failed |= isinstance(row, dict) and row.get("event") == "failed"
-        yield row if isinstance(row, dict) else None
     if numbers:
         yield {"event": "counts", "counts": _counts(numbers), "final": not failed}
 
@@ -614,8 +625,8 @@ def write_plan(folder: Path, plan: BenchPlan) -> None:
 
 
 def read_plan(folder: Path) -> BenchPlan | None:
-    """What `write_plan` left; None for a run that is no bench."""
+    """What `write_plan` left; None for a run that is no bench. Raises TraceFormatError."""
     try:
-        return msgspec.json.decode((folder / BENCH_FILE).read_bytes(), type=BenchPlan)
+        return read_part(folder / BENCH_FILE, BenchPlan, "the plan of a bench")
     except FileNotFoundError:
         return None

@@ -36,7 +36,7 @@ from profharness.backends.inputs import (
 from profharness.backends.sources import find_implementation, fingerprint, parts_of
 from profharness.config import Config, parse_config, sdpa_setting
 from profharness.dispatch.advice import TORCH_DTYPES, setting_code
-from profharness.errors import NotFoundError, UsageError, few
+from profharness.errors import NotFoundError, UsageError, few, one_line, printable
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import Protocol
 from profharness.store import Selection, Store
@@ -125,8 +125,8 @@ def repro_script(cell: ReproCell) -> str:
     default = 'torch.float16 if DEVICE == "cuda" else torch.float32'
     notes = (f"Written by profharness {__version__}; needs {needs}.", *cell.record)
     return SCRIPT.format(
-        title=f"{config.label} on {backend.name}",
-        notes="\n".join(f"# {' '.join(note.split())}" for note in notes),
+        title=one_line(f"{config.label} on {backend.name}"),
+        notes="\n".join(f"# {one_line(note)}" for note in notes),
         device=device,
         dtype=dtype or default,
         seed=cell.seed,
@@ -206,8 +206,7 @@ def _decoded(path: Path, content: bytes) -> str:
 
 def _literal(text: str) -> str:
     """A Python literal of a file: raw and readable where that says the same."""
-    is_plain = text.isascii() or all(char.isprintable() or char in "\n\t" for char in text)
-    if is_plain and "'''" not in text and "\r" not in text and not text.endswith(("'", "\\")):
+    if printable(text) == text and "'''" not in text and not text.endswith(("'", "\\")):
         return f"r'''{text}'''"
     return repr(text)
 

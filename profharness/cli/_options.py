@@ -23,13 +23,14 @@ from profharness.config import (
     parse_config_lines,
 )
 from profharness.environment import lacking
-from profharness.errors import MissingExtraError, ProfharnessError, UsageError
+from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable
 from profharness.files import (
     DEFAULT_STORE,
     RUNS_FOLDER,
     STORE_VARIABLE,
     atomic_file,
     check_output,
+    read_input,
 )
 from profharness.run import DEVICES, PROCESSES, Fleet, gpu_classes
 from profharness.views.document import Chart, Document
@@ -296,10 +297,14 @@ def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Confi
     if configs_file is not None:
         try:
             # Windows editors put a byte order mark before the first config
-            lines = configs_file.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_input(configs_file).decode("utf-8-sig")
+        except OSError as error:
+            raise UsageError(
+                f"--configs {configs_file}: cannot be read: {error.strerror}"
+            ) from None
+        except UnicodeDecodeError as error:
             raise UsageError(f"--configs {configs_file}: cannot be read: {error}") from None
-        read = parse_config_lines(lines, str(configs_file))
+        read = parse_config_lines(text.splitlines(), str(configs_file))
         if not read:
             raise UsageError(f"--configs {configs_file}: not a single config in it")
         configs += read
@@ -307,10 +312,25 @@ def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Confi
     return list(dict.fromkeys(configs))
 
 
+def echo(text: str) -> None:
+    """A line of the result to stdout, with escapes for what a terminal would obey."""
+    click.echo(printable(text))
+
+
 def hint(text: str) -> None:
-    """One line to stderr, which never is part of the result; a stderr that is full fails nothing."""
+    """As `echo`, to stderr, which never is part of the result; a stderr that is full fails nothing."""
     with contextlib.suppress(OSError):
-        click.echo(text, err=True)
+        click.echo(printable(text), err=True)
+
+
+def live(text: str = "") -> None:
+    """A line to stderr, a terminal, in the place of the one before; nothing: clear it."""
+    click.echo(f"\r\x1b[K{printable(text)}", file=_screen(), nl=False)
+
+
+def _screen() -> IO[str]:
+    """stderr for what moves the cursor."""
+    return getattr(sys.stderr, "screen", sys.stderr)
 
 
 def chosen_format(format_: str | None, output: Path | None) -> str:
@@ -440,12 +460,12 @@ def capture_progress() -> Iterator[Progress]:
     from rich import console, progress
 
     columns = (
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
     )
-    screen = console.Console(stderr=True)
+    screen = console.Console(file=_screen())
     with progress.Progress(*columns, console=screen, transient=True) as bar:
         whole = bar.add_task("starting the worker", total=None)
         # a lane has a row of its own below that of all cells
@@ -455,11 +475,11 @@ def capture_progress() -> Iterator[Progress]:
             if step.notice is not None:
                 hint(step.notice)
                 return
-            now = f"{_place(step.cell)}: {step.stage}"
+            now = printable(f"{_place(step.cell)}: {step.stage}")
             if step.lane and step.lane not in lanes:
                 lanes[step.lane] = bar.add_task("", total=None)
             if step.lane:
-                bar.update(lanes[step.lane], description=f"{step.lane}: {now}")
+                bar.update(lanes[step.lane], description=f"{printable(step.lane)}: {now}")
                 now = f"{len(lanes)} lanes"
             bar.update(whole, completed=step.done, total=step.total, description=now)
 

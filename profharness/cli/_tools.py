@@ -30,7 +30,13 @@ from profharness.config import (
     setting_name,
     split_names,
 )
-from profharness.errors import MissingExtraError, NotFoundError, ProfharnessError, UsageError
+from profharness.errors import (
+    MissingExtraError,
+    NotFoundError,
+    ProfharnessError,
+    UsageError,
+    printable,
+)
 from profharness.rows import TRACE_PROFILERS, of_first_profiler
 from profharness.store import KERNELS_ELSE_CELLS, Selection, open_store
 from profharness.views.diff import diff_document
@@ -395,7 +401,7 @@ def _result(name: str, arguments: dict[str, Any], store: Path) -> types.CallTool
     try:
         text, failed = answer(name, arguments, store), False
     except (ProfharnessError, OSError) as error:
-        text = f"error: {error}"
+        text = f"error: {printable(str(error))}"
     return types.CallToolResult(
         content=[types.TextContent(type="text", text=text)], is_error=failed
     )

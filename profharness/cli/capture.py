@@ -13,6 +13,7 @@ from profharness.cli._options import (
     capture_progress,
     config_options,
     device_option,
+    echo,
     hint,
     out_option,
     processes_option,
@@ -221,16 +222,16 @@ def _failures(captured: Captured, store: Path) -> list[str]:
     again = shell_command("capture", "--resume", str(captured.folder), store=store)
     counts = Counter(cell.status for cell in run.cells)
     summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    click.echo(f"{run.run}: {len(run.cells)} cells: {summary}; in {captured.folder}")
+    echo(f"{run.run}: {len(run.cells)} cells: {summary}; in {captured.folder}")
     for cell in run.cells:
         if cell.status in FAILED:
             why = cell.message or f"not run; go on with: {again}"
-            click.echo(f"{cell.status}: {cell.config} {cell.backend}: {why}", err=True)
+            hint(f"{cell.status}: {cell.config} {cell.backend}: {why}")
     for result in captured.ingested:
         for warning in result.warnings:
-            click.echo(f"warning: {warning}", err=True)
+            hint(f"warning: {warning}")
     with open_store(store) as opened:
-        click.echo(f"see it with: {opened.shown_by(run.run)}", err=True)
+        hint(f"see it with: {opened.shown_by(run.run)}")
     failed = [problem for problem in run.problems if problem.profiler != GPU]  # those were told
     lines = [
         f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"

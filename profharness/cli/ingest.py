@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 import profharness.store as stores
-from profharness.cli._options import hint, quiet_stdout, store_option
-from profharness.errors import ProfharnessError, pip_line, shown
+from profharness.cli._options import hint, live, quiet_stdout, store_option
+from profharness.errors import ProfharnessError, pip_line, printable, shown
 from profharness.files import shell_command
 from profharness.jobs.progress import duration
 from profharness.jobs.side_by_side import Taken, readers_of, take_in
@@ -221,20 +221,23 @@ class _Countdown:
 
     def tell(self) -> None:
         now = time.monotonic()
-        live = sys.stderr.isatty()
-        if now - self.told < (LIVE_S if live else REPORT_S):
+        on_terminal = sys.stderr.isatty()
+        if now - self.told < (LIVE_S if on_terminal else REPORT_S):
             return
         self.told = now
         read, whole = sum(self.sizes[: self.done]), sum(self.sizes)
         line = f"{self.done:,} of {len(self.sizes):,} sources"
         if read and whole:
             line += f", {duration((now - self.begin) * (whole - read) / read)} left"
-        click.echo(f"\r\x1b[K{line}" if live else line, err=True, nl=not live)
+        if on_terminal:
+            live(line)
+        else:
+            hint(line)
 
     def clear(self) -> None:
         """Make room for other lines."""
         if sys.stderr.isatty():
-            click.echo("\r\x1b[K", err=True, nl=False)
+            live()
 
 
 def _shown_by(store: Path, taken: Sequence[str]) -> str:
@@ -258,7 +261,7 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
             counts += f", {result.cells} cells" if result.cells else ""
             kept = f" (stored from {result.kept})" if result.kept else ""
             line = f"{shown(source)}: {result.status}, run {result.run}{kept}: {counts}\n"
-            stream.write(line.encode())
+            stream.write(printable(line).encode())
 
 
 @contextlib.contextmanager
@@ -274,8 +277,7 @@ def _progress(source: Path) -> Iterator[Progress | None]:
         return
 
     def show(name: str, done: int, total: int) -> None:
-        # cleared to its end: the line before may have been longer
-        click.echo(f"\r\x1b[K{shown(name)}: {done:,} of {total:,} launches", err=True, nl=False)
+        live(f"{shown(name)}: {done:,} of {total:,} launches")
 
     yield show
-    click.echo("\r\x1b[K", err=True, nl=False)
+    live()

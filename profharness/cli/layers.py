@@ -23,6 +23,7 @@ from profharness.cli._options import (
     capture_progress,
     complete_runs,
     driver_option,
+    echo,
     emit,
     gate_options,
     hint,
@@ -171,7 +172,7 @@ def command(
     layers = _find_map(store, one, step, torch)
     require_recorded(layers, gates)  # before anything is measured for them
     if only_configs:
-        click.echo("\n".join(_config_lines(layers, timed=regret)))
+        echo("\n".join(_config_lines(layers, timed=regret)))
     else:
         _show_map(layers, options, store, full, show)
     check_gates(layers, gates)

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import click
 
 from profharness import __version__
-from profharness.errors import Interrupted, Planned, ProfharnessError
+from profharness.errors import Interrupted, Planned, ProfharnessError, printable
 from profharness.files import shell_command
 from profharness.processes import Forerunner, forerunners
 
@@ -142,9 +142,9 @@ def _run() -> int:
         # a disk that is full shows here, while the exit code can still say so
         sys.stdout.flush()
     except click.ClickException as error:
-        # a stderr that takes nothing changes no exit code
-        with contextlib.suppress(OSError):
-            error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        _say(shown.getvalue().rstrip())
         if _TORN_CONFIG.search(error.message):
             _say("hint: quote a config with braces: --config '2,8,{512,1024},64'")
         return error.exit_code
@@ -166,7 +166,7 @@ def _run() -> int:
 def _say(text: str) -> None:
     """A line to stderr; one that takes nothing changes no exit code."""
     try:
-        click.echo(text, err=True)
+        click.echo(printable(text), err=True)
     except OSError:
         _silence(sys.stderr)
 
@@ -182,14 +182,19 @@ def _open_streams() -> None:
             os.open(os.devnull, mode)  # takes the lowest number that is free: this one
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    old = sys.stdout
     kinds = io.BufferedWriter | io.FileIO  # the second under PYTHONUNBUFFERED
+    if isinstance(getattr(sys.stderr, "buffer", None), kinds):
+        screen = sys.stderr
+        file = io.BufferedWriter(io.FileIO(screen.fileno(), "w", closefd=False))
+        sys.stderr = _Printable(file, screen.encoding, screen.errors, line_buffering=True)
+        sys.stderr.screen = screen
+    old = sys.stdout
     if old is not None and not isinstance(getattr(old, "buffer", None), kinds):
         return  # a caller's own
     # opened for reading, so that writing to a closed stdout raises
     number = os.open(os.devnull, os.O_RDONLY) if old is None else old.fileno()
     at_once = bool(old and (old.line_buffering or getattr(old, "write_through", False)))
-    sys.stdout = io.TextIOWrapper(
+    sys.stdout = _Printable(
         # the old stream, which sys.__stdout__ holds, closes the descriptor
         io.BufferedWriter(_Stdout(number, "w", closefd=False)),
         encoding=old.encoding if old else "utf-8",
@@ -207,6 +212,18 @@ class _Stdout(io.FileIO):
         except OSError as error:
             error.filename = STDOUT
             raise
+
+
+class _Printable(io.TextIOWrapper):
+    """A stream for whatever writes to it, such as warnings and logs of libraries, with escapes for what
+    a terminal would obey. screen: the stream for what moves the cursor on purpose.
+    """
+
+    screen: TextIO
+
+    def write(self, text: str) -> int:
+        super().write(printable(text))
+        return len(text)
 
 
 def _silence(stream: TextIO) -> None:

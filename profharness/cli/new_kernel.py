@@ -12,6 +12,7 @@ import click
 from profharness.backends import ALL, BACKENDS
 from profharness.backends.sources import FOLDER, implementation_names
 from profharness.backends.templates import check_text, kernel_text
+from profharness.cli._options import echo
 from profharness.errors import CaptureError, UsageError
 
 
@@ -67,7 +68,7 @@ def command(name: str, triton: bool, cuda: bool, out: Path) -> None:
                 f"cannot write {path}: {error.strerror}; choose another --out"
             ) from None
     backend = name if out == Path("kernels") else kernel.as_posix()
-    click.echo(f"wrote {kernel} and {test}; next:")
-    click.echo(f"  pytest {test}")
-    click.echo(f"  profharness capture --config 2,8,512,64 --backend {backend},math")
-    click.echo("  profharness diff math " + backend)
+    echo(f"wrote {kernel} and {test}; next:")
+    echo(f"  pytest {test}")
+    echo(f"  profharness capture --config 2,8,512,64 --backend {backend},math")
+    echo("  profharness diff math " + backend)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from profharness.cli._options import complete_runs, hint, quiet_stdout, store_option
-from profharness.errors import GateError, UsageError
+from profharness.errors import GateError, UsageError, printable
 
 
 @click.command()
@@ -52,7 +52,7 @@ def command(source: str, output: Path | None, force: bool, check: bool, store: P
         place = find_source(source, store)
         findings = audit(place)
         with quiet_stdout() as stream:
-            stream.write("".join(f"{finding}\n" for finding in findings).encode())
+            stream.write("".join(f"{printable(str(finding))}\n" for finding in findings).encode())
         if findings:
             raise GateError(
                 f"{place}: {len(findings)} private thing(s); "

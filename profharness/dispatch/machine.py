@@ -397,10 +397,10 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     variable, off = ("TORCH_CUDNN_SDPA_PREFERRED", "0")
     if release >= (2, 10):
         variable, off = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    major, _, minor = str(environment.get("capability") or "").partition(".")
+    capability = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})", str(environment.get("capability")))
     return Machine(
         torch=release,
-        capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0),
+        capability=(int(capability[1]), int(capability[2])) if capability else (0, 0),
         cudnn=_of_kind(environment.get("cudnn"), int),
         cuda=cuda,
         cudnn_compiled=build.cudnn_compiled if build else None,

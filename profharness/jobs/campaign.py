@@ -27,9 +27,9 @@ from profharness.run import (
     CAMPAIGN_FILE,
     GROUP_NAME,
     GROUPS_FOLDER,
-    NOT_A_RECORD,
     Cell,
     Run,
+    read_part,
     read_run,
     write_run,
 )
@@ -147,12 +147,9 @@ def read_campaign(folder: Path) -> Campaign:
     """What `write_campaign` left. Raises TraceFormatError."""
     path = folder / CAMPAIGN_FILE
     try:
-        campaign = msgspec.json.decode(path.read_bytes(), type=Campaign)
-    except OSError as error:
+        campaign = read_part(path, Campaign, f"a campaign of schema {SCHEMA}")
+    except FileNotFoundError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-    except NOT_A_RECORD as error:
-        text = f"not a campaign: {error}"
-        raise TraceFormatError(path, text, expected=f"schema {SCHEMA}") from None
     if campaign.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
     # a name is that of a folder, and no way out of the campaign's

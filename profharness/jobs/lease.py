@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from profharness.files import read_input
+
 LEASES = "leases"  # in the folder of a campaign that tasks of an array may run
 BEAT_S = 10.0
 MISSED_BEATS = 3
@@ -47,7 +49,7 @@ class Holder:
         """
         if self.host != host_name():
             return False
-        return self.boot == _read(BOOT_ID) and process_start(self.pid) != self.start
+        return self.boot == _read_system(BOOT_ID) and process_start(self.pid) != self.start
 
 
 def host_name() -> str:
@@ -61,7 +63,7 @@ def host_name() -> str:
 def process_start(pid: int) -> str | None:
     """When a process of this host was started, in ticks since the boot; None where there is none."""
     # the name in parentheses may hold blanks
-    state, *fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split() or ["Z"]
+    state, *fields = _read_system(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split() or ["Z"]
     return None if state == "Z" else fields[18]
 
 
@@ -81,7 +83,7 @@ class Lease:
     ) -> None:
         pid, token = os.getpid(), secrets.token_hex(8)
         start = process_start(pid) or ""
-        self._holder = Holder(host_name(), _read(BOOT_ID), pid, start, token)
+        self._holder = Holder(host_name(), _read_system(BOOT_ID), pid, start, token)
         self._path, self._on_lost, self._beat_s = path, on_lost, beat_s
         self._ended = threading.Event()
 
@@ -118,7 +120,7 @@ class Lease:
     def _is_own(self) -> bool:
         """Raises OSError where the file cannot be read, which tells nothing."""
         try:
-            return self._holder.token in self._path.read_text(encoding="utf-8")
+            return self._holder.token.encode() in read_input(self._path)
         except FileNotFoundError:
             return False
 
@@ -189,7 +191,15 @@ def _beside(path: Path, token: str) -> Path:
 
 
 def _read(path: Path) -> str:
-    """A small text file; empty where it cannot be read."""
+    """The text of a lease; empty where it cannot be read."""
+    try:
+        return read_input(path).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _read_system(path: Path) -> str:
+    """A file of /proc; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

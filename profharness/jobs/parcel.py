@@ -9,8 +9,10 @@ import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO, cast
 
 from profharness.errors import CaptureError, TraceFormatError
+from profharness.files import open_input
 from profharness.run import read_run, unwritable
 from profharness.runner.group import publish
 
@@ -22,8 +24,8 @@ def content_hash(folder: Path) -> str:
     """The names and bytes of a folder's regular files as one hash. Hidden files do not count."""
     digest = hashlib.blake2b(digest_size=16)
     for name, path in _files(folder):
-        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
+        with open_input(path, within=folder) as file:
+            digest.update(f"{name}\0{file.size}\0".encode())
             while block := file.read(BLOCK):
                 digest.update(block)
     return digest.hexdigest()
@@ -36,9 +38,9 @@ def pack(folder: Path) -> bytes:
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, path in _files(folder):
             member = tarfile.TarInfo(name)
-            member.size = path.stat().st_size
-            with path.open("rb") as file:
-                archive.addfile(member, file)
+            with open_input(path, within=folder) as file:
+                member.size = file.size
+                archive.addfile(member, cast("IO[bytes]", file))
     return buffer.getvalue()
 
 

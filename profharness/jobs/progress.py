@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+from profharness.errors import one_line
 from profharness.runner.supervise import Progress, Step
 
 WIDEST = 100  # of a line of progress
@@ -35,7 +36,7 @@ def shown(wanted: bool | None) -> Iterator[Progress | None]:
     def show(step: Step) -> None:
         nonlocal width
         where = f"[{step.done}/{step.total}] {step.cell.config} {step.cell.backend}: {step.stage}"
-        line = (step.notice or where)[:WIDEST]
+        line = one_line(step.notice or where)[:WIDEST]
         stream.write(f"\r{line.ljust(width)}")
         stream.flush()
         width = len(line)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from profharness import __version__
 from profharness.errors import CaptureError, UsageError
-from profharness.files import atomic_file, check_output
+from profharness.files import atomic_file, check_output, read_input
 from profharness.jobs.campaign import (
     Campaign,
     Group,
@@ -224,7 +224,7 @@ class Task:
         one that had a result: lanes end for other reasons too.
         """
         with contextlib.suppress(FileNotFoundError, ValueError):
-            before, host, pid = self._begun_file(group).read_text(encoding="utf-8").split()
+            before, host, pid = read_input(self._begun_file(group)).decode().split()
             self._begun_file(group).unlink()
             if results <= int(before):
                 self._note_error(group, f"process {pid} of host {host} ended in the middle of it")
@@ -241,7 +241,7 @@ class Task:
     def _errors(self, group: Group) -> list[str]:
         """What the tries of a group by any lane ended with, a line each."""
         try:
-            return self._errors_file(group).read_text(encoding="utf-8").splitlines()
+            return read_input(self._errors_file(group)).decode(errors="replace").splitlines()
         except FileNotFoundError:
             return []
 

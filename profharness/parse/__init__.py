@@ -5,11 +5,13 @@ name.
 from __future__ import annotations
 
 import importlib
+import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from profharness.errors import TraceFormatError
+from profharness.files import open_input
 from profharness.parse.packed import SUFFIX, first_bytes, is_packed, unpacked
 from profharness.trace import Trace
 
@@ -26,6 +28,8 @@ STARTS: dict[bytes, str] = {
     b"SQLite format 3\0": "nsys",  # which says what else an SQLite file is
     b"NVR\0": "ncu",
 }
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # PowerShell's `>` writes it
+MAX_LINE = 1 << 22  # characters of a line of ncu's output
 SNIFFED = 1 << 20  # a program may print this much before ncu prints its table
 NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 EXPECTED = (
@@ -92,11 +96,34 @@ def open_trace(path: Path) -> Trace:
 
 def is_ncu_csv(path: Path) -> bool:
     """Whether a file, plain or packed, has ncu's header line in its first MiB. Raises TraceFormatError."""
-    return any(map(NCU_HEADER.match, decode_text(first_bytes(path, SNIFFED)).splitlines()))
+    lines = re.split(r"[\n\r]", decode_text(first_bytes(path, SNIFFED)))
+    return any(map(NCU_HEADER.match, lines))
+
+
+def lines_of(source: str | Path, path: Path) -> Iterator[str]:
+    """Yield the lines of a text or of a file in UTF-8 or UTF-16, which end with line feeds alone.
+
+    Raises TraceFormatError, which names `path`, for a file that cannot be read and for an endless line.
+    """
+    if isinstance(source, str):
+        yield from (match[0] for match in re.finditer(r"[^\n]*\n|[^\n]+", source))
+        return
+    try:
+        with open_input(source) as raw:
+            encoding = "utf-16" if raw.read(2) in UTF_16 else "utf-8-sig"
+            raw.seek(0)
+            file = io.TextIOWrapper(io.BufferedReader(raw), encoding, "replace", newline="\n")
+            while line := file.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    message = f"a line of more than {MAX_LINE:,} characters"
+                    raise TraceFormatError(path, message, expected=EXPECTED)
+                yield line
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
 
 
 def decode_text(data: bytes) -> str:
     """UTF-8 or UTF-16 with a byte order mark; what is neither becomes a replacement character."""
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # PowerShell's `>` writes UTF-16
+    if data.startswith(UTF_16):
         return data.decode("utf-16", errors="replace")
     return data.decode("utf-8-sig", errors="replace")

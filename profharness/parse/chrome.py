@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
+from profharness.files import is_heavy
 from profharness.parse import chrome_columns
 from profharness.parse import join as link
 from profharness.parse.chrome_events import (
@@ -33,9 +34,9 @@ from profharness.parse.chrome_read import (
     MAX_PIECE,
     Layout,
     Window,
-    decode_lenient,
     object_end,
     probe,
+    read_trailer,
     skip_space,
 )
 from profharness.parse.columns import MAX_NS, MAX_TEXT, Spool, Tables
@@ -68,6 +69,7 @@ DEVICE_KEYS = {
 RANGE = 8 * 1024 * 1024
 FLUSH = 2 * 1024 * 1024
 REACH = 4 * 1024 * 1024  # how far a broken event is followed over compact separators
+MAX_UNCLOSED = 8  # events that are followed so far, which costs time; others end at a separator
 FOREVER = 1 << 62
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 MAX_FRAME = 1 << 12  # bytes of a Python frame's event
@@ -104,7 +106,7 @@ def _scan_file(
 ) -> tuple[link.Source, dict[str, Any], list[str]]:
     """(merged tables, header, warnings); a scan that needs decimals or one go is repeated so."""
     if layout.empty:
-        return link.merge([Tables()], []), _trailer(path, layout, layout.first), []
+        return link.merge([Tables()], []), read_trailer(path, layout, layout.first), []
     count = _processes(path, layout, processes)
     width = range_bytes if layout.certain else 0
     exact = _needs_decimals(layout.first_ts)
@@ -125,7 +127,7 @@ def _scan_file(
             count, width = 1, 0
         else:
             source = link.merge([answer.tables for answer in answers], spools)
-            return source, _trailer(path, layout, end), warnings
+            return source, read_trailer(path, layout, end), warnings
 
 
 def _scan_twice(request: Request, spools: list[Spool], turns: Spool) -> list[Answer] | None:
@@ -238,6 +240,7 @@ class Scanner:
             SEGMENT if self._columns else 0
         )  # fresh ones cost page faults
         self._array_end: int | None = None
+        self._unclosed = 0
 
     def scan(self, index: int, begin: int, end: int) -> Part:
         """Take in every event that starts in [begin, end)."""
@@ -281,8 +284,7 @@ class Scanner:
             if len(window.buffer) < wanted or separator not in window.buffer:
                 more = window.fill(self._block(end))
                 if len(window.buffer) > MAX_PIECE:
-                    message = "an event of more than 32 MiB"
-                    raise window.error(message, offset=window.base, expected="an event")
+                    raise window.too_long(window.base)
             if more and len(window.buffer) < wanted:
                 continue
             buffer = window.buffer
@@ -349,6 +351,8 @@ class Scanner:
 
     def _decode(self, segment: bytes, begin: int, *, last: bool) -> int:
         """Decode events from there on."""
+        if is_heavy(segment):
+            return self._piecewise(segment, begin, last=last)
         try:
             events = self.collector.events.many.decode(b"[%b]" % segment[begin:])
         except UNDECODABLE:
@@ -361,10 +365,12 @@ class Scanner:
         """Decode event by event, skip and count what is broken, and see the array's end."""
         separator, lead = self.layout.separator, self.layout.gap + 1
         while position < len(segment):
-            border = segment.find(separator, position) if self.layout.certain else -1
+            certain = self.layout.certain or self._unclosed > MAX_UNCLOSED
+            border = segment.find(separator, position) if certain else -1
             stop = border + 1 if border >= 0 else len(segment)
             behind = object_end(segment, position, stop)
             if behind is None:
+                self._unclosed += 1
                 if border < 0 and not last and len(segment) - position < REACH:
                     return position
                 border = segment.find(separator, position + 1) if border < 0 else border
@@ -422,32 +428,6 @@ def _array_end(path: Path, answers: list[Answer]) -> int | None:
         raise TraceFormatError(path, message, offset=size, expected="], the end of the events")
     contradicted = any(part.index > last.index and part.events for part in parts)
     return None if contradicted else last.array_end
-
-
-def _trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
-    """Header and trailing keys. Raises TraceFormatError if the file does not close properly."""
-    with closing(Window(path)) as window:
-        window.fill()
-        window.seek(end + 1)
-        data = window.rest()
-        at = skip_space(data, 0)
-        if layout.bare:
-            if data[at:].strip(b" \t\r\n\0"):
-                message = "something follows the events"
-                raise window.error(message, offset=end + 1 + at, expected="the end of the file")
-            return {}
-        mark = data[at : at + 1]
-        try:
-            if mark not in (b",", b"}"):
-                raise ValueError("no closing }")
-            tail = data[at + 1 :] if mark == b"," else data[at:]
-            trailer = decode_lenient(b"{" + tail.rstrip(b" \t\r\n\0"))
-            if "traceEvents" in trailer:
-                raise ValueError("traceEvents stands there twice")
-        except ValueError as error:
-            message = f"the file is not whole behind the events: {error}"
-            raise window.error(message, expected="}, the end of the trace") from None
-        return {**trailer, **layout.header}
 
 
 def _processes(path: Path, layout: Layout, requested: int | None) -> int:

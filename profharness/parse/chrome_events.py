@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from profharness.files import is_heavy
+from profharness.parse.chrome_read import whole_characters
 from profharness.parse.columns import (
     MAX_INT,
     MAX_NS,
@@ -32,6 +34,7 @@ from profharness.parse.columns import (
     distinct,
     whole,
 )
+from profharness.parse.devices import REPLACED
 from profharness.parse.intervals import nothing
 from profharness.parse.ops import EVALUATION, MODULE, Detail, has_arguments, is_detailed
 
@@ -110,7 +113,7 @@ class Collector:
     def add_module(self, data: bytes) -> None:
         """Take in an event that may be the call of an nn.Module."""
         with suppress(*UNDECODABLE):
-            event = self.events.module.decode(data)
+            event = decoded(self.events.module, data)
             if event.name.startswith(MODULE):  # and not the text of another field
                 self._pending["module"].append(event)
 
@@ -402,7 +405,7 @@ class Arguments:
         try:
             return self._read(data)
         except UNDECODABLE:
-            return self._read(_NOT_FINITE.sub(_null, data))
+            return self._read(whole_characters(_NOT_FINITE.sub(_null, data)))
 
     def _read(self, data: bytes) -> tuple[Four, int]:
         begin, end = data.find(b'"Concrete Inputs"'), data.rfind(b', "Ev Idx"')
@@ -488,8 +491,10 @@ class Events:
         Events without a category or a duration are not bad. Numbers that are not finite become
         null: Kineto writes `inf` for the bandwidth of a copy that took no time.
         """
+        if is_heavy(data):
+            return None, True
         try:
-            return self.one.decode(data), False
+            return decoded(self.one, data), False
         except UNDECODABLE:
             pass
         data = _NOT_FINITE.sub(_null, data)
@@ -505,9 +510,23 @@ class Events:
             self.extra.append(head.cat)
             self._build()
         try:
-            return self.one.decode(data), False
+            return decoded(self.one, data), False
         except UNDECODABLE:
             return None, True
+
+
+def decoded(decoder: Any, data: bytes) -> Any:
+    """Decode an event; half a character in a field that nobody reads does no harm. Raises UNDECODABLE."""
+    try:
+        return decoder.decode(data)
+    except UNDECODABLE:
+        if (whole_data := whole_characters(data)) == data:
+            raise
+        event = decoder.decode(whole_data)
+        fields = (getattr(event, name) for name in event.__struct_fields__)
+        if any(isinstance(value, str) and REPLACED in value for value in fields):
+            raise
+        return event
 
 
 class _Head(msgspec.Struct):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,25 @@ from typing import Any
 import msgspec
 
 from profharness.errors import TraceFormatError
+from profharness.files import JSON_WEIGHT, is_heavy
 from profharness.parse.packed import GzipReader, open_file
 
 BLOCK = 128 * 1024  # 32 to 256 KiB is the flat optimum: bigger buffers cost page faults
-MAX_PIECE = 32 * 1024 * 1024  # longest event, header or trailer that is held in memory
+MAX_PIECE = 32 << 20  # longest event, header or trailer that is held in memory
 
-_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_EVENTS_KEY = b'"traceEvents"'
+_ARRAY = re.compile(rb"\s*+:\s*+\[")
+_SPACE_AND_COLON = re.compile(rb"\s*+:?+\s*+")
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _GAP = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*(?=\{)")
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[{}\[\]"]', re.DOTALL)
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_TOKEN = re.compile(_STRING + rb'|[{}\[\]"]', re.DOTALL)
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_ESCAPE = re.compile(rb"%s%s|(%s|%s)|\\." % (_HIGH, _LOW, _HIGH, _LOW), re.DOTALL)
-_KEY = re.compile(rb'\{[ \t\r\n]*"(?:[^"\\]|\\.)*+"')
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+# what needs no change is one match, however long it is
+_PLAIN = rb"(?:[^\\]++|\\(?!u[dD][89a-fA-F]).|%s%s)++" % (_HIGH, _LOW)
+_ESCAPE = re.compile(rb"%s|(%s|%s)" % (_PLAIN, _HIGH, _LOW), re.DOTALL)
+_KEY = re.compile(rb"\{[ \t\r\n]*" + _STRING, re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ class Window:
         begin = self.end
         while self.fill(max(BLOCK, len(self.buffer))):
             if len(self.buffer) > MAX_PIECE:
-                message = "more than 32 MiB follow the events"
+                message = f"more than {MAX_PIECE >> 20} MiB follow the events"
                 raise self.error(message, offset=begin, expected="the end of the file")
         return self.buffer
 
@@ -114,6 +122,11 @@ class Window:
         """A TraceFormatError about this file, at `offset` or at the buffer's end."""
         where = self.end if offset is None else offset
         return TraceFormatError(self.path, message, offset=where, expected=expected)
+
+    def too_long(self, offset: int) -> TraceFormatError:
+        """Return the error of an event that is longer than any."""
+        message = f"an event of more than {MAX_PIECE >> 20} MiB"
+        return self.error(message, offset=offset, expected="an event")
 
     def close(self) -> None:
         """Close the file."""
@@ -151,6 +164,8 @@ def skip_space(data: bytes, position: int) -> int:
 
 def decode_lenient(data: bytes) -> Any:
     """JSON to Python values, NaN, bad UTF-8 and control characters too. Raises ValueError."""
+    if is_heavy(data):
+        raise ValueError(f"more than {JSON_WEIGHT:,} values")
     try:
         try:
             return msgspec.json.decode(data)
@@ -162,6 +177,8 @@ def decode_lenient(data: bytes) -> Any:
 
 def whole_characters(data: bytes) -> bytes:
     """JSON whose escaped halves of a character, which no text can hold, are U+FFFD."""
+    if not _HALF.search(data):
+        return data
     return _ESCAPE.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
 
 
@@ -184,22 +201,36 @@ def probe(window: Window) -> Layout:
 
 
 def _find_events(window: Window, start: int) -> tuple[int, dict[str, Any]]:
-    """Offset behind the `[` of the top-level traceEvents, and the keys before it."""
-    searched = start
+    """Return the offset behind the `[` of the top-level traceEvents, and the keys before it."""
+    depth, position = 0, start
     while True:
-        for match in _EVENTS_KEY.finditer(window.buffer, searched):
-            try:
-                header = decode_lenient(window.buffer[start : match.end()] + b"]}")
-            except ValueError:
-                continue
-            if isinstance(header, dict) and header.get("traceEvents") == []:
-                return match.end(), header
-        searched = max(start, len(window.buffer) - 64)
+        for match in _TOKEN.finditer(window.buffer, position):
+            position, opening = match.span()[0], match[0][:1]
+            if match[0] == b'"':
+                break  # a string that goes on behind the buffer
+            if depth == 1 and match[0] == _EVENTS_KEY:
+                behind = _ARRAY.match(window.buffer, match.end())
+                if behind is None and _SPACE_AND_COLON.fullmatch(window.buffer, match.end()):
+                    break
+                if behind is not None:
+                    return behind.end(), _header(window, start, behind.end())
+            depth += (opening in b"{[") - (opening in b"]}")
+            position = match.end()
+            if not depth:
+                raise _foreign(window)
         if len(window.buffer) > MAX_PIECE:
-            message = "no traceEvents in the first 32 MiB"
+            message = f"no traceEvents in the first {MAX_PIECE >> 20} MiB"
             raise window.error(message, expected='"traceEvents": [')
         if not window.fill(min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)):
             raise _foreign(window)
+
+
+def _header(window: Window, start: int, end: int) -> dict[str, Any]:
+    try:
+        header: dict[str, Any] = decode_lenient(window.buffer[start:end] + b"]}")
+    except ValueError:
+        raise _foreign(window) from None
+    return header
 
 
 def _foreign(window: Window) -> TraceFormatError:
@@ -238,7 +269,7 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
         elif end is not None and window.buffer[skip_space(window.buffer, end) :][:1] == b"]":
             break
         if len(window.buffer) - position > MAX_PIECE:
-            raise window.error("an event of more than 32 MiB", offset=first, expected="an event")
+            raise window.too_long(first)
         if not window.fill(size):
             if end is None:
                 message = "the file ends inside its first event"
@@ -248,3 +279,32 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
     time = re.search(rb'"ts"\s*:\s*([-+.\deE]+)', window.buffer[first:end])
     ts = time[1].decode() if time else ""
     return Layout(first, b"}" + between + tail, len(between), certain, bare, False, header, ts)
+
+
+def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
+    """Return the keys before and behind the events, which end at `end`.
+
+    Raises TraceFormatError if the file does not close properly.
+    """
+    with closing(Window(path)) as window:
+        window.fill()
+        window.seek(end + 1)
+        data = window.rest()
+        at = skip_space(data, 0)
+        if layout.bare:
+            if data[at:].strip(b" \t\r\n\0"):
+                message = "something follows the events"
+                raise window.error(message, offset=end + 1 + at, expected="the end of the file")
+            return {}
+        mark = data[at : at + 1]
+        try:
+            if mark not in (b",", b"}"):
+                raise ValueError("no closing }")
+            tail = data[at + 1 :] if mark == b"," else data[at:]
+            trailer = decode_lenient(b"{" + tail.rstrip(b" \t\r\n\0"))
+            if "traceEvents" in trailer:
+                raise ValueError("traceEvents stands there twice")
+        except ValueError as error:
+            message = f"the file is not whole behind the events: {error}"
+            raise window.error(message, expected="}, the end of the trace") from None
+        return {**trailer, **layout.header}

@@ -60,7 +60,7 @@ def _demangle_apart(names: list[str]) -> Mapping[str, str]:
     for _ in range(MAX_CHILDREN):
         if not rest:
             break
-        child = start_python(CHILD, stderr=subprocess.DEVNULL)
+        child = start_python(CHILD)
         try:
             output, _ = child.communicate("\n".join(rest).encode(), timeout=CHILD_SECONDS)
         except subprocess.TimeoutExpired:

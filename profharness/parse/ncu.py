@@ -27,6 +27,7 @@ from profharness.parse.ncu_csv import (
     read_csv_file,
 )
 from profharness.parse.ncu_readers import read_report
+from profharness.parse.ncu_values import check_shape
 from profharness.profilers.ncu import check_file
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Metrics, Range, Trace, range_cell
 
@@ -38,9 +39,6 @@ NANOSECONDS = {
     "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6,
     "s": 1e9, "second": 1e9,
 }  # fmt: skip
-# Places in the table of metrics: so many a value, above which most of a report's kernels and metrics
-# have nothing in common, and so many in any case.
-PLACES_A_VALUE, MIN_PLACES = 64, 1 << 20
 EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
 MAX_SIZE = 1 << 62  # of what `whole` takes
 SIZES = (
@@ -242,9 +240,7 @@ def _metrics(report: NcuReport, durations: list[int], path: Path) -> Metrics | N
     if not names:
         return None
     filled = sum(len(launch.values) for launch in report.launches)
-    if len(report.launches) * len(names) > max(MIN_PLACES, PLACES_A_VALUE * filled):
-        message = f"{len(report.launches)} kernels with {len(names)} metrics, but {filled} values"
-        raise TraceFormatError(path, message, expected="kernels that have most metrics in common")
+    check_shape(path, len(report.launches), len(names), filled)
     place = {name: index for index, name in enumerate(names)}
     values = np.full((len(report.launches), len(names)), np.nan)
     for row, launch in zip(values, report.launches, strict=True):

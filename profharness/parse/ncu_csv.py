@@ -1,7 +1,7 @@
 """ncu's CSV: the table of `--csv --page raw`, and the long form with one line a metric.
 
-Lines are read one by one, because a program's own output may stand between them. Numbers may
-stand in any locale.
+Lines are read one by one, because a program's own output may stand between them, and because a file
+may be large. Numbers may stand in any locale.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import csv
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
 from profharness.errors import TraceFormatError
-from profharness.parse import NCU_HEADER, decode_text
+from profharness.parse import NCU_HEADER, lines_of
+from profharness.parse.ncu_values import Values, check_shape
 
 DEFAULT_DOMAIN = "<default domain>"
 DURATION = "gpu__time_duration.sum"
@@ -43,10 +46,13 @@ _PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 _WHOLE = re.compile(r"\d{1,18}")  # an integer that the store can hold
 _TRIPLE = re.compile(r"\(\s*(\d{1,18}),\s*(\d{1,18}),\s*(\d{1,18})\s*\)")
 _NO_VALUE = re.compile(r"(?:\(!\)\s*)?(?:n/?a|[+-]?nan|[+-]?inf(?:inity)?|-*)", re.IGNORECASE)
-_PROFILED = re.compile(r'==PROF== Profiling "')  # ncu says so for each result, before the table
+_PROFILED = '==PROF== Profiling "'  # ncu says so for each result, before the table
 ITEM_TAIL = 5  # parts between a range's name and its message: payload, colour, type of message
 MAX_DOMAIN_PARTS = 8  # parts of a domain's name, which may hold colons
 MOST = 0.9  # of the kernels: a metric that so many have is missing in the others
+# What is kept of a report, in places of 8 bytes: so many a byte of it, and so many in any case.
+PLACES_A_BYTE, MIN_PLACES = 0.25, 1 << 24
+LAUNCH_PLACES, RANGE_PLACES, ENTRY_PLACES = 48, 24, 16  # of a launch, a range, an entry of a dict
 
 Triple = tuple[int, int, int]
 
@@ -69,7 +75,7 @@ class NcuLaunch:
     """
 
     name: str
-    values: dict[str, float]
+    values: Mapping[str, float]
     texts: dict[str, str]
     device: int = 0
     stream: int | None = None
@@ -89,6 +95,39 @@ class NcuReport:
     units: dict[str, str]
     skipped: int = 0
     warnings: tuple[str, ...] = ()
+
+
+class Keeper:
+    """Keeps launches compact, and refuses a report that would fill the memory all the same."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._most = self._left = max(MIN_PLACES, int(size * PLACES_A_BYTE))
+        self._places: dict[str, int] = {}
+        self._devices: set[int] = set()
+
+    def take(self, places: int) -> None:
+        """Take room. Raises TraceFormatError where there is none left."""
+        self._left -= places
+        if self._left < 0:
+            message = f"more values than a report of its size has ({self._most:,} places are full)"
+            raise TraceFormatError(self._path, message, expected="fewer kernels or metrics")
+
+    def has(self, device: int) -> bool:
+        """Whether a launch of that device was kept before, so that its constants are known."""
+        return device in self._devices
+
+    def keep(self, launch: NcuLaunch) -> NcuLaunch:
+        """The launch in its compact form."""
+        ranges = len(launch.start_end) + len(launch.push_pop)
+        self.take(LAUNCH_PLACES + ENTRY_PLACES * len(launch.texts) + RANGE_PLACES * ranges)
+        if launch.device not in self._devices:
+            self._devices.add(launch.device)  # its first launch has all the constants
+            self.take(ENTRY_PLACES * len(launch.values))
+            return launch
+        values = Values(self._places, launch.values)
+        self.take(len(self._places))
+        return replace(launch, values=values)
 
 
 @dataclass(slots=True)
@@ -122,37 +161,40 @@ class Row(NamedTuple):
 
 def read_csv_file(path: Path) -> NcuReport:
     """The kernels of a CSV file. Raises TraceFormatError as `read_table` does."""
-    return read_csv_text(read_text(path), path)
+    return read_csv_text(path, path)
+
+
+def read_csv_text(source: str | Path, path: Path) -> NcuReport:
+    """The kernels of ncu's CSV output, a text or a file; errors name `path`.
+
+    Raises TraceFormatError as `read_table` does, for metrics under labels, for a device that is
+    no number, and for a report that would fill the memory.
+    """
+    table = Table(source, path)
+    size = len(source) if isinstance(source, str) else source.stat().st_size
+    keeper = Keeper(path, size)
+    kernels = (row for row in table.rows if row.cells[0])
+    ids: list[int] = []
+    if table.is_long:
+        units, gathered = _gathered(table, kernels, keeper)
+        ids += (block.id for block in gathered)
+        mark = decimal_mark(cell for block in gathered for _, cell in block.metrics)
+        launches, doubts = _launches(gathered, mark, units, path, keeper)
+    else:
+        units, metrics = table.units()
+        again = Table(source, path)
+        values = (row.cells[place] for row in again.rows if row.cells[0] for place in metrics)
+        mark = decimal_mark(values)
+        blocks = _blocks(table, _distinct(kernels, table.doubts), metrics, ids)
+        launches, doubts = _launches(blocks, mark, units, path, keeper)
+    counted = _doubt_ids(ids, table.lines.profiled)
+    warnings = (*table.doubts.texts(), *counted.texts(), *table.odd.texts(), *doubts.texts())
+    return NcuReport(launches, units, warnings=warnings)
 
 
 def read_text(path: Path) -> str:
     """The text of a CSV file, UTF-8 or UTF-16. Raises TraceFormatError if it cannot be read."""
-    try:
-        return decode_text(path.read_bytes())
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-
-
-def read_csv_text(text: str, path: Path) -> NcuReport:
-    """The kernels of ncu's CSV output; errors name `path`.
-
-    Raises TraceFormatError as `read_table` does, for metrics under labels, and for a device that is
-    no number.
-    """
-    doubts = Doubts()
-    columns, rows = _table(text, path, doubts)
-    kernels = [row for row in rows if row.cells[0]]
-    if _is_long(columns):
-        units, gathered = _gathered(columns, kernels, path, doubts)
-        _check_ids([block.id for block in gathered], text, doubts)
-        cells = (cell for block in gathered for _, cell in block.metrics)
-        return _report(units, gathered, decimal_mark(cells), path, doubts)
-    kernels = _distinct(kernels, doubts)
-    _check_ids([int(row.cells[0]) for row in kernels], text, doubts)
-    places = [place for place, name in enumerate(columns) if name not in OWN_COLUMNS]
-    mark = decimal_mark(row.cells[place] for row in kernels for place in places)
-    units, blocks = _blocks(columns, rows[0].cells, kernels, doubts)
-    return _report(units, blocks, mark, path, doubts)
+    return "".join(lines_of(path, path))
 
 
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
@@ -161,26 +203,83 @@ def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
 
     Raises TraceFormatError where the header, the units or a row are missing or cut off.
     """
-    columns, rows = _table(text, path, Doubts())
-    return columns, [row.cells for row in rows]
+    table = Table(text, path)
+    first = [] if table.is_long else [table.first.cells]
+    return table.columns, [*first, *(row.cells for row in table.rows)]
 
 
-def _table(text: str, path: Path, doubts: Doubts) -> tuple[list[str], list[Row]]:
-    lines = text.splitlines()
-    at = next((at for at, line in enumerate(lines) if NCU_HEADER.match(line)), None)
-    if at is None:
-        raise TraceFormatError(path, "no header line of ncu's CSV", expected=EXPECTED)
-    header = lines[at].strip()
-    if _is_open(header):
-        raise TraceFormatError(path, f"the header is cut off; {AGAIN}", expected=EXPECTED)
-    columns = _cells(header)
-    ended = text.endswith(("\n", "\r"))
-    rows = list(_records(lines[at + 1 :], columns, path, doubts, header=header, ended=ended))
-    if not rows or (rows[0].cells[0] and not _is_long(columns)):
-        missing = "first row" if _is_long(columns) else "row of units"
-        message = f"no {missing} behind the header, so the table is cut off; {AGAIN}"
-        raise TraceFormatError(path, message, expected=EXPECTED)
-    return columns, rows
+class Lines:
+    """The lines of ncu's output, each with whether its line break is there. profiled: how many kernels
+    ncu says so far that it profiled.
+    """
+
+    def __init__(self, source: str | Path, path: Path) -> None:
+        self.profiled = 0
+        self._source, self._path = source, path
+
+    def __iter__(self) -> Iterator[tuple[str, bool]]:
+        for line in lines_of(self._source, self._path):
+            ended = line.endswith(("\n", "\r"))
+            for part in _overwritten(line.rstrip("\r\n")) if "\r" in line else [line.rstrip("\n")]:
+                self.profiled += part.count(_PROFILED)
+                yield part, ended
+
+
+def _overwritten(line: str) -> Iterator[str]:
+    """Parts of a line between carriage returns outside of quotes, as progress bars write them."""
+    parts: list[str] = []
+    quotes = 0
+    for part in line.split("\r"):
+        parts.append(part)
+        quotes += part.count('"')
+        if quotes % 2 == 0:
+            yield "\r".join(parts)
+            parts.clear()
+    if parts:
+        yield "\r".join(parts)
+
+
+class Table:
+    """ncu's table in a text or a file: `rows` are read as they are asked for, after the row of units.
+
+    Raises TraceFormatError where the header or the units are missing or cut off, and in `rows`.
+    """
+
+    def __init__(self, source: str | Path, path: Path) -> None:
+        self.path = path
+        self.doubts, self.odd = Doubts(), Doubts()  # of lines, and of the header
+        self.lines = Lines(source, path)
+        lines = iter(self.lines)
+        header = next((line.strip() for line, _ in lines if NCU_HEADER.match(line)), None)
+        if header is None:
+            raise TraceFormatError(path, "no header line of ncu's CSV", expected=EXPECTED)
+        if _is_open(header):
+            raise TraceFormatError(path, f"the header is cut off; {AGAIN}", expected=EXPECTED)
+        self.columns = _cells(header)
+        self.is_long = set(LONG_COLUMNS) <= set(self.columns)
+        rows = _records(lines, self.columns, path, self.doubts, header=header)
+        first = next(rows, None)
+        if first is None or (first.cells[0] and not self.is_long):
+            missing = "first row" if self.is_long else "row of units"
+            message = f"no {missing} behind the header, so the table is cut off; {AGAIN}"
+            raise TraceFormatError(path, message, expected=EXPECTED)
+        self.first = first
+        self.rows = chain([first], rows) if self.is_long else rows
+
+    def units(self) -> tuple[dict[str, str], list[int]]:
+        """The units of the wide form's metrics, and the places of these; of columns of one name the
+        last counts.
+        """
+        place = {name: index for index, name in enumerate(self.columns)}
+        if len(place) < len(self.columns):
+            self.odd.add("columns stand twice in the header; the last of each counts")
+        metrics = [name for name in place if name not in OWN_COLUMNS]
+        if odd := [name for name in metrics if "__" not in name]:
+            shown = ", ".join(repr(name[:40]) for name in odd[:3])
+            self.odd.add(f"{len(odd)} columns of unknown names: {shown}")
+        return {name: self.first.cells[place[name]] for name in metrics}, [
+            place[name] for name in metrics
+        ]
 
 
 def decimal_mark(cells: Iterable[str]) -> str:
@@ -211,6 +310,7 @@ def _finite(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+@lru_cache(maxsize=64)
 def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
     """The ranges of an NVTX cell, in its order; numbered: each begins with its id (start/end)."""
     body = re.sub(r'^\s*\d+\s+(?=")', "", cell).strip()
@@ -239,10 +339,6 @@ def _cells(line: str) -> list[str]:
     return next(csv.reader([line]), [])
 
 
-def _is_long(columns: list[str]) -> bool:
-    return set(LONG_COLUMNS) <= set(columns)
-
-
 def _is_open(line: str) -> bool:
     """Whether a line ends inside a cell: a quote is open, or the last of quoted cells has none."""
     line = line.rstrip()
@@ -250,16 +346,21 @@ def _is_open(line: str) -> bool:
 
 
 def _records(
-    lines: list[str], columns: list[str], path: Path, doubts: Doubts, *, header: str, ended: bool
+    lines: Iterator[tuple[str, bool]],
+    columns: list[str],
+    path: Path,
+    doubts: Doubts,
+    *,
+    header: str,
 ) -> Iterator[Row]:
     """The unit row and the kernels' rows. Other lines are not ncu's table, but those that look like
     a row are counted.
 
     ncu quotes every cell, what a spreadsheet saved may not: such rows are looked for once the
-    header or a row is of that kind. ended: the last line has its line break.
+    header or a row is of that kind.
     """
     bare = not header.startswith('"')
-    for count, line in enumerate(lines, start=1):
+    for count, (line, ended) in enumerate(lines, start=1):
         if not line.startswith(('"', ",")) and not line[:1].isdigit():
             if _resembles(line, columns, bare=bare):
                 doubts.add(DAMAGED, count)
@@ -285,8 +386,7 @@ def _records(
             if _resembles(line, columns, bare=bare):
                 doubts.add(DAMAGED, count)
             continue  # a program's own numbers
-        last = count == len(lines) and not ended
-        if (quoted and _is_open(line)) or (not quoted and last and not line.endswith('"')):
+        if (quoted and _is_open(line)) or not (quoted or ended or line.endswith('"')):
             raise _bad_row(path, count, "is cut off")
         if not whole:
             raise _bad_row(path, count, f"has {len(cells)} of {len(columns)} columns")
@@ -314,75 +414,65 @@ class Block(NamedTuple):
     metrics: Iterable[tuple[str, str]]
 
 
-def _distinct(rows: list[Row], doubts: Doubts) -> list[Row]:
+def _distinct(rows: Iterable[Row], doubts: Doubts) -> Iterator[Row]:
     """The rows without exact copies of earlier ones, which a file that was doubled has."""
     seen: set[int] = set()
-    kept = []
     for row in rows:
         if (key := hash(tuple(row.cells))) in seen:
             doubts.add("{n} rows are exact copies of earlier ones and are left out", row.line)
             continue
         seen.add(key)
-        kept.append(row)
-    return kept
+        yield row
 
 
 def _blocks(
-    columns: list[str], units: list[str], rows: list[Row], doubts: Doubts
-) -> tuple[dict[str, str], Iterator[Block]]:
-    """Units and kernels of the wide form."""
-    place = {name: index for index, name in enumerate(columns)}
-    if len(place) < len(columns):
-        doubts.add("columns stand twice in the header; the last of each counts")
-    own = [(name, index) for name, index in place.items() if name in OWN_COLUMNS]
-    metrics = [(name, index) for name, index in place.items() if name not in OWN_COLUMNS]
-    if odd := [name for name, _ in metrics if "__" not in name]:
-        shown = ", ".join(repr(name[:40]) for name in odd[:3])
-        doubts.add(f"{len(odd)} columns of unknown names: {shown}")
-    names, places = [name for name, _ in metrics], [index for _, index in metrics]
-    blocks = (
-        Block(
-            line,
-            int(cells[0]),
-            {name: cells[index] for name, index in own},
-            zip(names, map(cells.__getitem__, places), strict=True),
-        )
-        for line, cells in rows
-    )
-    return {name: units[index] for name, index in metrics}, blocks
+    table: Table, rows: Iterable[Row], places: list[int], ids: list[int]
+) -> Iterator[Block]:
+    """Kernels of the wide form; their numbers go into `ids`."""
+    own = [(index, name) for index, name in enumerate(table.columns) if name in OWN_COLUMNS]
+    names = [table.columns[place] for place in places]
+    for line, cells in rows:
+        ids.append(int(cells[0]))
+        metrics = zip(names, map(cells.__getitem__, places), strict=True)
+        yield Block(line, ids[-1], {name: cells[index] for index, name in own}, metrics)
 
 
 def _gathered(
-    columns: list[str], rows: list[Row], path: Path, doubts: Doubts
+    table: Table, rows: Iterable[Row], keeper: Keeper
 ) -> tuple[dict[str, str], list[Block]]:
     """Units and kernels of the long form. Rows without a metric are only advice."""
-    place = {name: index for index, name in enumerate(columns)}
+    place = {name: index for index, name in enumerate(table.columns)}
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
-    own = [(name, place[name]) for name in columns if name in OWN_COLUMNS]
+    own = [(name, place[name]) for name in table.columns if name in OWN_COLUMNS]
     units: dict[str, str] = {}
     kernels: dict[int, tuple[Row, dict[str, str]]] = {}
     for row in rows:
         line, cells = row
-        name, unit = cells[name_at], cells[unit_at]
+        name, unit = sys.intern(cells[name_at]), cells[unit_at]
         first, metrics = kernels.setdefault(int(cells[0]), (row, {}))
+        keeper.take(ENTRY_PLACES if metrics else LAUNCH_PLACES + ENTRY_PLACES * len(cells))
         if any(first.cells[index] != cells[index] for key, index in own if key != "ID"):
-            doubts.add("{n} rows disagree with the first row of their kernel, which counts", line)
+            table.doubts.add(
+                "{n} rows disagree with the first row of their kernel, which counts", line
+            )
         if "__" not in name:
             if name:
                 message = (
                     f"metrics under labels such as {name[:40]!r}; export the report with --page raw"
                 )
-                raise TraceFormatError(path, message, expected=EXPECTED)
+                raise TraceFormatError(table.path, message, expected=EXPECTED)
             continue
         if units.setdefault(name, unit) != unit:
             message = (
                 f"{name[:80]} in {units[name][:40]} and in {unit[:40]}; export with --page raw"
             )
-            raise TraceFormatError(path, message, expected=EXPECTED)
+            raise TraceFormatError(table.path, message, expected=EXPECTED)
         if name in metrics:
-            doubts.add("{n} rows tell a metric of a kernel again; the first counts", line)
+            table.doubts.add("{n} rows tell a metric of a kernel again; the first counts", line)
         metrics.setdefault(name, cells[value_at])
-    _check_metrics([metrics for _, metrics in kernels.values()], doubts)
+    filled = [metrics for _, metrics in kernels.values()]
+    check_shape(table.path, len(filled), len(units), sum(map(len, filled)))
+    _check_metrics(filled, table.doubts)
     blocks = [
         Block(row.line, number, {key: row.cells[index] for key, index in own}, metrics.items())
         for number, (row, metrics) in kernels.items()
@@ -400,8 +490,9 @@ def _check_metrics(kernels: list[dict[str, str]], doubts: Doubts) -> None:
             doubts.counts["{n} values are missing that nearly all other kernels have"] += missing
 
 
-def _check_ids(ids: list[int], text: str, doubts: Doubts) -> None:
+def _doubt_ids(ids: list[int], profiled: int) -> Doubts:
     """Doubt tables with gaps or repetitions in their ids, or with fewer than ncu says it profiled."""
+    doubts = Doubts()
     distinct = set(ids)
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
         doubts.counts["the ids of kernels have gaps: {n} are missing"] = gaps
@@ -409,29 +500,30 @@ def _check_ids(ids: list[int], text: str, doubts: Doubts) -> None:
         doubts.counts["{n} kernels have the id of an earlier one; these may be several tables"] = (
             again
         )
-    profiled = len(_PROFILED.findall(text))
     if profiled > len(ids):
         doubts.add(f"ncu says that it profiled {profiled} kernels, the table has {len(ids)}")
+    return doubts
 
 
-def _report(
-    units: dict[str, str], blocks: Iterable[Block], mark: str, path: Path, doubts: Doubts
-) -> NcuReport:
+def _launches(
+    blocks: Iterable[Block], mark: str, units: dict[str, str], path: Path, keeper: Keeper
+) -> tuple[list[NcuLaunch], Doubts]:
     constants = frozenset(name for name in units if name.startswith(CONSTANTS))
-    devices: set[int] = set()
+    doubts = Doubts()
+    numeric: set[str] = set()
     launches, lines = [], []
     for block in blocks:
         device = _device(block, path)
-        left_out = constants if device in devices else frozenset()
-        launches.append(_launch(block, mark, device, left_out, doubts))
+        left_out = constants if keeper.has(device) else frozenset()
+        launch = _launch(block, mark, device, left_out, doubts)
+        numeric.update(launch.values)
+        launches.append(keeper.keep(launch))
         lines.append(block.line)
-        devices.add(device)
-    numeric = {name for launch in launches for name in launch.values}
     for line, launch in zip(lines, launches, strict=True):
         for name, text in launch.texts.items():
             if name in numeric and not _NO_VALUE.fullmatch(text):
                 doubts.add("{n} values of metrics are no numbers and are left out", line)
-    return NcuReport(launches, units, warnings=doubts.texts())
+    return launches, doubts
 
 
 def _device(block: Block, path: Path) -> int:
@@ -454,7 +546,7 @@ def _launch(
         if value is not None:
             values[name] = value
         elif cell:
-            texts[name] = cell
+            texts[name] = sys.intern(cell)
     own = block.own
     return NcuLaunch(
         name=own["Kernel Name"],

@@ -1,5 +1,5 @@
-"""NVIDIA's `ncu_report` module in a child process, because a damaged report can make it abort, run
-for ever or take all memory. The child writes what it read as msgpack.
+"""NVIDIA's `ncu_report` module in child processes, because a damaged report can make it abort, run for
+ever or take all memory, and because it gives no memory back. Each child writes what it read as msgpack.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import importlib
 import importlib.util
 import math
 import os
+import resource
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from profharness.parse.ncu_csv import CONSTANTS, NcuLaunch, NcuReport, NvtxRange
+from profharness.files import read_input
+from profharness.parse.ncu_csv import CONSTANTS, Keeper, NcuLaunch, NcuReport, NvtxRange
 from profharness.processes import child_environment, run_group
 
 MODULE = "ncu_report"
@@ -28,9 +31,12 @@ STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # IMetric.kind()
 MAX_INDEX = 1 << 31  # of a device or stream; more stands for -1 in a field without sign
 MAX_NAMES = 1 << 16  # of ranges open at one launch
 
-# A real report of 1.2 MB takes 0.4 s of processor time and 180 MB, 100 of them for the library.
+# A real report of 1.2 MB takes 0.4 s of processor time and 180 MB, 120 of them for the library.
 CPU_S, CPU_S_PER_MB = 12.0, 4.0
-MEMORY_MB, MEMORY_PER_MB = 300, 100
+ENOUGH_KIB, MOST_BYTES = (
+    240 << 10,
+    450 << 20,
+)  # where a child leaves the rest to the next; its limit
 WAITING = 4  # times as long by the clock, for a child that sleeps or shares its processor
 NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
 
@@ -55,6 +61,7 @@ class _Report(msgspec.Struct, array_like=True):
     launches: list[_Launch]
     skipped: int
     unreadable: int
+    rest: int | None  # the first result that is left to another child
 
 
 def has_package() -> bool:
@@ -79,9 +86,35 @@ def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | Non
     None where the module does not load, "" where it finds nothing, which is its sign for a file it
     does not know; else how it failed.
     """
-    size_mb = path.stat().st_size / 1e6
-    seconds = math.ceil(CPU_S + CPU_S_PER_MB * size_mb)
-    limits = (str(seconds), str(int(MEMORY_MB + MEMORY_PER_MB * size_mb) << 20))
+    size = path.stat().st_size
+    seconds = math.ceil(CPU_S + CPU_S_PER_MB * size / 1e6)
+    until, keeper = _children_s() + seconds, Keeper(path, size)
+    launches: list[NcuLaunch] = []
+    units: dict[str, str] = {}
+    skipped = unreadable = 0
+    first: int | None = 0
+    while first is not None:
+        left = math.ceil(until - _children_s())
+        part = _read_part(path, folder, first, left) if left > 0 else _failure(None, seconds)
+        if not isinstance(part, _Report):
+            return part
+        launches += map(keeper.keep, _unpacked(part, keeper))
+        units.update(zip(part.names, part.units, strict=True))
+        skipped, unreadable = skipped + part.skipped, unreadable + part.unreadable
+        first = part.rest
+    doubt = f"{unreadable} names or metrics in the report could not be read"
+    return NcuReport(launches, units, skipped, (doubt,) if unreadable else ())
+
+
+def _children_s() -> float:
+    """Processor time of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Report | str | None:
+    """What a child reads from that result on, or the same as `read_native` where it reads nothing."""
+    limits = (str(seconds), str(MOST_BYTES), str(first))
     with tempfile.TemporaryDirectory(prefix="profharness-ncu-") as name:
         output = Path(name) / "output"
         argv = [sys.executable, "-c", CHILD, str(path.resolve()), str(output), *limits]
@@ -95,8 +128,8 @@ def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | Non
         if code != 0:
             return _failure(code, seconds)
         try:
-            return _unpacked(output.read_bytes())
-        except (OSError, msgspec.MsgspecError, IndexError):
+            return msgspec.msgpack.decode(read_input(output), type=_Report)
+        except (OSError, msgspec.MsgspecError):
             return "ended without a result"
 
 
@@ -111,32 +144,31 @@ def _failure(code: int | None, seconds: int) -> str:
     return f"failed with code {code}"
 
 
-def _unpacked(data: bytes) -> NcuReport:
-    report = msgspec.msgpack.decode(data, type=_Report)
+def _unpacked(report: _Report, keeper: Keeper) -> Iterator[NcuLaunch]:
     names = report.names
-    launches = [
-        NcuLaunch(
+    for launch in report.launches:
+        # each child reads the constants of a device anew
+        left_out = CONSTANTS if keeper.has(launch.device) else ()
+        kept = [place for place in launch.values if not names[place].startswith(left_out)]
+        yield NcuLaunch(
             name=launch.name,
-            values={names[place]: value for place, value in launch.values.items()},
-            texts={names[place]: text for place, text in launch.texts.items()},
+            values={names[place]: launch.values[place] for place in kept},
+            texts={
+                names[place]: sys.intern(text)
+                for place, text in launch.texts.items()
+                if not names[place].startswith(left_out)
+            },
             device=launch.device,
             stream=launch.stream,
             start_end=tuple(NvtxRange(*pair) for pair in launch.start_end),
             push_pop=tuple(NvtxRange(*pair) for pair in launch.push_pop),
         )
-        for launch in report.launches
-    ]
-    doubt = f"{report.unreadable} names or metrics in the report could not be read"
-    units = dict(zip(names, report.units, strict=True))
-    return NcuReport(launches, units, report.skipped, (doubt,) if report.unreadable else ())
 
 
 def main() -> None:
-    """Entry of the child: REPORT OUTPUT SECONDS BYTES [FOLDER]."""
-    report, output, seconds, size, *folder = sys.argv[1:]
-    with contextlib.suppress(ImportError, ValueError, OSError):  # the parent's limit still holds
-        import resource
-
+    """Entry of the child: REPORT OUTPUT SECONDS BYTES FIRST [FOLDER]."""
+    report, output, seconds, size, first, *folder = sys.argv[1:]
+    with contextlib.suppress(ValueError, OSError):  # the parent's limit still holds
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
         resource.setrlimit(resource.RLIMIT_AS, (int(size), int(size)))
@@ -149,7 +181,7 @@ def main() -> None:
         context = module.load_report(report)
         if not context.num_ranges():
             sys.exit(NOTHING_FOUND)
-        Path(output).write_bytes(msgspec.msgpack.encode(_Reader().read(context)))
+        Path(output).write_bytes(msgspec.msgpack.encode(_Reader().read(context, int(first))))
     except MemoryError:
         sys.exit(NO_MEMORY)
 
@@ -163,15 +195,22 @@ class _Reader:
         self.devices: set[int] = set()
         self.unreadable = 0
 
-    def read(self, context: Any) -> _Report:
+    def read(self, context: Any, first: int) -> _Report:
+        """The results from that one on, until enough memory is taken."""
         parts = [context.range_by_idx(place) for place in range(context.num_ranges())]
-        actions = [
-            part.action_by_idx(index) for part in parts for index in range(part.num_actions())
-        ]
-        kernels = [action for action in actions if action.workload_type() == KERNEL]
-        launches = [self._launch(action) for action in kernels]
-        skipped = len(actions) - len(kernels)
-        return _Report(list(self.places), self.units, launches, skipped, self.unreadable)
+        results = [(part, index) for part in parts for index in range(part.num_actions())]
+        launches: list[_Launch] = []
+        done, rest = first, None
+        for part, index in results[first:]:
+            action = part.action_by_idx(index)
+            if action.workload_type() == KERNEL:
+                launches.append(self._launch(action))
+            done += 1
+            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > ENOUGH_KIB:
+                rest = done if done < len(results) else None
+                break
+        skipped = done - first - len(launches)
+        return _Report(list(self.places), self.units, launches, skipped, self.unreadable, rest)
 
     def _launch(self, action: Any) -> _Launch:
         device = _index(action, "launch__device_id")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError
+from profharness.files import read_input
 from profharness.parse.ncu_csv import (
     CONSTANTS,
     DEVICE_PREFIX,
@@ -183,4 +184,4 @@ def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) 
         if returncode is None:
             message = f"{ncu} --import took more than {timeout_s:g} s and was ended"
             raise TraceFormatError(report, message)
-        return output.read_bytes().decode("utf-8", "replace") if returncode == 0 else None
+        return read_input(output).decode("utf-8", "replace") if returncode == 0 else None

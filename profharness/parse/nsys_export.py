@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.errors import TraceFormatError
-from profharness.parse.packed import open_raw
+from profharness.files import open_input
 
 # nsys's own numbers, as its ENUM tables have them, in Kineto's words
 COPY_KINDS = {
@@ -190,9 +190,8 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
 def _check_file(path: Path, shown: Path) -> None:
     """Refuse by the first 100 bytes, the size and the files beside it."""
     try:
-        size = path.stat().st_size
-        with open_raw(path) as file:
-            head = file.read(100)
+        with open_input(path) as file:
+            size, head = file.size, file.read(100)
     except OSError as error:
         raise TraceFormatError(shown, f"cannot be read: {error.strerror}") from None
     if not size:

@@ -5,19 +5,16 @@ unpacked beside.
 from __future__ import annotations
 
 import shutil
-import sqlite3
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from io import FileIO
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, cast
 
 from isal import igzip_lib
 
 from profharness.errors import ProfharnessError, TraceFormatError, shown
-from profharness.files import STORE_ID
+from profharness.files import InputFile, open_input
 
 GZIP = b"\x1f\x8b"
 SUFFIX = ".gz"
@@ -32,10 +29,10 @@ _Damage = cast("type[Exception]", igzip_lib.error)  # isal's stubs say that it i
 class GzipReader:
     """The content of a gzip file, with every member's checksum proved."""
 
-    def __init__(self, path: Path, raw: BinaryIO) -> None:
+    def __init__(self, path: Path, raw: InputFile) -> None:
         self._path = path
         self._raw = raw
-        self._limit = max(ALWAYS_UNPACKED, MAX_RATIO * path.stat().st_size)
+        self._limit = max(ALWAYS_UNPACKED, MAX_RATIO * raw.size)
         self._member = self._new_member()
         self._next = b""  # input that no member has seen
         self._done = 0
@@ -101,44 +98,20 @@ class GzipReader:
         return TraceFormatError(self._path, message, offset=self._done, expected=expected)
 
 
-def is_store(path: Path) -> bool:
-    """Return whether a regular file is a store, or SQLite's log of one.
-
-    SQLite reads the file: closing any other descriptor of a store would release the locks that
-    SQLite holds on it in this process. An immutable connection reads the header alone.
-    """
-    name = path.name.removesuffix("-wal").removesuffix("-shm")
-    uri = f"{path.absolute().with_name(name).as_uri()}?mode=ro&immutable=1"
-    with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as connection:
-        connection.execute("PRAGMA writable_schema = ON")  # reads a file that is cut short, too
-        return bool(connection.execute("PRAGMA application_id").fetchone() == (STORE_ID,))
-    return False
-
-
-def open_raw(path: Path) -> FileIO:
-    """Open an input file. Raises TraceFormatError for what is no regular file, and for a store."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise TraceFormatError(path, "not a regular file", expected="a file with a trace")
-        if is_store(path):
-            message = "a store of profharness, not a trace; read it with --store"
-            raise TraceFormatError(path, message)
-        return path.open("rb", buffering=0)
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
-
-
-def open_file(path: Path) -> tuple[FileIO | GzipReader, bool]:
+def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
     """The content of a file, and whether it was inside gzip, whatever its name says.
 
-    Raises TraceFormatError as `open_raw` does.
+    Raises TraceFormatError for what `open_input` does not open.
     """
-    raw = open_raw(path)
     try:
-        packed = raw.read(len(GZIP)) == GZIP
-        raw.seek(0)
+        raw = open_input(path)
+        try:
+            packed = raw.read(len(GZIP)) == GZIP
+            raw.seek(0)
+        except OSError:
+            raw.close()
+            raise
     except OSError as error:
-        raw.close()
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     return (GzipReader(path, raw) if packed else raw), packed
 

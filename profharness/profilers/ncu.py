@@ -9,6 +9,8 @@ and field 5 the bytes of payload that follow.
 
 from __future__ import annotations
 
+import io
+import itertools
 import re
 import signal
 import struct
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from profharness.errors import TraceFormatError
+from profharness.files import open_input
 from profharness.processes import read_end
 from profharness.profilers.base import (
     LOADER,
@@ -327,7 +330,7 @@ VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # wire types of protobuf
 RESULTS, SESSION, PAYLOAD = 2, 3, 5
 CREATED = 2  # of a session
 # a damaged count must not fill the memory
-MAX_HEADER = 1 << 28
+MAX_HEADER, MAX_BLOCKS = 1 << 24, 1_000_000
 _VERSION = re.compile(rb"(\d{4}\.\d+\.\d+(?:\.\d+)?) \(build \d+\)")
 
 
@@ -348,8 +351,8 @@ def check_file(path: Path) -> NcuFile:
     nothing.
     """
     try:
-        with path.open("rb") as file:
-            return _walk(path, file, path.stat().st_size)
+        with io.BufferedReader(raw := open_input(path)) as file:
+            return _walk(path, file, raw.size)
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
 
@@ -359,10 +362,17 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
         raise TraceFormatError(path, "not an Nsight Compute report", expected=EXPECTED)
     _sized(path, file, size)
     results, version, created_s = 0, None, None
-    while file.tell() < size:
+    for count in itertools.count():
         begin = file.tell()
+        if begin >= size:
+            break
+        if count == MAX_BLOCKS:
+            message = f"more than {MAX_BLOCKS:,} blocks"
+            raise TraceFormatError(path, message, offset=begin, expected=EXPECTED)
         header = _sized(path, file, size)
         try:
+            if not header:
+                raise ValueError
             numbers, session = _fields(header)
             created_s = created_s or _created(session)
         except (IndexError, ValueError):

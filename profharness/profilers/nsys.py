@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from profharness.errors import TraceFormatError
+from profharness.files import open_input
 from profharness.processes import kill, read_end, run_briefly, run_group
 from profharness.profilers.base import (
     LOADER,
@@ -375,7 +376,7 @@ def diagnose_export(returncode: int | None, text: str, output: Path) -> Failure 
     failure = EXPORT_RULES.match(returncode, text, output)
     if failure is not None:
         return failure
-    with contextlib.suppress(OSError), output.open("rb") as file:
+    with contextlib.suppress(OSError), open_input(output) as file:
         if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
             return None
     return Failure(
@@ -419,14 +420,13 @@ class NsysSession(ToolSession):
 
 def count_kernels(export: Path) -> int:
     """Kernels in an nsys export; 0 without the table. Raises TraceFormatError for a damaged file."""
-    with export.open("rb") as file:
-        header = file.read(100)
+    with open_input(export) as file:
+        size, header = file.size, file.read(100)
     if not header.startswith(SQLITE_MAGIC) or len(header) < 100:
         raise TraceFormatError(export.name, "not an SQLite file", expected="an export of nsys")
     page = int.from_bytes(header[16:18], "big")
     # 1 stands for 65,536; a writer that does not keep the count leaves the two counters different
     expected = int.from_bytes(header[28:32], "big") * (65536 if page == 1 else page)
-    size = export.stat().st_size
     if header[24:28] == header[92:96] and size < expected:
         raise TraceFormatError(export.name, "cut off", offset=size, expected=f"{expected} bytes")
     connection = sqlite3.connect(f"{export.absolute().as_uri()}?mode=ro", uri=True)

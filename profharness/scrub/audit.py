@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO, cast
 
 from profharness.errors import ProfharnessError, TraceFormatError
+from profharness.files import is_store
 from profharness.parse.nsys_export import MAGIC, META_TABLES
-from profharness.parse.packed import GZIP, SUFFIX, is_store
+from profharness.parse.packed import GZIP, SUFFIX
 from profharness.scrub.nsys import FILTERED, PRIVATE_COLUMNS, STRINGS, columns_of, row_allowed
 from profharness.scrub.reports import private_cells
 from profharness.scrub.text import PRIVATE_KEYS, Cleaner, machine_names, windows

@@ -14,8 +14,9 @@ from typing import IO, Any, cast
 import msgspec
 
 from profharness.errors import TraceFormatError, UsageError
+from profharness.files import open_input
 from profharness.parse.nsys_export import MAGIC
-from profharness.parse.packed import open_raw, unpacked
+from profharness.parse.packed import unpacked
 from profharness.run import (
     OBSERVE,
     RUN_FILE,
@@ -236,7 +237,7 @@ def _scrub_one(job: _Job, target: Path, cleaner: Cleaner) -> None:
 
 def _kind(path: Path) -> _Kind:
     """How the names in a trace are found, and how its copy is written."""
-    with open_raw(path) as file:
+    with open_input(path) as file:
         head = file.read(len(MAGIC))
     if head == MAGIC:
         return nsys.private_names_in, nsys.scrub_nsys

@@ -22,8 +22,6 @@ from profharness.parse import open_trace
 from profharness.parse.observed import Journals, read_journals
 from profharness.profilers.ncu_metrics import QUERY_METRICS, unmeasured
 from profharness.run import (
-    BENCH_FILE,
-    NOT_A_RECORD,
     OBSERVE,
     RUN_FILE,
     BenchPlan,
@@ -347,11 +345,7 @@ def _bench_plan(source: Source) -> BenchPlan | None:
     """By the record, for a record that has none by the folder. Raises TraceFormatError."""
     if source.run is None or source.run.bench is not None:
         return source.run.bench if source.run else None
-    try:
-        return read_plan(source.path)
-    except NOT_A_RECORD as error:
-        path = source.path / BENCH_FILE
-        raise TraceFormatError(path, f"not the plan of a bench: {error}") from None
+    return read_plan(source.path)
 
 
 def _created(path: Path, parsed: _Parsed) -> str:

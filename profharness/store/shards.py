@@ -6,7 +6,6 @@ is removed by the next writer.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import re
@@ -20,11 +19,13 @@ from typing import Any
 import xxhash
 
 from profharness.errors import StoreError, pip_line
+from profharness.files import open_input
 from profharness.store.schema import connect, transaction
 from profharness.store.tables import VIEWS
 
 HINTED_LAUNCHES = 50_000_000
 EXTRA = "shards"
+BLOCK = 1 << 20
 _OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.parquet(\.tmp)?")
 _OF_LAUNCHES = ("kernel_launches", "kernel_metrics")  # views
 
@@ -265,14 +266,16 @@ def _new_path(connection: sqlite3.Connection, content_hash: str) -> Path:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        digest: str = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    return digest
+    digest = xxhash.xxh3_128()
+    with open_input(path) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _settle(part: Path, path: Path) -> None:
     """Give a written file its name, on the disk before this returns."""
-    with part.open("rb") as file:
+    with open_input(part) as file:
         os.fsync(file.fileno())
     part.rename(path)
     folder = os.open(path.parent, os.O_RDONLY)

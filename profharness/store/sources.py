@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ import msgspec
 import xxhash
 
 from profharness.errors import TraceFormatError, shown
+from profharness.files import open_input
 from profharness.parse import is_trace, sniff
-from profharness.parse.packed import open_file, open_raw
+from profharness.parse.packed import open_file
 from profharness.run import (
     OBSERVE,
     RUN_FILE,
@@ -95,6 +97,8 @@ def read_source(path: Path) -> Source:
         content_hash = hash_file(path, packed=False)
         return Source(path, None, (Raw(None, shown(path.name), path, content_hash),), content_hash)
     run = read_run(path)
+    if len({_real_path(path, trace) for trace in run.traces}) < len(run.traces):
+        raise TraceFormatError(path / RUN_FILE, "names a trace twice", expected="each trace once")
     raws = tuple(_raw(path, trace) for trace in run.traces)
     digest = xxhash.xxh3_128(msgspec.json.encode(run))
     for raw in raws:
@@ -113,7 +117,7 @@ def hash_file(path: Path, *, packed: bool = True) -> str:
     """
     digest = xxhash.xxh3_128()
     try:
-        with closing(open_raw(path) if packed else open_file(path)[0]) as file:
+        with closing(open_input(path) if packed else open_file(path)[0]) as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
     except OSError as error:
@@ -121,19 +125,24 @@ def hash_file(path: Path, *, packed: bool = True) -> str:
     return digest.hexdigest()
 
 
+def _real_path(folder: Path, trace: TraceFile) -> str:
+    """Where a trace of a run folder lies, links followed. Raises TraceFormatError for one outside of it."""
+    try:
+        real = os.path.realpath(folder / trace.path)
+        if Path(real).is_relative_to(os.path.realpath(folder)) and len(trace.path) <= MAX_PATH:
+            return real
+    except (OSError, ValueError):  # a NUL
+        pass
+    shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
+    raise TraceFormatError(
+        folder / RUN_FILE,
+        f"names a trace outside of its folder, or that no file can be: {shown}",
+        expected="a path inside the run folder",
+    )
+
+
 def _raw(folder: Path, trace: TraceFile) -> Raw:
     path = folder / trace.path
-    try:
-        inside = path.resolve().is_relative_to(folder.resolve()) and len(trace.path) <= MAX_PATH
-    except (OSError, ValueError):  # a NUL, a loop of links
-        inside = False
-    if not inside:
-        shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
-        raise TraceFormatError(
-            folder / RUN_FILE,
-            f"names a trace outside of its folder, or that no file can be: {shown}",
-            expected="a path inside the run folder",
-        )
     content_hash, problem = "", None
     try:
         if not path.is_file():

@@ -15,7 +15,17 @@ from profharness.costs import compulsory_bytes, flops
 from profharness.devices import Peaks, flop_peak
 from profharness.dispatch.predict import every_refusal
 from profharness.errors import few
-from profharness.rows import COLD, EAGER, EVENT, GPU_MEASUREMENTS, GRAPH, HOST, KERNEL, WALL
+from profharness.rows import (
+    COLD,
+    EAGER,
+    EVENT,
+    GPU_MEASUREMENTS,
+    GRAPH,
+    HOST,
+    KERNEL,
+    SHARED_CORES,
+    WALL,
+)
 from profharness.stats import THRESHOLD
 from profharness.views.axes import axis_blocks, axis_charts, sweep_charts
 from profharness.views.document import (
@@ -104,6 +114,7 @@ def bench_document(
         # cells whose figures are SDPA's and not those of the form that was asked for
         *(Note(text, where, "warning") for where, text in replacement_notes(replaced)),
         *_failed(answer, explain),
+        *_warnings(answer),
         *_doubts(answer),
         *_regret(answer),
         *axis_blocks(answer),
@@ -316,6 +327,18 @@ def _failed(answer: Benched, explain: bool) -> Iterator[Note]:
         where = labels[0] if len(labels) == 1 else f"{len(labels)} configs"
         level = "note" if status == "refused" else "error"
         yield Note(text, f"{backend} {status}, {where}", level)
+
+
+def _warnings(answer: Benched) -> Iterator[Note]:
+    """What workers warned of, once a backend; a doubt tells of shared cores."""
+    configs: dict[tuple[str, str], list[str]] = {}
+    for cell in answer.cells:
+        for text in cell.warnings:
+            if text != SHARED_CORES:
+                configs.setdefault((cell.backend, text), []).append(cell.config)
+    for (backend, text), labels in configs.items():
+        where = labels[0] if len(labels) == 1 else f"{len(labels)} configs"
+        yield Note(text, f"{backend}, {where}", "warning")
 
 
 def _opening(message: str) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from profharness.errors import MissingExtraError
-from profharness.views.document import Chart, one_line
+from profharness.errors import MissingExtraError, one_line
+from profharness.views.document import Chart
 
 # Altair brings in jsonschema, which would compile a grammar of IRIs for 2 seconds where that
 # optional package happens to be installed; no format is checked here.

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from profharness.errors import one_line
+
 # kind -> what it is; `charts.DRAWERS` has one function for each.
 KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, a line and a mark a series",
@@ -259,10 +261,3 @@ def formatted_rows(table: Table) -> list[list[str]]:
         result.append(shown)
         previous = texts
     return result
-
-
-def one_line(text: str) -> str:
-    """The text with line breaks, tabs and terminal control characters turned into single spaces."""
-    if text.isprintable():
-        return text
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -13,6 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from profharness.errors import one_line, printable
 from profharness.views.document import (
     Block,
     Chart,
@@ -23,7 +24,6 @@ from profharness.views.document import (
     Note,
     Table,
     format_value,
-    one_line,
 )
 
 FILTER_FROM = 8  # a table with fewer rows is read faster than it is filtered
@@ -84,7 +84,7 @@ class _Page:
                 return _note(block)
             case Code(text):
                 # not _text: the lines of code stay lines
-                return f'<pre tabindex="0"><code>{escape(text)}</code></pre>'
+                return f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>'
             case Chart():
                 return self._chart(block)
 

@@ -7,9 +7,11 @@ import io
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from profharness.errors import one_line, printable
 from profharness.views.document import (
     Block,
     Chart,
@@ -19,7 +21,6 @@ from profharness.views.document import (
     Note,
     Table,
     formatted_rows,
-    one_line,
 )
 
 TRIPLES = ("grid", "block")  # split into _x, _y, _z in a CSV, as the store's views do
@@ -53,14 +54,11 @@ def render_jsonl(document: Document) -> str:
 
 
 def _dumps(value: Any) -> str:
-    # names stay readable; _UNSHOWN takes what must not reach a terminal
+    # names stay readable; what does not print must not reach a terminal, and some of it no encoding takes
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
-    return _UNSHOWN.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
-
-
-# What json.dumps leaves as it is and a terminal may obey, or no encoding takes: control characters
-# of C1, DEL, marks that turn the direction of text around, and lone surrogates.
-_UNSHOWN = re.compile("[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
 def render_csv(document: Document) -> str:
@@ -95,20 +93,22 @@ def _csv_cells(key: str, value: Any) -> list[Any]:
     return ["" if value is None else value]
 
 
-# As OWASP has it ("CSV Injection"): a spreadsheet computes what begins so.
-_FORMULA = ("=", "+", "-", "@", "\t")
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
+# As OWASP has it ("CSV Injection"): a spreadsheet computes what begins with one of = + - @ in any width,
+# also behind what it does not show, and takes a tab or a line break for the border of a cell.
+_FIRST = re.compile(r"[\s\u200b-\u200f\u2060-\u2064\ufeff]*+(.)", re.DOTALL)
+_SIGNS = frozenset("=+-@")
 
 
 def harmless(text: str) -> str:
     """The text of a CSV's cell: what a spreadsheet would take for a formula gets an apostrophe in
-    front, control characters become their escapes, a line ends with a newline alone.
+    front, what does not print becomes its escape, a line ends with a newline alone.
     """
     # Python before 3.13 does not quote a lone carriage return.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
-    text = _UNSHOWN.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    text = printable(text)
+    first = _FIRST.match(text)
+    sign = unicodedata.normalize("NFKC", first[1]) if first else ""
+    return f"'{text}" if sign in _SIGNS or text.startswith(("\t", "\n")) else text
 
 
 # An underscore inside a word is plain text in GitHub's Markdown; everywhere else it may open
@@ -144,7 +144,7 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
             lead = f"**{escape_markdown(label)}**: " if label else ""
             return f"- {lead}{escape_markdown(text)}"
         case Code(text):
-            return f"```python\n{text}\n```"
+            return f"```python\n{printable(text)}\n```"
         case Chart():
             # in angle brackets an address may hold blanks and parentheses
             image = next(images, None)

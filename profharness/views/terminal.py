@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from profharness.errors import one_line, printable
 from profharness.views.document import (
     Block,
     Chart,
@@ -22,7 +23,6 @@ from profharness.views.document import (
     Note,
     Table,
     formatted_rows,
-    one_line,
 )
 
 GAP = 2
@@ -64,7 +64,7 @@ def render_table(
                 console.print()
             _print_heading(console, block)
         elif isinstance(block, Code):
-            for line in block.text.splitlines():
+            for line in printable(block.text).splitlines():
                 text = f"    {line}" if line else ""
                 # brackets in code are no styles
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -86,7 +86,9 @@ def _shared_widths(
     """Column widths by column set, shrinkable columns cut to fit width; None: nothing is cut."""
     natural: dict[tuple[Column, ...], list[int]] = {}
     for table in tables:
-        sizes = natural.setdefault(table.columns, [cell_len(c.title) for c in table.columns])
+        sizes = natural.setdefault(
+            table.columns, [cell_len(one_line(c.title)) for c in table.columns]
+        )
         for row in formatted_rows(table):
             sizes[:] = [max(size, cell_len(text)) for size, text in zip(sizes, row, strict=True)]
     if width is None:
@@ -121,7 +123,7 @@ def _print_table(console: Console, table: Table, widths: list[int]) -> None:
     )
     for column, size in zip(table.columns, widths, strict=True):
         grid.add_column(
-            Text(column.title),
+            Text(one_line(column.title)),
             width=size,
             no_wrap=True,
             overflow="ellipsis",

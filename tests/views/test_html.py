@@ -13,7 +13,8 @@ from chart_samples import NASTY, SAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.views.document import Code, Column, Document, Heading, Note, Table, one_line
+from profharness.errors import one_line
+from profharness.views.document import Code, Column, Document, Heading, Note, Table
 from profharness.views.html import render_html
 from profharness.views.renderers import RENDERERS, render_markdown
 

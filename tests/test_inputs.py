@@ -1,0 +1,136 @@
+"""profharness/files.py opens every file that a user or a folder names, and nothing that it opens can hang or
+fill a reader.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from profharness import files
+from profharness.files import decode_json, open_input, read_input, read_lines
+
+PACKAGE = Path(files.__file__).parent
+TRACES = PACKAGE.parent / "traces"
+READS = {"open", "read_text", "read_bytes"}
+DATABASES = {"sqlite3.connect", "duckdb.connect"}
+# What opens files by itself, and which: nothing here reads what a stranger names.
+OTHERS = {
+    "files.py": "the one place",
+    "processes.py": "/proc, and logs of processes that it started",
+    "doctor.py": "/proc and /sys",
+    "jobs/lane.py": "/proc",
+    "jobs/lease.py": "/proc",
+    "jobs/local.py": "/sys",
+    "jobs/parcel.py": "an archive in memory",
+    "store/filesystems.py": "/proc",
+    "cli/main.py": "/dev/null",
+    "cli/_options.py": "/dev/null",
+    "views/html.py": "the package's own assets",
+    "parse/nsys_export.py": "SQLite, after open_input",
+    "profilers/nsys.py": "SQLite, after open_input",
+    "store/parquet.py": "DuckDB, after open_input",
+    "store/shards.py": "its folder, for fsync",
+    "store/schema.py": "SQLite",
+    "scrub": "reads what the parsers have read before",
+    "backends": "files of code, which the worker runs",
+    "worker": "runs in the user's Python, on what the parent wrote",
+    "observer": "runs in the user's program, on what the parent wrote",
+}
+
+
+def reading_calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls that may open a file for reading."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        name = called.rpartition(".")[2] if "." in called or called == "open" else ""
+        words = [*node.args, *(each.value for each in node.keywords if each.arg == "mode")]
+        modes = [each.value for each in words if isinstance(each, ast.Constant)]
+        writes = any(isinstance(mode, str) and set(mode) & set("wax") for mode in modes)
+        if called in DATABASES or (name in READS and not (name == "open" and writes)):
+            yield node
+
+
+def test_only_files_py_opens_what_a_stranger_names() -> None:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        calls = [ast.unparse(call) for call in reading_calls(ast.parse(path.read_bytes()))]
+        if calls and name not in OTHERS and name.split("/")[0] not in OTHERS:
+            found[name] = calls
+    assert found == {}
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+SPECIAL = {"a FIFO": fifo, "a device": device, "a socket": unix_socket, "a folder": Path.mkdir}
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
+def test_no_special_file_is_opened(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "x")
+    with pytest.raises(OSError):
+        open_input(tmp_path / "x")
+
+
+def test_no_link_leads_out_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"secret")
+    inside = tmp_path / "folder"
+    (inside / "below").mkdir(parents=True)
+    (inside / "file").write_bytes(b"own")
+    (inside / "below" / "link").symlink_to("../file")
+    (inside / "leak").symlink_to("../out")
+    (inside / "up").symlink_to("..")
+    (inside / "loop").symlink_to("loop")
+    assert read_input(inside / "below" / "link", within=inside) == b"own"
+    for name in ("leak", "up/out", "../out", "loop", "none", "a\0b"):
+        with pytest.raises(OSError):
+            read_input(inside / name, within=inside)
+    assert read_input(inside / "leak") == b"secret"
+
+
+def test_a_file_that_grows_has_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "grows"
+    path.write_bytes(b"first\n")
+    with open_input(path) as file:
+        with path.open("ab") as more:
+            more.write(b"later\n")
+        buffer = bytearray(100)
+        assert (file.read(4), file.readinto(buffer), file.read(), file.size) == (b"firs", 2, b"", 6)
+    # says that it is empty, and holds something
+    assert read_input(Path("/proc/self/status")) == b""
+
+
+def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(1 << 33)
+    with pytest.raises(OSError, match="larger than"):
+        read_input(path)
+    with pytest.raises(OSError, match="a line of more than"):
+        next(read_lines(path))
+
+
+def test_json_of_too_many_values_is_refused_before_they_are_made() -> None:
+    for data in (b"[" + b"[]," * 2_500_000 + b"1]", b"[" + b"1," * 6_500_000 + b"1]"):
+        with pytest.raises(Exception, match="more than 6,000,000 values"):
+            decode_json(data, list)
+    assert len(decode_json(b"[" + b"1," * 100_000 + b"1]", list)) == 100_001
