@@ -113,7 +113,6 @@ for step in range(14):
 """
 
 
-@pytest.mark.timeout(300)  # without its fix the second child never ends
 def test_children_that_are_forked_in_the_window_and_after_it_end(tmp_path: Path) -> None:
     buffered = {"PYTHONUNBUFFERED": None}
     seen = observe(tmp_path, write(tmp_path, FORKS), options=(), environment=buffered)
