@@ -7,37 +7,36 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_API = (
-    *("analyze", "bench", "capture", "cells", "diff", "explain", "explain_kernel", "export"),
-    *(
-        "ingest",
-        "kernels",
-        "launches",
-        "list_backends",
-        "observe",
-        "predict",
-        "query",
-        "ranks",
-        "report",
-        "repro",
-        "resume",
-        "run_doctor",
-        "runs",
-        "scrub_run",
-    ),
-    "verify",
-)
-__all__ = [*_API, "__version__"]
+_API = "profharness.api"
+# function of the Python interface -> the module that declares it
+_FUNCTIONS = {
+    **dict.fromkeys(("bench", "capture", "cells", "ingest", "launches", "observe"), _API),
+    **dict.fromkeys(("query", "resume", "run_doctor", "scrub_run", "verify"), _API),
+    "analyze": "profharness.commands.analyze",
+    "diff": "profharness.commands.diff",
+    "explain": "profharness.commands.explain",
+    "explain_kernel": "profharness.commands.explain_kernel",
+    "export": "profharness.commands.export",
+    "kernels": "profharness.commands.kernels",
+    "layers": "profharness.commands.layers",
+    "list_backends": "profharness.commands.backends",
+    "predict": "profharness.commands.predict",
+    "ranks": "profharness.commands.ranks",
+    "report": "profharness.commands.report",
+    "repro": "profharness.commands.repro",
+    "runs": "profharness.commands.runs",
+}
+__all__ = [*_FUNCTIONS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """The functions of the Python interface, imported at first use: importing the package loads
     neither torch nor pandas.
     """
-    if name not in _API:
+    if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("profharness.api"), name)
+    return getattr(import_module(_FUNCTIONS[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_API])
+    return sorted([*globals(), *_FUNCTIONS])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.cli._options import read_configs
+from profharness.commands._types import read_config_file
 from profharness.config import (
     DTYPES,
     LAYOUTS,
@@ -165,7 +165,7 @@ def test_bad_input_names_the_token(text: str, token: str) -> None:
 def test_a_byte_order_mark_is_no_part_of_the_first_config(tmp_path: Path) -> None:
     file = tmp_path / "configs.txt"
     file.write_bytes(b"\xef\xbb\xbf2,8,512,64\n")
-    assert read_configs((), file) == [parse_config("2,8,512,64")]
+    assert read_config_file(file) == [parse_config("2,8,512,64")]
 
 
 def test_no_dtype_matches_any_dtype() -> None:

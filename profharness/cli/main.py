@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import click
 
 from profharness import __version__
+from profharness.commands._output import on_terminal
 from profharness.errors import Interrupted, Planned, ProfharnessError, printable
 from profharness.files import shell_command
 from profharness.processes import Forerunner, forerunners
@@ -27,27 +28,39 @@ from profharness.processes import Forerunner, forerunners
 # name -> (module with a `command`, help line); the module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
     "capture": ("profharness.cli.capture", "Run attention configs on backends under a profiler."),
-    "kernels": ("profharness.cli.kernels", "Show which kernels each backend launched."),
-    "layers": ("profharness.cli.layers", "Show the attention of a program, layer by layer."),
-    "explain": ("profharness.cli.explain", "Say why PyTorch takes the backend that it takes."),
-    "predict": ("profharness.cli.predict", "Predict what a GPU does with configs, without it."),
+    "kernels": ("profharness.commands.kernels", "Show which kernels each backend launched."),
+    "layers": ("profharness.commands.layers", "Show the attention of a program, layer by layer."),
+    "explain": ("profharness.commands.explain", "Say why PyTorch takes the backend that it takes."),
+    "predict": (
+        "profharness.commands.predict",
+        "Predict what a GPU does with configs, without it.",
+    ),
     "atlas": ("profharness.cli.atlas", "List, add, merge and export what `predict` answers from."),
-    "explain-kernel": ("profharness.cli.explain_kernel", "Say a kernel's name in words."),
-    "diff": ("profharness.cli.diff", "Compare two backends of a run, or two runs."),
-    "ranks": ("profharness.cli.ranks", "Compare the ranks of a job: who is slow, who differs."),
+    "explain-kernel": ("profharness.commands.explain_kernel", "Say a kernel's name in words."),
+    "diff": ("profharness.commands.diff", "Compare two backends of a run, or two runs."),
+    "ranks": (
+        "profharness.commands.ranks",
+        "Compare the ranks of a job: who is slow, who differs.",
+    ),
     "bench": ("profharness.cli.bench", "Time backends on configs, side by side."),
-    "analyze": ("profharness.cli.analyze", "Say what holds each backend back, with evidence."),
+    "analyze": ("profharness.commands.analyze", "Say what holds each backend back, with evidence."),
     "verify": ("profharness.cli.verify", "Hold backends against an fp64 reference."),
-    "report": ("profharness.cli.report", "Write a report on runs: HTML with charts, Markdown, …"),
+    "report": (
+        "profharness.commands.report",
+        "Write a report on runs: HTML with charts, Markdown, …",
+    ),
     "serve": ("profharness.cli.serve", "Show the store in a browser."),
     "mcp": ("profharness.cli.mcp", "Serve the answers as tools to other programs."),
     "observe": ("profharness.cli.observe", "Run a program and record the attention in it."),
     "ingest": ("profharness.cli.ingest", "Take traces and run folders into the store."),
-    "export": ("profharness.cli.export", "Write a run as a Chrome trace."),
-    "repro": ("profharness.cli.repro", "Write one cell as a script that needs torch alone."),
+    "export": ("profharness.commands.export", "Write a run as a Chrome trace."),
+    "repro": ("profharness.commands.repro", "Write one cell as a script that needs torch alone."),
     "scrub": ("profharness.cli.scrub", "Make a copy of a run that is fit to publish."),
-    "runs": ("profharness.cli.runs", "List what is stored."),
-    "backends": ("profharness.cli.backends", "List what can run here, and why not the others."),
+    "runs": ("profharness.commands.runs", "List what is stored."),
+    "backends": (
+        "profharness.commands.backends",
+        "List what can run here, and why not the others.",
+    ),
     "lane": ("profharness.cli.lane", "Run groups of a campaign, as a task of Slurm does."),
     "doctor": ("profharness.cli.doctor", "Check what is installed and works."),
     "new-kernel": ("profharness.cli.new_kernel", "Start an attention implementation of your own."),
@@ -72,6 +85,16 @@ class TerminatedError(KeyboardInterrupt):
         return 128 + int(self.args[0])
 
 
+def find_command(name: str) -> click.Command:
+    """Import a command's module and return its Click command."""
+    module = import_module(COMMANDS[name][0])
+    if hasattr(module, "DECLARATION"):
+        declared: click.Command = module.DECLARATION.click_command()
+        return declared
+    command: click.Command = module.command
+    return command
+
+
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -79,8 +102,11 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(COMMANDS[cmd_name][0]).command
-        return command
+        return find_command(cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with on_terminal():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
@@ -279,7 +305,7 @@ def _going_on(folder: Path) -> str:
     arguments = sys.argv[1:]
     name = next(word for word in arguments if word in COMMANDS)
     rest = arguments[arguments.index(name) + 1 :]
-    command: click.Command = import_module(COMMANDS[name][0]).command
+    command = find_command(name)
     # resilient: no callback looks at -o again
     store = Path(command.make_context(name, rest, resilient_parsing=True).params["store"])
     run = read_run(folder)

@@ -24,6 +24,6 @@ def command(store: Path) -> None:
       profharness mcp --store /data/profharness.db
     """
     # loads the protocol's SDK, which only the extra `mcp` brings
-    from profharness.cli._tools import serve
+    from profharness.cli.mcp_tools import serve
 
     serve(store.absolute())

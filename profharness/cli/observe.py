@@ -14,7 +14,6 @@ from profharness.answers.atlas.answer import Place
 from profharness.answers.layer_gates import Gates, check_gates, parse_gates
 from profharness.answers.layers import NO_MASK_EFFECT, find_layers
 from profharness.cli._options import (
-    DEFAULT_WIDTH,
     atlas_option,
     driver_option,
     gate_options,
@@ -22,9 +21,10 @@ from profharness.cli._options import (
     out_option,
     store_option,
 )
-from profharness.cli.layers import (
+from profharness.commands._output import DEFAULT_WIDTH
+from profharness.commands.layers import (
     find_places,
-    forecast_document,
+    forecast,
     require_forecast_alone,
     require_gpu,
 )
@@ -34,6 +34,7 @@ from profharness.jobs import Watched, observe_into_store
 from profharness.parse.observed import ObservedCall
 from profharness.run import ObserveOptions
 from profharness.store import open_store
+from profharness.views.layer_classes import forecasts_document
 from profharness.views.renderers import RENDERERS
 
 FAILED = 1
@@ -159,7 +160,7 @@ def _show_forecast(
     """
     run = watched.observed.run.run
     try:
-        document = forecast_document(store, run, places)
+        document = forecasts_document(forecast(store, run, places))
     except ProfharnessError as error:
         hint(f"error: {error}")
         return

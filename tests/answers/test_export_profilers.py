@@ -13,11 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.answers.export import choose_profilers
-from profharness.cli.export import command
+from profharness.cli.main import find_command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError
 from profharness.run import Cell, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store
+
+command = find_command("export")
 
 DATA = Path(__file__).parents[1] / "data"
 RANGE = "b2h8s512d64-fp16/"

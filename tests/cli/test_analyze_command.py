@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli.analyze import command as analyze
-from profharness.cli.kernels import command as kernels
+from profharness.cli.main import find_command
 from profharness.errors import CaptureError, UsageError
 from profharness.store import ingest_path, open_store
+
+analyze = find_command("analyze")
+kernels = find_command("kernels")
 
 TRACES = Path(__file__).parents[2] / "traces"
 FOREIGN = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"

@@ -13,10 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profharness
-from profharness.cli.explain import command
+from profharness.cli.main import find_command
 from profharness.errors import CaptureError, UsageError
 from profharness.run import read_run
 from profharness.store import ingest_path
+
+command = find_command("explain")
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = ROOT / "traces" / "h200-torch2.11"
@@ -307,7 +309,7 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
         (("--bisect", "seq", "--torch", "2.8..2.10", "--gpu", "H100"), "one release"),
         (("--bisect", "seq", "--full"), "leave --measure and --full out"),
         (("--measure", "--torch", "2.8", "--gpu", "H100"), "choose one"),
-        (("--device", "cpu", "--gpu", "H100"), "write --gpu cpu"),
+        (("--device", "cpu", "--gpu", "H100"), "use --gpu cpu"),
         (("--backend", "warp"), "PyTorch's own backends"),
         (("--backend", "naive"), "PyTorch's own backends"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import shlex
@@ -18,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from waiting import PATIENCE_S
 
-from profharness.cli.main import cli
+from profharness.cli.main import cli, find_command
 from profharness.errors import StoreError, TraceFormatError
 from profharness.store import ingest_path
 
@@ -143,7 +142,7 @@ def test_what_was_taken_in_last_is_shown_by_the_command_at_the_end(open_folder: 
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("see ")]
     words = shlex.split(line.partition(" with: ")[2])
     assert words[:3] == ["profharness", "kernels", "--run"] and words[3].startswith("trace-")
-    main = importlib.import_module("profharness.cli.main").cli
+    main = cli
     with chdir(open_folder):
         shown = CliRunner().invoke(main, [*words[1:], "--format", "json"])
     assert {row["run"] for row in json.loads(shown.stdout)["rows"]} == {words[3]}
@@ -167,7 +166,7 @@ def test_runs_and_kernels_show_the_warnings_of_a_run(open_folder: Path) -> None:
         ("kernels", "--profiler", "all"),
         ("kernels", "--steps"),
     ):
-        main = importlib.import_module(f"profharness.cli.{words[0]}").command
+        main = find_command(words[0])
         table = CliRunner().invoke(main, [*words[1:], *store])
         assert "2 warnings, the first: not taken in:" in " ".join(table.stdout.split())
         told = json.loads(CliRunner().invoke(main, [*words[1:], *store, "--format", "json"]).stdout)

@@ -16,11 +16,13 @@ from click.testing import CliRunner, Result
 import profharness
 from profharness.answers.atlas.data import Atlas, AtlasCell, atlas_of, write_atlas
 from profharness.answers.atlas.rows import PROFILER, against, predicted_rows
-from profharness.cli.kernels import command as kernels
-from profharness.cli.predict import command
+from profharness.cli.main import find_command
 from profharness.errors import GateError, UsageError
 from profharness.views.kernels import FIELDS
 from profharness.views.predict import against_blocks
+
+kernels = find_command("kernels")
+command = find_command("predict")
 
 RANGE = "2,8,{512,1024},{64,128},fp16"
 

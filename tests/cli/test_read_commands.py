@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import os
 import re
@@ -15,7 +14,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli._options import capture_progress
+from profharness.cli.main import COMMANDS as MODULES
+from profharness.cli.main import find_command
+from profharness.commands._output import capture_progress, on_terminal
 from profharness.config import expand_configs
 from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
 from profharness.rows import Refusal
@@ -29,7 +30,7 @@ HEAVY = ("pandas", "torch", "sqlite_utils", "rich", "numpy")
 
 
 def command(name: str) -> click.Command:
-    found: click.Command = importlib.import_module(f"profharness.cli.{name}").command
+    found: click.Command = find_command(name.replace("_", "-"))
     return found
 
 
@@ -157,7 +158,7 @@ def test_help_ends_with_an_example(name: str) -> None:
 
 
 def test_importing_the_commands_is_light() -> None:
-    modules = ", ".join(f"profharness.cli.{name}" for name in COMMANDS)
+    modules = ", ".join(MODULES[name][0] for name in COMMANDS)
     code = f"import sys, {modules}; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -270,7 +271,7 @@ def test_an_observed_program_has_nothing_to_bench(tmp_path: Path) -> None:
 
 def test_a_line_of_progress_names_the_case_of_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     (config,) = expand_configs("1,4,256,64,fp32")
-    with capture_progress() as show:
+    with on_terminal(), capture_progress() as show:
         for case in ("large", "equal", None):
             cell = Cell("0", config, "math", "ok", case=case)
             show(Step(1, 3, cell, "ok"))

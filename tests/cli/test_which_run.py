@@ -4,7 +4,6 @@ nothing.
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from profharness.cli.main import find_command
 from profharness.config import Config, parse_config
 from profharness.errors import CaptureError, GateError, NotFoundError, StoreError
 from profharness.run import Cell, Protocol, Run, write_run
@@ -54,7 +54,7 @@ def captured(made: Path) -> str:
 
 
 def invoke(name: str, store: Path, *arguments: str) -> Result:
-    command = importlib.import_module(f"profharness.cli.{name}").command
+    command = find_command(name.replace("_", "-"))
     return CliRunner().invoke(command, [*arguments, "--store", str(store)])
 
 

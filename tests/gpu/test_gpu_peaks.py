@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from profharness.cli.analyze import command
+from profharness.cli.main import find_command
 from profharness.devices import data_sheet
 from profharness.environment import gpu_name
 from profharness.runner.probe import measure_peaks
 from profharness.store import open_store
+
+command = find_command("analyze")
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,9 +17,11 @@ from waiting import PATIENCE_S
 from written_benches import US, bench_run
 
 from profharness.answers.atlas.data import find_atlas
-from profharness.cli.layers import command as layers
+from profharness.cli.main import find_command
 from profharness.config import parse_config
 from profharness.store import ingest_path
+
+layers = find_command("layers")
 
 MODELS = Path(__file__).parents[2] / "traces" / "models"
 TRACED = ("llama_train", "llama_checkpoint", "llama_compile", "unet", "whisper", "bert_fp32")

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from profharness.answers.bench.axes import LENGTH, family
 from profharness.answers.diff.model import Diff, DiffRow, Verdict
 from profharness.cli._options import FORMATS, SUFFIX_FORMATS
-from profharness.cli.report import command
+from profharness.cli.main import find_command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import Refusal
@@ -35,6 +35,8 @@ from profharness.views.report import (
     report_document,
     selection_blocks,
 )
+
+command = find_command("report")
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -322,7 +324,7 @@ def test_a_picture_in_the_way_stops_it_before_anything_is_written(
 
 def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
     code = (  # a fresh process
-        "import sys\nfrom profharness.cli.report import command\n"
+        "import sys\nfrom profharness.cli.main import find_command\ncommand = find_command('report')\n"
         f"command.main(['--store', {str(swept)!r}, '--no-charts', '-o', 'o.html'], standalone_mode=False)\n"
         "assert not {'altair', 'vl_convert', 'pandas', 'torch'} & set(sys.modules)"
     )

@@ -1,26 +1,36 @@
-"""`profharness export`: a stored run as a Chrome trace."""
+"""`profharness export`: write a stored run as a Chrome trace."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from profharness.answers.export import choose_profilers, find_exported, write_run, write_run_file
-from profharness.cli._options import complete_runs, file_options, hint, quiet_stdout, store_option
+from profharness.commands._command import Option, as_is, command, declaration_of, document
+from profharness.commands._output import hint, quiet_stdout
+from profharness.commands._types import Force, OutputFile, Store, complete_runs, store_path
 from profharness.store import open_store
 
+ExportedRun = Annotated[str, Option(complete=complete_runs)]
+Profiler = Annotated[
+    str | None,
+    Option(
+        ("--profiler",),
+        metavar="NAME",
+        help="Whose part of the run: torch, nsys, ncu, or all.  [default: the first of these there is]",
+    ),
+]
 
-@click.command()
-@click.argument("run", shell_complete=complete_runs)
-@click.option(
-    "--profiler",
-    metavar="NAME",
-    help="Whose part of the run: torch, nsys, ncu, or all.  [default: the first of these there is]",
-)
-@file_options
-@store_option
-def command(run: str, profiler: str | None, output: Path | None, force: bool, store: Path) -> None:
+
+@command("export", frame=as_is)
+def export(
+    run: ExportedRun,
+    path: OutputFile = None,
+    *,
+    profiler: Profiler = None,
+    force: Force = False,
+    store: Store = None,
+) -> int:
     """Write a run as a Chrome trace, whatever profiler made it.
 
     The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis: a track per cell with
@@ -35,8 +45,10 @@ def command(run: str, profiler: str | None, output: Path | None, force: bool, st
     \b
     Example:
       profharness export latest -o trace.json.gz
+
+    In Python the result is the number of launches in the trace.
     """
-    with open_store(store) as opened:
+    with open_store(store_path(store)) as opened:
         name = find_exported(opened, run, profiler)
         chosen = choose_profilers(opened, name, profiler)
         # each profiler saw the run by its own clock, so one is shown unless all are named
@@ -45,9 +57,20 @@ def command(run: str, profiler: str | None, output: Path | None, force: bool, st
             hint(
                 f"this is what {chosen[0]} saw; --profiler {'|'.join(sorted(others))}|all for more"
             )
-        if output is None:
+        if path is None:
+            # 0 if the reader of stdout went away
+            launches = 0
             with quiet_stdout() as stream:
-                write_run(opened, name, stream, chosen)
-            return
-        launches = write_run_file(opened, name, output, force=force, profiler=profiler)
-    hint(f"wrote {output}: {launches:,} launches of run {name}")
+                launches = write_run(opened, name, stream, chosen)
+        else:
+            launches = write_run_file(opened, name, Path(path), force=force, profiler=profiler)
+            hint(f"wrote {path}: {launches:,} launches of run {name}")
+    return launches
+
+
+@document(export)
+def show(launches: int) -> None:
+    """Print nothing: the trace is written."""
+
+
+DECLARATION = declaration_of(export)

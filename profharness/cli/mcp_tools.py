@@ -1,0 +1,165 @@
+"""The MCP server: the declared commands that read, as tools on stdio.
+
+Importing this module raises MissingExtraError without the extra `mcp`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from profharness import __version__
+from profharness.commands._command import Declaration, Parameter
+from profharness.commands._output import on_terminal
+from profharness.config import grammar_lines
+from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable
+from profharness.views.renderers import render_json
+
+try:
+    from mcp import types
+    from mcp.server.lowlevel import Server
+    from mcp.server.stdio import stdio_server
+except ImportError:
+    raise MissingExtraError("`profharness mcp`", "mcp") from None
+
+MAX_ANSWER_BYTES = 1 << 20  # a model reads some 100 kB at best
+TOOLS = ("runs", "kernels", "layers", "predict", "explain", "diff", "explain-kernel")
+GRAMMAR = "\n  ".join(grammar_lines())
+INSTRUCTIONS = f"""\
+profharness knows which CUDA kernels PyTorch's attention (scaled_dot_product_attention) launches, why
+PyTorch chose that backend, and what it cost. A store holds runs: captured configs, traces of programs.
+Ask `runs` what is stored. All tools only read, and answer with JSON: `rows`, and keys beside them.
+A config is batch,heads,seq_len,head_dim and, after these four, in any order:
+  {GRAMMAR}
+as in 2,8,512,64,bf16,causal or 16,32,1,128,bf16,seq_kv=4096,kv_heads=8. {{fp16,bf16}} and 128:4096:*2 stand
+for several values. Backends of PyTorch are flash, efficient, cudnn, math; auto is PyTorch's own choice.
+Times are nanoseconds. null means that it is not known.
+"""
+
+
+@cache
+def declared(name: str) -> Declaration:
+    """Return the declaration of a tool. Raise UsageError for an unknown one."""
+    if name not in TOOLS:
+        raise UsageError(f"no tool {name!r}; there are {', '.join(TOOLS)}")
+    declaration: Declaration = import_module(
+        f"profharness.commands.{name.replace('-', '_')}"
+    ).DECLARATION
+    return declaration
+
+
+@cache
+def arguments_type(name: str) -> type[msgspec.Struct]:
+    """Return a type with a field for each parameter that the tool has."""
+    declaration = declared(name)
+    fields = [_field(each, declaration) for each in _offered(declaration).values()]
+    return msgspec.defstruct(
+        declaration.run.__name__, fields, frozen=True, kw_only=True, forbid_unknown_fields=True
+    )
+
+
+def _offered(declaration: Declaration) -> dict[str, Parameter]:
+    parameters = (*declaration.parameters, *declaration.shown_parameters)
+    return {each.tool_name: each for each in parameters if each.option.tool}
+
+
+def _field(
+    parameter: Parameter, declaration: Declaration
+) -> tuple[str, Any, Any] | tuple[str, Any]:
+    option, base = parameter.option, parameter.base
+    if base not in (bool, int, float):
+        base = str
+    meta = Meta(description=option.tool, examples=list(option.tool_examples) or None)
+    name = parameter.tool_name
+    if parameter.required or name in declaration.tool_required:
+        return name, Annotated[base, meta]
+    if base is str:
+        return name, Annotated[str, meta], ""
+    default = parameter.default
+    return name, Annotated[base if default is not None else base | None, meta], default
+
+
+def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
+    """Return the JSON that the command prints. Raise ProfharnessError, also for a wrong argument."""
+    declaration, offered = declared(name), _offered(declared(name))
+    try:
+        given = msgspec.structs.asdict(msgspec.convert(arguments, arguments_type(name)))
+    except msgspec.ValidationError as error:
+        known = ", ".join(offered) or "none"
+        raise UsageError(f"{name}: {error}; its arguments: {known}") from None
+    values: dict[str, Any] = {"store": store}
+    for key, value in given.items():
+        parameter = offered[key]
+        if value == "" and not parameter.required:
+            continue  # left out
+        convert = parameter.option.tool_value
+        values[parameter.name] = convert(value) if convert else value
+    declaration.check_values(values)
+    text = render_json(declaration.shown(declaration.answer(values), values))
+    if len(text) > MAX_ANSWER_BYTES:
+        raise UsageError(
+            f"the answer has {len(text) / 1e6:.1f} MB, more than the {MAX_ANSWER_BYTES >> 20} MiB of a "
+            "call; ask for less: fewer configs or backends, or one run"
+        )
+    return text
+
+
+def serve(store: Path) -> None:
+    """Answer on stdin and stdout until stdin ends."""
+    # a thread waits for input, for which an orderly end would wait; nothing is written half here
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    with on_terminal(False):
+        asyncio.run(_serve(store))
+
+
+async def _serve(store: Path) -> None:
+    async def list_tools(*_: object) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=[_listed(name) for name in TOOLS])
+
+    async def call_tool(_: object, asked: types.CallToolRequestParams) -> types.CallToolResult:
+        return await asyncio.to_thread(_result, asked.name, asked.arguments or {}, store)
+
+    server = Server(
+        "profharness",
+        version=__version__,
+        instructions=INSTRUCTIONS,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+    )
+    async with stdio_server() as streams:
+        await server.run(*streams, server.create_initialization_options())
+
+
+def _result(name: str, arguments: dict[str, Any], store: Path) -> types.CallToolResult:
+    """The answer, or what the command line would say of the error."""
+    failed = True
+    try:
+        text, failed = answer(name, arguments, store), False
+    except (ProfharnessError, OSError) as error:
+        text = f"error: {printable(str(error))}"
+    return types.CallToolResult(
+        content=[types.TextContent(type="text", text=text)], is_error=failed
+    )
+
+
+def _listed(name: str) -> types.Tool:
+    declaration, kind = declared(name), arguments_type(name)
+    schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
+    summary = inspect.cleandoc(declaration.run.__doc__ or "").partition("\n\n")[0]
+    return types.Tool(
+        name=name,
+        description=f"{summary}\n\n{declaration.tool}",
+        input_schema=schema,
+        annotations=types.ToolAnnotations(
+            read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False
+        ),
+    )

@@ -1,0 +1,352 @@
+"""Build a Click command, a Python function and an MCP tool from one typed function.
+
+A command module declares its function with `command`. Its parameters carry an `Option` in their
+annotations. `document` registers how its answer is shown, `gate` what makes the command exit with 3;
+their further parameters are options of the command line alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+
+import click
+
+from profharness.commands._output import FILE_OPTIONS, FORMAT_OPTION, emit, on_terminal
+from profharness.errors import UsageError
+from profharness.views.document import Document
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+A = TypeVar("A")
+R = TypeVar("R")
+T = TypeVar("T")
+EMITTED = ("format", "output", "force")
+IN_PYTHON = "\n\nIn Python "
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a parameter is given on the command line and to an MCP tool.
+
+    Options of Click that are not named here stand in `click`, such as `{"is_eager": True}`.
+    """
+
+    flags: tuple[str, ...] = ()
+    """Without flags the parameter is a positional argument."""
+    help: str = ""
+    metavar: str | None = None
+    type: click.ParamType[Any] | None = None
+    """None: the type of the annotation."""
+    complete: Callable[..., list[str]] | None = None
+    multiple: bool = False
+    file_flag: str = ""
+    """A second option that reads further values from a file, one per line, by `read_file`."""
+    file_help: str = ""
+    read_file: Callable[[Path], list[Any]] | None = None
+    check: Callable[[Any], object] | None = None
+    """Raise UsageError for a value that the command cannot take. Not called for None."""
+    tool: str = ""
+    """The description of the MCP tool's parameter. Without one the tool does not have it."""
+    tool_name: str = ""
+    """Empty: the name on the command line."""
+    tool_examples: tuple[str, ...] = ()
+    tool_value: Callable[[str], Any] | None = None
+    """Convert the text that an MCP client gives."""
+    click: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name on the command line, without dashes; empty for an argument."""
+        long = [flag for flag in self.flags if flag.startswith("--")]
+        return long[0].removeprefix("--").partition("/")[0] if long else ""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a command's function. `base` is its type without None and the `Option`."""
+
+    name: str
+    base: Any
+    default: Any
+    option: Option
+    variadic: bool = False
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty and not self.variadic
+
+    @property
+    def tool_name(self) -> str:
+        return self.option.tool_name or self.option.name or self.name
+
+    def click_parameters(self) -> Iterator[click.Parameter]:
+        """Yield the Click parameters that give this one its value."""
+        settings = {"shell_complete": self.option.complete, **self.option.click}
+        kind = self.option.type or _click_type(self.base)
+        if not self.option.flags:
+            count = {"nargs": -1, "required": settings.pop("required", False)}
+            settings |= count if self.variadic else {"required": self.required}
+            yield click.Argument([self.name], type=kind, metavar=self.option.metavar, **settings)
+            return
+        if self.base is bool:
+            settings |= {"is_flag": True} if "/" not in self.option.flags[0] else {}
+        elif self.option.multiple:
+            settings["multiple"] = True
+        else:
+            settings["type"] = kind
+        if self.default is not inspect.Parameter.empty and not self.option.multiple:
+            settings.setdefault("default", self.default)
+            settings.setdefault("show_default", self.default not in (None, False, ""))
+        names = (self.name, *self.option.flags)
+        yield click.Option(names, help=self.option.help, metavar=self.option.metavar, **settings)
+        if self.option.file_flag:
+            path = click.Path(exists=True, dir_okay=False, path_type=Path)
+            names = (f"{self.name}_file", self.option.file_flag)
+            yield click.Option(names, type=path, metavar="FILE", help=self.option.file_help)
+
+    def value(self, given: dict[str, Any]) -> Any:
+        """Take the value out of what Click parsed."""
+        value = given.pop(self.name)
+        if self.option.file_flag:
+            path = given.pop(f"{self.name}_file")
+            if path is not None:
+                assert self.option.read_file
+                value = (*value, *self.option.read_file(path))
+        return value
+
+    def require_valid(self, value: Any) -> None:
+        """Raise UsageError for a value that the command cannot take."""
+        if value is not None and self.option.check is not None:
+            self.option.check(value)
+
+
+@dataclass
+class Declaration:
+    """Everything about a command, in one object."""
+
+    name: str
+    run: Callable[..., Any]
+    frame: Callable[[Any], Any]
+    tool: str = ""
+    tool_required: tuple[str, ...] = ()
+    epilog: str = ""
+    document: Callable[..., Any] | None = None
+    gate: Callable[..., None] | None = None
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of the function."""
+        return tuple(_parameters(self.run))
+
+    @functools.cached_property
+    def shown_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of the document and the gate that the function does not have."""
+        own = {each.name for each in self.parameters}
+        found = [
+            each
+            for function in (self.document, self.gate)
+            if function is not None
+            for each in list(_parameters(function, skip=1))
+        ]
+        return tuple({each.name: each for each in found if each.name not in own}.values())
+
+    @property
+    def makes_document(self) -> bool:
+        """Whether the answer is shown as a document, in one of the formats."""
+        if self.document is None:
+            return False
+        returned = _evaluated(self.document, inspect.signature(self.document).return_annotation)
+        return Document in (returned, *typing.get_args(returned))
+
+    def check_values(self, values: Mapping[str, Any]) -> None:
+        """Raise UsageError for a value that the command cannot take."""
+        for parameter in (*self.parameters, *self.shown_parameters):
+            if parameter.name in values:
+                parameter.require_valid(values[parameter.name])
+
+    def answer(self, values: Mapping[str, Any]) -> Any:
+        """Call the function."""
+        positional: list[Any] = []
+        named = {}
+        for parameter in self.parameters:
+            if parameter.name in values:
+                if parameter.variadic:
+                    positional += values[parameter.name]
+                else:
+                    named[parameter.name] = values[parameter.name]
+        return self.run(*positional, **named)
+
+    def shown(self, answer: Any, values: Mapping[str, Any]) -> Any:
+        """Return what the registered function of `document` returns."""
+        assert self.document is not None
+        return self.document(answer, **_accepted(self.document, values))
+
+    def judge(self, answer: Any, values: Mapping[str, Any]) -> None:
+        """Raise GateError where a gate is not met."""
+        if self.gate is not None:
+            self.gate(answer, **_accepted(self.gate, values))
+
+    def click_command(self) -> click.Command:
+        """Build the Click command."""
+        order = [*self.parameters, *self.shown_parameters]
+        last = [each for each in order if each.name == "store"]
+        parameters = [each for each in order if each not in last]
+        options = [option for each in parameters for option in each.click_parameters()]
+        if self.makes_document:
+            names = {each.name for each in parameters}
+            options += [each for each in (FORMAT_OPTION, *FILE_OPTIONS) if each.name not in names]
+        options += [option for each in last for option in each.click_parameters()]
+        text = inspect.cleandoc(self.run.__doc__ or "").partition(IN_PYTHON)[0]
+        return click.Command(
+            self.name,
+            params=options,
+            help=text,
+            epilog=self.epilog or None,
+            callback=self._callback,
+        )
+
+    def _callback(self, **given: Any) -> None:
+        parameters = (*self.parameters, *self.shown_parameters)
+        values = {each.name: each.value(given) for each in parameters}
+        with on_terminal():
+            self.check_values(values)
+            answer = self.answer(values)
+            if self.document is not None:
+                shown = self.shown(answer, values)
+                if isinstance(shown, Document):
+                    output: dict[str, Any] = {name: (given | values)[name] for name in EMITTED}
+                    emit(shown, **output)
+            self.judge(answer, values)
+
+
+def command(
+    name: str,
+    *,
+    frame: Callable[[A], R],
+    tool: str = "",
+    tool_required: tuple[str, ...] = (),
+    fill: Mapping[str, str] | None = None,
+    epilog: str = "",
+) -> Callable[[Callable[P, A]], Callable[P, R]]:
+    """Declare a function as a command.
+
+    The decorated function is the Python interface: it returns `frame` of the answer. With `tool`, a
+    sentence on what the tool is for, it is an MCP tool too, whose parameters in `tool_required` have
+    to be given. `fill` has texts for names in braces in the docstring. The help text of the command
+    line ends where the docstring describes the Python function; `epilog` follows its options.
+    """
+
+    def decorate(function: Callable[P, A]) -> Callable[P, R]:
+        for key, text in (fill or {}).items():
+            function.__doc__ = (function.__doc__ or "").replace(f"{{{key}}}", text)
+        declaration = Declaration(name, function, frame, tool, tool_required, epilog)
+
+        @functools.wraps(function)
+        def call(*arguments: P.args, **named: P.kwargs) -> R:
+            bound = inspect.signature(function).bind(*arguments, **named).arguments
+            declaration.check_values(bound)
+            return frame(function(*arguments, **named))
+
+        call.declaration = declaration  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def declaration_of(function: Callable[..., Any]) -> Declaration:
+    """Return the declaration of a function that `command` decorated."""
+    declaration: Declaration = function.declaration  # type: ignore[attr-defined]
+    return declaration
+
+
+def document(
+    of: Callable[..., Any],
+) -> Callable[[Callable[Concatenate[A, Q], T]], Callable[Concatenate[A, Q], T]]:
+    """Register how the answer of a command is shown: as a Document, or printed by the function itself."""
+
+    def register(function: Callable[Concatenate[A, Q], T]) -> Callable[Concatenate[A, Q], T]:
+        declaration_of(of).document = function
+        return function
+
+    return register
+
+
+def gate(
+    of: Callable[..., Any],
+) -> Callable[[Callable[Concatenate[A, Q], None]], Callable[Concatenate[A, Q], None]]:
+    """Register what raises GateError after the answer of a command was shown."""
+
+    def register(function: Callable[Concatenate[A, Q], None]) -> Callable[Concatenate[A, Q], None]:
+        declaration_of(of).gate = function
+        return function
+
+    return register
+
+
+def as_is(answer: A) -> A:
+    """Return the answer, for commands whose Python function returns it unchanged."""
+    return answer
+
+
+def _parameters(function: Callable[..., Any], skip: int = 0) -> Iterator[Parameter]:
+    """Yield the parameters that carry an `Option`."""
+    for parameter in list(inspect.signature(function).parameters.values())[skip:]:
+        annotation = _evaluated(function, parameter.annotation)
+        option = next(
+            (each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Option)),
+            None,
+        )
+        if option is not None:
+            base = _without_none(typing.get_args(annotation)[0])
+            variadic = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+            yield Parameter(parameter.name, base, parameter.default, option, variadic)
+
+
+def _evaluated(function: Callable[..., Any], annotation: Any) -> Any:
+    """Return an annotation that may be a text. Those that only type checkers can read are not needed."""
+    return eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+
+
+def _without_none(kind: Any) -> Any:
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        rest = [each for each in typing.get_args(kind) if each is not types.NoneType]
+        return rest[0] if len(rest) == 1 else str
+    return kind
+
+
+def _click_type(base: Any) -> click.ParamType[Any] | None:
+    if typing.get_origin(base) is Literal:
+        return click.Choice(typing.get_args(base))
+    named: dict[Any, click.ParamType[Any]] = {
+        int: click.INT,
+        float: click.FLOAT,
+        Path: click.Path(path_type=Path),
+    }
+    return named.get(base)
+
+
+def _accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a function has parameters for."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in names}
+
+
+def one_of(known: Iterable[str], flag: str) -> Callable[[Any], None]:
+    """Return a check that names, separated by commas or repeated, are all known."""
+    from profharness.config import split_names  # parses numbers of configs too
+
+    names = tuple(known)
+
+    def check(value: Any) -> None:
+        for name in split_names(value):
+            if name not in names:
+                raise UsageError(f"{flag} {name!r}: not one of {', '.join(names)}")
+
+    return check

@@ -1,0 +1,254 @@
+"""The types of parameters that several commands have, each with its options on the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+
+from profharness.commands._command import Option
+from profharness.commands._output import FORMATS, check_file
+from profharness.config import Config, expand_configs, parse_config_lines
+from profharness.errors import UsageError
+from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
+from profharness.run import DEVICES, SEEDS
+
+PathLike = str | os.PathLike[str]
+Names = str | Sequence[str]
+ConfigLike = str | Config | Iterable[str | Config] | None
+MAX_TOOL_CONFIGS = 1000  # per call of an MCP tool
+
+
+def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Return the backends that complete the last name, after a comma."""
+    # every command imports this file, and a completion alone needs these names
+    from profharness.backends import ALL, BACKENDS, KERNELS
+    from profharness.backends.sources import implementation_names
+
+    before, comma, last = incomplete.rpartition(",")
+    names = dict.fromkeys([*BACKENDS, *implementation_names(), ALL, KERNELS])
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+
+def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return `latest` and the stored run ids that complete a text. Without a readable store, only `latest`."""
+    from profharness.store import open_store
+
+    names = ["latest"]
+    # what is printed here would land in the line that the user is typing
+    with contextlib.suppress(Exception), open_store(store_path(ctx.params.get("store"))) as opened:
+        names += [row.run for row in opened.runs()]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_sides(ctx: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
+    """Return the runs and backends that complete a side of a diff."""
+    runs = complete_runs(ctx, option, incomplete)
+    return runs + complete_backends(ctx, option, incomplete)
+
+
+def store_path(store: PathLike | None) -> Path:
+    """Return the path of the store: for None that of the environment, else of the working directory."""
+    return Path(store if store is not None else os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
+
+
+def config_list(configs: ConfigLike) -> list[Config]:
+    """Return configs without repeats. Raise UsageError for a text that is not a config."""
+    if configs is None:
+        return []
+    is_single = isinstance(configs, str | Config) or not isinstance(configs, Iterable)
+    items: list[Any] = [configs] if is_single else [*configs]  # type: ignore[misc]
+    expanded: list[list[Config]] = []
+    for item in items:
+        if not isinstance(item, str | Config):
+            raise UsageError(f"{item!r} is no config; write text as in '2,8,512,64', or a Config")
+        expanded.append([item] if isinstance(item, Config) else expand_configs(item))
+    return list(dict.fromkeys(config for group in expanded for config in group))
+
+
+def read_config_file(path: Path) -> list[Config]:
+    """Return the configs of a file, one per line. Raise UsageError with the line that is wrong."""
+    try:
+        # Windows editors put a byte order mark before the first config
+        text = read_input(path).decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"--configs {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--configs {path}: cannot be read: {error}") from None
+    configs = parse_config_lines(text.splitlines(), str(path))
+    if not configs:
+        raise UsageError(f"--configs {path}: no config in it")
+    return configs
+
+
+def tool_configs(text: str) -> list[Config]:
+    """Return the configs of a text, one per line. Raise UsageError for more than MAX_TOOL_CONFIGS."""
+    configs = parse_config_lines(text.splitlines(), "config")
+    if len(configs) > MAX_TOOL_CONFIGS:
+        raise UsageError(
+            f"{len(configs):,} configs; at most {MAX_TOOL_CONFIGS:,} a call, ask in parts"
+        )
+    return configs
+
+
+class PositiveNumber(click.FloatRange):
+    """A finite number above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
+
+def require_positive(value: object) -> None:
+    """Raise UsageError for what is not a finite number above 0."""
+    if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{value!r} is not a finite number above 0")
+
+
+def config_option(repeat: str = " Repeatable.") -> Option:
+    """Return the option of configs. `repeat` is the sentence on giving it several times."""
+    return Option(
+        ("--config",),
+        metavar="CONFIG",
+        multiple=True,
+        help=f"batch,heads,seq_len,head_dim and more, as in 2,8,512,64,bf16,causal.{repeat}",
+        file_flag="--configs",
+        file_help="Read configs from a file, one a line; # starts a comment.",
+        read_file=read_config_file,
+        tool="An attention config, or several, one a line.",
+        tool_examples=("2,8,512,64,bf16", "2,8,{64:8192:*2},128,bf16,causal"),
+        tool_value=tool_configs,
+    )
+
+
+Store = Annotated[
+    PathLike | None,
+    Option(
+        ("--store",),
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="The SQLite file with everything that was captured or ingested.",
+        click={
+            "default": DEFAULT_STORE,
+            "envvar": STORE_VARIABLE,
+            "show_default": True,
+            "show_envvar": True,
+        },
+    ),
+]
+Configs = Annotated[ConfigLike, config_option()]
+OneConfig = Annotated[ConfigLike, config_option(" Once: a script contains one cell.")]
+Backends = Annotated[
+    Names,
+    Option(
+        ("--backend",),
+        multiple=True,
+        metavar="NAME",
+        complete=complete_backends,
+        help="auto, flash, efficient, cudnn, math, …, a set of these (flash+math), an order "
+        "(cudnn-then-flash, or 'cudnn>flash' in quotes), file.py:function; all: PyTorch's own on this "
+        "device; kernels: what lies in kernels/. Repeatable, or separated by commas.",
+        tool="Only these backends, joined by commas; left out: all.",
+        tool_examples=("auto,flash,math",),
+    ),
+]
+RUN_TOOL = "A stored run: an id, a unique prefix, latest, latest~1. Left out: the latest that has an answer."
+RUN_TOOL_EXAMPLES = ("latest", "latest~1")
+LatestRun = Annotated[
+    str | None,
+    Option(
+        ("--run",),
+        metavar="RUN",
+        complete=complete_runs,
+        help="An id, a unique prefix, latest or latest~1.  [default: the latest that has them]",
+        tool=RUN_TOOL,
+        tool_examples=RUN_TOOL_EXAMPLES,
+    ),
+]
+RunOrAll = Annotated[
+    str | None,
+    Option(
+        ("--run",),
+        metavar="RUN",
+        complete=complete_runs,
+        help="An id, a unique prefix, latest, latest~1 or all.  [default: the latest that has them]",
+        tool=RUN_TOOL,
+        tool_examples=RUN_TOOL_EXAMPLES,
+    ),
+]
+Release = Annotated[
+    str | None,
+    Option(
+        ("--torch",),
+        metavar="RELEASE",
+        help="With --gpu: the release.  [default: the newest]",
+        tool="The release of PyTorch.",
+        tool_examples=("2.11",),
+    ),
+]
+Driver = Annotated[
+    str | None,
+    Option(
+        ("--driver",),
+        metavar="VERSION",
+        help="Select the atlas for this driver version.  [default: the best]",
+    ),
+]
+AtlasFolder = Annotated[
+    PathLike | None,
+    Option(
+        ("--atlas",),
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="The folder of your own atlases.  [default: $XDG_DATA_HOME/profharness/atlases]",
+    ),
+]
+Device = Annotated[str, Option(("--device",), type=click.Choice(DEVICES))]
+Seed = Annotated[int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed of the inputs.")]
+OutFolder = Annotated[
+    PathLike,
+    Option(
+        ("--out",),
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Where run folders go.",
+        click={"default": RUNS_FOLDER.as_posix(), "show_default": True},
+    ),
+]
+OutputFile = Annotated[
+    PathLike | None,
+    Option(
+        ("-o", "--output"),
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Write the result to a file instead of stdout, which is `-`.",
+        click={"callback": check_file},
+    ),
+]
+Format = Annotated[
+    str | None,
+    Option(
+        ("--format",),
+        type=click.Choice(FORMATS),
+        help="How to print the result.  [default: by the name of -o, else table]",
+        click={"is_eager": True},  # -o is checked against it
+    ),
+]
+Force = Annotated[
+    bool,
+    Option(
+        ("--force",),
+        help="Overwrite the file of -o.",
+        click={"is_eager": True},  # the callback of -o reads it
+    ),
+]

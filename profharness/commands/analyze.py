@@ -1,0 +1,100 @@
+"""`profharness analyze`: find what holds each backend back, with the evidence."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from profharness.answers.analyze.answer import ANALYZED, analyze_here, prepare_peaks
+from profharness.answers.analyze.figures import FIELDS, CellAnalysis, analyze_record
+from profharness.answers.analyze.programs import analyze_program, analyze_selected, program_of
+from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._output import hint, is_command_line
+from profharness.commands._types import (
+    Backends,
+    Configs,
+    LatestRun,
+    Store,
+    config_list,
+    store_path,
+)
+from profharness.commands.kernels import find_rows, select
+from profharness.config import split_names
+from profharness.store import frame
+from profharness.views.analyze import analyze_document
+from profharness.views.document import Document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Peaks = Annotated[
+    Literal["measure", "data-sheet"] | None,
+    Option(
+        ("--peaks",),
+        help="measure: measure this machine's device now and keep it; data-sheet: the built-in table.  "
+        "[default: what the store has measured, measured once if the cells ran on a GPU like this "
+        "machine's, else the table]",
+    ),
+]
+Full = Annotated[bool, Option(("--full",), help="Every finding, with all of its evidence.")]
+
+
+def _to_frame(analyses: list[CellAnalysis]) -> pd.DataFrame:
+    made = frame(list(map(analyze_record, analyses)), list(FIELDS))
+    made.attrs["analyses"] = analyses
+    return made
+
+
+@command("analyze", frame=_to_frame)
+def analyze(
+    configs: Configs = None,
+    backends: Backends = (),
+    *,
+    run: LatestRun = None,
+    peaks: Peaks = None,
+    store: Store = None,
+) -> list[CellAnalysis]:
+    """Say what holds each backend back, with the evidence.
+
+    Answers from stored rows like `kernels`: without --config every config of the latest run; with
+    --config the latest run that has them, which is captured first if there is none. Counters of
+    ncu are used where a run has them.
+
+    Of a program's trace the like attention calls of its layers stand for backends: those whose
+    config is known, on the time of their kernels, backward included where it was traced.
+
+    Each finding is measured (a counter or a timing) or derived (a formula or a launch
+    configuration), and names its figures. TFLOP/s and GB/s rest on exact FLOPs and compulsory
+    bytes over the time of the column `of`. Configs that differ in one number give a sweep table.
+    What several configs have in common is told once, and the best backend for training, prefill,
+    decoding and little memory is named.
+
+    \b
+    Examples:
+      profharness analyze --config 2,8,512,64
+      profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
+      profharness ingest trace.json.gz; profharness analyze --run trace-5bbb73728d  # as ingest says
+
+    In Python nothing is captured or measured unless `peaks` is "measure". The result has one row per
+    cell, with the keys of the JSON. `findings` and `remedies` are lists of dicts;
+    `frame.explode("findings")` has one finding per row. The analyses are in `attrs["analyses"]`.
+    """
+    path = store_path(store)
+    selection = select(run, config_list(configs), split_names(backends or ()))
+    if not is_command_line():
+        return analyze_selected(path, selection, peaks, warnings.warn)
+    program = program_of(path, selection)
+    if program is not None:
+        prepare_peaks(path, [program], peaks, hint)
+        return analyze_program(path, program, selection, peaks, hint)
+    rows, cells = find_rows(path, selection, needs=ANALYZED)
+    return analyze_here(path, cells, rows, peaks, hint)
+
+
+@document(analyze)
+def show(analyses: list[CellAnalysis], *, full: Full = False) -> Document:
+    """Return the document."""
+    return analyze_document(analyses, full=full)
+
+
+DECLARATION = declaration_of(analyze)

@@ -1,0 +1,48 @@
+"""`profharness backends`: list what can run here, and why the others cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from profharness.commands._command import command, declaration_of, document
+from profharness.store import to_frame
+from profharness.views.doctor import backends_document
+from profharness.views.document import Document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profharness.runner.probe import BackendState
+
+
+def _to_frame(states: list[BackendState]) -> pd.DataFrame:
+    from profharness.runner.probe import BackendState
+
+    return to_frame(states, BackendState)
+
+
+@command("backends", frame=_to_frame)
+def list_backends() -> list[BackendState]:
+    """List what can run here, and why not the others.
+
+    Every backend is tried on one small config in a worker process, so the answer is what happens,
+    not what should. Implementations of your own count if they are in kernels/ or offered by an
+    installed package (entry points of the group profharness.backends).
+
+    \b
+    Example:
+      profharness backends --format json
+    """
+    # loads what starts workers, which --help does not need
+    from profharness.runner.probe import probe_backends
+
+    return probe_backends()
+
+
+@document(list_backends)
+def show(states: list[BackendState]) -> Document:
+    """Return the document."""
+    return backends_document(states)
+
+
+DECLARATION = declaration_of(list_backends)

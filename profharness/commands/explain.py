@@ -1,0 +1,357 @@
+"""`profharness explain`: why PyTorch takes the backend that it takes, and what would change that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+
+from profharness.answers.explain.answer import (
+    explain_all,
+    require_answer,
+    to_measure,
+    with_store,
+)
+from profharness.answers.explain.maps import bisect_all, draw_maps, numeric_name
+from profharness.answers.explain.rules import (
+    Explanation,
+    Place,
+    asked_about,
+    choices_by_rule,
+    chosen,
+    environment_text,
+    flat_record,
+    matrix,
+    named_places,
+    skipped_text,
+)
+from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._output import capture_progress, hint
+from profharness.commands._types import (
+    Configs,
+    Names,
+    PositiveNumber,
+    Store,
+    complete_backends,
+    config_list,
+    store_path,
+)
+from profharness.config import AUTO, Config, parse_config, split_names
+from profharness.dispatch.machine import release_text, skipped_releases
+from profharness.errors import UsageError
+from profharness.run import DEVICES, CaptureOptions, Protocol, require_device
+from profharness.store import frame
+from profharness.views.document import Document
+from profharness.views.explain import (
+    bisect_document,
+    explain_document,
+    map_document,
+    matrix_document,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Backend = Annotated[
+    Names,
+    Option(
+        ("--backend",),
+        multiple=True,
+        metavar="NAME",
+        complete=complete_backends,
+        help="Limit the advice to these backends, or explain the choice of a set (flash+math) or an order "
+        "(cudnn-then-flash, or 'cudnn>flash' in quotes) instead of auto. Repeatable, or separated by commas.",
+        tool="A set or an order that the call may take, in place of auto; or single backends to limit the "
+        "advice to.",
+        tool_examples=("flash+math", "cudnn-then-flash", "flash"),
+    ),
+]
+Releases = Annotated[
+    str | None,
+    Option(
+        ("--torch",),
+        metavar="RELEASES",
+        help="Answer by rule for a release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.",
+        tool="A release of PyTorch, several, or a range. Left out: the one installed here.",
+        tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
+    ),
+]
+GpuName = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help='Answer by rule for a GPU: "RTX A6000", H100, sm90, or cpu.  [default: the one here]',
+        tool="A GPU by name, a capability, or cpu.",
+        tool_examples=("H200", "RTX A6000", "sm90", "cpu"),
+    ),
+]
+Cudnn = Annotated[
+    str | None,
+    Option(
+        ("--cudnn",),
+        metavar="VERSION",
+        help="cuDNN's version.  [default: the PyPI wheel's]",
+        tool="cuDNN's version. Left out: the PyPI wheel's.",
+    ),
+]
+Cuda = Annotated[
+    str | None,
+    Option(
+        ("--cuda",),
+        metavar="VERSION",
+        help="PyTorch's CUDA.  [default: the PyPI wheel's]",
+        tool="PyTorch's CUDA. Left out: the PyPI wheel's.",
+    ),
+]
+CudnnCompiled = Annotated[
+    str | None,
+    Option(
+        ("--cudnn-compiled",),
+        metavar="VERSION",
+        help="The cuDNN that PyTorch was compiled with; decides the order in 2.9.  [default: as known]",
+    ),
+]
+Bisect = Annotated[
+    str | None,
+    Option(
+        ("--bisect",),
+        metavar="PROPERTY",
+        help="Find the values where the choice flips.",
+        tool="Find the values of this property at which the choice flips.",
+        tool_examples=("head_dim", "seq_len"),
+    ),
+]
+Full = Annotated[bool, Option(("--full",), help="Every config's own answer, and messages whole.")]
+Measure = Annotated[
+    bool, Option(("--measure",), help="Capture what the advice changes, and say the gain.")
+]
+AskedDevice = Annotated[
+    str, Option(("--device",), type=click.Choice(DEVICES), help="Where PyTorch is asked.")
+]
+Timeout = Annotated[
+    float,
+    Option(
+        ("--timeout",),
+        type=PositiveNumber(),
+        metavar="SECONDS",
+        help="How long PyTorch may take to answer.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Question:
+    """The configs, and the machine and backends to explain."""
+
+    configs: list[Config]
+    asked: str
+    """`auto`, a set or an order."""
+    backends: tuple[str, ...]
+    """The backends that the advice is limited to."""
+    places: list[Place]
+    """Empty if PyTorch on this machine answers."""
+    store: Path
+    torch: str | None = None
+    device: str = AUTO
+    timeout_s: float = Protocol.timeout_s
+    explanations: list[Explanation] = field(default_factory=list)
+    """Filled by the document, if configs are explained one by one."""
+
+    @property
+    def unknown_releases(self) -> list[str]:
+        """The releases of a range that the rules do not know."""
+        return [release_text(release) for release in skipped_releases(self.torch or "")]
+
+    def explain(self, *, advice: bool = True, store: Path | None = None) -> list[Explanation]:
+        """Return one explanation per config and place. Raise CaptureError if PyTorch cannot answer."""
+        return explain_all(
+            self.configs,
+            self.places,
+            backends=self.backends,
+            advice=advice,
+            device=self.device,
+            timeout_s=self.timeout_s,
+            store=store,
+            asked=self.asked,
+        )
+
+
+def _to_frame(question: Question) -> pd.DataFrame:
+    if question.backends:
+        raise UsageError(
+            f"explain asks about auto, a set or an order of backends, not {question.backends[0]!r}"
+        )
+    answers = question.explain(store=question.store)
+    made = frame(list(map(flat_record, answers)))
+    made.attrs |= {"answers": answers, "unknown_releases": question.unknown_releases}
+    return made
+
+
+@command(
+    "explain",
+    frame=_to_frame,
+    tool="By the dispatch rules of that release: needs no GPU, and nothing runs. Use it for any config, "
+    "stored or not. Several configs give a map of choices, several releases show where the choice changes, "
+    "and bisect the value at which it flips.",
+    tool_required=("gpu",),
+)
+def explain(
+    configs: Configs,
+    *,
+    backend: Backend = AUTO,
+    torch: Releases = None,
+    gpu: GpuName = None,
+    cudnn: Cudnn = None,
+    cuda: Cuda = None,
+    cudnn_compiled: CudnnCompiled = None,
+    device: AskedDevice = Protocol.device,
+    timeout_s: Timeout = Protocol.timeout_s,
+    store: Store = None,
+) -> Question:
+    """Say why PyTorch takes the backend that it takes, why not the others, and what to change.
+
+    PyTorch on this machine is asked, and nothing is launched. With --torch or --gpu the rules of
+    that release answer instead, without torch and without a GPU; where they do not know, the answer
+    is `unknown`. Exits 1 if PyTorch was asked and answered no config at all. Several configs give a map; several
+    releases a table that marks where the choice changes. Where the GPU and the release have an atlas, one
+    config has its kernel time and the best backend too. --backend limits the advice, and the
+    columns of that table; a set (flash+math) or an order (cudnn-then-flash) is asked about instead
+    of auto.
+
+    \b
+    Examples:
+      profharness explain --config 2,8,512,100,fp32,mask=bool
+      profharness explain --config 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
+      profharness explain --config 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
+      profharness explain --config 2,8,512,64,bf16 --backend flash+math --torch 2.11 --gpu H100
+      profharness explain --config '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
+      profharness explain --config 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
+
+    In Python the result has one row per config and release. `<backend>_eligible` is missing where it is
+    not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The explanations are in
+    `attrs["answers"]`, the releases of a range that the rules do not know in `attrs["unknown_releases"]`.
+    """
+    asked, backends = asked_about(split_names(backend))
+    chosen_configs = config_list(configs)
+    if not chosen_configs:
+        raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
+    require_device(device)
+    if device != AUTO and (torch is not None or gpu is not None):
+        raise UsageError(
+            "--device applies only when the local PyTorch is queried. With --torch or --gpu, use "
+            "--gpu cpu instead."
+        )
+    places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
+    path = store_path(store)
+    return Question(chosen_configs, asked, backends, places, path, torch, device, timeout_s)
+
+
+@document(explain)
+def show(
+    question: Question, *, bisect: Bisect = None, full: Full = False, measure: Measure = False
+) -> Document:
+    """Return the document: a flip, a table by release, a map, or one config's explanation."""
+    if measure and question.places:
+        raise UsageError(
+            "--measure runs on this machine, --torch and --gpu mean another; choose one"
+        )
+    if bisect is not None and (measure or full):
+        raise UsageError("--bisect asks for choices only; leave --measure and --full out")
+    page = (
+        _bisected(question, bisect)
+        if bisect is not None
+        else _explained(question, full=full, measure=measure)
+    )
+    unknown = question.unknown_releases
+    if not unknown:
+        return page
+    hint(skipped_text(unknown))
+    return replace(page, extra={**page.extra, "unknown_releases": unknown})
+
+
+@gate(explain)
+def check(question: Question) -> None:
+    """Raise CaptureError if PyTorch was asked and answered no config.
+
+    That is after the document, which has what the rules say.
+    """
+    if not question.places:
+        require_answer(question.explanations)
+
+
+def _explained(question: Question, *, full: bool, measure: bool) -> Document:
+    configs, places, backends = question.configs, question.places, question.backends
+    if len(places) > 1:
+        matrices = [matrix(config, places, question.asked) for config in configs]
+        return matrix_document(matrices, full=full, backends=backends)
+    single = len(configs) == 1
+    if not places and not single:
+        hint(f"asking PyTorch about {len(configs):,} configs")
+    answers = question.explain(advice=single or full or measure)  # a map has none
+    if measure:
+        _measure(answers, question)
+    answers = with_store(answers, question.store)
+    if single and places and places[0].device == "cuda" and question.asked == AUTO:
+        answers = [replace(answers[0], prediction=_predict(configs[0], places[0]))]
+    question.explanations.extend(answers)
+    if single:
+        return explain_document(answers, full=full, named=backends)
+    maps = draw_maps(
+        [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
+    )
+    return map_document(maps, answers, where=environment_text(answers[0]), full=full)
+
+
+def _predict(config: Config, place: Place) -> dict[str, Any] | None:
+    """Return time and best backend by the place's atlas. Hint at the GPUs that have one if it has none."""
+    from profharness.answers.atlas.catalog import timed  # loads numpy
+
+    prediction, doubt = timed(config, str(place.gpu), place.machine)
+    if doubt:
+        hint(doubt)
+    return prediction
+
+
+def _bisected(question: Question, name: str) -> Document:
+    numeric_name(name)
+    places = question.places
+    if len(places) > 1:
+        raise UsageError("--bisect takes one release; give --torch a single one")
+    asked = "" if question.asked == AUTO else f", {question.asked}"
+    where = f"{places[0].text}, by rule{asked}" if places else "live"
+
+    def choose(configs: Sequence[Config]) -> list[str]:
+        nonlocal where
+        if places:
+            return choices_by_rule(configs, places[0], question.asked)
+        hint(f"asking PyTorch about {len(configs):,} configs")
+        answers = replace(question, configs=list(configs), backends=()).explain(advice=False)
+        # which environment it is shows with the first answers only
+        if where == "live":
+            require_answer(answers)
+            where = environment_text(answers[0])
+        return list(map(chosen, answers))
+
+    bisections = bisect_all(question.configs, name, choose)
+    return bisect_document(bisections, where=where)
+
+
+def _measure(answers: Sequence[Explanation], question: Question) -> None:
+    """Capture the configs on `auto`, and the advised ones on their backends."""
+    # loads what runs workers, which only --measure needs
+    from profharness.jobs import capture_into_store
+
+    options = CaptureOptions(protocol=Protocol(device=question.device), kind="explain")
+    jobs = to_measure(answers)
+    if not jobs:
+        hint("--measure: there is no advice to measure")
+    for backends, configs in jobs.items():
+        with capture_progress() as progress:
+            capture_into_store(configs, backends, question.store, options, progress)
+
+
+DECLARATION = declaration_of(explain)

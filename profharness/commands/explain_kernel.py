@@ -1,0 +1,61 @@
+"""`profharness explain-kernel`: describe a kernel's name in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._types import Names
+from profharness.kernel_names.parts import Description
+from profharness.store import frame
+from profharness.views.document import Document
+from profharness.views.explain_kernel import described, name_record, names_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KernelNames = Annotated[
+    Names,
+    Option(
+        metavar="NAME...",
+        click={"nargs": -1},
+        tool="A kernel's name, or several, one a line.",
+        tool_examples=("flash_fwd_splitkv_kernel<64,64x256,w4>",),
+        tool_value=str.splitlines,
+    ),
+]
+
+
+def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
+    return frame([name_record(description) for description in descriptions])
+
+
+@command(
+    "explain-kernel",
+    frame=_to_frame,
+    tool="Use it for a name from any profiler, whole or short. The name alone is read.",
+)
+def explain_kernel(names: KernelNames) -> list[Description]:
+    """Say a kernel's name in words: what made it, what each part means, and what it leaves open.
+
+    NAME is whole, mangled or demangled, in the spelling of any profiler, or short as `kernels`
+    shows it; quote it. The name alone is read: no GPU, no torch, no store. A name that no rule
+    knows is answered as unknown, and so is a part that nobody documents. Short names have the flags
+    of FlashAttention only where they are set; whole ones (`kernels --full`) have all.
+
+    \b
+    Examples:
+      profharness explain-kernel 'flash_fwd_splitkv_kernel<64,64x256,w4>'
+      profharness explain-kernel cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64
+      profharness explain-kernel fmha_cutlassF_f16_aligned_64x64_rf_sm80 --format json
+    """
+    return described([names] if isinstance(names, str) else names)
+
+
+@document(explain_kernel)
+def show(descriptions: list[Description]) -> Document:
+    """Return the document."""
+    return names_document(descriptions)
+
+
+DECLARATION = declaration_of(explain_kernel)

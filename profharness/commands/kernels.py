@@ -1,0 +1,347 @@
+"""`profharness kernels`: show which kernels each backend launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+
+from profharness.answers.agreement import (
+    check_expected_names,
+    predicted_rows,
+    unmet_expectations,
+)
+from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._output import (
+    capture_progress,
+    chosen_format,
+    hint,
+    is_command_line,
+)
+from profharness.commands._types import (
+    AtlasFolder,
+    Backends,
+    Configs,
+    Driver,
+    Format,
+    Names,
+    OutputFile,
+    Release,
+    RunOrAll,
+    Store,
+    config_list,
+    store_path,
+)
+from profharness.config import Config, split_names
+from profharness.errors import GateError, NotFoundError, UsageError
+from profharness.files import shell_command
+from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, of_first_profiler
+from profharness.store import (
+    ALL_RUNS,
+    KERNELS_ELSE_CELLS,
+    Need,
+    Selection,
+    open_store,
+    to_frame,
+)
+from profharness.views.document import Document
+from profharness.views.kernels import cell_notes, kernels_document, witness_document
+from profharness.views.runs import warning_notes, with_warnings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EVERY_PROFILER = "all"
+GPU_ALONE = (
+    "--torch, --driver and --atlas belong to --gpu NAME, which predicts; leave --run, --profiler and "
+    "--steps out"
+)
+NAMES = """
+Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
+the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows of a
+block and the most splits that it combines; knob_7 is cuDNN's number of a variant.
+`profharness explain-kernel NAME` says any name in words.
+"""
+# The first columns of a frame, since pandas shows the first and the last columns only.
+FRAME_COLUMNS = (
+    *("config", "backend", "kernel_short", "launches_per_call", "duration_ns", "total_ns", "share"),
+)
+
+
+def require_profilers(names: Names) -> None:
+    """Raise UsageError for a profiler that leaves no launches."""
+    for name in split_names(names):
+        if name not in (*TRACE_PROFILERS, EVERY_PROFILER):
+            known = ", ".join((*TRACE_PROFILERS, EVERY_PROFILER))
+            raise UsageError(f"no launches of a profiler {name!r}; known are {known}")
+
+
+Profilers = Annotated[
+    Names,
+    Option(
+        ("--profiler",),
+        multiple=True,
+        check=require_profilers,
+        help="Only what this profiler saw; all: every profiler side by side. Repeatable.  [default: the "
+        "first of torch, nsys and ncu that the run has]",
+        tool=f"{', '.join(TRACE_PROFILERS)}, or all: every one side by side.",
+        click={"type": click.Choice([*TRACE_PROFILERS, EVERY_PROFILER])},
+    ),
+]
+GpuName = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help="Predict instead, by the atlas of this GPU (H200); no store is read and nothing runs.",
+        tool="Predict for this GPU by its atlas.",
+        tool_examples=("H200",),
+    ),
+]
+Steps = Annotated[
+    bool,
+    Option(
+        ("--steps",),
+        help="Sum the kernels up by step (QK^T, softmax, PV, casts, launch gaps), with memory and "
+        "speed-up of the backends.",
+        tool="Sum up by step: QK^T, softmax, PV, casts, launch gaps; with speed-ups.",
+    ),
+]
+Full = Annotated[
+    bool,
+    Option(
+        ("--full",),
+        help="Kernels under their whole names, ops of next to no time too; with --profiler all every "
+        "counter that ncu took.",
+    ),
+]
+Expected = Annotated[
+    tuple[str, ...],
+    Option(
+        ("--expect",),
+        multiple=True,
+        metavar="NAME",
+        check=lambda names: check_expected_names(split_names(names)),
+        help="Exit 3 unless every cell ran this backend or kernel family. Repeatable: any of them.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class KernelsFound:
+    """The selected kernels and cells. `store` is None for rows that an atlas predicts."""
+
+    rows: list[KernelRow]
+    cells: list[CellRow]
+    store: Path | None = None
+    profilers: tuple[str, ...] = ()
+    """The profilers that were named, or `all`."""
+
+    def warnings(self) -> dict[str, tuple[str, ...]]:
+        """Return what was wrong with the traces of each run."""
+        if self.store is None:
+            return {}
+        with open_store(self.store) as opened:
+            runs = {row.run for row in self.rows} | {cell.run for cell in self.cells}
+            return opened.warnings(runs)
+
+
+def _to_frame(found: KernelsFound) -> pd.DataFrame:
+    frame = to_frame(found.rows, KernelRow)
+    return frame[[*FRAME_COLUMNS, *(name for name in frame.columns if name not in FRAME_COLUMNS)]]
+
+
+@command(
+    "kernels",
+    frame=_to_frame,
+    epilog=NAMES,
+    tool="Use it for what really ran on a config that a run has. Beside the rows, cells contain what was "
+    "refused and why. Nothing is captured: a config that no run has is an error; call explain for it. "
+    "With gpu an atlas of that GPU answers, as for predict, and no store is read.",
+)
+def kernels(
+    configs: Configs = None,
+    *,
+    backends: Backends = (),
+    profilers: Profilers = (),
+    run: RunOrAll = None,
+    gpu: GpuName = None,
+    torch: Release = None,
+    driver: Driver = None,
+    atlas: AtlasFolder = None,
+    steps: Steps = False,
+    store: Store = None,
+) -> KernelsFound:
+    """Show which kernels each backend launched.
+
+    Without --config: every config of the latest run. With --config, the latest run that has them
+    answers; if there is none, they are captured first. smem KiB is shared memory, smem% its part of
+    an SM's, n/call launches per call, µs the median of one launch, µs/call the mean time of all its
+    launches in a call (of a foreign trace: total µs), share% the part of the cell's time on the
+    device, occ% the theoretical occupancy. A value that the profiler cannot know shows as -.
+
+    --profiler all puts the witnesses side by side: the same kernel's time under torch, nsys and
+    ncu, its counters, and every point on which they disagree; with --run all each profiler's
+    newest run that has the config counts.
+
+    \b
+    Examples:
+      profharness kernels --config 2,8,512,64 --backend auto,math --format csv
+      profharness kernels --config 2,8,512,64 --profiler all
+      profharness kernels --config 2,8,512,64,bf16 --gpu H200
+
+    In Python nothing is captured: the result has one row per kernel and launch configuration of each
+    cell. Raises NotFoundError if no stored run has the configs.
+    """
+    named, chosen, names = split_names(profilers), config_list(configs), split_names(backends)
+    if gpu or torch or driver or atlas:
+        if gpu is None or run is not None or named or steps:
+            raise UsageError(GPU_ALONE)
+        return _predict(chosen, names, gpu, torch, atlas, driver)
+    watched = TRACE_PROFILERS if EVERY_PROFILER in named else named
+    if steps and len(watched) > 1:
+        raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
+    path, selection = store_path(store), select(run, chosen, names, watched)
+    rows, cells = find_rows(path, selection, by_op=steps)
+    # each profiler of a run saw the same launches: all their rows would count them again
+    return KernelsFound(rows if named else _first_profiler(rows), cells, path, named)
+
+
+@document(kernels)
+def show(
+    found: KernelsFound,
+    *,
+    steps: Steps = False,
+    full: Full = False,
+    format: Format = None,
+    output: OutputFile = None,
+) -> Document:
+    """Return the document, and print what its format leaves out."""
+    if steps:
+        from profharness.views.steps import steps_document  # for this one option
+
+        page = steps_document(found.rows, found.cells, full=full)
+    elif EVERY_PROFILER in found.profilers:
+        page = witness_document(found.rows, found.cells, full=full)
+    else:
+        page = kernels_document(found.rows, found.cells, full=full)
+    warnings = found.warnings()
+    if found.store is not None:
+        _hint_layers(found.store, found.rows, found.cells)
+    if chosen_format(format, None if output is None else Path(output)) == "csv":
+        _hint_omitted(found.cells, warnings)
+    return page if found.store is None else with_warnings(page, warnings)
+
+
+@gate(kernels)
+def check(found: KernelsFound, *, expect: Expected = (), run: RunOrAll = None) -> None:
+    """Raise GateError unless every cell ran one of the expected backends or families."""
+    expected = split_names(expect)
+    watched = {row.run for row in found.rows}
+    # of every run, those that have no kernels and cannot know are left out
+    judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
+    failed = unmet_expectations(expected, found.rows, judged) if expected else []
+    if failed:
+        raise GateError(f"--expect {','.join(expected)} is not met: " + "\n  ".join(failed))
+
+
+def select(
+    run: str | None,
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    profilers: Sequence[str] = (),
+) -> Selection:
+    """Return the selection of --run, --config, --backend and --profiler. Raise UsageError."""
+    if backends:
+        # finds implementations, which only a filter by backend needs
+        from profharness.backends import stored_names
+
+        backends = stored_names(backends)
+    return Selection(run, configs, backends, profilers)
+
+
+def find_rows(
+    store: Path,
+    selection: Selection,
+    *,
+    by_op: bool = False,
+    needs: Sequence[Need] = KERNELS_ELSE_CELLS,
+) -> tuple[list[KernelRow], list[CellRow]]:
+    """Return the selected rows of the latest run that has the first of the needs that any run has.
+
+    On the command line, configs without the first of them are captured if no run is named. Hint at the
+    reason if a run has no kernels.
+    """
+    capturing = selection.configs and selection.run is None and is_command_line()
+    try:
+        # an older run that merely has the cells would keep the configs from being captured
+        chosen = needs[:1] if capturing else needs
+        rows, cells = predicted_rows(store, selection, by_op=by_op, needs=chosen)
+    except NotFoundError:
+        if not capturing:
+            raise
+        from profharness.jobs import Listener, capture_missing
+
+        selection = capture_missing(store, selection, Listener(hint, capture_progress))
+        rows, cells = predicted_rows(store, selection, by_op=by_op)
+    if not rows and selection.run != ALL_RUNS:
+        with open_store(store) as opened:
+            lack = opened.lack_of_kernels(cells[0].run)
+        if lack is not None:
+            hint(lack)
+    return rows, cells
+
+
+def _predict(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    gpu: str,
+    torch: str | None,
+    folder: object,
+    driver: str | None,
+) -> KernelsFound:
+    from profharness.answers.atlas.rows import predicted_rows as rows_of_atlas  # loads numpy
+
+    path = None if folder is None else Path(str(folder))
+    rows, cells, doubt = rows_of_atlas(configs, backends, gpu, torch, path, driver)
+    if doubt:
+        hint(doubt)
+    return KernelsFound(rows, cells)
+
+
+def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> None:
+    """Print what a CSV, which has rows of kernels only, leaves out."""
+    for cell in cells:
+        if cell.status != "ok":
+            note = cell_notes(cell, [])[0]
+            hint(f"{cell.config} {note.label}: {note.text}")
+    for note in warning_notes(warnings):
+        hint(f"warning: {note.label}: {note.text}")
+
+
+def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
+    """Print the command that shows a program's attention if the rows are of one program."""
+    runs = {row.run for row in rows}
+    if cells or len(runs) != 1 or not is_command_line():
+        return
+    (run,) = runs
+    with open_store(path) as store:
+        has_calls = store.has(run, "attention calls")
+    if has_calls:
+        hint(f"see its attention layer by layer with: {shell_command('layers', run, store=path)}")
+
+
+def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
+    """Return of each run the rows of one profiler, with a hint at the others that saw it."""
+    kept = of_first_profiler(rows)
+    # a set's order would differ from run to run
+    others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})
+    if others:
+        hint(f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side")
+    return kept
+
+
+DECLARATION = declaration_of(kernels)

@@ -1,0 +1,425 @@
+"""`profharness layers`: show the attention of a program, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+
+from profharness.answers.atlas.answer import Place
+from profharness.answers.atlas.catalog import find_place, known_atlases
+from profharness.answers.forecast import forecast_map
+from profharness.answers.layer_benches import find_benches
+from profharness.answers.layer_classes import LayerClasses, find_classes
+from profharness.answers.layer_gates import (
+    Gates,
+    check_gates,
+    parse_gates,
+    require_recorded,
+)
+from profharness.answers.layers import LayerMap, find_layers, replay_lines
+from profharness.answers.regret import timed_configs
+from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._output import capture_progress, echo, hint, measured
+from profharness.commands._types import (
+    RUN_TOOL,
+    RUN_TOOL_EXAMPLES,
+    AtlasFolder,
+    Backends,
+    Driver,
+    Format,
+    Names,
+    OutFolder,
+    OutputFile,
+    PathLike,
+    Store,
+    complete_runs,
+    store_path,
+)
+from profharness.config import split_names
+from profharness.errors import NotFoundError, UsageError
+from profharness.files import RUNS_FOLDER
+from profharness.jobs import Listener, time_layers
+from profharness.run import BenchOptions, gpu_names, parse_seconds, require_apart
+from profharness.store import Selection, frame, open_store
+from profharness.views.document import Document
+from profharness.views.layer_benches import benches_document
+from profharness.views.layer_classes import forecasts_document, layer_classes_document
+from profharness.views.layers import layers_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WORDS = """
+\b
+mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
+       fast path (nn.TransformerEncoder's own op)
+phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
+ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
+
+--regret adds what each row would save a step on the fastest correct backend: calls times
+(measured time of what ran, less that of the best), forward and backward apart. Where the GPU
+waits for the CPU, that is the most that it can save.
+
+--gpu shows what another GPU would do with the same calls, in a table of its own: the backend that
+PyTorch takes there, the time of its kernels with its 90 % interval and where the figure is from
+(measured, model; floor: no time is known), and what the fastest backend would save. A trace from
+another GPU, or a program observed on a CPU, is enough. Several GPUs (H100,H200) have a column each.
+
+Several runs of a model, one on each class of GPU, have a column each: what ran there, medians of one
+call, and how many times as fast the others are as the first.
+
+--bench BENCH-ON-H100,BENCH-ON-H200 adds, a column each, what runs there and what is the fastest in a
+bench of the layers' configs. Of one run the benches are of any GPUs: beside what ran on its own, what
+PyTorch took on the others. Each of several runs has the bench of its GPU.
+"""
+MAX_TIME_S = 2.0  # sampling of one config on one backend
+
+ProgramRuns = Annotated[
+    str,
+    Option(
+        complete=complete_runs,
+        tool=RUN_TOOL,
+        tool_examples=RUN_TOOL_EXAMPLES,
+        tool_name="run",
+        tool_value=lambda text: (text,),
+    ),
+]
+Step = Annotated[
+    int | None,
+    Option(
+        ("--step",),
+        type=click.IntRange(0),
+        help="Only this step, counted from 0.",
+        tool="Only this recorded step, from 0.",
+    ),
+]
+Release = Annotated[
+    str | None,
+    Option(
+        ("--torch",),
+        metavar="RELEASE",
+        help="The program's PyTorch, for the reasons, where its trace does not tell it: 2.11. With --gpu "
+        "the release that is predicted for.  [default: with --gpu its newest atlas's]",
+        tool="The release of PyTorch.",
+        tool_examples=("2.11",),
+    ),
+]
+GpuNames = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help="Predict what other GPUs would do with each layer, by their atlases: H200, or H100,H200 "
+        "with a column each. Nothing runs.",
+        tool="Predict for these GPUs by their atlases.",
+        tool_examples=("H200",),
+    ),
+]
+OnlyConfigs = Annotated[
+    bool,
+    Option(
+        ("--configs",),
+        help="Print the configs that replay the calls, for `capture --configs`; with --regret those that "
+        "it times, or that --bench needs, for `bench --configs`.",
+    ),
+]
+Full = Annotated[
+    bool, Option(("--full",), help="Whole module names, kernels, and where the GPU waited.")
+]
+Regret = Annotated[
+    bool,
+    Option(
+        ("--regret",),
+        help="Time the calls on each backend, on this machine, and say what the best one saves a step.",
+    ),
+]
+Benches = Annotated[
+    Names,
+    Option(
+        ("--bench",),
+        metavar="RUN",
+        multiple=True,
+        complete=complete_runs,
+        help="--regret from this stored bench run, without measuring. Several, one a class of GPU, by commas "
+        "or repeated, have a column each.",
+    ),
+]
+MaxTime = Annotated[
+    str | None,
+    Option(
+        ("--max-time",),
+        help="Time that --regret may sample one config on one backend.  [default: 2s]",
+    ),
+]
+FailOn = Annotated[
+    tuple[str, ...],
+    Option(
+        ("--fail-on",),
+        multiple=True,
+        metavar="GATE",
+        check=lambda names: parse_gates(names, ()),
+        help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (what ran is not "
+        "told); of an observed program noop-mask, asked-not-ran too. Repeatable, or by commas.",
+    ),
+]
+Expected = Annotated[
+    tuple[str, ...],
+    Option(
+        ("--expect",),
+        multiple=True,
+        metavar="BACKEND@GLOB",
+        check=lambda texts: parse_gates((), texts),
+        help="Exit 3 unless this backend ran in all modules that the glob matches, at least one: "
+        "flash@'model.layers.*', or flash,cudnn@'*' for either. Repeatable.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class LayersFound:
+    """The attention of one program, or of several side by side."""
+
+    store: Path
+    maps: tuple[LayerMap, ...]
+    classes: LayerClasses | None = None
+    """None for one program."""
+    torch: str | None = None
+    predicted: bool = False
+    """Whether the map has what would run on other GPUs."""
+
+
+def _to_frame(found: LayersFound) -> pd.DataFrame:
+    rows = [
+        {"run": each.run, **record} if found.classes else record
+        for each in found.maps
+        for record in layers_document(each).records
+    ]
+    made = frame(rows)
+    made.attrs["layers"] = found.maps
+    return made
+
+
+@command(
+    "layers",
+    frame=_to_frame,
+    epilog=WORDS,
+    tool="Use it for a model or a training step, where kernels has single configs. With gpu the keys "
+    "predicted_* are what another GPU would do with the same calls.",
+)
+def layers(
+    *run: ProgramRuns,
+    step: Step = None,
+    torch: Release = None,
+    gpu: GpuNames = None,
+    driver: Driver = None,
+    atlas: AtlasFolder = None,
+    store: Store = None,
+) -> LayersFound:
+    """Show the attention of a program, layer by layer: what ran, why, what it cost.
+
+    Answers from a trace of any program that PyTorch's profiler recorded, once `ingest` took it in.
+    Shapes are told by a trace recorded with record_shapes=True, modules by with_stack=True. A line
+    stands for the like calls of like layers; times are of kernels, per step: a step is a
+    ProfilerStep, else it ends with an optimizer's step, else a call of the outermost module begins it.
+
+    \b
+    Examples:
+      profharness ingest trace.json.gz && profharness layers
+      profharness layers --torch 2.11 --full
+      profharness layers --gpu H200
+      profharness layers RUN-ON-H100 RUN-ON-H200
+      profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
+      profharness layers --configs > calls.txt; profharness capture --configs calls.txt
+
+    In Python the result has one row per row of the table, with the keys of the JSON. The maps are in
+    `attrs["layers"]`.
+    """
+    require_gpu(gpu, driver, atlas)
+    path = store_path(store)
+    if len(run) > 1:
+        _require_one_run(gpu, step is not None)
+        return _find_several(path, run, torch)
+    one = run[0] if run else None
+    if gpu is None:
+        return LayersFound(path, (_find_map(path, one, step, torch),), torch=torch)
+    places = find_places(gpu, torch, driver, atlas)
+    return LayersFound(path, (forecast(path, one, places, step=step),), torch=torch, predicted=True)
+
+
+@document(layers)
+def show(
+    found: LayersFound,
+    *,
+    step: Step = None,
+    only_configs: OnlyConfigs = False,
+    full: Full = False,
+    regret: Regret = False,
+    benches: Benches = (),
+    backend: Backends = (),
+    max_time: MaxTime = None,
+    fail_on: FailOn = (),
+    expect: Expected = (),
+    out: OutFolder = RUNS_FOLDER,
+    format: Format = None,
+    output: OutputFile = None,
+) -> Document | None:
+    """Return the document, or print configs and return None."""
+    named = split_names(benches)
+    gates = parse_gates(fail_on, expect)
+    if found.predicted and len(named) < 2:
+        require_forecast_alone(fail_on, expect, named, only_configs, regret)
+        return forecasts_document(found.maps[0], full=full)
+    if found.classes is not None or len(named) > 1:
+        of_one = (step is not None, backend, max_time, only_configs, found.predicted)
+        _require_one_run(*of_one, regret and not named)
+        return _show_several(found, named, gates, full=full)
+    (own,) = found.maps
+    options = _bench_options(regret, named, split_names(backend), max_time, Path(out))
+    _require_lines(only_configs, named, output, format)
+    require_recorded(own, gates)  # before anything is measured for them
+    if only_configs:
+        echo("\n".join(_config_lines(own, timed=regret)))
+        return None
+    if options is not None:
+        own = time_layers(own, options, found.store, Listener(hint, capture_progress))
+    measurement = own.regret
+    again = measured("layers", own.run, "--bench", measurement.run) if measurement else None
+    with again or contextlib.nullcontext():
+        return layers_document(own, full=full)
+
+
+@gate(layers)
+def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> None:
+    """Raise GateError if a gate is not met by each run."""
+    gates = parse_gates(fail_on, expect)
+    for each in found.maps:
+        check_gates(each, gates)
+
+
+def _find_map(store: Path, run: str | None, step: int | None, torch: str | None) -> LayerMap:
+    with open_store(store) as opened:
+        name = opened.find_run(Selection(run), "attention calls")
+        return find_layers(opened, name, step=step, torch=torch)
+
+
+def _find_several(store: Path, runs: Sequence[str], torch: str | None) -> LayersFound:
+    with open_store(store) as opened:
+        names = [opened.find_run(Selection(run), "attention calls") for run in runs]
+        if len(unique := list(dict.fromkeys(names))) < min(len(names), 2):
+            raise UsageError(f"{' and '.join(runs)} are one run, {names[0]}; name it once")
+        classes = find_classes(opened, unique, torch=torch)
+    return LayersFound(store, tuple(each.layers for each in classes.classes), classes, torch)
+
+
+def _show_several(
+    found: LayersFound, benches: Sequence[str], gates: Gates, *, full: bool
+) -> Document:
+    with open_store(found.store) as opened:
+        classes = found.classes
+        if classes is None:
+            classes = find_classes(opened, [found.maps[0].run], torch=found.torch)
+        beside = find_benches(opened, classes, benches) if benches else None
+    for each in classes.classes:
+        require_recorded(each.layers, gates)
+    if beside is None:
+        return layer_classes_document(classes, full=full)
+    return benches_document(classes, beside, full=full)
+
+
+def forecast(
+    store: Path, run: str | None, places: Sequence[tuple[Place, str]], *, step: int | None = None
+) -> LayerMap:
+    """Return the map of a run with what would run in some places. Raise NotFoundError."""
+    own = _find_map(store, run, step, None)
+    for place, doubt in places:
+        own = forecast_map(own, place, doubt)
+    return own
+
+
+def find_places(
+    gpus: str, torch: str | None, driver: str | None = None, atlas: PathLike | None = None
+) -> list[tuple[Place, str]]:
+    """Return the places that a text such as `H100,H200` names, each with why it has no atlas.
+
+    Raise UsageError for what is not a GPU, and for one that is named twice.
+    """
+    entries, names = known_atlases(None if atlas is None else Path(atlas)), gpu_names(gpus)
+    places = [find_place(entries, name, torch, driver=driver) for name in names]
+    require_apart(names, [place.gpu for place, _ in places])
+    return places
+
+
+def require_gpu(gpu: str | None, *options: object) -> None:
+    """Raise UsageError for options of --gpu without it."""
+    if gpu is None and any(options):
+        raise UsageError("--driver and --atlas say what --gpu answers from; add --gpu NAME")
+
+
+def _require_one_run(*others: object) -> None:
+    if any(others):
+        raise UsageError(
+            "--step, --gpu, --configs, --regret without --bench, --backend and --max-time are about one "
+            "run, and one bench; name one"
+        )
+
+
+def require_forecast_alone(*others: object) -> None:
+    if any(others):
+        raise UsageError(
+            "--configs, --regret, --bench, --fail-on and --expect are about what ran, --gpu about what "
+            "would run elsewhere; leave one out (benches of several GPUs stand beside each other without "
+            "--gpu: --bench RUN,RUN)"
+        )
+
+
+def _require_lines(
+    only_configs: bool, benches: Sequence[str], output: object, format: str | None
+) -> None:
+    if only_configs and benches:
+        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
+    if only_configs and (output or format):
+        raise UsageError(
+            "--configs prints lines to stdout: `--configs > calls.txt`, no -o, no --format"
+        )
+
+
+def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
+    """Return the configs that replay the calls, or those that --regret times. Raise NotFoundError."""
+    if timed:
+        return [config.label for config in timed_configs(own)]
+    lines = replay_lines(own)
+    if not lines:
+        reasons = dict.fromkeys(text for row in own.rows for text in row.reasons)
+        raise NotFoundError(f"no config replays a call of run {own.run}: {'; '.join(reasons)}")
+    return lines
+
+
+def _bench_options(
+    regret: bool,
+    benches: Sequence[str],
+    backends: tuple[str, ...],
+    max_time: str | None,
+    out: Path,
+) -> BenchOptions | None:
+    """Return what to time, None without --regret. Raise UsageError for options that have no effect."""
+    if benches and max_time is not None:
+        raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
+    if not regret and not benches:
+        for option, given in (("--backend", bool(backends)), ("--max-time", max_time is not None)):
+            if given:
+                raise UsageError(f"{option} says what --regret times; add --regret")
+        return None
+    return BenchOptions(
+        backends=backends,
+        run=benches[0] if benches else None,
+        max_time_s=parse_seconds(max_time) if max_time else MAX_TIME_S,
+        out=out,
+    )
+
+
+DECLARATION = declaration_of(layers)

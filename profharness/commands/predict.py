@@ -1,0 +1,115 @@
+"""`profharness predict`: predict what a GPU would do with configs, by its atlas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from profharness.answers.atlas.answer import flat_record
+from profharness.answers.atlas.catalog import Asked, predicted
+from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._output import chosen_format, hint
+from profharness.commands._types import (
+    AtlasFolder,
+    Backends,
+    Configs,
+    Driver,
+    Format,
+    OutputFile,
+    config_list,
+)
+from profharness.config import split_names
+from profharness.store import frame
+from profharness.views.document import Document
+from profharness.views.predict import predict_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GpuName = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help="The GPU that is asked about: H200, or any that `explain --gpu` knows.  [default: the one here "
+        "where it has an atlas, else the only one that has]",
+        tool="A GPU by name. Left out: the only one with an atlas.",
+        tool_examples=("H200",),
+    ),
+]
+Release = Annotated[
+    str | None,
+    Option(
+        ("--torch",),
+        metavar="RELEASE",
+        help="The PyTorch release, 2.11 or 2.11.0.  [default: the newest that has an atlas of this GPU; "
+        "without one the newest whose rules are known]",
+        tool="The release of PyTorch.",
+        tool_examples=("2.11",),
+    ),
+]
+Full = Annotated[
+    bool, Option(("--full",), help="Each config by itself too, where there are several.")
+]
+
+
+def _to_frame(found: Asked) -> pd.DataFrame:
+    rows = [row for answer in found.answers for row in found.of(answer)]
+    made = frame(list(map(flat_record, rows)))
+    made.attrs |= {"answers": rows, "place": found.place.text, "doubt": found.doubt}
+    return made
+
+
+@command(
+    "predict",
+    frame=_to_frame,
+    tool="Use it for how long a config takes or which backend is fastest there; explain says why.",
+)
+def predict(
+    configs: Configs,
+    backends: Backends = (),
+    *,
+    gpu: GpuName = None,
+    torch: Release = None,
+    driver: Driver = None,
+    atlas: AtlasFolder = None,
+) -> Asked:
+    """Predict what a GPU does with configs, without that GPU: choice, kernels, time, the best backend.
+
+    Answers come from an atlas: thousands of cells that were measured on such a GPU, and a model
+    between them. `source` says how each figure is known: `measured` in the atlas, by the `model`,
+    whose 90 % interval stands beside it, or `floor`: then nothing but the choice by rule and the
+    roofline bound is told, because the GPU or the release has no atlas or the config lies outside
+    of what one sampled. Several configs give maps of choice, time and loss. No torch and no store is
+    read.
+
+    \b
+    Examples:
+      profharness predict --config 16,32,1,128,bf16,seq_kv=4096,kv_heads=8 --gpu H200
+      profharness predict --config '2,16,{512:8192:*2},{64,128,256},bf16' --gpu H200 -o maps.html
+      profharness predict --configs FILE --gpu H200 --format csv
+
+    In Python the result has one row per config and backend, times in ns. `source` is `measured`, `model`
+    or `floor`, where low_ns is the roofline bound and there is no time. Kernels are short names. Whole
+    rows are in `attrs["answers"]`, the machine in `attrs["place"]`, what is doubtful in `attrs["doubt"]`.
+    """
+    folder = None if atlas is None else Path(atlas)
+    found = predicted(config_list(configs), split_names(backends), gpu, torch, folder, driver)
+    if gpu is None:
+        hint(f"answering for {found.place.text}")
+    if found.doubt:
+        hint(found.doubt)
+    return found
+
+
+@document(predict)
+def show(
+    found: Asked, *, full: Full = False, format: Format = None, output: OutputFile = None
+) -> Document:
+    """Return the document, with charts for the formats that show them."""
+    path = None if output is None else Path(output)
+    charts = chosen_format(format, path) in ("html", "md")
+    return predict_document(found.answers, found.place, found.backends, full=full, charts=charts)
+
+
+DECLARATION = declaration_of(predict)

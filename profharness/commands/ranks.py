@@ -1,0 +1,106 @@
+"""`profharness ranks`: compare the ranks of a job with each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from profharness import stats
+from profharness.answers.ranks import compare_ranks
+from profharness.answers.ranks.model import CODES, RankComparison
+from profharness.commands._command import Option, command, declaration_of, document, gate, one_of
+from profharness.commands._types import (
+    PathLike,
+    PositiveNumber,
+    Store,
+    complete_runs,
+    require_positive,
+    store_path,
+)
+from profharness.config import split_names
+from profharness.errors import GateError
+from profharness.store import frame, open_store
+from profharness.views.document import Document
+from profharness.views.ranks import ranks_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ANY = "any"
+_WIDTH = max(map(len, CODES))
+
+RankRuns = Annotated[PathLike, Option(metavar="[RUN_OR_FOLDER]...", complete=complete_runs)]
+Threshold = Annotated[
+    float,
+    Option(
+        ("--threshold",),
+        type=PositiveNumber(),
+        check=require_positive,
+        help="How much longer kernels must take to be called slow.  [default: 0.03]",
+        click={"show_default": False},
+    ),
+]
+FailOn = Annotated[
+    tuple[str, ...],
+    Option(
+        ("--fail-on",),
+        multiple=True,
+        metavar="FINDING",
+        check=one_of((*CODES, ANY), "--fail-on"),
+        help="Exit 3 on a finding: slow-gpu, other-attention, … or any. Repeatable, or by commas.",
+    ),
+]
+Full = Annotated[
+    bool, Option(("--full",), help="Every rank of a large job, not those set apart first.")
+]
+
+
+def _to_frame(answer: RankComparison) -> pd.DataFrame:
+    made = ranks_document(answer)
+    rows = frame(list(made.records), list(made.fields))
+    rows.attrs["findings"] = made.extra["findings"]
+    return rows
+
+
+@command(
+    "ranks",
+    frame=_to_frame,
+    fill={"codes": "\n    ".join(f"{code:{_WIDTH}}  {text}" for code, text in CODES.items())},
+)
+def ranks(
+    *runs: RankRuns, threshold: Threshold = stats.THRESHOLD, store: Store = None
+) -> RankComparison:
+    """Compare the ranks of a job: which GPU is slow, which rank ran something else.
+
+    Kernels are held against the same kernel with the same grid in the same range on the other ranks,
+    collectives left out: where all wait for one GPU, its own kernels still show it. A run stands for
+    the job that it is of: the traces beside it that tell as many ranks. Without one it is the newest job.
+
+    \b
+    {codes}
+
+    \b
+    Examples:
+      profharness ingest traces/step100 --scheduler local && profharness ranks
+      profharness ranks traces/step100 --fail-on slow-gpu,other-attention
+    """
+    with open_store(store_path(store)) as opened:
+        return compare_ranks(opened, [str(run) for run in runs], threshold)
+
+
+@document(ranks)
+def show(answer: RankComparison, *, full: Full = False) -> Document:
+    """Return the document."""
+    return ranks_document(answer, full=full)
+
+
+@gate(ranks)
+def check(answer: RankComparison, *, fail_on: FailOn = ()) -> None:
+    """Raise GateError for each finding that was named."""
+    gates = split_names(fail_on)
+    met = [each for each in answer.findings if each.code in gates or ANY in gates]
+    if met:
+        lines = [f"{each.code}: {', '.join(each.ranks)}: {each.sentence}" for each in met]
+        raise GateError(f"--fail-on {','.join(gates)} is met: " + "\n  ".join(lines))
+
+
+DECLARATION = declaration_of(ranks)

@@ -1,0 +1,107 @@
+"""`profharness report`: write stored runs as one page, to read, to send or to give to a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._output import emit
+from profharness.commands._types import (
+    Force,
+    Format,
+    OutputFile,
+    Store,
+    complete_runs,
+    store_path,
+)
+from profharness.errors import UsageError
+from profharness.files import atomic_file, check_output
+from profharness.store import open_store
+from profharness.views.document import Chart, Document
+from profharness.views.renderers import RENDERERS
+from profharness.views.report import report_document
+
+ReportedRuns = Annotated[str, Option(metavar="[RUN]...", complete=complete_runs)]
+WithBench = Annotated[
+    bool | None,
+    Option(
+        ("--bench/--no-bench",),
+        help="With intervals, rates and doubts.  [default: for runs that `bench` made]",
+    ),
+]
+NoCharts = Annotated[
+    bool, Option(("--no-charts",), help="Leave charts out; they need the extra `report`.")
+]
+Images = Annotated[
+    Literal["svg", "png"],
+    Option(("--images",), help="What the charts beside a Markdown file are."),
+]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report, and the file and format that it is written to."""
+
+    document: Document
+    path: Path | None
+    format: str | None
+    force: bool
+
+
+def _write_text(made: Report) -> str:
+    """Return the report as text, written to its file too."""
+    suffix = made.path.suffix[1:].lower() if made.path is not None else "html"
+    name = made.format or {"htm": "html"}.get(suffix, suffix)
+    if name not in RENDERERS:
+        raise UsageError(f"no format {name!r} of a report; known are {', '.join(RENDERERS)}")
+    text = RENDERERS[name](made.document)
+    if made.path is not None:
+        with atomic_file(made.path, force=made.force) as file:
+            file.write(text.encode())
+    return text
+
+
+@command("report", frame=_write_text)
+def report(
+    *runs: ReportedRuns,
+    path: OutputFile = None,
+    format: Format = None,
+    force: Force = False,
+    bench: WithBench = None,
+    store: Store = None,
+) -> Report:
+    """Write a report on stored runs: cells, latency, kernels, problems, environment.
+
+    RUN is an id, a unique prefix, latest or latest~1; the latest if none is given. Of two runs the
+    report also says what changed from the first to the second; of several programs, or of benches on
+    several classes of GPU, it has a table with a column a class. An HTML report is one file that
+    needs no network; beside a Markdown file its charts are files of their own, out-1.svg and so on.
+
+    \b
+    Example:
+      profharness report latest -o report.html
+
+    In Python the result is the text of the report: html, md, json, jsonl or csv.
+    """
+    if path is not None:
+        check_output(Path(path), force=force)
+    with open_store(store_path(store)) as opened:
+        made = report_document(opened, runs or ("latest",), bench=bench)
+    return Report(made, None if path is None else Path(path), format, force)
+
+
+@document(report)
+def show(made: Report, *, no_charts: NoCharts = False, images: Images = "svg") -> None:
+    """Write the report to stdout or the file, with its charts beside a Markdown file."""
+    page = made.document
+    if no_charts:
+        kept = tuple(block for block in page.blocks if not isinstance(block, Chart))
+        page = replace(page, blocks=kept)
+    named = ", ".join(entry["run"] for entry in page.extra["runs"])
+    about = f"run {named}" if len(page.extra["runs"]) == 1 else f"runs {named}"
+    emit(page, made.format, made.path, force=made.force, images=images, about=about)
+
+
+DECLARATION = declaration_of(report)

@@ -1,0 +1,82 @@
+"""`profharness runs`: list what is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._output import hint
+from profharness.commands._types import Names, Store, store_path
+from profharness.config import split_names
+from profharness.rows import RunRow
+from profharness.store import open_store, to_frame
+from profharness.views.document import Document
+from profharness.views.runs import runs_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Deleted = Annotated[
+    Names,
+    Option(
+        ("--delete",),
+        multiple=True,
+        metavar="RUN",
+        help="Delete a run. Repeatable.",
+        click={"is_eager": True},  # known before -o is checked
+    ),
+]
+
+
+@dataclass(frozen=True)
+class StoredRuns:
+    """The runs of a store, newest first; after a deletion those that are left."""
+
+    rows: tuple[RunRow, ...]
+    store: Path
+    deleted: tuple[str, ...] = ()
+
+
+def _to_frame(runs: StoredRuns) -> pd.DataFrame:
+    return to_frame(runs.rows, RunRow)
+
+
+@command(
+    "runs",
+    frame=_to_frame,
+    tool="Use it first, to learn what the other tools can be asked about.",
+)
+def runs(*, deleted: Deleted = (), store: Store = None) -> StoredRuns:
+    """List what is stored, the newest run first.
+
+    --delete takes a run out of the store; its run folder and traces stay, and `ingest` brings it
+    back.
+
+    \b
+    Example:
+      profharness runs --format json
+    """
+    path, names = store_path(store), split_names(deleted)
+    with open_store(path, write=bool(names)) as opened:
+        # All are looked up before the first one goes, so that `latest~1` means one run.
+        for run in dict.fromkeys([opened.resolve(name) for name in names]):
+            opened.delete_run(run)
+            hint(f"deleted {run}")
+        return StoredRuns(tuple(opened.runs()), path, names)
+
+
+@document(runs)
+def show(found: StoredRuns) -> Document | None:
+    """Return the list, or None after a deletion."""
+    if found.deleted:
+        return None
+    if not found.rows:
+        hint(
+            f"{found.store} holds no runs; `profharness capture` or `profharness ingest FILE` makes one"
+        )
+    return runs_document(found.rows)
+
+
+DECLARATION = declaration_of(runs)
