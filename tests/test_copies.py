@@ -27,7 +27,6 @@ DERIVED = {"config.SDPA_BACKENDS", "config.OWN_CHOICE"}  # of other names in the
 OTHER_FACTS = {
     ("dispatch/predict.py", "config.SDPA_BACKENDS"): "the orders of preference, by release",
     ("dispatch/checks.py", "config.DTYPES"): "what efficient computes in, in PyTorch's order",
-    ("dispatch/early.py", "config.DTYPES"): "the same of 2.0 to 2.2, in their order",
     ("kernel_names/__init__.py", "config.DTYPES"): "dtypes that names spell; below config",
 }
 

@@ -88,7 +88,7 @@ CHANGES = (
     Change("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, LARGEST_DIM),
            "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
            "slice the output"),
-    Change("expand kv heads", ("num_heads", "no_argument"), lambda c: replace(c, num_kv_heads=c.num_heads),
+    Change("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
            "repeat the {b.num_kv_heads} key and value heads to {a.num_kv_heads} instead of enable_gqa (more memory "
            "for k and v)"),
     Change("detach mask", ("mask_grad",),

@@ -1,8 +1,8 @@
-"""What a prediction is for: a machine (PyTorch release, compute capability, cuDNN), and one call of
-SDPA with everything that its dispatcher looks at.
+"""The inputs of a prediction: a machine (PyTorch release, compute capability, cuDNN) and the
+parameters of one SDPA call.
 
-Rows of tables are NamedTuples here and in the other modules of the rules: a dataclass takes longer to
-make than all of its rows, and `profharness kernels` pays for it.
+Table rows in this package are NamedTuples: creating a dataclass takes longer than creating all of
+its rows, which would slow the start of every command.
 """
 
 from __future__ import annotations
@@ -21,30 +21,20 @@ Release = tuple[int, ...]
 
 
 class Wheel(NamedTuple):
-    """What a CUDA build of a release brings. cuDNN versions are written as cudnnGetVersion()
-    returns them: 9.19.0 as 91900, 8.9.2 as 8902. cudnn is what it finds at run time, compiled what
-    it was built with; None where it was not read.
+    """Versions in a CUDA build of a release.
+
+    cuDNN versions have the format of cudnnGetVersion(): 9.19.0 is 91900, 8.9.2 is 8902.
     """
 
     cuda: str
     cudnn: int | None
+    """The version that the wheel requires at run time."""
     cudnn_compiled: int | None = None
+    """The constant that CUDAHooks::versionCuDNN() returns."""
 
 
-# Only releases whose binary was read. Another one is unknown, never guessed from its neighbours.
-# cudnn is the wheel's own requirement, compiled the constant that CUDAHooks::versionCuDNN() returns.
+# Releases whose binaries were read. Other releases are unknown, never guessed from their neighbours.
 RELEASES: dict[Release, Wheel] = {
-    (2, 0, 1): Wheel("11.7", 8500, 8500),
-    (2, 1, 0): Wheel("12.1", 8902, 8902),
-    (2, 1, 1): Wheel("12.1", None, 8902),
-    (2, 1, 2): Wheel("12.1", 8902, 8902),
-    (2, 2, 0): Wheel("12.1", None, 8902),
-    (2, 2, 1): Wheel("12.1", None, 8902),
-    (2, 2, 2): Wheel("12.1", 8902, 8902),
-    (2, 3, 0): Wheel("12.1", 8902, 8902),
-    (2, 3, 1): Wheel("12.1", 8902, 8902),
-    (2, 4, 0): Wheel("12.1", 90100, 90100),
-    (2, 4, 1): Wheel("12.1", 90100, 90100),
     (2, 5, 0): Wheel("12.4", 90100, 90100),
     (2, 5, 1): Wheel("12.4", 90100, 90100),
     (2, 6, 0): Wheel("12.4", 90100, 90100),
@@ -62,11 +52,9 @@ RELEASES: dict[Release, Wheel] = {
     (2, 14, 1): Wheel("13.0", 92400, 92400),
     (2, 15, 0): Wheel("13.2", 92600, 92600),
 }
-# Releases with scaled_dot_product_attention whose rules were not read. 2.0.0 differs from 2.0.1 in
-# the head_dim rules of sm86.
-UNREAD: tuple[Release, ...] = ((2, 0, 0),)
-# Builds for another CUDA than the PyPI wheel's. Of the cu130 build of 2.9 it is known that cuDNN comes first,
-# so that it was compiled with 9.9 at least; PyTorch's build scripts pin its cuDNN to 9.13.0.
+OLDEST: Release = (2, 5)
+# Builds for a CUDA version other than the PyPI wheel's. The cu130 build of 2.9 is known to try cuDNN
+# first, so it was compiled with 9.9 or newer; PyTorch's build scripts pin its cuDNN to 9.13.0.
 OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
     (2, 9, 1): (Wheel("13.0", 91300, 90900),),
 }
@@ -74,26 +62,23 @@ OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What dispatch asks of the machine. cudnn is the runtime version as an integer (9.19.0 is
-    91900), None where unknown; cudnn_compiled the one that PyTorch was built with, or the oldest that
-    it can have been. cudnn_preferred: None for the default, False where
-    TORCH_CUDNN_SDPA_DEPRIORITIZED=1 (2.10 and newer) or TORCH_CUDNN_SDPA_PREFERRED=0 (2.9) is set.
-    cudnn_nested: TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED. cudnn_enabled: TORCH_CUDNN_SDPA_ENABLED=1,
-    without which 2.3 and 2.4 never take cuDNN.
-    """
+    """The properties of a machine that dispatch depends on. None means unknown."""
 
     torch: Release
     capability: tuple[int, int] = (0, 0)
     cudnn: int | None = None
+    """Runtime version as an integer: 9.19.0 is 91900."""
     cuda: str | None = None
     cudnn_compiled: int | None = None
+    """The version that PyTorch was built with, or the oldest possible one."""
     cudnn_preferred: bool | None = None
-    cudnn_nested: bool = False
-    cudnn_enabled: bool = False
+    """False if TORCH_CUDNN_SDPA_DEPRIORITIZED=1 (2.10 and newer) or TORCH_CUDNN_SDPA_PREFERRED=0
+    (2.9) is set. None for the default.
+    """
 
     @property
     def known(self) -> bool:
-        """Whether the rules of this release were verified."""
+        """Whether the rules cover this release."""
         return self.torch in RELEASES
 
     @property
@@ -102,7 +87,7 @@ class Machine:
 
     @property
     def sm(self) -> str:
-        """The capability as PyTorch's messages print it: `9.0`."""
+        """The capability in the format of PyTorch's messages, such as `9.0`."""
         return f"{self.capability[0]}.{self.capability[1]}"
 
     @property
@@ -117,9 +102,11 @@ def machine_for(
     cuda: str | None = None,
     cudnn_compiled: int | str | None = None,
 ) -> Machine:
-    """The machine with that GPU and the release's build for that CUDA (None: the PyPI wheel); cudnn
-    and cudnn_compiled replace the build's versions. What a build brings that is not known is None.
-    Raises UsageError for an unknown GPU; an unknown release gives a machine not `known`.
+    """Return the machine with this GPU and the release's build for this CUDA.
+
+    If `cuda` is None, the build is the PyPI wheel. `cudnn` and `cudnn_compiled` override the build's
+    versions. Unknown versions of a build are None, and an unknown release returns a machine that is
+    not `known`. Raise UsageError for an unknown GPU.
     """
     number = parse_release(release) if isinstance(release, str) else release
     wheel = build_of(number, cuda)
@@ -134,7 +121,7 @@ def machine_for(
 
 
 def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
-    """A release's build for that CUDA, 13.0 or 13.0.1 (None: the PyPI wheel), if it is known."""
+    """Return a release's build for a CUDA version such as 13.0 or 13.0.1 (None: the PyPI wheel)."""
     wheel = RELEASES.get(release)
     if wheel is None or cuda is None:
         return wheel
@@ -144,11 +131,11 @@ def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
 
 
 def parse_cudnn(value: int | str) -> int:
-    """`9.19.0`, `9.19.0.56`, `91900` or 91900 as 91900. Raises UsageError for anything else."""
+    """Parse `9.19.0`, `9.19.0.56`, `91900` or 91900 as 91900. Raise UsageError for other text."""
     text = str(value).strip()
     if match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\.\d+)?", text):
         major = int(match[1])
-        # from cuDNN 9 on the major version counts ten thousand
+        # From cuDNN 9 on, the major version is multiplied by 10,000.
         scale = 10_000 if major >= 9 else 1_000
         return major * scale + int(match[2]) * 100 + int(match[3] or 0)
     if re.fullmatch(r"\d{4,6}", text):
@@ -157,8 +144,10 @@ def parse_cudnn(value: int | str) -> int:
 
 
 def parse_release(text: str) -> Release:
-    """`2.8` as its newest known patch, or .0 where none is known; `2.9.1` or `2.11.0+cu130` as it
-    stands. Raises UsageError when the text is no version.
+    """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`.
+
+    A version without a patch number is the newest known patch release, or .0 if none is known.
+    Raise UsageError if the text is not a version.
     """
     match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\+[\w.]+)?", text.strip())
     if not match:
@@ -170,20 +159,19 @@ def parse_release(text: str) -> Release:
 
 
 class ReleaseRange(NamedTuple):
-    """The releases that `2.5..2.15` stands for: those whose rules are known, oldest first, and
-    those that are not.
-    """
+    """The releases in a range such as `2.5..2.15`, with and without known rules, oldest first."""
 
     known: tuple[Release, ...]
     unknown: tuple[Release, ...]
 
 
 def parse_range(first: str, last: str) -> ReleaseRange:
-    """Every release from the first to the last, `2.5` as 2.5.0 and `2.15` as its newest patch.
+    """Return the releases from `first` to `last`: `2.5` starts at 2.5.0, `2.15` ends at its newest
+    patch.
 
-    Raises UsageError for an empty range, and for one without a known release.
+    Raise UsageError for an empty range, a range without a known release, and a start before 2.5.
     """
-    low, high = parse_release(first), parse_release(last)
+    low, high = _supported(parse_release(first)), parse_release(last)
     low = low if first.count(".") > 1 else (*low[:2], 0)
     text = f"release range '{first.strip()}..{last.strip()}'"
     if low > high:
@@ -191,37 +179,51 @@ def parse_range(first: str, last: str) -> ReleaseRange:
     releases = tuple(release for release in sorted(RELEASES) if low <= release <= high)
     if not releases:
         span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
-        raise UsageError(f"{text} holds no release that the rules know; known are {span}")
-    unknown = {release for release in UNREAD if low <= release <= high}
-    unknown |= {low, high} - RELEASES.keys()
+        raise UsageError(f"{text} contains no release that the rules cover; known are {span}")
+    unknown = {low, high} - RELEASES.keys()
     newest = max(RELEASES)
     if high[0] == newest[0]:
-        # minors after the newest known one: which patches they have is not known
+        # The patches of minor versions after the newest known one are unknown.
         unknown |= {(high[0], minor, 0) for minor in range(newest[1] + 1, high[1])}
     return ReleaseRange(releases, tuple(sorted(unknown)))
 
 
-def _parts(text: str) -> Iterator[ReleaseRange]:
-    """What is known and what is not, of each part; a release that is named alone counts as known."""
+def _supported(release: Release) -> Release:
+    if release < OLDEST:
+        oldest = release_text(OLDEST)
+        raise UsageError(
+            f"PyTorch {release_text(release)} is too old: {oldest} is the oldest supported release"
+        )
+    return release
+
+
+def _ranges(text: str) -> Iterator[ReleaseRange]:
+    """Yield the range of each comma-separated part. A single release counts as known."""
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        yield parse_range(first, last) if dots else ReleaseRange((parse_release(part),), ())
+        if dots:
+            yield parse_range(first, last)
+        else:
+            yield ReleaseRange((_supported(parse_release(part)),), ())
 
 
 def parse_releases(text: str) -> list[Release]:
-    """`2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or a mix,
-    oldest first. Raises UsageError for a range that is empty or holds no known release.
+    """Parse `2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or
+    a mix. Return the releases, oldest first.
+
+    Raise UsageError for a release before 2.5, and for a range that is empty or contains no known
+    release.
     """
-    return sorted({release for part in _parts(text) for release in part.known})
+    return sorted({release for part in _ranges(text) for release in part.known})
 
 
 def skipped_releases(text: str) -> list[Release]:
-    """The releases that the ranges of `text` hold and the rules do not know, oldest first."""
-    return sorted({release for part in _parts(text) for release in part.unknown} if text else ())
+    """Return the releases in the ranges of `text` that the rules do not cover, oldest first."""
+    return sorted({release for part in _ranges(text) for release in part.unknown} if text else ())
 
 
 def release_text(release: Release) -> str:
-    """`(2, 9, 1)` as `2.9.1`."""
+    """Format `(2, 9, 1)` as `2.9.1`."""
     return ".".join(map(str, release))
 
 
@@ -242,7 +244,7 @@ ALLOWED = {
 
 
 class Mask(NamedTuple):
-    """attn_mask: its shape, and whether it holds booleans or is added to the scores."""
+    """An attn_mask. A `bool` mask selects scores, a `float` mask is added to them."""
 
     shape: tuple[int, ...]
     kind: str = "float"
@@ -252,16 +254,11 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """One call of scaled_dot_product_attention on [batch, heads, seq, head_dim] tensors.
+    """The parameters of one scaled_dot_product_attention call on dense tensors.
 
     query is [batch, heads, seq_q, head_dim], key [batch_kv, kv_heads, seq_kv, head_dim], value
-    [batch_kv, kv_heads_v, seq_kv, head_dim_v]; None means the same as batch, kv_heads and head_dim.
-    requires_grad: any of the three requires a gradient and grad mode is on. storage_offset_bytes
-    counts from the start of the storage, the same for all three. enabled: backends whose runtime
-    flag is on. priority: what the caller put first in the order (`set_priority=True`). ndim other
-    than 4 stands for inputs with fewer or more dimensions. nested: all three are nested tensors of
-    the strided layout, seq lengths are then the longest ones. scaled: the call has the argument
-    `scale`.
+    [batch_kv, kv_heads_v, seq_kv, head_dim_v]. If batch_kv, kv_heads_v or head_dim_v is None, it
+    equals batch, kv_heads or head_dim.
     """
 
     batch: int
@@ -276,20 +273,23 @@ class AttentionParams:
     kv_heads_v: int | None = None
     head_dim_v: int | None = None
     ndim: int = 4
+    """Dimensions of query, key and value."""
     enable_gqa: bool = False
     is_causal: bool = False
     mask: Mask | None = None
     dropout: float = 0.0
     requires_grad: bool = False
+    """Whether grad mode is on and query, key or value requires a gradient."""
     last_stride: int = 1
     batch_stride_zero: bool = False
     storage_offset_bytes: int = 0
+    """Offset of query, key and value in their storages."""
     deterministic: str = "off"
-    nested: bool = False
     enabled: frozenset[str] = frozenset(SDPA_BACKENDS)
+    """Backends whose runtime flag is on."""
     priority: tuple[str, ...] = ()
+    """Backends that the caller put first (`set_priority=True`)."""
     flash_impl: str = "FA2"
-    scaled: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
@@ -314,12 +314,12 @@ class AttentionParams:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Bytes per element."""
         return DTYPES[self.dtype][1]
 
     @property
     def dtype_text(self) -> str:
-        """The dtype as PyTorch prints it in its messages."""
+        """The dtype in the format of PyTorch's messages."""
         return DTYPES[self.dtype][0]
 
     @property
@@ -336,7 +336,7 @@ class AttentionParams:
 
 
 def from_config(config: Config, device: str = "cuda") -> AttentionParams:
-    """What the dispatcher sees when the worker runs `config` on `device` (`cuda` or `cpu`), all
+    """Return the call that the worker makes for `config` on `device` (`cuda` or `cpu`), with all
     flags at their defaults. Grouped heads set enable_gqa.
     """
     dtype = str(config.resolve(device).dtype)
@@ -369,15 +369,14 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
         or (config.batch > 1 and any(given[0] == 0 for given in strides)),
         storage_offset_bytes=DTYPES[dtype][1] if config.layout == "offset1" else 0,
         deterministic="error" if config.deterministic else "off",
-        scaled=config.scale is not None,
     )
 
 
-SETS_PRIORITY: Release = (2, 6)  # the first whose sdpa_kernel has set_priority
+SETS_PRIORITY: Release = (2, 6)  # first release whose sdpa_kernel has set_priority
 
 
 def permitted(params: AttentionParams, setting: Setting | None) -> AttentionParams:
-    """The call under a setting of the caller's; None leaves all as it is."""
+    """Return the call under a setting of sdpa_kernel, or unchanged if `setting` is None."""
     if setting is None:
         return params
     priority = setting.backends if setting.ordered else ()
@@ -385,7 +384,7 @@ def permitted(params: AttentionParams, setting: Setting | None) -> AttentionPara
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
-    """The machine of an environment; what cannot be read of it is unknown to the rules."""
+    """Return the machine of a recorded environment. Unreadable values are unknown."""
     try:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:
@@ -393,7 +392,7 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     cuda = _of_kind(environment.get("torch_cuda"), str)
     build = build_of(release, cuda) if cuda else None
     variables: Mapping[str, Any] = _of_kind(environment.get("env"), dict) or {}
-    # 2.9 read one variable to put cuDNN back in the order, newer releases read another
+    # 2.9 reads one variable to lower cuDNN's priority, newer releases read another.
     variable, off = ("TORCH_CUDNN_SDPA_PREFERRED", "0")
     if release >= (2, 10):
         variable, off = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
@@ -405,8 +404,6 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
         cuda=cuda,
         cudnn_compiled=build.cudnn_compiled if build else None,
         cudnn_preferred=False if variables.get(variable) == off else None,
-        cudnn_nested=variables.get("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED") == "1",
-        cudnn_enabled=variables.get("TORCH_CUDNN_SDPA_ENABLED") == "1",
     )
 
 
@@ -415,7 +412,7 @@ def _of_kind(value: object, kind: type[Value]) -> Value | None:
 
 
 def rules_know(environment: Mapping[str, Any]) -> bool:
-    """Whether an environment says enough for the rules, and its release is in their table."""
+    """Return whether the rules cover the environment's release, device and capability."""
     machine = machine_of(environment)
     if machine.torch not in RELEASES or environment.get("device_type") not in ("cuda", "cpu"):
         return False
@@ -423,7 +420,7 @@ def rules_know(environment: Mapping[str, Any]) -> bool:
 
 
 def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:
-    """Sets what a config cannot say to what the run's process had: flags, and the flash implementation."""
+    """Return a function that sets the runtime flags and the flash implementation of a run's process."""
     on = frozenset(name for name in SDPA_BACKENDS if environment.get(f"sdp_{name}") is not False)
     activated = str(environment.get("flash_attention_impl"))
     impl = activated if activated in ALLOWED["flash_impl"] else "FA2"

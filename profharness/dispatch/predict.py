@@ -1,4 +1,4 @@
-"""Which backend PyTorch takes for a call on a machine, and why not the others: the rules applied."""
+"""Apply the dispatch rules: predict which backend PyTorch selects and why it refuses the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from profharness.config import AUTO, SDPA_BACKENDS, Config, sdpa_setting
 from profharness.dispatch.checks import hazards
-from profharness.dispatch.early import EARLY
 from profharness.dispatch.machine import (
     SETS_PRIORITY,
     AttentionParams,
@@ -36,13 +35,13 @@ from profharness.dispatch.rules import (
 )
 from profharness.rows import Refusal
 
-# Where releases from 2.5 on asked in another order: its span, and PyTorch's functions in turn.
+# Earlier orders of PyTorch's checks: first release, first release without the order, checks.
 EARLIER_ORDER: dict[str, tuple[tuple[Release, Release, tuple[str, ...]], ...]] = {
     "cudnn": (
-        ((2, 5), (2, 7), ("runtime_disabled", "nested", "nonzero_lengths", "last_stride", "on_device",
+        ((2, 5), (2, 7), ("runtime_disabled", "nonzero_lengths", "last_stride", "on_device",
                   "tensor_shapes", "cudnn_shapes", "deterministic", "dtypes", "mask_shape",
                   "hardware")),
-        ((2, 7), (2, 9), ("runtime_disabled", "nested", "nonzero_lengths", "on_device", "tensor_shapes",
+        ((2, 7), (2, 9), ("runtime_disabled", "nonzero_lengths", "on_device", "tensor_shapes",
                   "cudnn_shapes", "deterministic", "dtypes", "mask_shape", "hardware",
                   "last_stride", "num_heads")),
     ),
@@ -50,17 +49,14 @@ EARLIER_ORDER: dict[str, tuple[tuple[Release, Release, tuple[str, ...]], ...]] =
 
 
 TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
-    key: (*EARLY.get(key, ()), *rules)
-    for key, rules in {
-        ("cuda", "flash"): FLASH,
-        ("cuda", "efficient"): EFFICIENT,
-        ("cuda", "cudnn"): CUDNN,
-        ("cuda", "math"): MATH,
-        ("cpu", "flash"): CPU_FLASH,
-        ("cpu", "efficient"): (ON_DEVICE,),
-        ("cpu", "cudnn"): (ON_DEVICE,),
-        ("cpu", "math"): MATH,
-    }.items()
+    ("cuda", "flash"): FLASH,
+    ("cuda", "efficient"): EFFICIENT,
+    ("cuda", "cudnn"): CUDNN,
+    ("cuda", "math"): MATH,
+    ("cpu", "flash"): CPU_FLASH,
+    ("cpu", "efficient"): (ON_DEVICE,),
+    ("cpu", "cudnn"): (ON_DEVICE,),
+    ("cpu", "math"): MATH,
 }
 
 _SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
@@ -68,22 +64,17 @@ _HEADER = re.compile(
     r"^(memory efficient kernel|flash attention kernel|cudnn attention kernel) not used because:$",
     re.IGNORECASE,
 )
-# Fragment (lower case) to code; first hit wins.
+# Fragments of refusal texts in lower case, and their codes. The first match wins.
 CODES: tuple[tuple[str, str], ...] = (
     ("has been runtime disabled", "runtime_disabled"),
     ("requires a cuda device", "not_on_cuda"),
     ("need to be on cuda device", "not_on_cuda"),
     ("to be 4 dimensional", "not_4d"),
-    ("has no argument", "no_argument"),
-    ("has no cudnn attention", "not_in_release"),
-    ("has no flash attention for the cpu", "not_in_release"),
-    ("needs to be enabled by setting", "runtime_disabled"),
     ("not support non-null attn_mask", "mask"),
     ("attn_mask requires a gradient", "mask_grad"),
     ("explicit attn_mask should not be set when is_causal", RAISED_LATER),
     ("same last dimension and to be less than or equal to", "head_dim"),
     ("only supports gpu architectures", "capability"),
-    ("only supports sm", "capability"),
     ("compute capability", "capability"),
     ("doesn't support training with head_dim", "head_dim_training"),
     ("does not support the is_causal flag when seqlen_q", "causal_non_square"),
@@ -110,10 +101,6 @@ CODES: tuple[tuple[str, str], ...] = (
     ("does not support sequence length 1", "seq_len_one"),
     ("does not support key/value sequence length 1", "seq_len_one"),
     ("query sequence length 1 with dropout", "seq_len_one"),
-    ("does not currently support head_dim greater than", "head_dim"),
-    ("does not support sequence_length <= 1", "seq_len_one"),
-    ("packed qkv layout", "layout"),
-    ("inputs with requires_grad=true", "requires_grad"),
     ("non-deterministic algorithm", "deterministic"),
     ("is not deterministic", "deterministic"),
     ("nested tensor", "nested"),
@@ -126,14 +113,9 @@ CODES: tuple[tuple[str, str], ...] = (
 
 
 @lru_cache(maxsize=1024)
-def active_rules(device: str, backend: str, release: Release, nested: bool) -> tuple[Rule, ...]:
-    """The rules that a release asks for such inputs, in its order."""
-    scopes = ("any", "nested" if nested else "dense")
-    rules = [
-        rule
-        for rule in TABLES[device, backend]
-        if rule.since <= release < rule.until and rule.scope in scopes
-    ]
+def active_rules(device: str, backend: str, release: Release) -> tuple[Rule, ...]:
+    """Return the rules of a release in the order of its checks."""
+    rules = [rule for rule in TABLES[device, backend] if rule.since <= release < rule.until]
     for since, until, names in EARLIER_ORDER.get(backend, ()) if device == "cuda" else ():
         if since <= release < until:
             return tuple(sorted(rules, key=lambda rule: names.index(rule.check)))
@@ -141,27 +123,27 @@ def active_rules(device: str, backend: str, release: Release, nested: bool) -> t
 
 
 def clean(text: str) -> str:
-    """A warning's text without the C++ source position that PyTorch appends."""
+    """Remove the C++ source position that PyTorch appends to a warning."""
     return _SUFFIX.sub("", text).strip()
 
 
 def is_header(text: str) -> bool:
-    """Whether a warning only announces the reasons that follow it."""
+    """Return whether a warning only announces the reasons that follow it."""
     return bool(_HEADER.match(clean(text)))
 
 
 def code(text: str) -> str:
-    """The reason code of a refusal text, `unknown` if the text is new."""
+    """Return the reason code of a refusal text, or `unknown`."""
     lowered = text.lower()
     return next((code for fragment, code in CODES if fragment in lowered), "unknown")
 
 
-# cuDNN versions that stand for every interval between the versions which the rules name.
+# One cuDNN version from each interval between the versions in the rules.
 CUDNN_POINTS = (
     *(90000, 90501, 91000, 91100, 91101, 91400, 91501, 91900, 92201, 92400, 92401, 92402, 92501),
     92600,
 )
-# What may be missing of a machine that decides the order, with values on both sides of each limit.
+# Fields of Machine that may be unknown and decide the order, with values on both sides of each limit.
 MISSING: dict[str, tuple[object, ...]] = {
     "cudnn": CUDNN_POINTS,
     "cuda": ("12.9", "13.0"),
@@ -169,40 +151,40 @@ MISSING: dict[str, tuple[object, ...]] = {
 }
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
-EFFICIENT_FIRST = ("efficient", "flash", "math")
-WITHOUT_CUDNN = ("flash", "efficient", "math")
 CPU_ORDER = ("flash", "math")
 
 
 class Verdict(NamedTuple):
-    """Whether a backend takes a call (None: not known), and the reasons against it in PyTorch's order.
+    """Whether a backend accepts a call, and the reasons against it in PyTorch's order.
 
-    There are no reasons if and only if eligible is True. certain: those that do refuse; the others
-    might, but cannot be decided. PyTorch stops at the first certain one and tells no other.
+    There are no reasons if and only if eligible is True.
     """
 
     eligible: bool | None
+    """None if unknown."""
     reasons: tuple[Refusal, ...] = ()
     certain: tuple[Refusal, ...] = ()
+    """The reasons that are known to apply. PyTorch stops at the first and reports no other."""
 
 
 class Prediction(NamedTuple):
-    """choice is a backend, `none` where PyTorch raises, `unknown` where it cannot be known.
-    priority_order is empty where it is unknown. hazards: known failures of the choice.
-    """
+    """The predicted choice for a call, and each backend's verdict."""
 
     choice: str
+    """A backend, `none` if PyTorch raises, or `unknown`."""
     priority_order: tuple[str, ...]
+    """Empty if unknown."""
     backends: Mapping[str, Verdict]
     hazards: tuple[str, ...] = ()
+    """Known failures of the chosen backend."""
 
 
 class Priority(NamedTuple):
-    """The order of a span of releases: `preferred` where `prefers` holds, else `otherwise`."""
+    """The order of a span of releases: `preferred` on machines that `prefers` selects."""
 
     since: Release
     until: Release
-    prefers: Callable[[AttentionParams, Machine], bool]
+    prefers: Callable[[Machine], bool]
     preferred: tuple[str, ...] = CUDNN_FIRST
     otherwise: tuple[str, ...] = DEFAULT_ORDER
 
@@ -211,53 +193,29 @@ def _newer_cudnn(machine: Machine) -> bool:
     return (machine.cudnn or 0) > 91500 and machine.major in (9, 10)
 
 
-def _efficient_2_0(params: AttentionParams, _: Machine) -> bool:
-    """2.0 puts efficient before flash for head_dim 128, and for few heads of long queries."""
-    if params.nested:
-        return True
-    if params.ndim != 4 or params.batch == 0:
-        return False
-    heads = params.batch * params.heads
-    blocks = heads * (params.seq_q // 64)
-    return (heads < 60 and blocks // 2 >= heads) or params.head_dim == 128
-
-
-def _efficient_2_1(params: AttentionParams, machine: Machine) -> bool:
-    """2.1 adds a rule of its own for training: efficient unless the queries are long."""
-    if params.requires_grad and not params.nested and params.ndim == 4 and params.batch:
-        return 6 * params.batch * params.heads > params.seq_q
-    return _efficient_2_0(params, machine)
-
-
-# The overrideable backend that 2.9 appended is left out: on CUDA, PyTorch raises when it gets there.
-# Before 2.5 read in select_sdp_backend of each wheel; the preferences of 2.0 and 2.1 there and in a public
-# copy of the source.
+# The overrideable backend that 2.9 appended is omitted: on CUDA, PyTorch raises when it reaches it.
 PRIORITIES = (
-    Priority((2, 0), (2, 1), _efficient_2_0, EFFICIENT_FIRST, WITHOUT_CUDNN),
-    Priority((2, 1), (2, 2), _efficient_2_1, EFFICIENT_FIRST, WITHOUT_CUDNN),
-    Priority((2, 2), (2, 3), lambda *_: False, otherwise=WITHOUT_CUDNN),
-    Priority((2, 3), (2, 5, 0), lambda *_: True),
-    Priority((2, 5, 0), (2, 5, 1), lambda _, m: m.major >= 9,
+    Priority((2, 5, 0), (2, 5, 1), lambda m: m.major >= 9,
              otherwise=("flash", "cudnn", "efficient", "math")),
-    Priority((2, 5, 1), (2, 9), lambda *_: False),
+    Priority((2, 5, 1), (2, 9), lambda _: False),
     Priority((2, 9), (2, 10),
-             lambda _, m: (m.cudnn_compiled or 0) >= 90900 and m.capability in ((9, 0), (10, 0))),
-    Priority((2, 10), (2, 13), lambda _, m: _newer_cudnn(m) and m.capability[1] in (0, 3)),
+             lambda m: (m.cudnn_compiled or 0) >= 90900 and m.capability in ((9, 0), (10, 0))),
+    Priority((2, 10), (2, 13), lambda m: _newer_cudnn(m) and m.capability[1] in (0, 3)),
     Priority((2, 13), (99,),
-             lambda _, m: _newer_cudnn(m) and (m.capability[1] in (0, 3) or (m.cuda_major or 0) >= 13)),
+             lambda m: _newer_cudnn(m) and (m.capability[1] in (0, 3) or (m.cuda_major or 0) >= 13)),
 )  # fmt: skip
 
 
 def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
-    """Whether a backend (`flash efficient cudnn math`) can take the call, with all reasons."""
+    """Return whether a backend (`flash efficient cudnn math`) accepts the call, with all reasons."""
     if not machine.known:
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} were not read."
         return Verdict(None, (Refusal("unknown", text, "rule"),))
     reasons: list[Refusal] = []
     certain: list[Refusal] = []
-    for rule in active_rules(params.device, backend, machine.torch, params.nested):
-        answer = _ask(rule, params, machine)
+    for rule in active_rules(params.device, backend, machine.torch):
+        answer = _evaluate(rule, params, machine)
         if answer is False:
             continue
         text = rule.text(params, machine)
@@ -270,18 +228,18 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
 
 
 def raises_later(verdict: Verdict) -> bool:
-    """Whether the dispatcher settles on the backend, whose own code then raises."""
+    """Return whether the dispatcher selects the backend, whose own code then raises."""
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
 
 def priority_order(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Backends in the order in which PyTorch tries them; empty where it cannot be known."""
+    """Return the backends in the order in which PyTorch tries them, empty if unknown."""
     orders = _orders(params, machine)
     return orders[0] if len(orders) == 1 else ()
 
 
 def predict(params: AttentionParams, machine: Machine) -> Prediction:
-    """What torch._fused_sdp_choice answers, without torch and without a GPU."""
+    """Predict the result of torch._fused_sdp_choice, without torch and without a GPU."""
     verdicts = {backend: judge(backend, params, machine) for backend in SDPA_BACKENDS}
     orders = _orders(params, machine)
     choices = {choice for order in orders for choice in _choices(order, verdicts)}
@@ -291,9 +249,11 @@ def predict(params: AttentionParams, machine: Machine) -> Prediction:
 
 
 def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -> str | None:
-    """What the rules say of a cell of a run: where PyTorch chooses (`auto`, `all-disabled`, a set, an
-    order) the backend that it takes, or `none` where it raises; for a forced backend `eligible` or
-    `refused`. None where they cannot tell, and for backends that PyTorch's dispatcher does not know.
+    """Predict the outcome of a cell of a run.
+
+    For `auto`, `all-disabled`, a set or an order, return the backend that PyTorch selects, or `none`
+    if it raises. For a forced backend return `eligible` or `refused`. Return None if the outcome is
+    unknown, and for backends outside of PyTorch's dispatcher.
     """
     if not rules_know(environment):
         return None
@@ -315,8 +275,9 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
 def every_refusal(
     config: Config, backend: str, refusals: Sequence[Refusal], environment: Mapping[str, Any]
 ) -> tuple[Refusal, ...]:
-    """What PyTorch said against a backend of a refused cell, and what the rules say besides: it
-    stops at the first reason. refusals are returned as they are where the rules cannot tell.
+    """Return a refused cell's refusals, with the further reasons that the rules find.
+
+    PyTorch stops at the first reason. If the rules do not cover the cell, return `refusals` alone.
     """
     if backend not in SDPA_BACKENDS or not refusals or not rules_know(environment):
         return tuple(refusals)
@@ -324,13 +285,13 @@ def every_refusal(
         with_flags(environment)(from_config(config, environment["device_type"])),
         enabled=frozenset({backend}),
     )
-    said = {reason.code for reason in refusals}
+    codes = {reason.code for reason in refusals}
     verdict = judge(backend, alone, machine_of(environment))
-    return (*refusals, *(reason for reason in verdict.certain if reason.code not in said))
+    return (*refusals, *(reason for reason in verdict.certain if reason.code not in codes))
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str]:
-    """Every backend that might be the first eligible one; `none` where its call then raises."""
+    """Return every backend that may be the first eligible one, and `none` if the call may raise."""
     choices: set[str] = set()
     for backend in order:
         eligible = verdicts[backend].eligible
@@ -344,29 +305,29 @@ def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str
 
 
 def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
-    """The orders that are possible; more than one where a fact is missing, none for an unknown
-    release. On a CPU PyTorch has an order of its own, which no caller changes.
+    """Return the possible orders: several if a property of the machine is unknown, none for an
+    unknown release. PyTorch's order for the CPU is fixed.
     """
     if not machine.known:
         return ()
     if params.device == "cpu":
-        return (CPU_ORDER if machine.torch >= (2, 1) else ("math",),)
-    orders = _own_orders(params, machine)
+        return (CPU_ORDER,)
+    orders = _default_orders(machine)
     return tuple({tuple(dict.fromkeys((*params.priority, *order))): None for order in orders})
 
 
-def _own_orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
-    """Those that PyTorch itself may have on CUDA."""
+def _default_orders(machine: Machine) -> tuple[tuple[str, ...], ...]:
+    """Return the possible default orders on CUDA."""
     row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
     if machine.cudnn_preferred is False and machine.torch >= (2, 9):
         return (row.otherwise,)
-    worlds = _worlds(machine, _missing(machine))
-    return tuple({row.preferred if row.prefers(params, w) else row.otherwise for w in worlds})
+    machines = _completions(machine, _missing(machine))
+    return tuple({row.preferred if row.prefers(each) else row.otherwise for each in machines})
 
 
 def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """The fields of a known Machine (`cudnn cuda cudnn_compiled`) that are None and that the
-    priority order of a call hangs on; empty where it is certain.
+    """Return the unknown fields of a Machine (`cudnn cuda cudnn_compiled`) that decide the priority
+    order of a call. Empty if the order is certain.
     """
     if len(_orders(params, machine)) < 2:
         return ()
@@ -374,9 +335,9 @@ def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     return tuple(
         name
         for name in missing
-        if any(  # some values of the other facts leave the order to this one
-            len(_orders(params, world)) > 1
-            for world in _worlds(machine, tuple(fact for fact in missing if fact != name))
+        if any(  # for some values of the other fields, this field decides the order
+            len(_orders(params, each)) > 1
+            for each in _completions(machine, tuple(other for other in missing if other != name))
         )
     )
 
@@ -386,19 +347,21 @@ def _missing(machine: Machine) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=64)
-def _worlds(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
-    """Machines with every value that the missing facts may have."""
+def _completions(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
+    """Return the machine with every combination of values of its missing fields."""
     return tuple(
         replace(machine, **dict(zip(missing, values, strict=True)))  # type: ignore[arg-type]
         for values in itertools.product(*(MISSING[name] for name in missing))
     )
 
 
-def _ask(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
-    """A rule's answer; without a cuDNN version, the one that all versions share, else None."""
+def _evaluate(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
+    """Evaluate a rule. If a cuDNN version is unknown, return the result only if it is the same for
+    all versions, else None.
+    """
     versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
     missing = tuple(name for name in versions if getattr(machine, name) is None)
     if not missing:
         return rule.refuses(params, machine)
-    answers = {rule.refuses(params, world) for world in _worlds(machine, missing)}
-    return answers.pop() if len(answers) == 1 else None
+    results = {rule.refuses(params, each) for each in _completions(machine, missing)}
+    return results.pop() if len(results) == 1 else None

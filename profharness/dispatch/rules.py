@@ -1,9 +1,9 @@
-"""The rules of 2.5 and newer: one table per backend, in the order in which PyTorch asks.
+"""Dispatch rules: one table per backend, in the order in which PyTorch checks them.
 
 Sources: the dispatch functions in the binaries of the releases in machine.RELEASES, PyTorch's
 public source of sdp_utils, measurements on an H200 (2.11) and on a CPU (2.13). To add a release,
-give it a row in machine.RELEASES and edit the tables here and in checks.py where it differs.
-The releases before 2.5 stand in early.py, what `explain` and `kernels` ask in predict.py.
+add a row to machine.RELEASES and edit the tables here and in checks.py where the release differs.
+`predict.py` applies the rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from profharness.dispatch import checks as c
-from profharness.dispatch.machine import DTYPES, AttentionParams, Machine, Release
+from profharness.dispatch.machine import DTYPES, OLDEST, AttentionParams, Machine, Release
 
 GRID_LIMIT = 65_535  # of a CUDA grid's second and third dimension
 
@@ -20,28 +20,28 @@ Message = str | Callable[[AttentionParams, Machine], str]
 
 
 class Rule(NamedTuple):
-    """code: the reason's word. check: PyTorch's function that asks. refuses: True, False, or None
-    for unknown. message: PyTorch's words, a format string over `p` and `m` or a function. until:
-    the first release without the rule. scope: `any` input, `dense` or `nested` ones.
-    """
+    """One condition under which a backend refuses a call."""
 
     code: str
+    """Reason code, such as `head_dim`."""
     check: str
+    """The PyTorch function that contains the condition."""
     refuses: c.Check
     message: Message
-    since: Release = (2, 5)
+    """PyTorch's text: a format string over `p` (params) and `m` (machine), or a function."""
+    since: Release = OLDEST
     until: Release = c.NEVER
-    scope: str = "any"
+    """The first release without the rule."""
 
     def text(self, params: AttentionParams, machine: Machine) -> str:
-        """The message with its figures filled in."""
+        """Return the message with its values filled in."""
         if callable(self.message):
             return self.message(params, machine)
         return self.message.format(p=params, m=machine)
 
 
 _SIZES = "Query.sizes(): {p.query_sizes}, Key.sizes(): {p.key_sizes}, Value.sizes(): {p.value_sizes} instead."
-# The one text of the heads has other words than that of the batch, until 2.14.
+# Until 2.14, the text about heads is worded differently from the one about batches.
 _HEADS_SIZES = "Query.sizes(): {p.query_sizes}, Key sizes(): {p.key_sizes}, Value sizes(): {p.value_sizes} instead."
 _DENSE_HEADS = (
     "For dense input, both fused kernels require query, key and value to have the same num_heads. "
@@ -79,14 +79,14 @@ def dtype_text(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -
     return text
 
 
-# Rows that more than one table has.
+# Rules that several tables share.
 ON_DEVICE = Rule(
     "not_on_cuda", "on_device", lambda p, _: p.device != "cuda",
     "All tensors need to be on cuda device. Got query on device: {p.device}, key on device: {p.device}, "
     "value on device: {p.device}",
 )  # fmt: skip
 FOUR_D = Rule(
-    # since 2.14 the front end gives 3-D inputs a batch dimension
+    # From 2.14 on, the front end adds a batch dimension to 3-D inputs.
     "not_4d", "tensor_shapes", lambda p, m: p.ndim not in ((3, 4) if m.torch >= (2, 14) else (4,)),
     "All fused kernels requires query, key and value to be 4 dimensional, but got Query dim: {p.ndim}, "
     "Key dim: {p.ndim}, Value dim: {p.ndim} instead.",
@@ -94,28 +94,10 @@ FOUR_D = Rule(
 ZERO_LENGTH = Rule(
     "seq_len_zero", "nonzero_lengths", lambda p, _: 0 in (p.seq_q, p.seq_kv),
     "All fused kernels do not support zero seq_len_q or seq_len_kv.",
-    scope="dense",
-)  # fmt: skip
-NESTED_ZERO_LENGTH = Rule(
-    "seq_len_zero", "seq_len_0_nested", ZERO_LENGTH.refuses,
-    "Fused kernels do not support seq_len == 0, a nested input has a seq len of 0.",
-    scope="nested",
-)  # fmt: skip
-NESTED_TRAINING = Rule(
-    "nested", "batch_size_nested",
-    lambda p, _: p.requires_grad and not (p.same_heads and p.key_batch == p.batch),
-    "Both fused kernels do not support training with broadcasted NT inputs.",
-    scope="nested",
-)  # fmt: skip
-NESTED_BROADCAST = Rule(
-    "nested", "batch_size_nested", c.nested_not_broadcastable,
-    "Both fused kernels require query, key and value to have broadcastable num heads and batch size for "
-    f"nested tensor inputs. {_SIZES}",
-    scope="nested",
 )  # fmt: skip
 
 
-# The three answers of check_attn_mask_shape; PyTorch gives no text for the first two.
+# check_attn_mask_shape has three conditions. PyTorch has no text for the first two.
 MASK_RULES = (
     Rule("mask_grad", "mask_shape", lambda p, _: p.mask is not None and p.mask.requires_grad,
          "attn_mask requires a gradient."),
@@ -125,7 +107,7 @@ MASK_RULES = (
 )  # fmt: skip
 
 
-def stride(singleton_ok: bool, mask_matters: bool = True, scope: str = "dense") -> Rule:
+def stride(singleton_ok: bool, mask_matters: bool = True) -> Rule:
     def text(params: AttentionParams, _: Machine) -> str:
         step = params.last_stride
         inputs = (
@@ -140,14 +122,14 @@ def stride(singleton_ok: bool, mask_matters: bool = True, scope: str = "dense") 
         )
 
     refuses = c.strided(singleton_ok, mask_matters)
-    return Rule("last_dim_stride", "last_stride", refuses, text, scope=scope)
+    return Rule("last_dim_stride", "last_stride", refuses, text)
 
 
-def head_rules(
-    gqa: Release, since: Release = (2, 5), same_kv: bool = True, scope: str = "dense"
-) -> tuple[Rule, ...]:
-    """check_batch_size_and_num_heads_dense. gqa: the release from which the backend looks at
-    enable_gqa; same_kv: whether key and value must then have the same number of heads.
+def head_rules(gqa: Release, since: Release = OLDEST, same_kv: bool = True) -> tuple[Rule, ...]:
+    """Return the rules of check_batch_size_and_num_heads_dense.
+
+    The backend considers enable_gqa from release `gqa` on. With `same_kv`, key and value must then
+    have the same number of heads.
     """
 
     def differ(params: AttentionParams, machine: Machine) -> str:
@@ -167,23 +149,23 @@ def head_rules(
         return params.enable_gqa and params.kv_heads != params.value_heads
 
     grouped = (
-        Rule("num_heads", "num_heads", c.heads_not_divisible, only_v2 + _GROUPS, start, (2, 8), scope),
-        Rule("num_heads", "num_heads", c.heads_not_divisible, uneven + _GROUPS, max(start, (2, 8)), scope=scope),
+        Rule("num_heads", "num_heads", c.heads_not_divisible, only_v2 + _GROUPS, start, (2, 8)),
+        Rule("num_heads", "num_heads", c.heads_not_divisible, uneven + _GROUPS, max(start, (2, 8))),
     )  # fmt: skip
     unequal = (
         Rule("num_heads", "num_heads", other_kv,
              same + " and batch_size but got: Key sizes: {p.key_sizes}, Value sizes: {p.value_sizes}, "
-             "Query sizes: {p.query_sizes} instead.", start, (2, 15), scope),
+             "Query sizes: {p.query_sizes} instead.", start, (2, 15)),
         Rule("num_heads", "num_heads", other_kv,
              same + ". Got Key num_heads: {p.kv_heads}, Value num_heads: {p.value_heads} instead.",
-             max(start, (2, 15)), scope=scope),
+             max(start, (2, 15))),
     )  # fmt: skip
     return (
         Rule("batch_size", "num_heads", lambda p, _: p.key_batch != p.batch,
              "For dense inputs, both fused kernels require query, key and value to have the same batch_size. "
-             + _SIZES + _EXPAND, since, scope=scope),
-        Rule("num_heads", "num_heads", c.heads_differ(False), differ, since, gqa, scope),
-        Rule("num_heads", "num_heads", c.heads_differ(True), differ, start, scope=scope),
+             + _SIZES + _EXPAND, since),
+        Rule("num_heads", "num_heads", c.heads_differ(False), differ, since, gqa),
+        Rule("num_heads", "num_heads", c.heads_differ(True), differ, start),
         *(unequal if same_kv else ()),
         *grouped,
     )  # fmt: skip
@@ -193,7 +175,7 @@ def _over_grid(params: AttentionParams, _: Machine) -> bool:
     return max(params.batch, params.heads) > GRID_LIMIT
 
 
-def disabled(backend: str, name: str, since: Release = (2, 5), until: Release = c.NEVER) -> Rule:
+def disabled(backend: str, name: str, since: Release = OLDEST, until: Release = c.NEVER) -> Rule:
     text = f"{name} attention has been runtime disabled."
     code = "runtime_disabled"
     return Rule(code, code, lambda p, _: backend not in p.enabled, text, since, until)
@@ -220,21 +202,15 @@ FLASH = (
          "and dropout > 0.0) on gpu architectures in the range[sm86, sm89]. Attempting to run with dropout set to: "
          "{p.dropout} and head_dim: {p.head_dim} on a sm {m.sm} gpu."),
     Rule("causal_non_square", "causal_non_square",
-         lambda p, _: p.is_causal and not p.nested and p.seq_q != p.seq_kv,
+         lambda p, _: p.is_causal and p.seq_q != p.seq_kv,
          "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {p.seq_q} "
          "seqlen_k: {p.seq_kv}. If you would like to use causal attention with non-square masks, please see "
          "CausalAttnMask."),
     Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.flash_dtypes(p, m), dtype_text(c.flash_dtypes)),
-    NESTED_TRAINING,
-    NESTED_BROADCAST,
-    Rule("head_dim_multiple", "head_dim_size_nested", lambda p, _: p.head_dim % 8 != 0,
-         "For NestedTensor inputs, Flash attention requires q,k,v to have the same last dimension and to be a "
-         "multiple of 8 and less than or equal to 256. " + _DIMS, scope="nested"),
-    NESTED_ZERO_LENGTH,
     *head_rules(gqa=(2, 5)),
     Rule("grid_size", "grid_size", _over_grid,
          "Flash attention does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
-         "num_heads: {p.heads}", (2, 15), scope="dense"),
+         "num_heads: {p.heads}", (2, 15)),
     ZERO_LENGTH,
     stride(singleton_ok=True),
 )  # fmt: skip
@@ -251,16 +227,10 @@ EFFICIENT = (
     Rule("alignment", "data_ptr_alignment", c.misaligned,
          lambda p, m: "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size "
          f"to be aligned to {c.alignment_bytes(p, m)} bytes. Got {p.storage_offset_bytes} bytes.",
-         (2, 13), scope="dense"),
+         (2, 13)),
     ZERO_LENGTH,
     stride(singleton_ok=False),
     *head_rules(gqa=(2, 14)),
-    Rule("nested", "requires_grad_and_nested",  # 2.13 alone does not ask
-         lambda p, m: p.requires_grad and m.torch[:2] != (2, 13),
-         "Memory efficient attention currently doesn't support training with NT inputs.", scope="nested"),
-    NESTED_TRAINING,
-    NESTED_BROADCAST,
-    NESTED_ZERO_LENGTH,
     Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(p, m), dtype_text(c.efficient_dtypes)),
 )  # fmt: skip
 
@@ -270,14 +240,6 @@ CUDNN = (
          "{m.cudnn} cuDNN version does not support dropout in SDPA (9.11 - 9.13).", (2, 9)),
     disabled("cudnn", "CuDNN", until=(2, 9)),
     disabled("cudnn", "cuDNN", (2, 9)),
-    Rule("nested", "nested", lambda *_: True,
-         "CuDNN currently does not support nested inputs.", until=(2, 7), scope="nested"),
-    Rule("nested", "nested", lambda _, m: not m.cudnn_nested,
-         "Experimental cuDNN SDPA nested tensor support is not enabled.", (2, 7), scope="nested"),
-    Rule("nested", "nested", lambda _, m: m.major != 9,
-         "cuDNN SDPA supports nested tensors on SM 9.0.", (2, 7), (2, 9), "nested"),
-    Rule("nested", "nested", lambda _, m: m.major not in (9, 10),
-         "cuDNN SDPA supports nested tensors on SM 9.0, SM 10.0.", (2, 9), scope="nested"),
     ON_DEVICE,
     FOUR_D,
     Rule("deterministic", "deterministic", lambda p, _: p.deterministic == "error",
@@ -293,35 +255,33 @@ CUDNN = (
     *head_rules(gqa=(2, 8), since=(2, 8), same_kv=False),
     Rule("grid_size", "cudnn_shapes", _over_grid,
          "cuDNN SDPA does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
-         "num_heads: {p.heads}", (2, 13), scope="dense"),
+         "num_heads: {p.heads}", (2, 13)),
     Rule("head_dim", "cudnn_shapes", lambda p, m: max(p.head_dim, p.value_dim) > c.cudnn_head_dim_limit(p, m),
-         lambda p, m: f"head_dim should be no more than {c.cudnn_head_dim_limit(p, m)}", scope="dense"),
+         lambda p, m: f"head_dim should be no more than {c.cudnn_head_dim_limit(p, m)}"),
     Rule("head_dim_multiple", "cudnn_shapes", lambda p, _: p.head_dim % 8 != 0 or p.value_dim % 8 != 0,
-         "head_dim should be a multiple of 8", scope="dense"),
+         "head_dim should be a multiple of 8"),
     Rule("seq_len_one", "cudnn_shapes", lambda p, _: None if p.seq_kv == 1 else False,
-         "cudnn SDPA does not support key/value sequence length 1.", until=(2, 6), scope="dense"),
+         "cudnn SDPA does not support key/value sequence length 1.", until=(2, 6)),
     Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_q == 1 or p.seq_kv == 1,
-         "cudnn SDPA does not support sequence length 1.", (2, 6), (2, 9), "dense"),
+         "cudnn SDPA does not support sequence length 1.", (2, 6), (2, 9)),
     Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_kv == 1,
-         "cudnn SDPA does not support key/value sequence length 1.", (2, 9), scope="dense"),
+         "cudnn SDPA does not support key/value sequence length 1.", (2, 9)),
     Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_q == 1 and p.dropout > 0,
-         "cudnn SDPA does not support query sequence length 1 with dropout.", (2, 9), scope="dense"),
+         "cudnn SDPA does not support query sequence length 1 with dropout.", (2, 9)),
     Rule("decode_disabled", "cudnn_shapes", c.decode_disabled,
          "cuDNN SDPA decode is disabled for cuDNN versions 9.19-9.25.0 (except 9.24.1) on SM 10.x and 11.x.",
-         (2, 14), scope="dense"),
+         (2, 14)),
     Rule("head_dim_training", "d256_bprop_head_dim", c.cudnn_backward_dims,
          "cuDNN SDPA on SM 9.0/10.x does not support backward with these head dimensions. Got d_qk: {p.head_dim}, "
-         "d_v: {p.value_dim}", (2, 14), scope="dense"),
+         "d_v: {p.value_dim}", (2, 14)),
     Rule("known_bug", "sm90_gradients", c.non_finite_gradients,
          "cuDNN SDPA before version 9.26 can produce non-finite query gradients on SM90 for non-causal attention "
-         "when the key/value sequence length is 64 modulo 128.", (2, 15), scope="dense"),
-    Rule("nested", "query_seq_len_nested", lambda p, _: p.seq_q <= 128,
-         "cuDNN attention does not support nested tensor query sequence length <= 128.", (2, 14), scope="nested"),
+         "when the key/value sequence length is 64 modulo 128.", (2, 15)),
 )  # fmt: skip
 
 
-# The dispatcher does not ask this: it settles on math, and math's own code raises. The fused backends
-# apply both (measured on an H100 with 2.11 and on a CPU with 2.13).
+# The dispatcher does not check this: it selects math, whose own code raises. The fused backends apply
+# both the mask and is_causal (measured on an H100 with 2.11 and on a CPU with 2.13).
 RAISED_LATER = "causal_mask"
 CAUSAL_MASK = (
     "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
@@ -333,19 +293,17 @@ MATH = (
 )  # fmt: skip
 CPU_FLASH = (
     disabled("flash", "Flash"),
-    Rule("nested", "nested", lambda p, _: p.nested,
-         "Both fused kernels of cpp version currently do not support Nested Tensor inputs."),
     Rule("dropout", "dropout", lambda p, _: p.dropout > 0,
          "Both fused kernels do not support non-zero dropout."),
     FOUR_D,
-    *head_rules(gqa=(2, 5), scope="any"),
+    *head_rules(gqa=(2, 5)),
     Rule("num_heads", "num_heads", lambda p, _: None if p.enable_gqa and not p.same_heads else False,
          _DENSE_HEADS, until=(2, 13)),
     *MASK_RULES,
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim,
          "Flash attention requires q,k,v to have the same last dimension. " + _DIMS),
     ZERO_LENGTH,
-    stride(singleton_ok=False, mask_matters=False, scope="any"),
+    stride(singleton_ok=False, mask_matters=False),
     Rule("dtype", "dtypes", lambda p, _: p.dtype not in c.CPU_DTYPES,
          dtype_text(lambda *_: c.CPU_DTYPES)),
 )  # fmt: skip

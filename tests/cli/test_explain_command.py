@@ -117,13 +117,6 @@ def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
     assert "cuDNN 91002 → 91900" in eleventh["changes"]  # type: ignore[operator]
 
 
-def test_a_release_whose_cudnn_is_not_known_tells_no_change_of_it() -> None:
-    args = ("--config", "2,8,512,64,fp16", "--torch", "2.1,2.2", "--gpu", "L4")
-    last = rows(*args)[-1]
-    assert "choice efficient → flash" in last["changes"]  # type: ignore[operator]
-    assert "None" not in told(*args)
-
-
 def test_several_configs_have_a_matrix_each_and_one_that_never_changes_says_so() -> None:
     out = told("--config", "2,8,512,{64,80},bf16", "--torch", "2.8,2.10", "--gpu", "A100")
     assert out.count("what changed") == 2
@@ -166,15 +159,14 @@ def test_bisect_finds_the_exact_values() -> None:
     assert "all 17 values were asked" in plain(told(*args))
 
 
-def test_a_patch_release_that_was_not_read_is_unknown() -> None:
-    (row,) = rows("--config", "2,8,512,64,bf16", "--torch", "2.0.0", "--gpu", "H100")
-    assert row["predicted"] == "unknown"
-    assert row["priority_order"] == []
-    assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
-    assert "not known" in told("--config", "2,8,512,64,bf16", "--torch", "2.0.0", "--gpu", "H100")
+def test_a_release_before_2_5_is_refused() -> None:
+    args = ("--config", "2,8,512,64,bf16", "--torch", "2.1", "--gpu", "H100")
+    error = CliRunner().invoke(command, args).exception
+    assert isinstance(error, UsageError)
+    assert str(error) == "PyTorch 2.1.0 is too old: 2.5 is the oldest supported release"
 
 
-@pytest.mark.parametrize("release", ["2.16", "1.13", "2.0.0", "3.1.2"])
+@pytest.mark.parametrize("release", ["2.16", "2.9.2", "3.1.2"])
 @pytest.mark.parametrize("gpu", ["H100", "cpu"])
 def test_a_release_outside_the_table_is_unknown_and_names_the_known(release: str, gpu: str) -> None:
     args = ("--config", "2,8,512,64,bf16", "--torch", release, "--gpu", gpu)
@@ -183,25 +175,25 @@ def test_a_release_outside_the_table_is_unknown_and_names_the_known(release: str
     assert {side["eligible"] for side in row["backends"]} == {None}  # type: ignore[attr-defined]
     caveat = row["caveats"][0]  # type: ignore[index]
     assert f"PyTorch {release}" in caveat
-    assert ("known is 2.0.1." if release == "2.0.0" else "known are 2.0.1, 2.1.0") in caveat
+    assert ("known are 2.9.0, 2.9.1." if release == "2.9.2" else "known are 2.5.0, 2.5.1") in caveat
     assert "cannot decide" not in plain(told(*args))
 
 
 def test_a_range_answers_the_releases_that_are_known_and_names_the_others() -> None:
     args = ("--config", "2,8,512,64,bf16", "--gpu", "A100", "--torch")
-    done = CliRunner().invoke(command, [*args, "2.0..2.15", "--format", "json"])
+    done = CliRunner().invoke(command, [*args, "2.5..2.16", "--format", "json"])
     assert done.exit_code == 0
     answer = json.loads(done.stdout)
-    assert answer["unknown_releases"] == ["2.0.0"]
-    assert [row["environment"]["torch"] for row in answer["rows"]][:2] == ["2.0.1", "2.1.0"]
-    assert len(answer["rows"]) == 27
+    assert answer["unknown_releases"] == ["2.16.0"]
+    assert [row["environment"]["torch"] for row in answer["rows"]][:2] == ["2.5.0", "2.5.1"]
+    assert len(answer["rows"]) == 16
     assert "unknown" not in {row["predicted"] for row in answer["rows"]}
-    assert "the rules of PyTorch 2.0.0 were not read" in done.stderr
+    assert "the rules of PyTorch 2.16.0 were not read" in done.stderr
     single = CliRunner().invoke(command, [*args, "2.15..2.16"])
     assert single.exit_code == 0
     assert "auto runs flash" in single.stdout and "PyTorch 2.16.0 were not read" in single.stderr
-    frame = profharness.explain("2,8,512,64,bf16", torch="2.0..2.1", gpu="A100")
-    assert frame.attrs["unknown_releases"] == ["2.0.0"]
+    frame = profharness.explain("2,8,512,64,bf16", torch="2.15..2.17", gpu="A100")
+    assert frame.attrs["unknown_releases"] == ["2.16.0", "2.17.0"]
 
 
 def test_a_cu130_build_of_2_9_takes_cudnn_and_is_not_called_a_cu128_one() -> None:
@@ -411,7 +403,7 @@ def test_releases_that_are_not_known_are_told_once(releases: str, config: str) -
     said = plain(told("--config", config, "--torch", releases, "--gpu", "H200"))
     names = ", ".join(f"{release}.0" for release in releases.split(","))
     assert said.count("were not read") == (2 if "," in releases and "{" in config else 1)
-    assert f"The rules of PyTorch {names} were not read; known are 2.0.1" in said
+    assert f"The rules of PyTorch {names} were not read; known are 2.5.0" in said
     assert "is the same" not in said and "takes it is not known" not in said
 
 

@@ -72,12 +72,12 @@ def test_releases() -> None:
     assert parse_release("2.5") == (2, 5, 1)
     assert parse_release("2.5.0") == (2, 5, 0)
     assert parse_release("2.11.0+cu130") == (2, 11, 0)
-    assert parse_releases("2.0..2.15") == sorted(RELEASES)
+    assert parse_releases("2.5..2.15") == sorted(RELEASES)
     assert parse_releases("2.5.1 .. 2.7") == [(2, 5, 1), (2, 6, 0), (2, 7, 0), (2, 7, 1)]
     assert parse_releases("2.13,2.8") == [(2, 8, 0), (2, 13, 0)]
     for text, error in (
         ("2.9..2.8", "is empty"),
-        ("2.16..2.18", r"known are 2\.0\.1 \.\. 2\.15\.0"),
+        ("2.16..2.18", r"known are 2\.5\.0 \.\. 2\.15\.0"),
     ):
         with pytest.raises(UsageError, match=error):
             parse_releases(text)
@@ -91,9 +91,7 @@ def test_releases() -> None:
 @pytest.mark.parametrize(
     ("text", "known", "unknown"),
     [
-        ("2.0..2.0", [(2, 0, 1)], [(2, 0, 0)]),
         ("2.15..2.18", [(2, 15, 0)], [(2, 16, 0), (2, 17, 0), (2, 18, 0)]),
-        ("1.13..2.0.1", [(2, 0, 1)], [(1, 13, 0), (2, 0, 0)]),
         ("2.15..3.1", [(2, 15, 0)], [(3, 1, 0)]),
         ("2.8.0..2.8.5", [(2, 8, 0)], [(2, 8, 5)]),
         ("2.8..2.9,2.16", [(2, 8, 0), (2, 9, 0), (2, 9, 1), (2, 16, 0)], []),
@@ -105,11 +103,16 @@ def test_a_range_answers_what_is_known_and_names_the_rest(
     assert (parse_releases(text), skipped_releases(text)) == (known, unknown)
 
 
+@pytest.mark.parametrize("text", ["2.1", "2.4.1", "1.13", "2.0..2.15", "2.8,2.4"])
+def test_releases_before_2_5_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is too old: 2\.5 is the oldest supported release"):
+        parse_releases(text)
+
+
 def test_the_wheels_of_each_release() -> None:
     compiled = {release: wheel.cudnn_compiled for release, wheel in RELEASES.items()}
-    assert {compiled[release] for release in compiled if release < (2, 4)} == {8500, 8902}
     for first, last, version in (
-        ((2, 4), (2, 7), 90100),
+        ((2, 5), (2, 7), 90100),
         ((2, 7), (2, 8), 90501),
         ((2, 8), (2, 10), 90800),
         ((2, 12), (2, 14), 92000),
@@ -122,7 +125,7 @@ def test_the_wheels_of_each_release() -> None:
 
 
 def test_a_release_outside_the_table_is_not_known() -> None:
-    assert not machine_for("H100", "2.0.0").known
+    assert not machine_for("H100", "2.4.1").known
     assert not machine_for("H100", "2.16").known
     assert machine_for("H100", "2.16").cudnn is None
     assert machine_for("H100", "2.15").known

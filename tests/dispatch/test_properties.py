@@ -1,4 +1,4 @@
-"""What holds for any call on any machine, and for the tables as a whole."""
+"""Invariants of predictions for any call and machine, and of the tables."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from profharness.dispatch.machine import RELEASES, AttentionParams, Machine, Mas
 from profharness.dispatch.predict import PRIORITIES, TABLES, code, judge, predict, raises_later
 
 
-def test_the_spans_of_the_releases_have_no_gaps() -> None:
+def test_release_spans_have_no_gaps() -> None:
     assert PRIORITIES[0].since <= min(RELEASES)
     for row, following in itertools.pairwise(PRIORITIES):
         assert row.until == following.since
     assert PRIORITIES[-1].until > max(RELEASES)
     for rules in TABLES.values():
         for rule in rules:
-            held = [rule.since <= release < rule.until for release in RELEASES]
-            # each row is asked by some release, unless its span is empty on purpose
-            assert any(held) or rule.since >= rule.until, rule
+            active = [rule.since <= release < rule.until for release in RELEASES]
+            # Each rule applies to some release, unless its span is empty on purpose.
+            assert any(active) or rule.since >= rule.until, rule
 
 
 dims = st.sampled_from([1, 8, 63, 64, 128, 136, 192, 200, 224, 256, 264])
@@ -56,10 +56,8 @@ calls = st.builds(
     last_stride=st.sampled_from([1, 2]),
     storage_offset_bytes=st.sampled_from([0, 2, 16]),
     deterministic=st.sampled_from(["off", "error", "warn_only"]),
-    nested=st.booleans(),
     enabled=st.frozensets(st.sampled_from(SDPA_BACKENDS), min_size=2),
     flash_impl=st.sampled_from(["FA2", "FA3", "FA4"]),
-    scaled=st.booleans(),
 )
 machines = st.builds(
     Machine,
@@ -68,8 +66,6 @@ machines = st.builds(
     cudnn=st.none() | st.sampled_from([90100, 91002, 91300, 91900, 92401, 92500, 92600]),
     cuda=st.sampled_from([None, "12.8", "13.0"]),
     cudnn_compiled=st.sampled_from([None, 90800, 91900]),
-    cudnn_nested=st.booleans(),
-    cudnn_enabled=st.booleans(),
 )
 
 
@@ -86,7 +82,7 @@ def test_reasons_eligibility_and_choice_agree(params: AttentionParams, machine: 
         assert judge(backend, params, machine) == verdict
         for reason in verdict.reasons:
             assert "{p." not in reason.message
-            # what the capture path would read from PyTorch's text is the same word
+            # `capture` derives the same code from PyTorch's text.
             assert code(reason.message) in ({reason.code} if machine.known else {"unknown"})
     if prediction.choice in SDPA_BACKENDS and prediction.priority_order:
         order = prediction.priority_order
@@ -96,7 +92,7 @@ def test_reasons_eligibility_and_choice_agree(params: AttentionParams, machine: 
     if prediction.choice == "none":
         order = prediction.priority_order
         if raises_later(prediction.backends["math"]) and "math" in order:
-            order = order[: order.index("math")]  # what comes after it is never asked
+            order = order[: order.index("math")]  # PyTorch checks no backend after it.
         assert not any(prediction.backends[backend].eligible for backend in order)
 
 

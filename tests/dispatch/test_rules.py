@@ -161,14 +161,6 @@ FACTS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("flash", "dtype", "A100", {"dtype": "fp8", "flash_impl": "FA3"}, "2.11", ""),
     ("flash", "dropout", "H100", {"dropout": 0.5, "flash_impl": "FA4"}, "2.15", "2.14"),
     ("flash", "capability", "A100", {"flash_impl": "FA4"}, "2.15", "2.14"),
-    ("efficient", "nested", "H100", {"nested": True, "requires_grad": True}, "2.12 2.14", "2.13"),
-    ("cudnn", "nested", "H100", {"nested": True}, "2.5.0 2.15", ""),
-    ("flash", "nested", "H100", {"nested": True, "kv_heads": 1, "requires_grad": True}, "2.15", ""),
-    ("flash", "nested", "H100", {"nested": True, "kv_heads": 3}, "2.5.0 2.15", ""),
-    ("flash", "nested", "H100", {"nested": True, "kv_heads": 1}, "", "2.5.0 2.15"),
-    ("efficient", "nested", "H100", {"nested": True, "kv_heads": 1, "requires_grad": True}, "2.13", ""),
-    ("efficient", "nested", "H100", {"nested": True, "kv_heads": 3}, "2.5.0 2.15", ""),
-    ("flash", "head_dim_multiple", "H100", {"nested": True, "head_dim": 63}, "2.5.0 2.15", ""),
     ("flash", "head_dim_multiple", "H100", {"head_dim": 63}, "", "2.5.0 2.15"),
     *[
         (backend, word, "H100", changes, "2.8 2.15", "")
@@ -182,7 +174,6 @@ FACTS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
         )
         if (backend, word) != ("flash", "not_on_cuda")  # the CPU has a flash of its own
     ],
-    *[(backend, "seq_len_zero", "H100", {"seq_q": 0, "nested": True}, "2.15", "") for backend in SDPA_BACKENDS[:2]],
     ("cudnn", "runtime_disabled", "H100", {"enabled": frozenset({"flash"})}, "2.6 2.9", ""),
     ("cudnn", "batch_size", "H100", {"batch_kv": 3}, "2.8", "2.7"),
     ("efficient", "capability", "sm130", {}, "2.5.0 2.15", ""),
@@ -192,7 +183,7 @@ FACTS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("cudnn", "mask_shape", "H100", {"mask": Mask((2, 4, 512, 512))}, "2.15", ""),
     ("cudnn", "mask_shape", "H100", {"mask": Mask((512, 511))}, "2.15", ""),
     ("math", "runtime_disabled", "H100", {"enabled": frozenset({"flash"})}, "2.15", ""),
-    ("flash", "nested", "sm90", {"nested": True, "device": "cpu"}, "2.13", ""),
+    ("cudnn", "head_dim", "H100", {"head_dim": 256}, "2.7.0 2.7.1 2.9.0", "2.8.0 2.9.1 2.12.0 2.14.0"),
     ("flash", "dtype", "sm90", {"dtype": "fp8", "device": "cpu"}, "2.13", ""),
     ("flash", "num_heads", "sm90", GQA | {"device": "cpu"}, "2.8", "2.13 2.15"),
     ("flash", "num_heads", "sm90", MQA | {"device": "cpu"}, "2.13", "2.14"),
@@ -234,20 +225,39 @@ def test_facts_that_hang_on_the_cudnn_version() -> None:
         assert ("head_dim" in codes("cudnn", rubin, head_dim=256)) is refused
 
 
-def test_nested_inputs_on_cudnn() -> None:
-    call = replace(PLAIN, nested=True)
-    for release, gpu, refused in (
-        ("2.6", "H100", True),
-        ("2.7", "H100", False),
-        ("2.8", "B200", True),
-        ("2.9", "B200", False),
-        ("2.9", "A100", True),
-    ):
-        machine = replace(machine_for(gpu, release), cudnn_nested=True)
-        assert ("nested" in codes("cudnn", machine, call)) is refused, (release, gpu)
-    newest = replace(machine_for("H100", "2.14"), cudnn_nested=True)
-    assert codes("cudnn", newest, call, seq_q=128) == {"nested"}
-    assert codes("cudnn", newest, call, seq_q=129) == set()
+def test_cudnn_head_dim_limit_depends_on_the_compiled_version_until_2_9_0() -> None:
+    call = replace(PLAIN, head_dim=256)
+
+    def eligible(release: str, **changes: Any) -> bool | None:
+        return judge("cudnn", call, replace(machine_for("H100", release), **changes)).eligible
+
+    assert eligible("2.8.0", cudnn=90100) is True
+    assert eligible("2.9.0", cudnn=91300) is False
+    assert eligible("2.9.0", cudnn=None) is False
+    assert eligible("2.9.0", cudnn_compiled=91000) is True
+    assert eligible("2.9.0", cudnn_compiled=None) is None
+    assert eligible("2.9.1", cudnn=90900) is False
+
+
+def test_patch_releases_with_the_same_rules_agree() -> None:
+    changes: list[dict[str, Any]] = [{}, {"requires_grad": True}, {"mask": Mask((512, 512))}]
+    changes += [{"head_dim": 256}, {"head_dim": 100}, {"seq_q": 1}]
+    for gpu in ("H100", "A100", "B200"):
+        for minor in ("2.7", "2.12", "2.14"):
+            first, second = (machine_for(gpu, f"{minor}.{patch}") for patch in (0, 1))
+            for change in changes:
+                call = replace(PLAIN, **change)
+                assert predict(call, first) == predict(call, second)
+
+
+def test_text_about_unequal_heads() -> None:
+    (reason,) = judge("flash", replace(PLAIN, kv_heads=2), machine_for("A100", "2.14")).reasons
+    assert reason.message.startswith(
+        "For dense input, both fused kernels require query, key and value to have the"
+    )
+    assert (
+        "Key sizes(): [2, 2, 512, 64], Value sizes(): [2, 2, 512, 64] instead. To" in reason.message
+    )
 
 
 def test_all_reasons_are_told_and_the_first_is_marked() -> None:

@@ -169,7 +169,7 @@ def test_explain_answers_for_a_setting() -> None:
     [
         (("--backend", "flash+math"), "flash+math runs flash"),
         (("--backend", "math-then-flash"), "math>flash runs math"),
-        (("--backend", "flash+math", "--torch", "2.4..2.6"), "H100, flash+math"),
+        (("--backend", "flash+math", "--torch", "2.5..2.6"), "H100, flash+math"),
         (("--backend", "math>flash", "--torch", "2.5..2.6"), "before 2.6 sets no order"),
         (("--backend", "flash+math,cudnn>math"), "one setting at a time"),
     ],

@@ -23,7 +23,6 @@ from profharness.config import (
 )
 from profharness.devices import GPUS, find_gpu
 from profharness.dispatch.advice import BackendAnswer, advise
-from profharness.dispatch.early import doubts
 from profharness.dispatch.machine import (
     RELEASES,
     SETS_PRIORITY,
@@ -177,7 +176,7 @@ def named_places(
     """The places that a user names, one per release, oldest first. None where neither torch nor gpu
     is given, which means PyTorch itself.
 
-    torch: `2.8`, `2.9.1`, `2.0..2.15`, `2.8,2.10`; None means the installed release. A single
+    torch: `2.8`, `2.9.1`, `2.5..2.15`, `2.8,2.10`; None means the installed release. A single
     release need not be one that the rules know. gpu: a name, a capability such as sm90, or `cpu`;
     None means this machine's GPU, as NVML tells. cudnn is the version at run time, cudnn_compiled
     the one that PyTorch was built with. Raises UsageError for what is no version, for a GPU that is
@@ -406,12 +405,10 @@ def _caveats(place: Place, params: AttentionParams, prediction: Prediction) -> I
         )
     if machine.known and prediction.choice == "unknown":
         yield f"The rules cannot decide this call: {'; '.join(_gaps(place, params, prediction))}."
-    if machine.known:
-        yield from doubts(machine.torch)
     yield COMPILED
     if params.priority and (not on_gpu or machine.torch >= (2, 9)):
         yield FIRST_CHOICE if on_gpu else CPU_IGNORES
-    if on_gpu and not (machine.known and machine.torch < (2, 3)):
+    if on_gpu:
         yield from (ALLOW_SET, LEGACY)
 
 
