@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,15 +132,6 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
         remedy = "they wait for each other; give each worker its own CUDA_VISIBLE_DEVICES"
         checks.append(Check("lanes: GPU", "warning", f"{names} have the same one", remedy))
     return checks
-
-
-def check_slurm() -> Check:
-    """Whether a script for Slurm can be sent from here."""
-    path = shutil.which("sbatch")
-    if path is not None:
-        return Check("Slurm", "ok", path)
-    remedy = "send the script from a host that has sbatch"
-    return Check("Slurm", "warning", "no sbatch on PATH", remedy)
 
 
 def _check_lane(lane: Mapping[str, Any]) -> Check:

@@ -54,12 +54,6 @@ class GateError(ProfharnessError):
     exit_code = 3
 
 
-class Planned(ProfharnessError):
-    """A campaign was written down and runs later; the text says how to go on."""
-
-    exit_code = 0
-
-
 class CaptureError(ProfharnessError):
     """A run could not be made at all (a single failed cell is a result, not an error)."""
 

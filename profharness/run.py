@@ -504,16 +504,15 @@ def turn_order(seed: int, config: str, round_number: int, count: int) -> list[in
 
 @dataclass(frozen=True)
 class Fleet:
-    """Where cells run. scheduler: `local`, `local:2`, the address of a cluster's, or `slurm:FILE`; None:
-    on this host, on all of its GPUs where there are several. gpus: the classes that each config runs
-    on, by name. insecure: a scheduler without TLS may be on another host. submit: a script for Slurm
-    is sent at once.
-    """
+    """Where the cells of a run are executed."""
 
     scheduler: str | None = None
+    """`local`, `local:2` or the address of a Dask scheduler. None selects this host, with all of
+    its GPUs if there are several."""
     gpus: tuple[str, ...] = ()
+    """The GPU classes that run every config."""
     insecure: bool = False
-    submit: bool = False
+    """Allow a scheduler without TLS on another host."""
 
 
 def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -545,7 +544,7 @@ def require_apart(names: Sequence[str], meant: Sequence[str]) -> None:
 
 
 def class_word(gpu: str) -> str:
-    """A class of GPU as Slurm's configuration usually has it, and as a part of a file's name."""
+    """Return a GPU class as a part of a run id: lower case, without blanks."""
     return re.sub(r"[^a-z0-9_.]+", "", gpu.casefold())
 
 

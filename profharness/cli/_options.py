@@ -203,20 +203,14 @@ def scheduler_options(function: F) -> F:
         scheduler: str | None,
         gpu: tuple[str, ...],
         insecure: bool,
-        submit: bool,
         **rest: Any,
     ) -> Any:
-        if submit and not (scheduler or "").startswith("slurm:"):
-            raise UsageError("--submit sends the script of --scheduler slurm:FILE; name one")
-        fleet = Fleet(scheduler, gpu_classes(gpu), insecure, submit)
+        fleet = Fleet(scheduler, gpu_classes(gpu), insecure)
         return function(*arguments, fleet=fleet, **rest)
 
     wrapped: Any = click.option(
-        "--submit", is_flag=True, help="Send the script of --scheduler slurm:FILE with sbatch."
-    )(command)
-    wrapped = click.option(
         "--insecure", is_flag=True, help="Let a scheduler on another host be without TLS."
-    )(wrapped)
+    )(command)
     wrapped = click.option(
         "--gpu",
         multiple=True,
@@ -227,7 +221,7 @@ def scheduler_options(function: F) -> F:
         "--scheduler",
         metavar="WHERE",
         help="Run on lanes side by side: local is one a visible GPU, local:2 is two; tls://head:8786 those "
-        "of a Dask scheduler; slurm:FILE writes an array job.  [default: local where there are several "
+        "of a Dask scheduler.  [default: local where there are several "
         "GPUs]",
     )(wrapped)
 

@@ -8,8 +8,8 @@ import click
 
 from profharness import __version__
 from profharness.cli._options import emit, output_options, store_option
-from profharness.doctor import check_lanes, check_slurm, run_checks
-from profharness.jobs.fleet import SLURM, describe_lanes
+from profharness.doctor import check_lanes, run_checks
+from profharness.jobs.fleet import describe_lanes
 from profharness.run import Fleet
 from profharness.views.doctor import doctor_document
 
@@ -20,7 +20,7 @@ from profharness.views.doctor import doctor_document
 @click.option(
     "--scheduler",
     metavar="WHERE",
-    help="Check the lanes of local, tls://head:8786 or slurm too: who is there, and what does not match.",
+    help="Check the lanes of local or tls://head:8786 too: who is there, and what does not match.",
 )
 @click.option("--insecure", is_flag=True, help="Let that scheduler be without TLS.")
 @click.pass_context
@@ -48,9 +48,7 @@ def command(
 
     lanes = describe_lanes(Fleet(scheduler, insecure=insecure)) if scheduler else ()
     checks = run_checks(store, probe_environment)
-    if scheduler is not None and scheduler.startswith(SLURM):
-        checks.append(check_slurm())
-    elif scheduler is not None:
+    if scheduler is not None:
         checks += check_lanes(lanes, __version__)
     emit(doctor_document(checks, lanes), format_, output, force=force)
     ctx.exit(1 if any(check.state == "missing" for check in checks) else 0)

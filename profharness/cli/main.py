@@ -21,7 +21,7 @@ import click
 
 from profharness import __version__
 from profharness.commands._output import on_terminal
-from profharness.errors import Interrupted, Planned, ProfharnessError, printable
+from profharness.errors import Interrupted, ProfharnessError, printable
 from profharness.files import shell_command
 from profharness.processes import Forerunner, forerunners
 
@@ -61,7 +61,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "profharness.commands.backends",
         "List what can run here, and why not the others.",
     ),
-    "lane": ("profharness.cli.lane", "Run groups of a campaign, as a task of Slurm does."),
     "doctor": ("profharness.cli.doctor", "Check what is installed and works."),
     "new-kernel": ("profharness.cli.new_kernel", "Start an attention implementation of your own."),
 }
@@ -180,9 +179,6 @@ def _run() -> int:
     except BrokenPipeError:
         _silence(sys.stdout)  # whoever read the output has enough
         return 0
-    except Planned as planned:
-        _say(str(planned))
-        return planned.exit_code
     except ProfharnessError as error:
         _say(f"error: {error}")
         return error.exit_code

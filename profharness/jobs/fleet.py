@@ -13,8 +13,7 @@ from typing import Any
 
 from profharness import __version__
 from profharness.environment import lacking, visible_gpus
-from profharness.errors import CaptureError, MissingExtraError, Planned, UsageError
-from profharness.jobs import slurm
+from profharness.errors import CaptureError, MissingExtraError, UsageError
 from profharness.jobs.campaign import (
     Campaign,
     cut_groups,
@@ -31,8 +30,7 @@ from profharness.run import Fleet, Run, class_word, read_record, read_run
 from profharness.runner.capture import finished, write_folder
 from profharness.runner.supervise import Progress
 
-SCHEDULERS = "local, local:2, tls://head:8786, slurm:sweep.sbatch"
-SLURM = "slurm"
+SCHEDULERS = "local, local:2, tls://head:8786"
 PRIVATE = ("uuid", "cpus", "address")  # of what is known of a lane
 ONE_ENVIRONMENT = ("torch", "driver")  # of what a lane tells, the same in all of a run
 
@@ -51,7 +49,7 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
         return _on_this_host(int(local[1]) if local[1] else None, fleet, device)
     if "://" in fleet.scheduler:
         return open_cluster(fleet)
-    raise UsageError(f"--scheduler {fleet.scheduler!r} is none: say one of {SCHEDULERS}")
+    raise UsageError(f"--scheduler {fleet.scheduler!r} is unknown: use one of {SCHEDULERS}")
 
 
 def lanes_device(fleet: Fleet, device: str) -> str:
@@ -60,8 +58,6 @@ def lanes_device(fleet: Fleet, device: str) -> str:
     """
     if device != "auto" or fleet.scheduler is None or fleet.scheduler.startswith("local"):
         return device
-    if "://" not in fleet.scheduler:
-        return "cuda"
     with closing(open_cluster(fleet)) as cluster:
         return "cuda" if any(lane.get("gpu") for lane in cluster.lanes()) else "cpu"
 
@@ -77,12 +73,7 @@ def open_cluster(fleet: Fleet) -> Transport:
 
 
 def describe_lanes(fleet: Fleet) -> tuple[dict[str, Any], ...]:
-    """What the lanes of a scheduler tell of themselves; those of Slurm are not there before their job.
-    Raises as `open_transport` does.
-    """
-    scheduler = str(fleet.scheduler)
-    if scheduler == SLURM or scheduler.startswith(slurm.PREFIX):
-        return ()
+    """Return the descriptions of a scheduler's lanes. Raise what `open_transport` raises."""
     transport = open_transport(fleet, "auto")
     if transport is None:
         return ()
@@ -114,8 +105,6 @@ def run_on_lanes(
     Raises as `capture` does.
     """
     plan = partial(_plan, run, backends, out, fleet, python)
-    if (fleet.scheduler or "").startswith(slurm.PREFIX):
-        raise _planned(fleet, plan, out)
     transport = open_transport(fleet, run.protocol.device)
     if transport is None:
         return []
@@ -129,7 +118,7 @@ def run_on_lanes(
         folders = []
         for gpu in fleet.gpus or (None,):
             count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
-            folders.append(plan(gpu, count)[0])
+            folders.append(plan(gpu, count))
         _carry_out(folders, transport, progress, run.protocol.device, meanwhile)
     return folders
 
@@ -156,30 +145,14 @@ def _plan(
     python: str | None,
     gpu: str | None,
     lanes: int,
-) -> tuple[Path, Campaign]:
+) -> Path:
     """The campaign of one class of GPU, in a folder of its own, cut for so many lanes."""
     if len(fleet.gpus) > 1:
         run = replace(run, run=f"{run.run}-{class_word(str(gpu))}")
     groups = cut_groups(run, backends, lanes, gpu)
     folder = write_folder(out, run, backends)
     campaign = Campaign(tuple(backends), tuple(groups), gpu, python)
-    return plan_campaign(folder, campaign), campaign
-
-
-def _planned(
-    fleet: Fleet, plan: Callable[[str | None, int], tuple[Path, Campaign]], out: Path
-) -> Planned:
-    """Write down a campaign for Slurm, and send it where that is asked for; how to go on."""
-    classes = fleet.gpus or (None,)
-    files = [slurm.script_file(str(fleet.scheduler), gpu, len(classes), out) for gpu in classes]
-    lines = []
-    for gpu, file in zip(classes, files, strict=True):
-        folder, campaign = plan(gpu, slurm.LANES)
-        tasks = slurm.write_script(file, folder, campaign)
-        lines.append(f"wrote {file}: an array of {tasks} task(s) for {folder}")
-        lines.append(slurm.submit(file) if fleet.submit else f"send it with: sbatch {file}")
-        lines.append(f"when it has run: profharness ingest {folder}")
-    return Planned("\n".join(lines))
+    return plan_campaign(folder, campaign)
 
 
 def agreeing(device: str) -> Callable[[dict[str, Any]], str | None]:
@@ -210,11 +183,6 @@ def resume_on_lanes(
     that are done. Raises UsageError for one that is finished, and as `capture` does.
     """
     run, campaign = read_run(folder), read_campaign(folder)
-    if (fleet.scheduler or "").startswith(slurm.PREFIX):
-        raise UsageError(
-            f"--resume goes on with a campaign that is planned, and --scheduler {slurm.PREFIX}FILE plans "
-            f"one: send its script again (sbatch FILE), whose tasks run `profharness lane {folder}`"
-        )
     if why := why_not_resumed(folder, run):
         raise UsageError(f"--resume: {why}")
     device = run.protocol.device

@@ -26,7 +26,6 @@ from profharness.jobs.campaign import (
     read_campaign,
     tidy,
 )
-from profharness.jobs.lease import LEASES, Lease, Leases
 from profharness.jobs.progress import duration
 from profharness.processes import deferred, let_through
 from profharness.run import Cell, Run, read_run, unwritable
@@ -38,7 +37,6 @@ LANE_TRIES = 3  # groups in a row that a lane may fail at without any success
 POLL_S = 0.1
 LEAVING_S = 5.0
 LANES_S = 30.0  # that a lane may take to come up, or to come back
-LOOK_S = 1.0  # between two looks at who has the lease on a group
 CPU = "cpu"
 
 Plain = dict[str, Any]
@@ -99,8 +97,6 @@ class _Task:
     group: Group
     errors: list[str] = field(default_factory=list)
     failed_on: set[str] = field(default_factory=set)
-    lease: Lease | None = None  # in a campaign that tasks of an array may run too
-    not_before: float = 0.0
 
     @property
     def folder(self) -> Path:
@@ -120,9 +116,6 @@ class _Lane:
     def release(self) -> _Task | None:
         """What it had to do, which others may do now."""
         task, self.task = self.task, None
-        if task is not None and task.lease is not None:
-            task.lease.end()
-            task.lease = None
         return task
 
 
@@ -160,11 +153,6 @@ class Window:
         self._done = self._total - sum(map(_steps, self._queue))
         self._seen = time.monotonic()  # when there was a lane for a group that waits, or could be
         self._estimated = self._measured = 0.0
-        self._leases = {
-            sweep.folder: Leases(sweep.folder / LEASES, self._say)
-            for sweep in self.sweeps
-            if (sweep.folder / LEASES).is_dir()
-        }
 
     def carry_out(self) -> None:
         """All groups, then run.json of each campaign. Raises Interrupted after the first interrupt, once
@@ -276,33 +264,12 @@ class Window:
                 name in task.failed_on and not self._fitting(task) <= task.failed_on
             ):
                 continue
-            if not self._free(task):
-                continue
             self._queue.remove(task)
             if not task.folder.is_dir():
                 return task
             # another lane was quicker
-            if task.lease is not None:
-                task.lease.end()
             self._count(task)
         return None
-
-    def _free(self, task: _Task) -> bool:
-        """Whether nobody else works on a group: a task of an array, or somebody who resumes on another
-        host. It is this client's then.
-        """
-        leases = self._leases.get(task.sweep.folder)
-        if leases is None:
-            return True
-        if time.monotonic() < task.not_before:
-            return False
-        group = task.group.group
-        task.lease = leases.take(group)
-        if task.lease is None:
-            if not task.not_before:
-                self._say(f"group {group} is left to {leases.holder(group)}, which works on it")
-            task.not_before = time.monotonic() + LOOK_S
-        return task.lease is not None
 
     def _fitting(self, task: _Task) -> set[str]:
         """The lanes that are of the class of a group."""

@@ -30,7 +30,6 @@ from profharness.jobs.campaign import (
     plan_campaign,
     write_campaign,
 )
-from profharness.jobs.lease import LEASES, Leases
 from profharness.jobs.parcel import content_hash, pack, unpack
 from profharness.jobs.progress import duration
 from profharness.jobs.window import OnStep, Plain, Window
@@ -361,27 +360,6 @@ def test_what_was_measured_on_shared_cores_says_so_cell_by_cell(tmp_path: Path) 
     run = read_run(sweep.folder)
     assert [SHARED_CORES in cell.warnings for cell in run.cells] == [True, False, False, False]
     assert [problem.code for problem in run.problems] == ["shared_host"]
-
-
-def test_a_group_that_an_array_works_on_is_left_to_it(tmp_path: Path) -> None:
-    lanes = Lanes("a")
-    made, _ = window(tmp_path, lanes, 2)
-    folder = made.sweeps[0].folder
-    (folder / LEASES).mkdir()
-    leases = Leases(folder / LEASES, print)
-    held = leases.take("g0")
-    assert held is not None
-    said: list[str] = []
-
-    def say(step: Step) -> None:
-        said.append(step.notice or "")
-        if step.notice and "g0 is left to" in step.notice:
-            held.end()
-
-    Window([folder], lanes, say).carry_out()
-    assert [group for _, group in lanes.given] == ["g1", "g0"]
-    assert any("g0 is left to" in text for text in said)
-    assert list((folder / LEASES).iterdir()) == []
 
 
 @pytest.mark.parametrize(

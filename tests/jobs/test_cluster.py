@@ -19,7 +19,8 @@ from pathlib import Path
 
 import dask
 import pytest
-from distributed import Future, Security
+from dask_tls import tls_variables
+from distributed import Future
 from kill_lanes import stand_in
 from lane_stand_ins import GPU, fake_nvml, falling_worker, other_python, own_bytecode
 from waiting import Clock, alive, until
@@ -108,22 +109,14 @@ def start(
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     folder = tmp_path_factory.mktemp("cluster")
-    # one certificate, its own authority, for all
-    made = Security.temporary()
-    (folder / "cert.pem").write_text(made.tls_ca_file)
-    (folder / "key.pem").write_text(made.tls_client_key)
-    (folder / "key.pem").chmod(0o600)
-    who = [
-        f"{role}.{part}" for role in ("scheduler", "worker", "client") for part in ("cert", "key")
-    ]
+    variables = tls_variables(folder)
     settings = {
-        f"distributed.comm.tls.{each}": f"{folder}/{each[-4:].strip('.')}.pem" for each in who
+        name.removeprefix("DASK_").lower().replace("__", "."): value
+        for name, value in variables.items()
     }
-    settings["distributed.comm.tls.ca-file"] = f"{folder}/cert.pem"
     with pytest.MonkeyPatch.context() as patch, dask.config.set(settings):
-        for name, value in settings.items():
-            variable = name.replace(".", "__").replace("-", "_").upper()
-            patch.setenv(f"DASK_{variable}", value)
+        for name, value in variables.items():
+            patch.setenv(name, value)
         url = f"tls://127.0.0.1:{free_port()}"
         address = "--host", "127.0.0.1", "--protocol", "tls", "--port", url.rpartition(":")[2]
         scheduler = start("scheduler", folder, *address)
@@ -356,6 +349,22 @@ def test_a_campaign_whose_scheduler_is_killed_goes_on_elsewhere(
     (folder,) = (tmp_path / "runs").iterdir()
     captured = resume_into_store(folder, store)
     assert [cell.status for cell in captured.run.cells] == ["ok"]
+
+
+def test_lanes_that_differ_are_reported() -> None:
+    same = {"profharness": "0.1.0", "torch": "2.11", "driver": "580", "problems": [], "gpu": "H200"}
+    lanes = [
+        {**same, "lane": "a", "python": "3.11", "gpu_key": "k"},
+        {**same, "lane": "b", "python": "3.12", "gpu_key": "k", "torch": "2.10"},
+        {"lane": "c", "problems": ["ModuleNotFoundError: No module named 'profharness'"]},
+    ]
+    checks = {check.name: check for check in check_lanes(lanes, "0.2.0")}
+    assert checks["c"].state == "warning" and "No module" in checks["c"].detail
+    assert checks["lanes: torch"].detail == "2.11: a; 2.10: b"
+    assert checks["lanes: profharness"].detail == "0.1.0: a, b; 0.2.0: here"
+    assert checks["lanes: python"].state == "ok"
+    assert checks["lanes: GPU"].detail == "a, b have the same one"
+    assert [check.state for check in check_lanes([], "0.1.0")] == ["missing"]
 
 
 @pytest.mark.parametrize(
