@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import jinja2
 import msgspec
 from _frame import output, pack_files, without_traces
 
-from profharness.cli.main import COMMANDS
+from profharness.cli.main import find_command
 from profharness.config import SDPA_BACKENDS, parse_config
 from profharness.run import read_run
 from profharness.runner.probe import Measured, measure_peaks
@@ -229,7 +228,7 @@ def command(*words: str) -> None:
     name, *rest = words
     silence = io.TextIOWrapper(io.BytesIO())
     with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-        import_module(COMMANDS[name][0]).command.main(rest, standalone_mode=False)
+        find_command(name).main(rest, standalone_mode=False)
 
 
 @dataclass

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from string import Template
@@ -18,7 +17,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from profharness.cli.main import COMMANDS
+from profharness.cli.main import COMMANDS, find_command
 from profharness.devices import Peaks
 from profharness.run import read_run
 from profharness.views import charts
@@ -87,7 +86,7 @@ def test_every_command_line_can_be_read(studies: ModuleType) -> None:
     """Options and choices are checked by the commands themselves; nothing is run."""
     for study in studies.STUDIES:
         for name, *rest in study.runs.values():
-            assert import_module(COMMANDS[name][0]).command.make_context(name, rest).params
+            assert find_command(name).make_context(name, rest).params
         for script, *_ in study.printed.values():
             assert (ROOT / "scripts" / script).is_file()
 
@@ -107,7 +106,7 @@ def test_every_item_has_a_verdict_and_commands_that_can_be_read(runs: Path) -> N
     for said in re.findall(r"`([^`]+)`", " ".join(answer for _, _, answer, _ in rows)):
         name, *rest = shlex.split(Template(said).substitute(names))
         if name in COMMANDS:
-            import_module(COMMANDS[name][0]).command.make_context(name, rest)
+            find_command(name).make_context(name, rest)
 
 
 def test_a_page_whose_data_say_otherwise_is_not_written(

@@ -135,6 +135,10 @@ def main() -> None:
         code = _run()
     except OSError as error:
         code = _failed(error)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _silence(sys.stderr)  # what it still contains would change the exit code
     sys.exit(code)
 
 

@@ -163,15 +163,23 @@ def backend_styles(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _printable(chart: Chart) -> Chart:
-    """One-line texts without control characters, on which vl-convert ends the whole process."""
+    """Return the chart with texts that vl-convert can draw: on one line, without control characters,
+    on which it ends the whole process.
+
+    Vega cuts a long label at a UTF-16 unit, and vl-convert fails on half a surrogate pair. So
+    characters beyond the Basic Multilingual Plane are replaced.
+    """
+
+    def draw(text: str) -> str:
+        return "".join(char if char <= "\uffff" else "\ufffd" for char in one_line(text))
 
     def clean(value: Any) -> Any:
-        return one_line(value) if isinstance(value, str) else value
+        return draw(value) if isinstance(value, str) else value
 
-    texts = {name: one_line(getattr(chart, name)) for name in ("title", "x_title", "y_title")}
-    marks = tuple(replace(mark, text=one_line(mark.text)) for mark in chart.marks)
+    texts = {name: draw(getattr(chart, name)) for name in ("title", "x_title", "y_title")}
+    marks = tuple(replace(mark, text=draw(mark.text)) for mark in chart.marks)
     rows = tuple({key: clean(value) for key, value in row.items()} for row in chart.rows)
-    roofs = tuple(replace(roof, label=one_line(roof.label)) for roof in chart.roofs)
+    roofs = tuple(replace(roof, label=draw(roof.label)) for roof in chart.roofs)
     return replace(chart, rows=rows, roofs=roofs, marks=marks, **texts)
 
 

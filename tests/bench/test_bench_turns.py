@@ -122,7 +122,7 @@ def moods(tmp_path: Path) -> Path:
 def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Captured, list[str]]:
     """Sixty samples of three backends: some rounds of turns each."""
     folder = tmp_path_factory.mktemp("exact")
-    return run_bench(folder, ["auto", "math", "naive"], BenchPlan(iterations=60))
+    return run_bench(folder, ["auto", "math", "flash"], BenchPlan(iterations=60))
 
 
 def test_iterations_fix_the_count(exact: tuple[Captured, list[str]]) -> None:
@@ -137,7 +137,7 @@ def test_iterations_fix_the_count(exact: tuple[Captured, list[str]]) -> None:
 def test_backends_take_turns_in_the_seeds_order(exact: tuple[Captured, list[str]]) -> None:
     _, turns = exact
     assert len(turns) >= 9  # 25 samples a turn at most, and a round that does not count
-    backends = ["auto", "math", "naive"]
+    backends = ["auto", "math", "flash"]
     for number in range(3):
         expected = [backends[place] for place in turn_order(7, LABEL, number, 3)]
         assert turns[3 * number : 3 * number + 3] == expected

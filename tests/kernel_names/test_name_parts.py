@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from profharness.kernel_names import FAMILIES, parse_kernel_name
 from profharness.kernel_names.meanings import FA2_FLAGS, FA3_FLAGS, LIBRARIES
 from profharness.kernel_names.parts import Description, describe
 
-csv.field_size_limit(sys.maxsize)
 TABLE = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
 FLASH = (
     "void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<64, 64, 256, 4, false, false, "
@@ -32,8 +29,8 @@ SIZES = ("direction", "dtype", "head_dim", "tile_m", "tile_n", "warps", "stages"
 @pytest.fixture(scope="module")
 def names() -> list[str]:
     with gzip.open(TABLE, "rt", encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        return [row["name"] for row in rows]
+        place = next(file).rstrip("\n").split("\t").index("name")
+        return [line.rstrip("\n").split("\t")[place] for line in file]
 
 
 def said(description: Description) -> dict[str, str | None]:

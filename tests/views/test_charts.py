@@ -212,6 +212,8 @@ def test_a_wrong_chart_is_refused() -> None:
 
 
 @example("a\x00b\x1b[31m\x0b")
+@example("0\U00018cd6\U0001f000\x1b\U0001b2fc\U0001b2fc\U0002ebe1")
+@example("\U0001f600" * 60)
 @settings(max_examples=15)
 @given(st.text(min_size=1, max_size=30))
 def test_any_name_stays_text(name: str) -> None:

@@ -93,7 +93,7 @@ def test_graph_samples_hold_no_time_of_the_host(
     monkeypatch: pytest.MonkeyPatch, launch_ns: int
 ) -> None:
     stream = Stream(launch_ns)
-    monkeypatch.setattr(timing.torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(timing, "TimingEvent", stream.event)
     monkeypatch.setattr(timing.torch.cuda, "_sleep", stream.run)
     monkeypatch.setattr(timing, "_captured", lambda _, calls: stream.graph(calls))
     assert open_graph(lambda: None, 1)(20) == {"graph": [CALL_NS] * 20}
