@@ -1,4 +1,4 @@
-"""CUDA sources compiled at run time by NVRTC: no ATen, no link step, no host compiler."""
+"""Compile CUDA sources at run time with NVRTC: no ATen, no link step, no host compiler."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from profharness.backends.base import ImplementationError, RefusedError
-from profharness.backends.cuda_launch import (
+from profharness.backends.cubin_cache import (
     CompiledSource,
-    CudaKernel,
     cache_folder,
     cache_key,
-    load_kernel,
+    distrust_reason,
     local_files,
     read_cached,
-    why_not_trusted,
     write_cached,
 )
+from profharness.backends.cuda_launch import CudaKernel, load_kernel
 from profharness.errors import pip_line
 
 __all__ = ["CompileError", "CompiledSource", "CudaSource"]
@@ -32,50 +31,50 @@ LOG_MARK = "compilation log:"
 
 
 class CompileError(ImplementationError):
-    """A CUDA source does not compile; the text is the compiler's, with file and line."""
+    """A CUDA source does not compile. The text is the compiler's, with file and line."""
 
 
 class CudaSource:
-    """A `.cu` file, or CUDA text in a Python file. Making one imports and compiles nothing.
+    """A `.cu` file, or CUDA text in a Python file. Creating one imports and compiles nothing.
 
-    text is the source where it stands in the Python file path as a string; lines in errors are then
-    those of that file. options are those of cuda.core's ProgramOptions, for instance `{"max_register_count": 128}` or
-    `{"define_macro": [("TILE", "64")]}`; -std=c++17 and -lineinfo are set unless they say otherwise.
-    Files beside the source can be included as `"name.cuh"`. What was loaded stays loaded: a source
-    that is edited takes effect in the next process.
+    If `text` is a string literal in the Python file `path`, errors contain the lines of that file.
+    `options` are those of cuda.core's ProgramOptions, such as `{"max_register_count": 128}` or
+    `{"define_macro": [("TILE", "64")]}`. The defaults are -std=c++17 and -lineinfo. Files in the
+    source's folder can be included as `"name.cuh"`. Loaded kernels stay loaded: an edit of the
+    source takes effect in the next process.
     """
 
     def __init__(
         self, path: Path, options: Mapping[str, Any] | None = None, *, text: str | None = None
     ) -> None:
-        # absolute: -lineinfo keeps the name, and ncu looks for the source under it
+        # -lineinfo stores the path, and ncu opens the source by it, so it must be absolute.
         self.path = Path(path).resolve()
         self._given = text
         self._options: dict[str, Any] = {"std": "c++17", "lineinfo": True, **(options or {})}
         self._kernels: dict[tuple[int, str, int, int], CudaKernel] = {}
 
     def cubin(self, names: Sequence[str], arch: str) -> CompiledSource:
-        """The kernels of these names for an architecture such as `sm_90a`; needs no GPU, no driver.
+        """Compile kernels for an architecture such as `sm_90a`, or read them from the cache.
 
-        names are C++ name expressions (`tile<float, 64>`) or names of `extern "C"` kernels. Taken
-        from the cache where nothing changed. Raises CompileError with the compiler's output,
-        RefusedError (`absent`) without cuda-core or NVRTC.
+        `names` are C++ name expressions (`tile<float, 64>`) or names of `extern "C"` kernels. No GPU
+        or driver is needed. Raise CompileError with the compiler's output, or RefusedError
+        (`absent`) without cuda-core or NVRTC.
         """
         version = nvrtc_version()
         try:
             files = local_files(self.path, self._text())
         except OSError as error:
             raise CompileError(f"{self.path.name} cannot be read: {error.strerror}") from None
-        # the order in which options are written must not change the cache's key
+        # The order of the options must not change the cache key.
         parts = [arch, version, *names, *(f"{k}={v!r}" for k, v in sorted(self._options.items()))]
         stem = f"{self.path.stem}-{arch}-{cache_key(files, parts)}.cubin"
         place = cache_folder() / stem
-        doubt = why_not_trusted(place)
-        if doubt is not None:
-            LOG.warning("%s; what is cached there is not used, but compiled again", doubt)
-        cached = read_cached(place) if doubt is None else None
+        distrust = distrust_reason(place)
+        if distrust is not None:
+            LOG.warning("%s; the cached file is ignored and the source compiled again", distrust)
+        cached = read_cached(place) if distrust is None else None
         if cached is not None:
-            LOG.debug("%s for %s taken from %s", ", ".join(names), arch, place)
+            LOG.debug("%s for %s read from %s", ", ".join(names), arch, place)
             return cached
         compiled = self._compile(files[self.path], names, arch, version)
         if not write_cached(place, compiled):
@@ -83,11 +82,11 @@ class CudaSource:
         return compiled
 
     def kernel(self, name: str, *, shared_bytes: int = 0, cluster: int = 1) -> CudaKernel:
-        """The kernel on torch's current device, compiled for its own architecture and loaded.
+        """Compile and load a kernel for torch's current device. Later calls return the same object.
 
-        shared_bytes is the dynamic shared memory of every launch; cluster the number of blocks in
-        a cluster, (cluster, 1, 1) unless a launch says otherwise. The same call again costs a
-        lookup. Raises as `cubin`, LaunchError if the device cannot take the kernel.
+        `shared_bytes` is the dynamic shared memory of every launch. Clusters have (cluster, 1, 1)
+        blocks unless a launch overrides it. Raise the errors of `cubin`, and LaunchError if the
+        device refuses the kernel.
         """
         import torch
 
@@ -108,7 +107,7 @@ class CudaSource:
             return content
         text = self._given.encode()
         at = content.find(text)
-        if at < 0:  # made by the program, or a string with escapes: there are no lines to point to
+        if at < 0:  # generated text, or a literal with escapes: its lines are unknown
             return text
         line = content[:at].count(b"\n") + 1
         return f'#line {line} "{self.path}"\n'.encode() + text
@@ -132,32 +131,31 @@ class CudaSource:
             finally:
                 program.close()
         except Exception as error:
-            # cuda.core has an exception type of its own in each place where it raises
+            # cuda.core's exception types are private.
             raise CompileError(self._explained(str(error), arch)) from error
         LOG.debug(
             "%s compiled from %s for %s by NVRTC %s in %.2f s %s",
             ", ".join(names), self.path, arch, version, time.perf_counter() - begin, log.getvalue(),
         )  # fmt: skip
-        # public since cuda.core 0.6
-        mangled = getattr(code, "symbol_mapping", None) or getattr(code, "_sym_map", {})
+        mangled = code.symbol_mapping
         return CompiledSource(
             bytes(code.code), {name: _decoded(mangled[name]) for name in names}, arch, version
         )
 
     def _explained(self, text: str, arch: str) -> str:
-        """The compiler's text with file names as seen from the source's folder."""
+        """Return the compiler's text with file names relative to the source's folder."""
         log = text.split(LOG_MARK, 1)[-1].replace("\0", "").strip()
         log = log.replace(f"{self.path.parent}{os.sep}", "")
         return f"{self.path.name} does not compile for {arch}:\n{log}"
 
 
 def architecture(major: int, minor: int) -> str:
-    """The name for NVRTC: `sm_90a` for 9.0, as wgmma and TMA need the `a`, else `sm_XY`."""
+    """Return NVRTC's name of an architecture: `sm_90a` for 9.0 (wgmma needs the `a`), else `sm_XY`."""
     return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
 def nvrtc_version() -> str:
-    """`13.0` and so on. Raises RefusedError (`absent`) where there is no NVRTC."""
+    """Return NVRTC's version, such as `13.0`. Raise RefusedError (`absent`) without NVRTC."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -170,21 +168,17 @@ def nvrtc_version() -> str:
         text = f"CUDA sources need NVRTC, which cannot be loaded ({REMEDY}): {error}"
         raise RefusedError("absent", text) from error
     if int(status):
-        raise RefusedError("absent", f"NVRTC does not tell its version: {status.name} ({REMEDY})")
+        raise RefusedError("absent", f"NVRTC does not report its version: {status.name} ({REMEDY})")
     return f"{major}.{minor}"
 
 
 def _compiler() -> tuple[Any, Any]:
-    """cuda.core's Program and ProgramOptions."""
+    """Return cuda.core's Program and ProgramOptions."""
     try:
         from cuda.core import Program, ProgramOptions
-    except ImportError:
-        try:  # where they stood before cuda.core 0.5
-            from cuda.core.experimental import Program, ProgramOptions
-        except ImportError as error:
-            raise RefusedError(
-                "absent", f"CUDA sources need the package cuda-core ({REMEDY})"
-            ) from error
+    except ImportError as error:
+        text = f"CUDA sources need the package cuda-core ({REMEDY})"
+        raise RefusedError("absent", text) from error
     return Program, ProgramOptions
 
 

@@ -29,7 +29,7 @@ from profharness.backends.base import (
     find_module,
     outside_contract,
 )
-from profharness.backends.cuda_launch import local_files
+from profharness.backends.cubin_cache import local_files
 from profharness.config import Config
 from profharness.environment import CHANGED
 from profharness.errors import UsageError

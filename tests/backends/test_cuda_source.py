@@ -1,4 +1,4 @@
-"""CUDA sources compiled by the real NVRTC, without a GPU: the cache, its files, and what errors say."""
+"""Tests of CUDA sources with the real NVRTC, without a GPU: the cache, and error messages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'profharness[kernels]'")
 
+from cuda.core._kernel_arg_handler import ParamHolder
+
 from profharness.backends.base import RefusedError
-from profharness.backends.cuda_launch import (
-    Arguments,
+from profharness.backends.cubin_cache import (
     CompiledSource,
-    LaunchError,
-    _three,
     cache_folder,
+    distrust_reason,
     local_files,
     read_cached,
-    why_not_trusted,
     write_cached,
 )
+from profharness.backends.cuda_launch import LaunchError, clusters_in, converter, reason
 from profharness.backends.cuda_source import CompileError, CudaSource, architecture
 from profharness.config import expand_configs
 from profharness.run import CaptureOptions, Protocol, read_run
@@ -46,7 +46,7 @@ NAME = "fill<float, 8>"
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaSource:
-    """A source with a header in a folder of its own, which includes another one; an empty cache."""
+    """Return a source that includes a header, which includes another one; the cache is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "value.cuh").write_text('#pragma once\n# include "deep.cuh"\n')
@@ -83,20 +83,20 @@ def test_a_second_compile_comes_from_the_cache(source: CudaSource) -> None:
     assert files() == [file] and file.stat().st_mtime_ns == written
 
 
-def test_what_decides_the_cubin_decides_the_cache_entry(source: CudaSource) -> None:
-    told = [
+def test_everything_that_changes_the_cubin_changes_the_cache_entry(source: CudaSource) -> None:
+    compiled = [
         source.cubin([NAME], "sm_80"),
         source.cubin([NAME], "sm_90a"),
         source.cubin(["plain"], "sm_80"),
         again(source, max_register_count=32).cubin([NAME], "sm_80"),
     ]
     source.path.write_text(TEXT + "// changed\n")
-    told.append(again(source).cubin([NAME], "sm_80"))
+    compiled.append(again(source).cubin([NAME], "sm_80"))
     (source.path.parent / "parts" / "deep.cuh").write_text("#define VALUE 2\n")
-    told.append(again(source).cubin([NAME], "sm_80"))
-    assert [each.from_cache for each in told] == [False] * 6
+    compiled.append(again(source).cubin([NAME], "sm_80"))
+    assert [each.from_cache for each in compiled] == [False] * 6
     assert len(files()) == 6
-    assert told[-1].cubin != told[-2].cubin
+    assert compiled[-1].cubin != compiled[-2].cubin
 
 
 def test_an_option_reaches_the_compiler(source: CudaSource) -> None:
@@ -107,7 +107,7 @@ def test_an_option_reaches_the_compiler(source: CudaSource) -> None:
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "foreign", "folder"])
-def test_a_broken_cache_file_is_compiled_anew(source: CudaSource, damage: str) -> None:
+def test_a_damaged_cache_file_is_compiled_again(source: CudaSource, damage: str) -> None:
     first = source.cubin([NAME], "sm_80")
     (file,) = files()
     content = file.read_bytes()
@@ -125,10 +125,10 @@ def test_a_broken_cache_file_is_compiled_anew(source: CudaSource, damage: str) -
         assert again(source).cubin([NAME], "sm_80").from_cache
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(
+def test_an_unwritable_cache_folder_is_not_an_error(
     source: CudaSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("in the way of a folder, also for root")
+    (tmp_path / "file").write_text("blocks a folder of this name, even for root")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
         made = again(source).cubin([NAME], "sm_80")
@@ -151,13 +151,15 @@ def test_an_error_in_a_header_names_the_header(source: CudaSource) -> None:
         source.cubin([NAME], "sm_90a")
 
 
-def test_a_source_in_a_python_file_has_that_files_lines(source: CudaSource) -> None:
+def test_errors_contain_the_lines_of_the_python_file(source: CudaSource) -> None:
     text = "\n" + TEXT.replace("N; }", "N }")
     path = source.path.with_name("mine.py")
     path.write_text(f'import os\n\nCUDA = r"""{text}"""\n')
     with pytest.raises(CompileError, match=r"(?m)^mine\.py\(6\): error: expected a \";\""):
         CudaSource(path, text=text).cubin([NAME], "sm_80")
-    made = CudaSource(path, text=TEXT).cubin([NAME, "plain"], "sm_80")  # not in the file: no lines
+    made = CudaSource(path, text=TEXT).cubin(
+        [NAME, "plain"], "sm_80"
+    )  # not in the file, so without lines
     assert made.names["plain"] == "plain"
 
 
@@ -169,34 +171,34 @@ def test_a_source_in_a_python_file_has_that_files_lines(source: CudaSource) -> N
         (NAME, "sm_12", "sm_12|architecture"),
     ],
 )
-def test_a_wrong_name_or_architecture_is_told(
+def test_a_wrong_name_or_architecture_is_an_error(
     source: CudaSource, name: str, arch: str, said: str
 ) -> None:
     with pytest.raises(CompileError, match=said):
         source.cubin([name], arch)
 
 
-def test_a_source_that_is_not_there_is_told_when_it_is_compiled(tmp_path: Path) -> None:
+def test_a_missing_source_is_reported_on_compilation(tmp_path: Path) -> None:
     source = CudaSource(tmp_path / "no.cu")
     with pytest.raises(CompileError, match=r"no\.cu cannot be read: No such file"):
         source.cubin(["plain"], "sm_80")
 
 
-def test_includes_in_a_circle_and_of_the_toolkit_end(tmp_path: Path) -> None:
+def test_circular_includes_and_toolkit_headers(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text('#include "b.cuh"\n#include <cuda_fp16.h>\n')
     (tmp_path / "b.cuh").write_text('#include "a.cu"\n#include "not_there.cuh"\n')
     found = local_files(tmp_path / "a.cu", (tmp_path / "a.cu").read_bytes())
     assert set(found) == {tmp_path / "a.cu", tmp_path / "b.cuh"}
 
 
-def test_a_header_in_angle_brackets_counts_if_it_stands_beside(tmp_path: Path) -> None:
+def test_angle_brackets_find_local_headers(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text("#include <b.cuh>\n#include <cuda_fp16.h>\n")
     (tmp_path / "b.cuh").write_text("")
     found = local_files(tmp_path / "a.cu", (tmp_path / "a.cu").read_bytes())
     assert set(found) == {tmp_path / "a.cu", tmp_path / "b.cuh"}
 
 
-def test_more_folders_can_be_searched(source: CudaSource, tmp_path: Path) -> None:
+def test_include_path_adds_folders(source: CudaSource, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "far.cuh").write_text("#define FAR 1\n")
     text = '#include "far.cuh"\nextern "C" __global__ void plain(int* p) { *p = FAR; }\n'
@@ -205,7 +207,7 @@ def test_more_folders_can_be_searched(source: CudaSource, tmp_path: Path) -> Non
     assert made.names["plain"] == "plain"
 
 
-def test_two_processes_at_once_leave_one_good_file(source: CudaSource) -> None:
+def test_two_processes_leave_one_valid_file(source: CudaSource) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from profharness.backends.cuda_source import CudaSource\n"
@@ -224,15 +226,13 @@ def test_two_processes_at_once_leave_one_good_file(source: CudaSource) -> None:
     for process in both:
         process.communicate()
     assert [process.returncode for process in both] == [0, 0]
-    (file,) = files()  # and no temporary one
+    (file,) = files()  # no temporary file
     assert read_cached(file) is not None
     assert source.cubin([NAME], "sm_80").from_cache
 
 
 @given(st.binary(max_size=200), st.dictionaries(st.text(max_size=9), st.text(max_size=9)))
-def test_a_cache_file_gives_back_what_was_written_or_nothing(
-    cubin: bytes, names: dict[str, str]
-) -> None:
+def test_cache_files_round_trip_or_are_rejected(cubin: bytes, names: dict[str, str]) -> None:
     made = CompiledSource(cubin, names, "sm_90a", "13.0")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.cubin"
@@ -243,7 +243,7 @@ def test_a_cache_file_gives_back_what_was_written_or_nothing(
         assert read_cached(path) is None
 
 
-def test_a_source_that_does_not_compile_is_a_row_with_the_compilers_words(
+def test_a_compile_error_is_recorded_in_its_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -264,7 +264,7 @@ def test_a_source_that_does_not_compile_is_a_row_with_the_compilers_words(
     assert str(tmp_path) not in str(bad.message)
 
 
-def test_making_a_source_imports_nothing_and_help_is_told_without_the_package(
+def test_creating_a_source_imports_nothing_and_a_missing_package_is_named(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "a.cu").write_text(TEXT)
@@ -287,7 +287,7 @@ def test_making_a_source_imports_nothing_and_help_is_told_without_the_package(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_a_kernel_without_a_gpu_is_an_error_of_torch_not_a_crash(source: CudaSource) -> None:
+def test_a_kernel_without_a_gpu_raises(source: CudaSource) -> None:
     with pytest.raises((RuntimeError, AssertionError, RefusedError)):
         source.kernel(NAME)
 
@@ -299,20 +299,21 @@ def test_architectures() -> None:
 
 
 def read_back(args: list[object]) -> list[bytes]:
-    """What the driver would copy: the bytes behind each pointer."""
-    arguments = Arguments(args)
-    buffer = arguments.fill(args)
-    pointers = (ctypes.c_void_p * len(args)).from_address(buffer[1])
+    """Return the bytes that cuda.core passes to the driver for each argument."""
+    pairs = [converter(index, arg) for index, arg in enumerate(args)]
+    values = [convert(arg) for (_, convert), arg in zip(pairs, args, strict=True)]
+    holder = ParamHolder(values)
+    pointers = (ctypes.c_void_p * len(args)).from_address(holder.ptr) if args else []
     return [
         ctypes.string_at(pointer or 0, size)
-        for pointer, size in zip(pointers, arguments.sizes, strict=True)
+        for pointer, (size, _) in zip(pointers, pairs, strict=True)
     ]
 
 
-def test_arguments_are_passed_as_c_does() -> None:
+def test_arguments_have_their_c_types() -> None:
     tensor = torch.arange(6.0)[2:]
     args = [True, np.int64(-5), tensor, 0.5, np.int8(3), np.float64(2.5), None, 7, np.float16(1)]
-    expected = [
+    assert read_back(args) == [
         struct.pack("i", 1),
         struct.pack("q", -5),
         struct.pack("P", tensor.data_ptr()),
@@ -323,9 +324,6 @@ def test_arguments_are_passed_as_c_does() -> None:
         struct.pack("i", 7),
         struct.pack("e", 1),
     ]
-    assert read_back(args) == expected
-    offsets = Arguments(args).offsets
-    assert all(at % size == 0 for at, size in zip(offsets, Arguments(args).sizes, strict=True))
 
 
 NUMBERS = st.one_of(
@@ -338,56 +336,54 @@ NUMBERS = st.one_of(
 
 
 @given(st.lists(NUMBERS, max_size=12))
-def test_every_argument_arrives(args: list[object]) -> None:
+def test_arguments_keep_their_values(args: list[object]) -> None:
     letters = {bool: "i", int: "i", float: "f", np.int64: "q", np.uint8: "B"}
     assert read_back(args) == [struct.pack(letters[type(arg)], arg) for arg in args]
 
 
-def test_buffers_are_used_again_but_never_shared() -> None:
-    arguments = Arguments([1])
-    first, second = arguments.fill([1]), arguments.fill([2])
-    assert first[1] != second[1]
-    arguments.release(first)
-    assert arguments.fill([3])[1] == first[1]
-
-
 @pytest.mark.parametrize("wrong", [2**31, "text", 1j, np.zeros(3)])
-def test_arguments_that_no_kernel_takes(wrong: object) -> None:
+def test_unsupported_arguments_are_refused(wrong: object) -> None:
     with pytest.raises(LaunchError, match="argument"):
         read_back([wrong])
 
 
-def test_dimensions() -> None:
-    assert _three(5) == (5, 1, 1)
-    assert _three((2, 3)) == (2, 3, 1)
-    assert _three((2, 3, 4)) == (2, 3, 4)
+def test_a_grid_of_blocks_becomes_a_grid_of_clusters() -> None:
+    assert clusters_in((8, 3, 1), (4, 1, 1)) == (2, 3, 1)
+    with pytest.raises(LaunchError, match="not a multiple of the cluster"):
+        clusters_in((9, 1, 1), (2, 1, 1))
 
 
-def test_a_cache_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
-    """A forged file holds the hash of its own content: only owner and mode tell."""
+def test_errors_that_end_the_context_are_marked() -> None:
+    text = "CUDA_ERROR_ILLEGAL_ADDRESS: While executing a kernel"
+    assert reason(RuntimeError(text)) == f"CUDA error: {text}"
+    assert reason(RuntimeError("CUDA_ERROR_INVALID_VALUE")) == "CUDA_ERROR_INVALID_VALUE"
+
+
+def test_a_cache_that_others_can_write_is_distrusted(tmp_path: Path) -> None:
+    """A forged file contains a valid hash of its content, so only owner and mode reveal it."""
     place = tmp_path / "open" / "cuda" / "k.cubin"
     compiled = CompiledSource(b"code", {"k": "k"}, "sm_90a", "13.0")
-    assert why_not_trusted(place) is None
+    assert distrust_reason(place) is None
     umask = os.umask(0)
     try:
         assert write_cached(place, compiled)
     finally:
         os.umask(umask)
     assert place.parent.stat().st_mode & 0o777 == 0o700
-    assert why_not_trusted(place) is None
+    assert distrust_reason(place) is None
     assert read_cached(place) is not None
     place.parent.chmod(0o777)
-    assert "can be written by others" in str(why_not_trusted(place))
-    assert write_cached(place, compiled)  # makes it the user's alone again
+    assert "can be written by others" in str(distrust_reason(place))
+    assert write_cached(place, compiled)  # restores the mode
     place.chmod(0o666)
-    assert str(place) in str(why_not_trusted(place))
+    assert str(place) in str(distrust_reason(place))
     other = tmp_path / "link.cubin"
     other.symlink_to(place)
-    assert "link" in str(why_not_trusted(other))
+    assert "link" in str(distrust_reason(other))
     if os.geteuid() != 0:
         pytest.skip("another owner needs root")
     place.chmod(0o600)
     os.chown(place, 12345, -1)
-    assert "another user" in str(why_not_trusted(place))
+    assert "another user" in str(distrust_reason(place))
     os.chown(place.parent, 12345, -1)
     assert not write_cached(place, compiled)

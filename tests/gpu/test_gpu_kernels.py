@@ -121,7 +121,7 @@ def test_a_launch_in_a_cuda_graph_runs_at_replay(scaled: CudaKernel) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(scaled, out, tensor, 3.0)
-    run(scaled, torch.empty_like(out), tensor, 9.0)  # its buffer of arguments is used again
+    run(scaled, torch.empty_like(out), tensor, 9.0)  # must not change the captured arguments
     torch.cuda.synchronize()
     assert out.sum().item() == 0
     tensor.fill_(5.0)
