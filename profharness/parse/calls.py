@@ -7,9 +7,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,15 +110,10 @@ class _Context:
         """The call of an op; compiled: whether it is, whatever is around."""
         op = self._ops.spans[at]
         return _Draft(
-            kind=template.kind,
-            op=template.op,
-            sdpa_op=template.sdpa_op,
+            template,
             compiled=self._compiled[at] if compiled is None else compiled,
             recompute=self._recompute[at],
             modules=self.of[at],
-            tensors=template.tensors,
-            flags=template.flags,
-            unsaid=template.unsaid,
             thread=op.thread,
             start=op.start,
             end=end,
@@ -138,15 +133,10 @@ def module_names(chain: Sequence[Detail]) -> tuple[str, ...]:
 class _Draft:
     """A call before its backward is known."""
 
-    kind: str
-    op: str
-    sdpa_op: str | None
+    template: _Template
     compiled: bool
     recompute: bool
     modules: tuple[str, ...]
-    tensors: tuple[TensorArgument | None, ...]
-    flags: dict[str, Any]
-    unsaid: str | None  # what a config does not say of it
     thread: int
     start: int
     end: int
@@ -173,7 +163,7 @@ def find_calls(
     context = _Context(tree, modules)
     templates: dict[tuple[Any, ...], _Template] = {}
     drafts = [_fused(tree, root, children, context, templates) for root, children in inside.items()]
-    drafts += _eager(tree, inside, context)
+    drafts += _eager(tree, inside, context, templates)
     drafts.sort(key=lambda draft: (draft.start, draft.thread))
     stretches = [
         (index, "recompute" if draft.recompute else "forward", draft.thread, draft.start, draft.end)
@@ -185,11 +175,11 @@ def find_calls(
     last = max((*evaluations.rows.end.tolist(), *(op.end for op in details)), default=0)
     steps = _steps(ranges, _outermost(context.modules, evaluations), base, last)
     paths = _paths(drafts, ranges, threads, base)
-    replays: dict[tuple[int, int, bool], _Replay] = {}
+    replay = cache(_replay)
     calls = [
         _call(
             draft,
-            _replay(draft, index in with_backward, replays),
+            replay(draft.template, index in with_backward),
             path=paths[index],
             step=step_at(steps, draft.start + base),
             pid=threads[draft.thread][0],
@@ -201,7 +191,9 @@ def find_calls(
     ]
     columns = np.array([stretch[2:] for stretch in stretches], np.int64).reshape(-1, 3).T
     spans = tuple(CallSpan(index, direction) for index, direction, *_ in stretches)
-    texts = warnings([draft.unsaid for draft in drafts], doubts, context.modules.overlaps())
+    texts = warnings(
+        [draft.template.unsaid for draft in drafts], doubts, context.modules.overlaps()
+    )
     return Calls(tuple(calls), spans, Intervals.build(*columns), warnings=texts), steps
 
 
@@ -261,9 +253,9 @@ def _inside(tree: Tree) -> dict[int, list[int]]:
     return inside
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Template:
-    """What the arguments of a call's ops tell: alike wherever a model makes the same call."""
+    """What the arguments of a call's ops tell: one object wherever a model makes the same call."""
 
     kind: str
     op: str
@@ -283,9 +275,7 @@ def _fused(
     ops = [tree.spans[at] for at in (root, *inside)]
     above = (tree.spans[at].name for at in tree.ancestors(root))
     layer = next((name for name in above if name in (LAYER, FAST)), None)
-    # equal arguments are one object, which the tree keeps alive
-    said = [(op[0], id(op[4]), id(op[5]), id(op[6]), id(op[7])) for op in ops]
-    key = (layer, *said)
+    key = (layer, *((op.name, op.arguments) for op in ops))
     if (template := templates.get(key)) is None:
         template = templates[key] = _template(ops, layer)
     return context.draft(
@@ -327,7 +317,7 @@ def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
         )
     elif kind == "flex":
         unsaid = "the mask and the score function of flex_attention are not told"
-    elif not described.dims:
+    elif not described.arguments.dims:
         unsaid = NO_SHAPES
     return _Template(
         kind="fast_path" if layer else kind,
@@ -339,7 +329,12 @@ def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
     )
 
 
-def _eager(tree: Tree, fused: dict[int, list[int]], context: _Context) -> Iterator[_Draft]:
+def _eager(
+    tree: Tree,
+    fused: dict[int, list[int]],
+    context: _Context,
+    templates: dict[tuple[Any, ...], _Template],
+) -> Iterator[_Draft]:
     """Attention in plain ops: a product, a softmax over its result and a product with that, next to
     each other in one module of one thread.
     """
@@ -354,29 +349,47 @@ def _eager(tree: Tree, fused: dict[int, list[int]], context: _Context) -> Iterat
             continue
         recent = waiting[op.thread, context.of[at]]
         recent.append(at)
-        if kind == "p" and len(recent) >= 3 and (draft := _plain(tree, recent[-3:], context)):
+        if (
+            kind == "p"
+            and len(recent) >= 3
+            and (draft := _plain(tree, recent[-3:], context, templates))
+        ):
             recent.clear()
             yield draft
 
 
-def _plain(tree: Tree, places: Sequence[int], context: _Context) -> _Draft | None:
+def _plain(
+    tree: Tree,
+    places: Sequence[int],
+    context: _Context,
+    templates: dict[tuple[Any, ...], _Template],
+) -> _Draft | None:
     scores, softmax, output = (tree.spans[at] for at in places)
     if scores.name not in PRODUCTS or softmax.name not in SOFTMAX:
         return None
+    key = ("eager", scores.name, scores.arguments, output.arguments)
+    if (template := templates.get(key)) is None:
+        made = _plain_template(scores, output)
+        if made is None:
+            return None
+        template = templates[key] = made
+    return context.draft(places[0], template, end=output.end, sequences=frozenset())
+
+
+def _plain_template(scores: Detail, output: Detail) -> _Template | None:
+    """Describe attention by its two products. Return None if their shapes do not fit together."""
     query, keys = (tensor_argument(scores, place) for place in (0, 1))
     weights, value = (tensor_argument(output, place) for place in (0, 1))
-    tensors: tuple[TensorArgument | None, ...] = (None,) * 4
-    unsaid: str | None = NO_SHAPES
-    if query and keys and weights and value:
-        if len(query.dims) < 3 or len(keys.dims) < 2 or query.dims[-1] != keys.dims[-2]:
-            return None
-        if weights.dims[-2:] != (query.dims[-2], keys.dims[-1]):
-            return None
-        key = TensorArgument((*keys.dims[:-2], keys.dims[-1], keys.dims[-2]), None, keys.dtype)
-        tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
-        unsaid = "eager attention; what it masks is not told"
-    template = _Template("eager", scores.name, None, tensors, {}, unsaid)
-    return context.draft(places[0], template, end=output.end, sequences=frozenset())
+    if not (query and keys and weights and value):
+        return _Template("eager", scores.name, None, (None,) * 4, {}, NO_SHAPES)
+    if len(query.dims) < 3 or len(keys.dims) < 2 or query.dims[-1] != keys.dims[-2]:
+        return None
+    if weights.dims[-2:] != (query.dims[-2], keys.dims[-1]):
+        return None
+    key = TensorArgument((*keys.dims[:-2], keys.dims[-1], keys.dims[-2]), None, keys.dtype)
+    tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
+    unsaid = "eager attention; what it masks is not told"
+    return _Template("eager", scores.name, None, tensors, {}, unsaid)
 
 
 def _backward(
@@ -397,7 +410,7 @@ def _backward(
     astray = not computing <= taken  # some arrow does not lead where attention's gradient is
     for call, nodes in arrived.items():
         keys = {node[1:4] for node in nodes}
-        if astray and is_fused(drafts[call].sdpa_op) and not keys & computing:
+        if astray and is_fused(drafts[call].template.sdpa_op) and not keys & computing:
             doubts[CONTRADICTED] += 1
             taken -= keys
             continue
@@ -414,7 +427,10 @@ def _backward(
         if node[1:4] in taken:
             continue
         sequences = {span.sequence for span in above if span.sequence >= 0}
-        shapes = [sizes(op.dims, at) for at in ((0, 1) if op.name.startswith(TRITON) else (1, 2))]
+        shapes = [
+            sizes(op.arguments.dims, at)
+            for at in ((0, 1) if op.name.startswith(TRITON) else (1, 2))
+        ]
         matching = next(
             (
                 at
@@ -469,7 +485,7 @@ def _gradients(tree: Tree) -> list[tuple[int, Detail]]:
 
 
 def _shapes(draft: _Draft) -> list[tuple[int, ...]]:
-    return [tensor.dims if tensor else () for tensor in draft.tensors[:2]]
+    return [tensor.dims if tensor else () for tensor in draft.template.tensors[:2]]
 
 
 def _stretch(index: int, op: Detail) -> tuple[int, str, int, int, int]:
@@ -501,23 +517,13 @@ class _Replay(NamedTuple):
     reason: str | None
 
 
-def _replay(
-    draft: _Draft, has_backward: bool, replays: dict[tuple[int, int, bool], _Replay]
-) -> _Replay:
-    """replays: by identity of tensors and flags, which drafts keep alive."""
-    key = (id(draft.tensors), id(draft.flags), has_backward)
-    if (made := replays.get(key)) is None:
-        made = replays[key] = _replay_of(draft, has_backward)
-    return made
-
-
-def _replay_of(draft: _Draft, has_backward: bool) -> _Replay:
-    flags = dict(draft.flags)
+def _replay(template: _Template, has_backward: bool) -> _Replay:
+    flags = dict(template.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
-    config, reason = None, draft.unsaid
-    if draft.kind != "custom" and draft.tensors[0] is not None and not is_unlike_sdpa(reason):
-        config, why = _replayed(draft.tensors, backward, tuple(flags.items()))
-        if draft.kind in ("eager", "flex") and reason and why:  # a remark, and why there is none
+    config, reason = None, template.unsaid
+    if template.kind != "custom" and template.tensors[0] and not is_unlike_sdpa(reason):
+        config, why = _replayed(template.tensors, backward, flags)
+        if template.kind in ("eager", "flex") and reason and why:  # a remark, and why there is none
             reason = f"{why}; {reason}"
         reason = reason or why
     elif reason is None:
@@ -527,27 +533,26 @@ def _replay_of(draft: _Draft, has_backward: bool) -> _Replay:
 
 def _call(draft: _Draft, replay: _Replay, **place: Any) -> AttentionCall:
     return AttentionCall(
-        kind=draft.kind,
-        op=draft.op,
-        sdpa_op=draft.sdpa_op,
+        kind=draft.template.kind,
+        op=draft.template.op,
+        sdpa_op=draft.template.sdpa_op,
         compiled=draft.compiled,
         recompute=draft.recompute,
         backward=replay.backward,
         modules=draft.modules,
         config=replay.config,
         reason=replay.reason,
-        tensors=draft.tensors,
+        tensors=draft.template.tensors,
         **place,
     )
 
 
-@lru_cache(maxsize=4096)
 def _replayed(
-    tensors: tuple[TensorArgument | None, ...], backward: bool, flags: tuple[tuple[str, Any], ...]
+    tensors: tuple[TensorArgument | None, ...], backward: bool, flags: Mapping[str, Any]
 ) -> tuple[Config | None, str | None]:
-    """The config of a call, or why there is none: a model makes the same call in every layer."""
+    """Return the config that replays a call, or the reason why there is none."""
     try:
-        return replay_config(tensors, backward=backward, **dict(flags)), None
+        return replay_config(tensors, backward=backward, **flags), None
     except UsageError as error:
         return None, str(error)
 

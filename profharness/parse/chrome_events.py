@@ -36,7 +36,15 @@ from profharness.parse.columns import (
 )
 from profharness.parse.devices import REPLACED
 from profharness.parse.intervals import nothing
-from profharness.parse.ops import EVALUATION, MODULE, Detail, has_arguments, is_detailed
+from profharness.parse.ops import (
+    EVALUATION,
+    MODULE,
+    NO_ARGUMENTS,
+    Detail,
+    OpArguments,
+    has_arguments,
+    is_detailed,
+)
 
 Triple = tuple[int, int, int]
 
@@ -67,7 +75,7 @@ class Collector:
         self._sequence = 0
         self._texts: list[str] = []  # of ops' names, by id
         self._kept: list[int] = []  # how the ops of a name are kept on their own, by its id
-        self._arguments = Arguments()
+        self._arguments = ArgumentsDecoder()
         self.register()
 
     def register(self) -> None:
@@ -220,11 +228,11 @@ class Collector:
             arguments, sequence = NO_ARGUMENTS, -1
             if how == WITH_ARGUMENTS and (text := args(row)):
                 try:
-                    arguments, sequence = self._arguments.read(text)
+                    arguments, sequence = self._arguments.decode(text)
                 except UNDECODABLE:  # the decoder would not have read the event either
                     keep[row] = False
                     continue
-            detail = Detail(self._texts[name], start, end, thread, *arguments, sequence)
+            detail = Detail(self._texts[name], start, end, thread, arguments, sequence)
             self.tables.details.append(detail)
 
     def _add_evaluations(self, start: Ints, end: Ints, thread: Ints) -> None:
@@ -377,59 +385,49 @@ class GpuArgs(msgspec.Struct, gc=False):
 
 
 class OpArgs(msgspec.Struct, gc=False):
-    """`args` of an op that is kept on its own."""
+    """`args` of an op whose arguments are kept, not decoded yet but for the sequence number."""
 
-    dims: Any = msgspec.field(default=None, name="Input Dims")
-    strides: Any = msgspec.field(default=None, name="Input Strides")
-    types: Any = msgspec.field(default=None, name="Input type")
-    values: Any = msgspec.field(default=None, name="Concrete Inputs")
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
+    strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")
+    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
+    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Concrete Inputs")
     sequence: Any = msgspec.field(default=None, name="Sequence number")
 
 
 _OP_ARGS = msgspec.json.Decoder(OpArgs)
-Four = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
-NO_ARGUMENTS: Four = ((), (), (), ())
 
 
-class Arguments:
-    """Reads ops' `args`: dims, strides, types and values, decoded once where ops have the same text.
-
-    Kineto writes these four next to each other, and numbers that differ in every op around them.
-    """
+class ArgumentsDecoder:
+    """Decodes the `args` of ops. Ops whose arguments have the same text share one object."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, tuple[Four, Any]] = {}
+        self._known: dict[tuple[bytes, ...], OpArguments] = {}
 
-    def read(self, data: bytes) -> tuple[Four, int]:
-        """(dims, strides, types, values) and the sequence number, -1 for none. Raises UNDECODABLE."""
+    def decode(self, data: bytes) -> tuple[OpArguments, int]:
+        """Return the arguments and the sequence number, which is -1 if there is none.
+
+        Raise one of UNDECODABLE for anything else than an object.
+        """
         try:
-            return self._read(data)
+            return self._decode(data)
         except UNDECODABLE:
-            return self._read(whole_characters(_NOT_FINITE.sub(_null, data)))
+            return self._decode(whole_characters(_NOT_FINITE.sub(_null, data)))
 
-    def _read(self, data: bytes) -> tuple[Four, int]:
-        begin, end = data.find(b'"Concrete Inputs"'), data.rfind(b', "Ev Idx"')
-        rest = data[:begin] + data[end + 2 :] if 0 <= begin < end else b""
-        if not rest or b'"Input ' in rest:
-            arguments, number = _four(data)
-        else:
-            number = _OP_ARGS.decode(rest).sequence
-            key = data[begin:end]
-            if (known := self._known.get(key)) is None:
-                if len(self._known) >= MAX_ARGUMENTS:
-                    self._known.clear()
-                known = self._known[key] = _four(b"{%b}" % key)
-            arguments = known[0]
-            number = known[1] if number is None else number
-        sequence = whole(number)
+    def _decode(self, data: bytes) -> tuple[OpArguments, int]:
+        op = _OP_ARGS.decode(data)
+        key = (bytes(op.dims), bytes(op.strides), bytes(op.types), bytes(op.values))
+        if (arguments := self._known.get(key)) is None:
+            arguments = OpArguments(*map(_decoded_list, key))
+            if len(self._known) >= MAX_ARGUMENTS:
+                self._known.clear()
+            self._known[key] = arguments
+        sequence = whole(op.sequence)
         return arguments, -1 if sequence is None else sequence
 
 
-def _four(data: bytes) -> tuple[Four, Any]:
-    given = _OP_ARGS.decode(data)
-    lists = (given.dims, given.strides, given.types, given.values)
-    dims, strides, types, values = (item if isinstance(item, list) else () for item in lists)
-    return (dims, strides, types, values), given.sequence
+def _decoded_list(text: bytes) -> Sequence[Any]:
+    value = msgspec.json.decode(text) if text else None
+    return value if isinstance(value, list) else ()
 
 
 class LaunchArgs(msgspec.Struct, gc=False):

@@ -34,7 +34,7 @@ OVERLAPS = "{n} calls of modules begin in another and end after it: the layers m
 
 def is_packed(op: Detail) -> bool:
     """Whether an op took sequences of unequal length in one tensor."""
-    return bool(sizes(op.dims, CUMULATED))
+    return bool(sizes(op.arguments.dims, CUMULATED))
 
 
 def is_unlike_sdpa(reason: str | None) -> bool:
@@ -48,19 +48,19 @@ def doubt(op: Detail, names: str, places: Mapping[str, int]) -> str | None:
     names: what stands in each place, places: those of its flags. nsys tells dims alone, which is said
     of the dtype.
     """
-    if not op.dims:
+    if not op.arguments.dims:
         return NO_SHAPES
     if not places:
         return BY_ITSELF.format(op=op.name)
     at = [names.find(name) for name in "qkv"]
-    if not any(op.dims[place] for place in at if place < len(op.dims)):
+    if not any(op.arguments.dims[place] for place in at if place < len(op.arguments.dims)):
         return NESTED
-    dims = [sizes(op.dims, place) for place in at]
+    dims = [sizes(op.arguments.dims, place) for place in at]
     if not all(dims):
         return UNREADABLE
-    if not op.types:
+    if not op.arguments.types:
         return None
-    strides = [sizes(op.strides, place) for place in at]
+    strides = [sizes(op.arguments.strides, place) for place in at]
     if list(map(len, strides)) != list(map(len, dims)):
         return NO_STRIDES
     if "causal" in places and flag(op, places["causal"]) is None:

@@ -10,12 +10,20 @@ import re
 import sys
 from array import array
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from profharness.parse.columns import Block, EvaluationRows, Ints, Spool, Tables
-from profharness.parse.ops import EVALUATION, Detail, Flow, has_arguments, is_detailed
+from profharness.parse.ops import (
+    EVALUATION,
+    NO_ARGUMENTS,
+    Detail,
+    Flow,
+    OpArguments,
+    has_arguments,
+    is_detailed,
+)
 
 BLOCK_ROWS = 65536
 # The tail of a text, by getNvtxStr of torch/csrc/profiler/util.cpp; nsys may have cut its lists off.
@@ -61,11 +69,11 @@ def read_text(text: str) -> OpText | None:
 
 
 @lru_cache(maxsize=4096)
-def dims(text: str) -> tuple[Any, ...] | None:
-    """The shapes of `[[2, 3], []]`; None for what is no list of lists."""
+def op_arguments(text: str) -> OpArguments | None:
+    """Parse shapes such as `[[2, 3], []]`. Return None for anything but a list of lists."""
     try:
         shapes = json.loads(text.removesuffix(", "))
-        return tuple(map(tuple, shapes))
+        return OpArguments(tuple(map(tuple, shapes)))
     except (ValueError, TypeError, RecursionError):
         return None
 
@@ -120,9 +128,10 @@ class OpRanges:
         self._renamed.clear()
 
     def _detail(self, op: OpText, start: int, stop: int, thread: int) -> None:
-        shapes = dims(op.sizes) if op.sizes and has_arguments(op.name) else ()
-        self.unread += shapes is None
-        detail = Detail(op.name, start, stop, thread, shapes or (), sequence=op.sequence)
+        wanted = op.sizes and has_arguments(op.name)
+        arguments = op_arguments(op.sizes) if wanted else NO_ARGUMENTS
+        self.unread += arguments is None
+        detail = Detail(op.name, start, stop, thread, arguments or NO_ARGUMENTS, op.sequence)
         self._tables.details.append(detail)
 
     def _flush(self) -> None:

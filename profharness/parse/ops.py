@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -53,6 +54,21 @@ def has_arguments(name: str) -> bool:
     return any(rule.fullmatch(name) for rule in (INNER, FLEX, PACKAGES, GRADIENT))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OpArguments:
+    """What a trace records of an op's arguments, by position. Compares and hashes by identity:
+    parsers share one object among ops with equal arguments, so that it serves as a key.
+    """
+
+    dims: Sequence[Any] = ()
+    strides: Sequence[Any] = ()
+    types: Sequence[Any] = ()
+    values: Sequence[Any] = ()
+
+
+NO_ARGUMENTS = OpArguments()
+
+
 class Detail(NamedTuple):
     """An op that is kept on its own. Times are ns, thread an index, sequence autograd's number."""
 
@@ -60,10 +76,7 @@ class Detail(NamedTuple):
     start: int
     end: int
     thread: int
-    dims: Sequence[Any] = ()
-    strides: Sequence[Any] = ()
-    types: Sequence[Any] = ()
-    values: Sequence[Any] = ()
+    arguments: OpArguments = NO_ARGUMENTS
     sequence: int = -1
 
 

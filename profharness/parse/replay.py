@@ -30,11 +30,11 @@ POSITIONS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def tensor_argument(op: Detail, place: int) -> TensorArgument | None:
-    dims = sizes(op.dims, place)
+    dims = sizes(op.arguments.dims, place)
     if not dims:
         return None
-    strides = sizes(op.strides, place)
-    kind = op.types[place] if place < len(op.types) else None
+    strides = sizes(op.arguments.strides, place)
+    kind = op.arguments.types[place] if place < len(op.arguments.types) else None
     return TensorArgument(
         dims,
         strides if len(strides) == len(dims) else None,
@@ -53,7 +53,7 @@ def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
 
 def flag(op: Detail, place: int) -> Any:
     """A flag or a number; None where it is None or not told."""
-    text = op.values[place] if place < len(op.values) else ""
+    text = op.arguments.values[place] if place < len(op.arguments.values) else ""
     if text in ("True", "False"):
         return text == "True"
     try:

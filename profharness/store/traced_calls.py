@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain
 from operator import attrgetter
 
 import msgspec
@@ -12,13 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profharness.config import Config
-from profharness.trace import LaunchBatch, Trace
+from profharness.trace import LaunchBatch, TensorArgument, Trace
 
 Column = NDArray[np.int64]
+Tensors = tuple[TensorArgument | None, ...]
+
+ROWS_PER_STATEMENT = 64
 
 CALL_FIELDS = (  # of an AttentionCall, that are columns as they are
     "step", "kind", "op", "sdpa_op", "compiled", "graph", "recompute", "backward", "path", "reason",
     "pid", "tid", "start_ns", "duration_ns",
+)  # fmt: skip
+
+
+KERNEL_COLUMNS = (
+    "call_id", "direction", "kernel_id", "launch_config_id", "launches", "total_ns", "first_ns",
 )  # fmt: skip
 
 
@@ -57,36 +67,61 @@ class CallLaunches:
         )
         (first,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM calls").fetchone()
         ids = range(first, first + len(trace.calls))
-        texts = {id(call.tensors): call.tensors for call in trace.calls}  # like calls share them
-        tensors = {key: json.dumps(msgspec.to_builtins(given)) for key, given in texts.items()}
-        modules = {names: json.dumps(names) for names in {call.modules for call in trace.calls}}
+        tensors_text = cache(_json)
+        modules_text = cache(json.dumps)
         of_call = attrgetter(*CALL_FIELDS)
-        columns = "id, trace_id, ordinal, modules, config_id, tensors"
-        connection.executemany(
-            f"INSERT INTO calls ({columns}, {', '.join(CALL_FIELDS)}) "
-            f"VALUES (?, ?, ?, ?, ?, ?{', ?' * len(CALL_FIELDS)})",
-            (
+        columns = ("id", "trace_id", "ordinal", "modules", "config_id", "tensors", *CALL_FIELDS)
+        _insert_rows(
+            connection,
+            "calls",
+            columns,
+            [
                 (
                     ids[ordinal],
                     trace_id,
                     ordinal,
-                    modules[call.modules],
+                    modules_text(call.modules),
                     configs[call.config] if call.config else None,
-                    tensors[id(call.tensors)],
+                    tensors_text(call.tensors),
                     *of_call(call),
                 )
                 for ordinal, call in enumerate(trace.calls)
-            ),
+            ],
         )
         if not self._blocks:
             return
         call, direction, *rest = _added_up(np.concatenate(self._blocks, axis=1)).tolist()
         names = map(self._directions.__getitem__, direction)
-        connection.executemany(
-            "INSERT INTO call_kernels (call_id, direction, kernel_id, launch_config_id, launches, "
-            "total_ns, first_ns) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            zip(map(ids.__getitem__, call), names, *rest, strict=True),
+        _insert_rows(
+            connection,
+            "call_kernels",
+            KERNEL_COLUMNS,
+            list(zip(map(ids.__getitem__, call), names, *rest, strict=True)),
         )
+
+
+def _json(tensors: Tensors) -> str:
+    return json.dumps(msgspec.to_builtins(tensors))
+
+
+def _insert_rows(
+    connection: sqlite3.Connection,
+    table: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+) -> None:
+    """Insert rows with many in one statement, which takes half the time of one for each."""
+    insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
+    marks = f"({', '.join('?' * len(columns))})"
+    many = len(rows) - len(rows) % ROWS_PER_STATEMENT
+    connection.executemany(
+        insert + ", ".join([marks] * ROWS_PER_STATEMENT),
+        (
+            list(chain.from_iterable(rows[begin : begin + ROWS_PER_STATEMENT]))
+            for begin in range(0, many, ROWS_PER_STATEMENT)
+        ),
+    )
+    connection.executemany(insert + marks, rows[many:])
 
 
 def _added_up(rows: Column) -> Column:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -61,6 +62,25 @@ def test_a_backward_belongs_to_its_call(tmp_path: Path) -> None:
                 if at >= 0 and trace.call_spans[at].direction == "backward":
                     first.setdefault(trace.call_spans[at].call, start)
         assert first[1] < first[0]
+
+
+def test_calls_with_equal_arguments_share_their_tensors_in_any_layout(tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 16, 8)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def work() -> None:
+        for _ in range(5):
+            attention(q, q, q)
+            attention(q, q, q, is_causal=True)
+
+    traced(tmp_path, work).close()
+    path = tmp_path / "t.json"
+    content = json.loads(path.read_text())
+    for options in ({}, {"indent": 1}, {"sort_keys": True}, {"separators": (",", ":")}):
+        path.write_text(json.dumps(content, **options))
+        with closing(parse_chrome(path)) as trace:
+            assert len(trace.calls) == 10
+            assert len({id(call.tensors) for call in trace.calls}) == 2
 
 
 def test_a_recomputed_forward_is_told_apart(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from nsys_make import AUTOGRAD, MAIN, Maker, unpacked
 
 from profharness.parse.nsys import parse_nsys
-from profharness.parse.nsys_ops import OpText, dims, read_text
+from profharness.parse.nsys_ops import OpText, op_arguments, read_text
 from profharness.trace import Trace
 
 EVALUATE = "autograd::engine::evaluate_function: "
@@ -112,7 +112,8 @@ def test_texts(text: str, told: tuple[Any, ...] | None) -> None:
     ],
 )
 def test_shapes(text: str, shapes: Any) -> None:
-    assert dims(text) == shapes
+    arguments = op_arguments(text)
+    assert (None if arguments is None else arguments.dims) == shapes
 
 
 def test_ranges_keep_their_text_where_pytorch_named_none(tmp_path: Path) -> None:
