@@ -1,7 +1,9 @@
-"""CPU time and peak memory of profharness' ingest against json.load and HolisticTraceAnalysis,
-interleaved, each in a fresh process: CPU seconds of all its processes, in all and per 100 MB of JSON, and
-how many times as long json.load takes, by CPU seconds and by the wall. Each reads the file once before it
-is measured, so that all find it in memory.
+"""Compare CPU time and peak memory of an ingest with json.load and HolisticTraceAnalysis.
+
+Each measurement is a fresh process, and the programs take turns. The table shows the CPU seconds of a
+program and its children, in total and per 100 MB of JSON, and how many times longer json.load takes, by
+CPU seconds and by wall time. Each program reads the file once before it is measured, so that the file
+is in the page cache.
 
 python scripts/bench_ingest.py [--rounds N] [--parse-only] [--hta] [--large] [TRACE…]
 """
@@ -9,6 +11,7 @@ python scripts/bench_ingest.py [--rounds N] [--parse-only] [--hta] [--large] [TR
 from __future__ import annotations
 
 import gzip
+import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -17,10 +20,14 @@ from _frame import cost, in_turns, parser
 from make_trace import DEFAULT, STACKED, make_trace
 
 MADE_BYTES, LARGE_BYTES = 10**8, 10**9
-# what is made: a trace of attention alone, and one program recorded without stacks, with them, and
-# with so many that they are two thirds of the file
+# json.dumps(indent=1) makes 250 MB of them
+INDENTED_BYTES = 187 * 10**6
+INDENTED = "attention, indented"
+# Traces of attention alone, and of one program recorded without stacks, with stacks, and with so many
+# that they are two thirds of the file. All but the indented one have the layout of libkineto.
 MADE = {
     "attention": (DEFAULT, "attention"),
+    INDENTED: (DEFAULT, "attention"),
     "program": (STACKED, "bare"),
     "program with stacks": (STACKED, "attention"),
     "program, mostly stacks": (STACKED, "stack"),
@@ -44,21 +51,21 @@ SUBJECTS = {
 
 
 def main() -> None:
-    """Measure each trace and print a line for each subject."""
+    """Measure each trace and print one line per program."""
     made = parser(__doc__, rounds=3)
     made.add_argument(
         "trace",
         type=Path,
         nargs="*",
-        help="by default some of 100 MB each are made: attention, and a program without and with stacks",
+        help="default: made traces of 100 MB, and an indented one of 250 MB",
     )
     made.add_argument(
         "--large",
         action="store_true",
-        help="make two of 1 GB instead, read on one CPU and on all; json.load takes 5 GB for each",
+        help="make two traces of 1 GB instead, each read on one CPU and on all; json.load needs 5 GB",
     )
-    made.add_argument("--parse-only", action="store_true", help="leave the store out")
-    made.add_argument("--hta", action="store_true", help="HolisticTraceAnalysis too")
+    made.add_argument("--parse-only", action="store_true", help="parse only, without a store")
+    made.add_argument("--hta", action="store_true", help="include HolisticTraceAnalysis")
     options = made.parse_args()
     ours = "parse" if options.parse_only else "ingest"
     subjects = ["json.load", ours, *(["hta"] if options.hta else [])]
@@ -69,7 +76,10 @@ def main() -> None:
         for (source, profile), path in zip(
             kinds.values(), () if options.trace else traces, strict=False
         ):
-            make_trace(source, path, size, profile)
+            indented = path.stem == INDENTED
+            make_trace(source, path, INDENTED_BYTES if indented else size, profile)
+            if indented:
+                indent(path)
         print(
             f"{'trace':28} {'what':10} {'CPU s':>9} {'per 100 MB':>11} {'MB RSS':>8} "
             f"{'json.load / it':>15} {'by wall':>8}"
@@ -78,8 +88,15 @@ def main() -> None:
             report(path, subjects, options.rounds)
 
 
+def indent(path: Path) -> None:
+    """Print the events of a trace over many lines, as editors and other tools do."""
+    trace = json.loads(path.read_bytes())
+    with path.open("w") as file:
+        json.dump(trace, file, indent=1)
+
+
 def report(path: Path, subjects: list[str], rounds: int) -> None:
-    """Measure one trace, every ingest into a store of its own."""
+    """Measure one trace. Each ingest writes a new store."""
 
     def measure(subject: str) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
