@@ -38,7 +38,6 @@ EXTRAS = {
         {"distributed": "distributed", "cryptography": "cryptography"},
         "lanes of many hosts through Dask",
     ),
-    "shards": Extra({"duckdb": "duckdb"}, "launches beside the store (`ingest --launches shards`)"),
     "web": Extra({"datasette": "datasette"}, "`profharness serve`"),
 }
 

@@ -4,7 +4,6 @@ python scripts/bench_ranks.py fleets [--fleets N] [--ranks N]     who is named i
 python scripts/bench_ranks.py many [--ranks N]                    how long a job of many ranks takes
 python scripts/bench_ranks.py ingest [--files N] [--mb N]         many files into one store, and again
 python scripts/bench_ranks.py merge [--mb N] [--rounds N]         a shard into a store, again and again
-python scripts/bench_ranks.py shards [--mb N]                     a trace's launches moved beside the store
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from _frame import HERE, output
 from make_ranks import Fleet, make_ranks, read
 from make_trace import STACKED, make_trace
@@ -35,9 +33,7 @@ from make_trace import STACKED, make_trace
 from profharness.answers.ranks import compare_ranks
 from profharness.jobs.side_by_side import ingested, readers_of
 from profharness.store import ingest_path, open_store
-from profharness.store.insert import PIECE
 from profharness.store.schema import connect, make_shard
-from profharness.store.shards import columns_of, move_launches
 
 SLOW = 1.05
 OF_A_GPU = ("kernel", "cuda_runtime", "user_annotation", "gpu_memcpy", "gpu_memset")
@@ -168,76 +164,6 @@ def ingest(files: int, megabytes: int) -> None:
         print(f"{WHOLE[0]:,} x {WHOLE[1]} MB on {cpus} free CPUs: {minutes:.1f} min")
 
 
-def shards(megabytes: int, launches: int) -> None:
-    """A real step again and again in one trace: its launches in the store, then beside it."""
-    with tempfile.TemporaryDirectory() as name:
-        trace, store = Path(name) / "trace.json", Path(name) / "s.db"
-        make_trace(STACKED, trace, megabytes * 10**6, "bare")
-        (result,) = ingest_path(store, trace)
-        again = trace.rename(Path(name) / "again.json")
-        before = store.stat().st_size
-
-        def ask() -> None:
-            with open_store(store) as opened:
-                assert sum(1 for _ in opened.launches()) == result.launches
-
-        rows = {"read from the store": cost(ask)}
-        rows["moved"] = cost(lambda: move_launches(store, result.run))
-        rows["read from the file"] = cost(ask)
-        files = shutil.copytree(f"{store}.launches", Path(name) / "files")
-        rows["a whole ingest"] = cost(lambda: ingest_path(Path(name) / "plain.db", again))
-        beside = cost(lambda: ingest_path(Path(name) / "beside.db", again, beside=True))
-        rows["that beside the store"] = beside
-        compact = connect(store, write=True)
-        compact.execute("VACUUM")
-        compact.close()
-        (path,) = Path(f"{store}.launches").iterdir()
-        count, kept = result.launches, store.stat().st_size
-        print(f"{count:,} launches, load {os.getloadavg()[0]:.1f}")
-        for what, (cpu, seconds) in rows.items():
-            print(f"{what:24}{cpu:8.2f} CPU s{seconds:8.2f} s{count / cpu / 1e6:8.2f} M a CPU s")
-        print(
-            f"in SQLite {(before - kept) / count:.1f} B a launch, in Parquet {path.stat().st_size / count:.1f} B"
-        )
-        columns_to_file(next(files.iterdir()), launches)
-
-
-def columns_to_file(path: Path, launches: int) -> None:
-    """What an ingest and a merge do with the columns of launches, those of a real trace again and again."""
-    from profharness.store.launch_columns import LaunchColumns
-    from profharness.store.parquet import file_launches, write_launches
-
-    with closing(make_shard(Path(":memory:"))) as connection:
-        columns = columns_of(connection)
-    real = file_launches(path, columns)
-    count, period = len(real["id"]), int(np.ptp(real["start_ns"])) + 1
-    rounds = -(-launches // count)
-    whole = path.with_name("whole.parquet")
-
-    def written() -> None:
-        held = LaunchColumns()
-        for turn in range(rounds):
-            later = {"id": turn * count, "start_ns": turn * period, "launch_ns": turn * period}
-            for begin in range(0, count, PIECE):
-                part = {key: each[begin : begin + PIECE] for key, each in real.items()}
-                held.add({key: each + later.get(key, 0) for key, each in part.items()})
-        write_launches(held.joined(), columns, whole)
-
-    def rewritten() -> None:
-        write_launches(file_launches(whole, columns), columns, whole.with_name("again.parquet"))
-
-    total = rounds * count
-    for what, work in (("columns to a file", written), ("a file merged", rewritten)):
-        costs = [cost(work)[0] for _ in range(3)]
-        middle = statistics.median(costs)
-        print(
-            f"{what:24}{middle:8.2f} CPU s of {total:,} launches: {total / middle / 1e6:.2f} M a CPU s"
-        )
-    print(
-        f"{whole.stat().st_size / total:.1f} B a launch; 50 million {50 / total * 1e6 * middle:.0f} CPU s to merge"
-    )
-
-
 def merge(megabytes: int, rounds: int) -> None:
     """What the merge of a shard costs, taken in as another run each time. The floor is one statement that
     copies its launches as they are.
@@ -251,7 +177,9 @@ def merge(megabytes: int, rounds: int) -> None:
         make_trace(STACKED, trace, megabytes * 10**6, "bare")
         with closing(make_shard(shard)) as made:
             result = ingest_source(shard, lambda: made, read_source(trace), None)
-            columns = ", ".join(column for column in columns_of(made) if column != "id")
+            columns = ", ".join(
+                row[1] for row in made.execute("PRAGMA table_info(launches)") if row[1] != "id"
+            )
         floor, same, other = (
             opened.enter_context(
                 closing(connect(Path(name) / f"{store}.db", write=True, foreign_keys=False))
@@ -299,12 +227,11 @@ def main() -> None:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("what", choices=("fleets", "many", "ingest", "merge", "shards"))
+    made.add_argument("what", choices=("fleets", "many", "ingest", "merge"))
     made.add_argument("--fleets", type=int, default=100)
     made.add_argument("--ranks", type=int)
     made.add_argument("--files", type=int, default=40)
     made.add_argument("--rounds", type=int, default=31)
-    made.add_argument("--launches", type=int, default=5_000_000)
     made.add_argument("--mb", type=int, default=100)
     options = made.parse_args()
     if options.what == "fleets":
@@ -313,8 +240,6 @@ def main() -> None:
         many(options.ranks or 1000)
     elif options.what == "merge":
         merge(options.mb, options.rounds)
-    elif options.what == "shards":
-        shards(options.mb, options.launches)
     else:
         ingest(options.files, options.mb)
 

@@ -353,7 +353,7 @@ def test_the_extras_are_those_of_the_build_file() -> None:
         assert set(extra.modules.values()) <= packages
 
 
-@pytest.mark.parametrize("extra", ["report", "web", "mcp", "cluster", "shards"])
+@pytest.mark.parametrize("extra", ["report", "web", "mcp", "cluster"])
 def test_an_extra_is_told_with_its_versions_or_its_remedy(
     extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from profharness.files import decode_json, open_input, read_input, read_lines
 PACKAGE = Path(files.__file__).parent
 TRACES = PACKAGE.parent / "traces"
 READS = {"open", "read_text", "read_bytes"}
-DATABASES = {"sqlite3.connect", "duckdb.connect"}
+DATABASES = {"sqlite3.connect"}
 # What opens files by itself, and which: nothing here reads what a stranger names.
 OTHERS = {
     "files.py": "the one place",
@@ -34,8 +34,6 @@ OTHERS = {
     "views/html.py": "the package's own assets",
     "parse/nsys_export.py": "SQLite, after open_input",
     "profilers/nsys.py": "SQLite, after open_input",
-    "store/parquet.py": "DuckDB, after open_input",
-    "store/shards.py": "its folder, for fsync",
     "store/schema.py": "SQLite",
     "scrub": "reads what the parsers have read before",
     "backends": "files of code, which the worker runs",

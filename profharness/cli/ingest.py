@@ -13,20 +13,13 @@ import click
 
 import profharness.store as stores
 from profharness.cli._options import hint, live, quiet_stdout, store_option
-from profharness.errors import ProfharnessError, pip_line, printable, shown
+from profharness.errors import ProfharnessError, printable, shown
 from profharness.files import shell_command
 from profharness.jobs.progress import duration
 from profharness.jobs.side_by_side import Taken, readers_of, take_in
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
 from profharness.store.schema import require_folder
-from profharness.store.shards import (
-    EXTRA,
-    HINTED_LAUNCHES,
-    move_launches,
-    require_parquet,
-    tidy,
-)
 from profharness.store.sources import find_sources
 
 if TYPE_CHECKING:
@@ -53,17 +46,8 @@ LIVE_S, REPORT_S = 0.2, 30.0  # between two lines of progress
     metavar="WHERE",
     help="Read sources side by side: local is one process a CPU, local:4 is four.",
 )
-@click.option(
-    "--launches",
-    type=click.Choice(("store", "shards")),
-    default="store",
-    show_default=True,
-    help="Where single launches are kept: in the store, or beside it as a Parquet file a trace.",
-)
 @store_option
-def command(
-    sources: tuple[Path, ...], strict: bool, scheduler: str | None, launches: str, store: Path
-) -> None:
+def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, store: Path) -> None:
     """Take traces and run folders into the store.
 
     Run folders, and traces whoever made them: of the PyTorch profiler (Kineto JSON, .json or
@@ -78,9 +62,6 @@ def command(
     With --scheduler local many sources are read at a time, and taken in one after another in the same
     order; the store is the same as without. A source is stored whole or not at all: after Ctrl-C, or
     whatever ended it, the same command goes on with those that are missing.
-
-    With --launches shards the store keeps sums alone, and a folder STORE.launches beside it a Parquet file
-    a trace; moving the store means moving both. Answers are the same. It needs profharness[shards].
 
     \b
     Examples:
@@ -100,7 +81,7 @@ def command(
             failed += 1
             hint(f"error: {error}")
     taken: list[IngestResult] = []
-    outcomes = _outcomes(store, paths, cpus, beside=launches == EXTRA)
+    outcomes = _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths)
     # closed at once, whatever ends the loop: readers end with it
     with contextlib.closing(outcomes):
         for outcome in outcomes:
@@ -114,7 +95,6 @@ def command(
             taken += outcome.results
     if taken:
         stores.require_stored(store, taken, failed)
-        _hint_at_size(store)
         hint(_shown_by(store, list(dict.fromkeys(result.run for result in taken))))
     # only now: one bad source keeps no other out of the store
     if failed:
@@ -123,20 +103,12 @@ def command(
         raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
 
 
-def _outcomes(
-    store: Path, paths: Sequence[Path], cpus: Sequence[int], *, beside: bool
-) -> Generator[Taken, None, None]:
-    """What becomes of each source. beside: launches go into files beside the store."""
-    read = _side_by_side(store, paths, cpus, beside) if cpus else _in_turn(store, paths, beside)
-    return _beside(store, read) if beside else read
-
-
-def _in_turn(store: Path, paths: Sequence[Path], beside: bool) -> Generator[Taken, None, None]:
+def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[Taken, None, None]:
     """What became of each source, read by this process."""
     for source in paths:
         try:
             with _progress(source) as progress:
-                results = stores.ingest_path(store, source, progress=progress, beside=beside)
+                results = stores.ingest_path(store, source, progress=progress)
         except ProfharnessError as error:
             yield Taken(source, error=str(error))
         except OSError as error:  # TMPDIR is full, the file went away
@@ -148,16 +120,14 @@ def _in_turn(store: Path, paths: Sequence[Path], beside: bool) -> Generator[Take
 
 
 def _side_by_side(
-    store: Path, paths: Sequence[Path], cpus: Sequence[int], beside: bool
+    store: Path, paths: Sequence[Path], cpus: Sequence[int]
 ) -> Generator[Taken, None, None]:
     """What became of each source, read by a process a CPU; a line tells how far that is."""
     hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
     progress = _Countdown([_size(path) for path in paths])
     done = 0
     try:
-        with contextlib.closing(
-            take_in(store, paths, cpus, progress.tell, beside=beside)
-        ) as outcomes:
+        with contextlib.closing(take_in(store, paths, cpus, progress.tell)) as outcomes:
             for outcome in outcomes:
                 progress.clear()
                 yield outcome
@@ -169,32 +139,6 @@ def _side_by_side(
             f"{done:,} of {len(paths):,} sources are done; the same command goes on with the others"
         )
         raise
-
-
-def _beside(store: Path, outcomes: Generator[Taken, None, None]) -> Generator[Taken, None, None]:
-    """The outcomes; launches that the store had before are moved out of it. Raises StoreError without
-    duckdb.
-    """
-    with contextlib.closing(outcomes):
-        require_parquet("--launches shards: launches are written as Parquet")
-        for outcome in outcomes:
-            try:
-                for result in outcome.results:
-                    if result.status == "unchanged":
-                        move_launches(store, result.run)
-            except ProfharnessError as error:
-                yield Taken(outcome.source, outcome.results, error=str(error))
-            else:
-                yield outcome
-
-
-def _hint_at_size(store: Path) -> None:
-    """Say what helps where the store itself holds very many launches."""
-    if (count := tidy(store)) > HINTED_LAUNCHES:
-        hint(
-            f"{store} holds {count:,} launches; --launches shards keeps them beside it, and moves those "
-            f"of sources that are named again ({pip_line(EXTRA)})"
-        )
 
 
 def _size(path: Path) -> int:

@@ -78,7 +78,6 @@ class _Pool:
     folder: Path
     sources: Sequence[Path]
     slots: threading.Semaphore
-    beside: bool
     next: Iterator[int] = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
     answers: queue.SimpleQueue[tuple[int, Plain]] = field(default_factory=queue.SimpleQueue)
@@ -135,7 +134,7 @@ class _Pool:
         paths = {"store": self.store, "shard": self.shard(index), "source": self.sources[index]}
         line = b""
         with contextlib.suppress(BrokenPipeError):
-            task = {name: os.fspath(path) for name, path in paths.items()} | {"beside": self.beside}
+            task = {name: os.fspath(path) for name, path in paths.items()}
             child.stdin.write(json.dumps(task).encode() + b"\n")
             child.stdin.flush()
             line = child.stdout.readline()
@@ -188,12 +187,9 @@ def take_in(
     sources: Sequence[Path],
     cpus: Sequence[int],
     waiting: Callable[[], None] = lambda: None,
-    *,
-    beside: bool = False,
 ) -> Generator[Taken, None, None]:
     """Read sources side by side, one reader a CPU of the list, and take them into the store; what became
-    of each, in their order. waiting is called while nothing comes. beside: launches go into files beside
-    the store.
+    of each, in their order. waiting is called while nothing comes.
 
     Readers end with the iteration: close it where it ends early. Raises StoreError for a store that
     cannot be used.
@@ -202,7 +198,7 @@ def take_in(
     with ExitStack() as opened:
         folder = opened.enter_context(_shard_folder(store))
         slots = threading.Semaphore(AHEAD * len(cpus))
-        pool = _Pool(store, folder, sources, slots, beside)
+        pool = _Pool(store, folder, sources, slots)
         opened.callback(pool.close)
         writer = opened.enter_context(closing(Writer(store)))
         for number, cpu in enumerate(cpus[: len(sources)]):
@@ -219,7 +215,6 @@ def take_in(
                 waiting()
             yield _taken(store, writer, pool.shard(index), path, held_back.pop(index))
             pool.shard(index).unlink(missing_ok=True)
-            shutil.rmtree(f"{pool.shard(index)}.launches", ignore_errors=True)
             slots.release()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -13,7 +12,6 @@ from profharness.errors import UsageError
 from profharness.rows import Refusal, Triple, axes
 from profharness.store.queries import Store, median
 from profharness.store.schema import find_damage, is_damage
-from profharness.store.shards import load_launches
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,8 +69,6 @@ def frame(
 def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
     """The answer to any SELECT over the store's tables and views. Raises UsageError for other SQL."""
     connection = store.connection
-    if _reads_launches(connection, sql, params):
-        load_launches(connection)
     connection.set_authorizer(_reading)
     try:
         cursor = connection.execute(sql, params)
@@ -90,22 +86,6 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
     finally:
         # the store goes on with this connection
         connection.set_authorizer(None)
-
-
-def _reads_launches(
-    connection: sqlite3.Connection, sql: str, params: Sequence[Any] | Mapping[str, Any]
-) -> bool:
-    """Whether a question is about single launches; False for one that fails."""
-    tables = set()
-
-    def note(action: int, table: str | None, *rest: object) -> int:
-        tables.add(table)
-        return _reading(action, table, *rest)
-
-    connection.set_authorizer(note)
-    with suppress(sqlite3.Error, sqlite3.Warning):
-        connection.execute(f"EXPLAIN {sql}", params)
-    return "launches" in tables
 
 
 def _reading(action: int, *_: object) -> int:

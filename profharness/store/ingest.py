@@ -44,7 +44,6 @@ from profharness.store.insert import (
     row_id,
     to_json,
 )
-from profharness.store.launch_columns import LaunchColumns
 from profharness.store.limits import check_record, check_tables
 from profharness.store.places import split_place
 from profharness.store.schema import (
@@ -57,7 +56,6 @@ from profharness.store.schema import (
     transaction,
     waiting,
 )
-from profharness.store.shards import keep_launches
 from profharness.store.sources import Raw, Source, find_sources, read_source
 from profharness.store.templates import insert_journals
 from profharness.trace import LaunchBatch, Trace
@@ -104,14 +102,12 @@ def ingest_path(
     *,
     progress: Progress | None = None,
     ahead: ReadAhead | None = None,
-    beside: bool = False,
 ) -> list[IngestResult]:
     """Ingest a run folder, a trace file, or every one of them below a folder, in sorted order.
 
     progress is called with the source's name, launches done and launches in all. ahead: traces that
-    are parsed already. beside: launches go into files beside the store. A run folder's
-    trace that cannot be read becomes a problem of the stored run and a warning. Raises
-    TraceFormatError for any other source that cannot be read, once all others are taken in (the
+    are parsed already. A run folder's trace that cannot be read becomes a problem of the stored run
+    and a warning. Raises TraceFormatError for any other source that cannot be read, once all others are taken in (the
     store keeps what it had of it, and none is made for it alone), StoreError for a store that cannot be
     used, or that lacks what was written to it.
     """
@@ -122,7 +118,7 @@ def ingest_path(
         for path in find_sources(source):
             try:
                 read = read_source(path)
-                results.append(ingest_source(store, writer, read, progress, ahead, beside))
+                results.append(ingest_source(store, writer, read, progress, ahead))
             except TraceFormatError as error:
                 failures.append(error)
             except StoreError as error:
@@ -188,7 +184,6 @@ def ingest_source(
     source: Source,
     progress: Progress | None,
     ahead: ReadAhead | None = None,
-    beside: bool = False,
 ) -> IngestResult:
     """What becomes of one source, read and not parsed yet. writer: opens the store, which a source that
     cannot be read does not make.
@@ -212,7 +207,7 @@ def ingest_source(
                 connection = writer()
                 with transaction(connection):
                     return unchanged(connection, source) or _write(
-                        connection, source, parsed, journals, progress, beside
+                        connection, source, parsed, journals, progress
                     )
             except _RawError as failure:
                 failed, error = failure.args
@@ -264,7 +259,6 @@ def _write(
     parsed: list[_Parsed],
     journals: Journals,
     progress: Progress | None,
-    beside: bool,
 ) -> IngestResult:
     run = source.run
     # by content: a copy under another name is the same run
@@ -278,9 +272,7 @@ def _write(
     planned = run is not None and run.kind != OBSERVE
     cells = _insert_cells(connection, run_id, run.cells) if run and planned else None
     # without cells everything that the traces hold is asked about, as of a foreign trace
-    results = [
-        _insert_raw(connection, run_id, item, cells or None, progress, beside) for item in parsed
-    ]
+    results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
     traced = list(chain.from_iterable(item.trace.calls for item in parsed))
@@ -439,7 +431,6 @@ def _insert_raw(
     parsed: _Parsed,
     cells: dict[str, int] | None,
     progress: Progress | None,
-    beside: bool,
 ) -> Inserted:
     raw, trace = parsed.raw, parsed.trace
     row = {
@@ -466,11 +457,7 @@ def _insert_raw(
     batches = times.watch(parsed.batches) if watched else parsed.batches
     try:
         trace_id = insert_row(connection, "traces", row)
-        # counters refer to the launches of the store
-        held = LaunchColumns() if beside and trace.metrics is None else None
-        inserted = insert_trace(connection, trace_id, trace, batches, cells, advance, held)
-        if held is not None and inserted.launches:
-            keep_launches(connection, trace_id, raw.content_hash, held.joined())
+        inserted = insert_trace(connection, trace_id, trace, batches, cells, advance)
         times.insert(
             connection, trace_id, list(zip(trace.kernels, trace.kernel_kinds, strict=True))
         )

@@ -19,7 +19,6 @@ from profharness.parse.columns import distinct
 from profharness.rows import axes
 from profharness.stats import Series
 from profharness.store.groups import Grouped, Grouping
-from profharness.store.launch_columns import LaunchColumns
 from profharness.store.schema import Shard, insert_row
 from profharness.store.traced_calls import CallLaunches
 from profharness.trace import (
@@ -189,17 +188,15 @@ def insert_trace(
     batches: Iterable[LaunchBatch],
     cells: dict[str, int] | None,
     progress: Callable[[int], None] | None = None,
-    beside: LaunchColumns | None = None,
 ) -> Inserted:
-    """Insert what hangs on a row of `traces` inside the caller's transaction. beside: what takes the
-    launches in place of the store.
+    """Insert what hangs on a row of `traces` inside the caller's transaction.
 
     cells maps a run's cell ids to row ids; launches outside of them are dropped and counted. None
     (a foreign trace) keeps all.
     """
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
-    # ids are given out here, so that a trace's launches are one range of ids, wherever they are kept
+    # ids are assigned here, so that a trace's launches have consecutive ids
     first_id = _next_launch_id(connection)
     result = Inserted()
     kept: list[Column] = []
@@ -218,7 +215,7 @@ def insert_trace(
         result.dropped += len(batch.kernel) - stored
         result.launches += stored
         if stored:
-            _insert_launches(connection, columns, first_id, result.launches - stored, beside)
+            _insert_launches(connection, columns, first_id, result.launches - stored)
             keys = [columns[name] for name in _GROUP_KEYS]
             grouping.add(keys, columns["duration_ns"], columns["first_ns"])
             _count_calls(per_call, columns["cell_id"], columns["iteration"])
@@ -388,17 +385,12 @@ def _insert_launches(
     columns: Mapping[str, Column],
     first_id: int,
     done: int,
-    beside: LaunchColumns | None,
 ) -> None:
-    """Insert launches after those that are done, or hand them to beside. first_id: the trace's first."""
-    held = {name: columns[name] for name in _LAUNCH_COLUMNS}
-    ids = np.arange(first_id + done, first_id + done + len(held["trace_id"]))
-    if beside is not None:
-        beside.add({"id": ids} | held)
-        return
-    if not done:  # SQLite counts on from there
-        held["id"] = ids
-    _insert_columns(connection, "launches", held)
+    """Insert launches after the `done` first ones of a trace whose first launch has `first_id`."""
+    values = {name: columns[name] for name in _LAUNCH_COLUMNS}
+    if not done:  # SQLite continues from there
+        values["id"] = np.arange(first_id, first_id + len(values["trace_id"]))
+    _insert_columns(connection, "launches", values)
 
 
 def _insert_columns(

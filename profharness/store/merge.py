@@ -15,14 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from profharness.run import RUN_FILE, read_run
 from profharness.store import growth
 from profharness.store.ingest import UNREADABLE, IngestResult, unchanged
-from profharness.store.launch_columns import NULL, Column
 from profharness.store.schema import forget_run, make_shard, transaction
-from profharness.store.shards import keep_launches, shard_launches
 from profharness.store.sources import Raw, Source
 
 # by which columns a shared row is known; none: by all of them
@@ -35,10 +31,7 @@ SHARED: dict[str, tuple[str, ...]] = {
     "apis": ("name",),
     "range_names": ("name",),
 }
-NOT_MERGED = {
-    "peaks",
-    "launch_shards",
-}  # measured here, and in no source; files with ids of the shard
+NOT_MERGED = {"peaks"}  # measured here, and in no source
 # refer to launches, and no clause of the schema says so
 LAUNCH_IDS = {"traces": ("first_launch_id", "last_launch_id")}
 
@@ -90,7 +83,7 @@ def merge_shard(
             return same
         before = growth.stored(connection, result.run)
         forget_run(connection, result.run)
-        _copy(connection, shard)
+        _copy(connection)
         (problems,) = connection.execute(
             "SELECT problems FROM runs WHERE run = ?", (result.run,)
         ).fetchone()
@@ -117,7 +110,7 @@ def _attached(connection: sqlite3.Connection, shard: Path) -> Iterator[None]:
         connection.execute("DETACH shard")
 
 
-def _copy(connection: sqlite3.Connection, shard: Path) -> None:
+def _copy(connection: sqlite3.Connection) -> None:
     moved: dict[str, int] = {}
     mapped: set[str] = set()
     for table in _tables():
@@ -127,42 +120,14 @@ def _copy(connection: sqlite3.Connection, shard: Path) -> None:
             else:
                 moved[table.name] = 0  # its rows have the same ids here
         elif "id" in table.columns:
-            last_id = f"max(id), 0) FROM main.{table.name}"
-            if table.name == "launches":  # some may be kept beside the store
-                last_id = "max(last_launch_id), 0) FROM main.traces"
-            (last,) = connection.execute(f"SELECT coalesce({last_id}").fetchone()
+            query = f"SELECT coalesce(max(id), 0) FROM main.{table.name}"
+            (last,) = connection.execute(query).fetchone()
             moved[table.name] = last
     for table in _tables():
         if table.name not in SHARED:
             _append(connection, table, moved, mapped)
-    _rewrite(connection, shard, moved, mapped)
     for name in mapped:
         connection.execute(f"DROP TABLE temp.map_{name}")
-
-
-def _rewrite(
-    connection: sqlite3.Connection, shard: Path, moved: dict[str, int], mapped: set[str]
-) -> None:
-    """Write the launches that lie beside the shard beside the store, with the ids that they have there."""
-    (table,) = (table for table in _tables() if table.name == "launches")
-    maps: dict[str, Column] = {}
-    for trace, content_hash, held in shard_launches(connection, shard):
-        for column, to in table.refers.items():
-            if to in mapped and to not in maps:
-                maps[to] = _lookup(connection, to)
-            old = held[column]
-            new = maps[to][old] if to in mapped else old + moved[to]
-            held[column] = np.where(old == NULL, NULL, new)
-        keep_launches(connection, trace + moved["traces"], content_hash, held)
-
-
-def _lookup(connection: sqlite3.Connection, table: str) -> Column:
-    """The new ids of a shared table by the old ones."""
-    rows = connection.execute(f"SELECT old, new FROM temp.map_{table}").fetchall()
-    pairs = np.array(rows, np.int64)
-    new = np.full(int(pairs[:, 0].max()) + 1, NULL, np.int64)
-    new[pairs[:, 0]] = pairs[:, 1]
-    return new
 
 
 def _map(connection: sqlite3.Connection, table: _Table) -> bool:
@@ -215,13 +180,10 @@ def _append(
         insert()
         return
     values |= _of_all(connection, moved)
-    if _are_all_there(connection):
-        # after the first SQLite counts on from there, which takes less time than ids that it is given
-        insert("WHERE s.id = 1")
-        values["id"] = "NULL"
-        insert("WHERE s.id > 1 ORDER BY s.id")
-    else:
-        insert()
+    # after the first SQLite counts on from there, which takes less time than ids that it is given
+    insert("WHERE s.id = 1")
+    values["id"] = "NULL"
+    insert("WHERE s.id > 1 ORDER BY s.id")
 
 
 def _of_all(connection: sqlite3.Connection, moved: dict[str, int]) -> dict[str, str]:
@@ -233,12 +195,3 @@ def _of_all(connection: sqlite3.Connection, moved: dict[str, int]) -> dict[str, 
     ).fetchone()
     same = {"trace_id": str(trace + moved["traces"])} if traces == 1 else {}
     return same if cells else same | {"cell_id": "NULL", "iteration": "NULL"}
-
-
-def _are_all_there(connection: sqlite3.Connection) -> bool:
-    """Whether the shard holds all launches of its traces, so that their ids are 1, 2, 3 and so on."""
-    last, count, beside = connection.execute(
-        "SELECT (SELECT coalesce(max(id), 0) FROM shard.launches), coalesce(sum(launches), 0), "
-        "(SELECT count(*) FROM shard.launch_shards) FROM shard.traces"
-    ).fetchone()
-    return bool(last == count and not beside)

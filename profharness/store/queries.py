@@ -53,7 +53,6 @@ from profharness.store.selection import (
     matching_configs,
     shown_by,
 )
-from profharness.store.shards import load_launches, sweep, traces_of
 from profharness.store.verifications import (
     device_name,
     find_peaks,
@@ -384,13 +383,10 @@ class Store:
 
     def steps(self, run: str | None = None) -> list[StepRow]:
         """The steps of a run's traces, with how long the GPU was busy."""
-        name = self._named(run)
-        load_launches(self.connection, traces_of(self.connection, name))
-        return step_rows(self.connection, name)
+        return step_rows(self.connection, self._named(run))
 
     def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:
         """The largest stretches within steps in which a GPU had nothing to do."""
-        load_launches(self.connection, [step.trace for step in steps])
         return gap_rows(self.connection, steps)
 
     def launches(
@@ -398,7 +394,6 @@ class Store:
     ) -> Iterator[LaunchRow]:
         """Stream the launches of a run, trace by trace in the order of their files."""
         name = self.find_run(Selection(run))
-        load_launches(self.connection, traces_of(self.connection, name))
         where, values = _where(
             {
                 "run": [name],
@@ -461,7 +456,6 @@ class Store:
         name = self.resolve(ref)
         with transaction(self.connection):
             forget_run(self.connection, name)
-        sweep(self.connection)
         return name
 
 

@@ -1,6 +1,6 @@
 """A process that reads sources for another one: a task a line on stdin, for each a line on stdout.
 
-A task is `{store, shard, source, beside}`; the answer is what became of the source (`IngestResult`, with
+A task is `{store, shard, source}`; the answer is what became of the source (`IngestResult`, with
 `content_hash` and `whole`), or `{error}`. Where the source is not in the store yet, its rows are in the shard.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import sys
@@ -47,7 +46,7 @@ def answered(task: Plain) -> Plain:
     """The answer to one task."""
     path = Path(task["source"])
     try:
-        return _read(Path(task["store"]), Path(task["shard"]), path, beside=task["beside"])
+        return _read(Path(task["store"]), Path(task["shard"]), path)
     except ProfharnessError as error:
         return {"error": str(error)}
     except OSError as error:  # TMPDIR is full, the file went away
@@ -59,7 +58,7 @@ def answered(task: Plain) -> Plain:
         return {"error": f"{shown(path)}: there was not enough memory to read it"}
 
 
-def _read(store: Path, shard: Path, path: Path, *, beside: bool) -> Plain:
+def _read(store: Path, shard: Path, path: Path) -> Plain:
     source = read_source(path)
     whole = all(raw.problem is None for raw in source.raws)
     told = {"content_hash": source.content_hash, "whole": whole}
@@ -70,9 +69,8 @@ def _read(store: Path, shard: Path, path: Path, *, beside: bool) -> Plain:
             if same := unchanged(stored, source):
                 return _plain(same) | told
         shard.unlink(missing_ok=True)  # of a reader that was ended
-        shutil.rmtree(f"{shard}.launches", ignore_errors=True)
         made = opened.enter_context(closing(make_shard(shard, stored)))
-        result = ingest_source(shard, lambda: made, source, None, beside=beside)
+        result = ingest_source(shard, lambda: made, source, None)
         return _plain(result) | told
 
 

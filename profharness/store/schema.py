@@ -140,7 +140,6 @@ def forget_run(connection: sqlite3.Connection, run: str) -> bool:
         (
             (
                 "launch_groups",
-                "launch_shards",
                 "device_times",
                 "trace_cells",
                 "ranges",
@@ -388,7 +387,21 @@ def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
             "another --store, then take the run folders in again: profharness ingest FOLDER"
         )
     _check_schema(connection, path)
+    _refuse_external_launches(connection, path)
     return True
+
+
+def _refuse_external_launches(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise StoreError for a store of an earlier release whose launches are in Parquet files."""
+    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'launch_shards'"
+    if (
+        connection.execute(query).fetchone()
+        and connection.execute("SELECT 1 FROM launch_shards LIMIT 1").fetchone()
+    ):
+        raise StoreError(
+            f"{path}: its launches are in Parquet files beside it, which this release does not read; "
+            "ingest its sources again into a new store: profharness ingest SOURCE... --store NEW"
+        )
 
 
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:

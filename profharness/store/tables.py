@@ -125,10 +125,6 @@ CREATE TABLE launches (
     start_ns INTEGER NOT NULL, duration_ns INTEGER, bytes INTEGER) STRICT;
 CREATE INDEX launches_cell ON launches(cell_id) WHERE cell_id IS NOT NULL;
 
-CREATE TABLE launch_shards (
-    trace_id INTEGER PRIMARY KEY REFERENCES traces(id) ON DELETE CASCADE, file TEXT NOT NULL,
-    hash TEXT NOT NULL) STRICT;
-
 CREATE TABLE launch_groups (
     id INTEGER PRIMARY KEY, trace_id INTEGER NOT NULL REFERENCES traces(id) ON DELETE CASCADE,
     by_op INTEGER NOT NULL, cell_id INTEGER REFERENCES cells(id) ON DELETE CASCADE,

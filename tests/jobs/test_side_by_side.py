@@ -122,7 +122,7 @@ def test_a_source_is_read_while_the_store_is_being_made(folder: Path, tmp_path: 
     """A file that is empty so far is no store yet, and no reason to fail."""
     store, shard = tmp_path / "s.db", tmp_path / "shard.db"
     source = folder / "ranks" / "rank0.json"
-    task = {"store": str(store), "shard": str(shard), "source": str(source), "beside": False}
+    task = {"store": str(store), "shard": str(shard), "source": str(source)}
     store.touch()
     assert answered(task)["status"] == "new" and shard.stat().st_size > 0
     store.unlink()

@@ -13,7 +13,6 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -75,7 +74,6 @@ COMMANDS = {
     "ingest": [
         "ingest s.db s.db-wal s.db-shm linked.sqlite . rank.json --store s.db",
         "ingest s.db linked.sqlite . rank.json --scheduler local:1 --store s.db",
-        "ingest rank.json --launches shards --store s.db",
     ],
     "kernels": ["kernels --profiler all --store s.db"],
     "layers": ["layers --full --store s.db"],
@@ -193,8 +191,6 @@ def watched(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_commands_leave_store_to_sqlite(place: Path) -> None:
     """Also where the store, or its log, is given as an input."""
     lines = [line for name in COMMANDS if name not in SERVERS for line in COMMANDS[name]]
-    if find_spec("duckdb") is None:
-        lines = [line for line in lines if "shards" not in line]
     lines = [line.format(python=sys.executable, run=CAPTURE) for line in lines]
     with watched(place, "-c", RUN) as process:
         output, errors = process.communicate("\n".join(lines), PATIENCE_S)
