@@ -19,8 +19,7 @@ from typing import Any, BinaryIO, cast
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
 from profharness.files import is_heavy
-from profharness.parse import chrome_columns
-from profharness.parse import join as link
+from profharness.parse import attribution, chrome_columns
 from profharness.parse.chrome_events import (
     EXACT_LIMIT,
     MODULE_MARK,
@@ -84,8 +83,8 @@ def parse_chrome(
     *,
     processes: int | None = None,
     range_bytes: int = RANGE,
-    chunk_rows: int = link.CHUNK_ROWS,
-    slice_rows: int = link.SLICE_ROWS,
+    chunk_rows: int = attribution.CHUNK_ROWS,
+    slice_rows: int = attribution.SLICE_ROWS,
 ) -> Trace:
     """Parse a Kineto trace; processes None: two for large files where there are two CPUs, else one.
 
@@ -103,10 +102,10 @@ def parse_chrome(
 
 def _scan_file(
     path: Path, layout: Layout, processes: int | None, range_bytes: int, stack: ExitStack
-) -> tuple[link.Source, dict[str, Any], list[str]]:
+) -> tuple[attribution.Source, dict[str, Any], list[str]]:
     """(merged tables, header, warnings); a scan that needs decimals or one go is repeated so."""
     if layout.empty:
-        return link.merge([Tables()], []), read_trailer(path, layout, layout.first), []
+        return attribution.merge([Tables()], []), read_trailer(path, layout, layout.first), []
     count = _processes(path, layout, processes)
     width = range_bytes if layout.certain else 0
     exact = _needs_decimals(layout.first_ts)
@@ -126,7 +125,7 @@ def _scan_file(
         elif (end := _array_end(path, answers)) is None:
             count, width = 1, 0
         else:
-            source = link.merge([answer.tables for answer in answers], spools)
+            source = attribution.merge([answer.tables for answer in answers], spools)
             return source, read_trailer(path, layout, end), warnings
 
 
@@ -517,7 +516,7 @@ def _check_use(path: Path, tables: Tables, launches: int) -> None:
 
 def _assemble(
     path: Path,
-    source: link.Source,
+    source: attribution.Source,
     header: dict[str, Any],
     warnings: list[str],
     rows: tuple[int, int],
@@ -527,18 +526,22 @@ def _assemble(
     base, doubt = time_base(header)
     gpus, odd = devices(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
-    flows, lone_ends = link.flows(tables.arrows)
-    ranges, calls, steps = link.contexts(tables, flows, threads, base)
+    flows, lone_ends = attribution.flows(tables.arrows)
+    ranges, calls, steps = attribution.contexts(tables, flows, threads, base)
     calls = replayed(source, calls, steps, threads, base)
-    output = link.Output(ranges, base, Spool.temporary(stack), calls)
-    stacks, doubts = link.Stacks(source, rows=rows[1]), link.Doubts()
+    output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
+    stacks, doubts = attribution.Stacks(source, rows=rows[1]), attribution.Doubts()
     if tables.gpu:
         kernels, configs = list(tables.kernels), list(tables.configs)
-        chunks = link.device_chunks(source, stacks, doubts, rows[0])
+        chunks = attribution.device_chunks(source, stacks, doubts, rows[0])
     else:
         kernels, configs = [("op", name) for name in tables.names], [(None,) * 4]
-        chunks = link.op_chunks(stacks, ranges, doubts)
-    kernel_ids, config_ids, path_ids = link.Renumber(), link.Renumber(), link.Renumber()
+        chunks = attribution.op_chunks(stacks, ranges, doubts)
+    kernel_ids, config_ids, path_ids = (
+        attribution.Renumber(),
+        attribution.Renumber(),
+        attribution.Renumber(),
+    )
     for chunk, paths in chunks:
         kernel, config = kernel_ids(chunk.gpu.kernel), config_ids(chunk.gpu.config)
         output.write(chunk, kernel, config, path_ids(paths))

@@ -40,7 +40,7 @@ from profharness.parse.ops import (
     EVALUATION,
     MODULE,
     NO_ARGUMENTS,
-    Detail,
+    HostSpan,
     OpArguments,
     has_arguments,
     is_detailed,
@@ -149,7 +149,7 @@ class Collector:
     def add_modules(self, names: list[str], columns: tuple[Ints, ...]) -> None:
         """Take in calls of modules: names, and columns of start, end and thread."""
         rows = zip(names, *(column.tolist() for column in columns), strict=True)
-        self.tables.modules += [Detail(*row) for row in rows]
+        self.tables.modules += [HostSpan(*row) for row in rows]
 
     def _order(self, part: int) -> tuple[int, int]:
         self._sequence += 1
@@ -232,7 +232,7 @@ class Collector:
                 except UNDECODABLE:  # the decoder would not have read the event either
                     keep[row] = False
                     continue
-            detail = Detail(self._texts[name], start, end, thread, arguments, sequence)
+            detail = HostSpan(self._texts[name], start, end, thread, arguments, sequence)
             self.tables.details.append(detail)
 
     def _add_evaluations(self, start: Ints, end: Ints, thread: Ints) -> None:
@@ -255,7 +255,7 @@ class Collector:
         start, duration, keep = self._times(events)
         columns = (start, start + duration, self._threads(events))
         self.tables.modules += [
-            Detail(event.name, *row)
+            HostSpan(event.name, *row)
             for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True)
             if kept
         ]
@@ -268,7 +268,7 @@ class Collector:
                 self.tables.ranges.add(event.name, *row)
                 if is_detailed(event.name):
                     begin, lasted, own = row
-                    self.tables.details.append(Detail(event.name, begin, begin + lasted, own))
+                    self.tables.details.append(HostSpan(event.name, begin, begin + lasted, own))
             else:
                 self.tables.skipped += 1
 
@@ -421,6 +421,8 @@ class ArgumentsDecoder:
             if len(self._known) >= MAX_ARGUMENTS:
                 self._known.clear()
             self._known[key] = arguments
+        if op.sequence is None:
+            return arguments, -1
         sequence = whole(op.sequence)
         return arguments, -1 if sequence is None else sequence
 

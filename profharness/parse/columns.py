@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.parse.ops import Detail
+from profharness.parse.ops import HostSpan
 from profharness.parse.packed import without_room
 
 Ints = NDArray[np.int64]
@@ -162,9 +162,9 @@ class Tables:
     launches: list[Block] = field(default_factory=list)
     ops: list[Block] = field(default_factory=list)
     ranges: RangeColumns = field(default_factory=RangeColumns)
-    details: list[Detail] = field(default_factory=list)
+    details: list[HostSpan] = field(default_factory=list)
     evaluations: list[Ints] = field(default_factory=list)  # blocks of EvaluationRows
-    modules: list[Detail] = field(default_factory=list)
+    modules: list[HostSpan] = field(default_factory=list)
     arrows: Arrows = field(default_factory=Arrows)
     events: int = 0
     skipped: int = 0

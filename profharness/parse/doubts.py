@@ -1,5 +1,5 @@
-"""What a trace does not tell of its attention calls, or contradicts itself in: the reasons that calls
-are given, and warnings with counts.
+"""Reasons why a config does not replay an attention call, and warnings about traces that lack or
+contradict information about attention.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from profharness.parse.ops import Detail
+from profharness.parse.ops import HostSpan
 from profharness.parse.replay import flag, sizes
 
 NO_SHAPES = (
@@ -32,21 +32,21 @@ CONTRADICTED = (
 OVERLAPS = "{n} calls of modules begin in another and end after it: the layers may be wrong"
 
 
-def is_packed(op: Detail) -> bool:
-    """Whether an op took sequences of unequal length in one tensor."""
+def is_packed(op: HostSpan) -> bool:
+    """Return whether an op took sequences of unequal length in one tensor."""
     return bool(sizes(op.arguments.dims, CUMULATED))
 
 
 def is_unlike_sdpa(reason: str | None) -> bool:
-    """Whether a call's tensors lie in other places than in scaled_dot_product_attention."""
+    """Return whether the arguments of a call are not those of scaled_dot_product_attention."""
     return reason == VARLEN or bool(reason and reason.endswith(BY_ITSELF.format(op="")))
 
 
-def doubt(op: Detail, names: str, places: Mapping[str, int]) -> str | None:
-    """What a config of an op's arguments would have to guess; None for nothing.
+def doubt(op: HostSpan, names: str, places: Mapping[str, int]) -> str | None:
+    """Return what a config would have to guess about an op, or None.
 
-    names: what stands in each place, places: those of its flags. nsys tells dims alone, which is said
-    of the dtype.
+    `names` has a letter per position (query, key, value, mask), `places` the positions of the flags.
+    nsys records dims alone. That is reported as a missing dtype elsewhere.
     """
     if not op.arguments.dims:
         return NO_SHAPES
@@ -71,7 +71,9 @@ def doubt(op: Detail, names: str, places: Mapping[str, int]) -> str | None:
 def warnings(
     reasons: Sequence[str | None], counted: Mapping[str, int], overlaps: int
 ) -> tuple[str, ...]:
-    """A warning for each kind of doubt, with its count. reasons: one a call; overlaps: of modules."""
+    """Return a warning per kind of doubt, with its count. `reasons` has one entry per call, `overlaps`
+    counts overlapping modules.
+    """
     counts = {
         text: f"{count:,} attention calls" for text, count in Counter(reasons).items() if text
     }

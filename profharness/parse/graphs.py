@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from profharness.kernel_names import ATTENTION_FAMILIES, parse_kernel_name
-from profharness.parse.calls import Calls, module_names, step_at
+from profharness.parse.attention_calls import AttentionCalls, module_names, step_at
+from profharness.parse.attribution import Source
 from profharness.parse.columns import GpuRows, Ints, LaunchRows, distinct
 from profharness.parse.intervals import nothing
-from profharness.parse.join import Source
-from profharness.parse.tree import Tree
+from profharness.parse.span_tree import SpanTree
 from profharness.trace import AttentionCall, CallSpan, Step
 
 _API = r"(?:cuda|cu|hip)"
@@ -54,11 +54,11 @@ class _Capture:
 
 def replayed(
     source: Source,
-    calls: Calls,
+    calls: AttentionCalls,
     steps: Sequence[Step],
     threads: Sequence[tuple[int, int]],
     base: int,
-) -> Calls:
+) -> AttentionCalls:
     """The calls, and those of every replay of a graph: with a capture in the trace as they were
     captured, the first in place of those; else one for each run of attention kernels.
 
@@ -70,7 +70,7 @@ def replayed(
     replays = _replays(source, marks)
     captures = _captures(source, calls, threads)
     made = _Made(calls)
-    tree = Tree(source.tables.modules)
+    tree = SpanTree(source.tables.modules)
     around = tree.around((replay.thread, replay.start) for replay in replays)
     for replay, modules in zip(replays, around, strict=True):
         pid, tid = threads[replay.thread]
@@ -102,9 +102,9 @@ _BLANK = AttentionCall(
 
 
 class _Made:
-    """Calls and spans as they become more, and which GPU rows lie in which span."""
+    """Collects calls and spans, and which GPU rows belong to which span."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: AttentionCalls) -> None:
         self._before = calls
         self._calls = list(calls.calls)
         self._spans = list(calls.spans)
@@ -160,7 +160,7 @@ class _Made:
         self._rows.append(rows[spans >= 0])
         self._row_spans.append(spans[spans >= 0])
 
-    def finish(self) -> Calls:
+    def finish(self) -> AttentionCalls:
         """All calls in order of their start."""
         order = sorted(range(len(self._calls)), key=lambda at: self._calls[at].start_ns)
         number = {at: place for place, at in enumerate(order)}
@@ -222,7 +222,9 @@ def _replays(source: Source, launches: LaunchRows) -> list[_Replay]:
     return made
 
 
-def _captures(source: Source, calls: Calls, threads: Sequence[tuple[int, int]]) -> list[_Capture]:
+def _captures(
+    source: Source, calls: AttentionCalls, threads: Sequence[tuple[int, int]]
+) -> list[_Capture]:
     """The captures in the trace; two at a time in one process cannot be told apart."""
     if not calls.calls:
         return []
@@ -263,7 +265,9 @@ def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[i
             alone = False
 
 
-def _capture_of(replay: _Replay, captures: Sequence[_Capture], calls: Calls) -> _Capture | None:
+def _capture_of(
+    replay: _Replay, captures: Sequence[_Capture], calls: AttentionCalls
+) -> _Capture | None:
     """The capture whose nodes a replay ran; None without one, or with several that differ."""
     if not replay.ordered:
         return None
@@ -274,7 +278,7 @@ def _capture_of(replay: _Replay, captures: Sequence[_Capture], calls: Calls) -> 
     return fitting[0] if len(said) == 1 else None
 
 
-def _said(calls: Calls, span: int) -> tuple[object, ...]:
+def _said(calls: AttentionCalls, span: int) -> tuple[object, ...]:
     """What tells calls of one graph from those of another."""
     if span < 0:
         return ()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profharness.errors import TraceFormatError
-from profharness.parse import join as link
+from profharness.parse import attribution
 from profharness.parse.columns import (
     MAX_NS,
     Block,
@@ -116,10 +116,10 @@ def _parse(path: Path, shown: Path) -> Trace:
             gpus, doubt = devices(export)
             base, unknown_start = start_time(export)
             warnings += [*doubt, *unknown_start, *kernels.warnings, *_notes(export, reader)]
-        source = link.Source(reader.tables, [spool], [{}])
+        source = attribution.Source(reader.tables, [spool], [{}])
         threads, apis = list(source.tables.threads), list(source.tables.apis)
-        ranges, calls, steps = link.contexts(source.tables, reader.flows, threads, base)
-        output = link.Output(ranges, base, Spool.temporary(stack), calls)
+        ranges, calls, steps = attribution.contexts(source.tables, reader.flows, threads, base)
+        output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
         op_paths, doubts = _join(source, reader.doubles(), kernels, output)
         return Trace(
             profiler="nsys",
@@ -143,16 +143,19 @@ def _parse(path: Path, shown: Path) -> Trace:
 
 
 def _join(
-    source: link.Source, doubles: Doubles | None, kernels: _Kernels, output: link.Output
+    source: attribution.Source,
+    doubles: Doubles | None,
+    kernels: _Kernels,
+    output: attribution.Output,
 ) -> tuple[list[str], list[str]]:
     """Write every launch with its call, once; (op stacks, warnings on what lacks something)."""
     lost = nameless = 0
-    stacks, path_ids = link.Stacks(source), link.Renumber()
-    for chunk in link.linked_chunks(source):
+    stacks, path_ids = attribution.Stacks(source), attribution.Renumber()
+    for chunk in attribution.linked_chunks(source):
         if doubles is not None:
             keep = doubles.fresh(hashed(list(chunk.gpu)))
             gpu = GpuRows(*(column[keep] for column in chunk.gpu))
-            chunk = link.Linked(gpu, chunk.api[keep], chunk.thread[keep], chunk.launch[keep])
+            chunk = attribution.Linked(gpu, chunk.api[keep], chunk.thread[keep], chunk.launch[keep])
         lost += int((chunk.api < 0).sum())
         rows, key = chunk.gpu, chunk.gpu.correlation
         chunk.gpu = rows._replace(correlation=np.where(key >= 0, key % CORRELATIONS, NONE))
@@ -165,7 +168,7 @@ def _join(
         f"{lost} {of} have no API call in the file and so belong to no range": lost,
         f"{nameless} {of} have no name in {STRINGS}": nameless,
         f"{copies} launches are exact copies of others and are left out": copies,
-        f"stacks of more than {link.MAX_DEPTH} ops are told without their middle": stacks.paths.deep,
+        f"stacks of more than {attribution.MAX_DEPTH} ops are told without their middle": stacks.paths.deep,
     }
     folded = stacks.folded()
     texts = [text for text, count in counted.items() if count]

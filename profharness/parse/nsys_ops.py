@@ -18,8 +18,8 @@ from profharness.parse.columns import Block, EvaluationRows, Ints, Spool, Tables
 from profharness.parse.ops import (
     EVALUATION,
     NO_ARGUMENTS,
-    Detail,
     Flow,
+    HostSpan,
     OpArguments,
     has_arguments,
     is_detailed,
@@ -131,7 +131,7 @@ class OpRanges:
         wanted = op.sizes and has_arguments(op.name)
         arguments = op_arguments(op.sizes) if wanted else NO_ARGUMENTS
         self.unread += arguments is None
-        detail = Detail(op.name, start, stop, thread, arguments or NO_ARGUMENTS, op.sequence)
+        detail = HostSpan(op.name, start, stop, thread, arguments or NO_ARGUMENTS, op.sequence)
         self._tables.details.append(detail)
 
     def _flush(self) -> None:

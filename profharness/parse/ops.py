@@ -1,5 +1,5 @@
-"""The ops of which a trace's arguments are kept: attention, what it is made of in plain ops, and what
-tells where its backward ran.
+"""Names of ops whose arguments are kept: attention, the plain ops that attention consists of, and the
+ops that show where its backward ran.
 
 Op names and positions are those of PyTorch's native_functions.yaml, 2.5 to 2.13.
 """
@@ -31,24 +31,27 @@ LINEAR = "aten::linear"  # its products are no attention's
 EVALUATION = "autograd::engine::evaluate_function: "
 REGION = re.compile(r"Torch-Compiled Region.*|CompiledFunction\w*|## Call CompiledFxGraph .*")
 GRADIENT = re.compile(r"aten::\w*attention\w*backward\w*|triton_\w*flex_attention_backward\w*")
-TRITON, TRITON_TEMPLATE = "triton_", "triton_tem_"  # Inductor's kernels, and those of its templates
+TRITON, TRITON_TEMPLATE = (
+    "triton_",
+    "triton_tem_",
+)  # Inductor's kernels, and those of its templates
 MODULE = "nn.Module: "
 
 
 def is_fused(name: str | None) -> bool:
-    """Whether an op is fused attention of PyTorch's own, whose backward is one op."""
+    """Return whether an op is PyTorch's fused attention, whose backward is a single op."""
     return bool(name and INNER.fullmatch(name)) and "math" not in str(name)
 
 
 @cache
 def is_detailed(name: str) -> bool:
-    """Whether an op is kept on its own, beside the columns of all ops."""
+    """Return whether an op is kept as an object in addition to its row in the columns."""
     return name == LINEAR or bool(REGION.fullmatch(name)) or has_arguments(name)
 
 
 @cache
 def has_arguments(name: str) -> bool:
-    """Whether an op's arguments are kept."""
+    """Return whether the arguments of an op are kept."""
     if name in (OUTER, LAYER, FAST, *PRODUCTS, *SOFTMAX):
         return True
     return any(rule.fullmatch(name) for rule in (INNER, FLEX, PACKAGES, GRADIENT))
@@ -69,19 +72,19 @@ class OpArguments:
 NO_ARGUMENTS = OpArguments()
 
 
-class Detail(NamedTuple):
-    """An op that is kept on its own. Times are ns, thread an index, sequence autograd's number."""
+class HostSpan(NamedTuple):
+    """A span of a CPU thread that is kept as an object: an op, a module's call or a range."""
 
     name: str
-    start: int
-    end: int
-    thread: int
+    start: int  # ns
+    end: int  # ns
+    thread: int  # index
     arguments: OpArguments = NO_ARGUMENTS
-    sequence: int = -1
+    sequence: int = -1  # autograd's number, which the forward and the backward op share
 
 
 class Flow(NamedTuple):
-    """An arrow from a moment of a forward op to one of its backward op."""
+    """An arrow from a forward op to its backward op, given by a thread and a time in each."""
 
     thread: int
     start: int

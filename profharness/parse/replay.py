@@ -1,4 +1,4 @@
-"""The config that replays an attention call, from the tensors and flags that a trace tells of it."""
+"""Derive the config that replays an attention call from its tensors and flags in a trace."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from profharness.config import DTYPES as CONFIG_DTYPES
 from profharness.config import Config, parse_config
 from profharness.errors import UsageError
-from profharness.parse.ops import OUTER, Detail
+from profharness.parse.ops import OUTER, HostSpan
 from profharness.trace import TensorArgument
 
 NAMES = {"c10::Half": "fp16", "c10::BFloat16": "bf16", "float": "fp32", "double": "fp64"}
-SCALE_DIGITS = 1e-4  # a trace tells a scale with six digits
+SCALE_DIGITS = 1e-4  # a trace prints a scale with six digits
 
-# Where each op has query, key, value and mask, and its flags, by position.
+# Positions of query, key, value, mask (one letter each) and flags in the arguments of each op.
 _INNER = "_scaled_dot_product_"
 POSITIONS: dict[str, tuple[str, dict[str, int]]] = {
     OUTER: ("qkvm", {"dropout": 4, "causal": 5, "scale": 6, "gqa": 7}),
@@ -29,7 +29,7 @@ POSITIONS: dict[str, tuple[str, dict[str, int]]] = {
 }  # fmt: skip
 
 
-def tensor_argument(op: Detail, place: int) -> TensorArgument | None:
+def tensor_argument(op: HostSpan, place: int) -> TensorArgument | None:
     dims = sizes(op.arguments.dims, place)
     if not dims:
         return None
@@ -43,7 +43,7 @@ def tensor_argument(op: Detail, place: int) -> TensorArgument | None:
 
 
 def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
-    """The numbers of one argument; empty where it has none."""
+    """Return the integers of one argument, or an empty tuple if it is no list of them."""
     given = lists[place] if 0 <= place < len(lists) else None
     if not isinstance(given, list | tuple):
         return ()
@@ -51,8 +51,8 @@ def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
     return tuple(given) if whole else ()
 
 
-def flag(op: Detail, place: int) -> Any:
-    """A flag or a number; None where it is None or not told."""
+def flag(op: HostSpan, place: int) -> Any:
+    """Return a flag as bool or a number as float, None if it is None or not recorded."""
     text = op.arguments.values[place] if place < len(op.arguments.values) else ""
     if text in ("True", "False"):
         return text == "True"
@@ -71,8 +71,9 @@ def replay_config(
     gqa: bool | None = None,
     backward: bool = False,
 ) -> Config:
-    """The config that replays a call on query, key, value and mask. Raises UsageError for a call
-    that no config says.
+    """Return the config that replays a call on query, key, value and mask.
+
+    Raise UsageError if no config describes the call.
     """
     query, key, value, mask = tensors
     if query is None or key is None or value is None:
@@ -115,7 +116,7 @@ def _dtype(*tensors: TensorArgument) -> str | None:
 
 
 def _in_order(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor whose dims lie in memory in an order, outermost first."""
+    """Return the strides of a tensor whose dims are stored in `order`, outermost first."""
     strides, stride = [0] * len(dims), 1
     for place in reversed(order):
         strides[place] = stride
@@ -124,7 +125,7 @@ def _in_order(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _lies(tensor: TensorArgument, order: Sequence[int]) -> bool:
-    """Whether it lies in that order; a dim of size 1 may have any stride."""
+    """Return whether a tensor is stored in that order. A dim of size 1 may have any stride."""
     if tensor.strides is None:
         return True
     wanted = _in_order(tensor.dims, order)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profharness.parse import compiled, intervals
+from profharness.parse.attribution import MAX_DEPTH, StackIds
 from profharness.parse.chrome import parse_chrome
 from profharness.parse.columns import Ints
 from profharness.parse.intervals import Intervals
-from profharness.parse.join import MAX_DEPTH, StackIds
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 30)), max_size=30

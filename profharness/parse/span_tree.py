@@ -1,4 +1,4 @@
-"""Spans of threads, and what encloses what."""
+"""Spans of CPU threads and their nesting."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ import numpy as np
 
 from profharness.parse.columns import EvaluationRows, Ints
 from profharness.parse.intervals import Intervals
-from profharness.parse.ops import EVALUATION, Detail
+from profharness.parse.ops import EVALUATION, HostSpan
 
 MAX_DEPTH = 100  # modules in one another
 _PLACE = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluations:
-    """The ops in which autograd evaluates its nodes: of a training half as many as it has ops, and few
-    have to do with attention. rows are in the order of the intervals.
+class AutogradNodes:
+    """The ops in which autograd evaluates its nodes. A training step has half as many of them as other
+    ops, and few belong to attention, so they stay columns until they are needed.
     """
 
     intervals: Intervals
-    rows: EvaluationRows
+    rows: EvaluationRows  # in the order of the intervals
 
     @classmethod
-    def build(cls, blocks: Sequence[Ints]) -> Evaluations:
-        """blocks: arrays of EvaluationRows."""
+    def build(cls, blocks: Sequence[Ints]) -> AutogradNodes:
+        """Build from arrays whose rows are the columns of `EvaluationRows`."""
         empty = np.empty((len(EvaluationRows._fields), 0), np.int64)
         columns = np.concatenate([empty, *blocks], axis=1)
         given = EvaluationRows(*columns)
         intervals = Intervals.build(given.thread, given.start, given.end)
         return cls(intervals, EvaluationRows(*columns[:, intervals.rows]))
 
-    def ops(self, at: Ints) -> list[Detail]:
-        """Those at these places."""
+    def ops(self, at: Ints) -> list[HostSpan]:
+        """Return the ops at the given indices."""
         columns = (column[at].tolist() for column in self.rows)
         return [
-            Detail(EVALUATION, start, end, thread, sequence=sequence)
+            HostSpan(EVALUATION, start, end, thread, sequence=sequence)
             for start, end, thread, sequence in zip(*columns, strict=True)
         ]
 
-    def around(self, thread: Ints, t: Ints) -> list[Detail]:
-        """Those that enclose any of the moments, in order."""
+    def around(self, thread: Ints, t: Ints) -> list[HostSpan]:
+        """Return the ops that enclose any (thread, t), in order."""
         return self.ops(np.flatnonzero(self.intervals.enclosing_any(thread, t)))
 
 
-class Tree:
-    """Spans of threads in order of (thread, start, longest first), and what encloses what."""
+class SpanTree:
+    """Spans of threads by thread, start and descending length, with the span that encloses each."""
 
     def __init__(self, spans: Iterable[Any]) -> None:
         given = list(spans)
@@ -59,12 +59,12 @@ class Tree:
         self.above = self.intervals.enclosing().tolist()
 
     def ancestors(self, at: int) -> Iterator[int]:
-        """What encloses a span, innermost first."""
+        """Yield the indices of the spans that enclose a span, innermost first."""
         while (at := self.above[at]) >= 0:
             yield at
 
     def overlaps(self) -> int:
-        """How many spans begin in one of their thread that ends before they do."""
+        """Count the spans that start inside another span of their thread and end after it."""
         count, thread, open_ends = 0, None, list[int]()
         for span in self.spans:
             if span.thread != thread:
@@ -76,14 +76,14 @@ class Tree:
         return count
 
     def below(self, own: Sequence[bool]) -> list[bool]:
-        """Whether anything that encloses a span is one of its own."""
+        """Return for each span whether any span that encloses it is marked in `own`."""
         result: list[bool] = []
         for above in self.above:  # an index below the span's own
             result.append(above >= 0 and (own[above] or result[above]))
         return result
 
     def around(self, moments: Iterable[tuple[int, int]]) -> list[list[Any]]:
-        """For each (thread, t) the spans open then, outermost first."""
+        """Return the spans that are open at each (thread, t), outermost first."""
         threads, times = np.array(list(moments), np.int64).reshape(-1, 2).T
         if not self.spans:
             return [[] for _ in times]

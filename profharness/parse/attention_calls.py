@@ -1,5 +1,8 @@
-"""Attention calls of a program, from the ops that a trace recorded: which op was asked for, which one
-computed it, with what tensors, in which modules, and where its forward and backward ran.
+"""Find the attention calls of a program among the ops of a trace: the requested op, the op that
+computed it, its tensors and modules, and the spans of its forward and backward.
+
+Ops with equal arguments share one `OpArguments`, so a call is described once per distinct set of
+arguments, however often it is made.
 """
 
 from __future__ import annotations
@@ -46,34 +49,33 @@ from profharness.parse.ops import (
     TRITON,
     TRITON_TEMPLATE,
     UNFUSED_FLEX,
-    Detail,
+    HostSpan,
     is_fused,
 )
 from profharness.parse.replay import POSITIONS, flag, replay_config, sizes, tensor_argument
-from profharness.parse.tree import Evaluations, Tree
+from profharness.parse.span_tree import AutogradNodes, SpanTree
 from profharness.trace import AttentionCall, CallSpan, Range, Step, TensorArgument
 
-PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # parts of their parent's attention
-MARKER = "profharness-attention:"  # a range with a module's dotted path
+PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # they count as their parent
+MARKER = "profharness-attention:"  # starts a range that names a module's dotted path
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """Calls in order of their start, their stretches, and where those lie: thread, start, stop.
-    Launches of CUDA graphs lie in none: rows are their numbers, ascending, row_spans their spans.
-    warnings say, with counts, what the trace contradicts itself in.
-    """
+class AttentionCalls:
+    """The attention calls of a trace and the spans of threads in which they ran."""
 
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[AttentionCall, ...]  # by start
     spans: tuple[CallSpan, ...]
-    intervals: Intervals
+    intervals: Intervals  # thread, start and stop of each span
+    # Launches of CUDA graphs lie in no interval: their ascending numbers, and the span of each.
     rows: Ints = field(default_factory=lambda: nothing(0))
     row_spans: Ints = field(default_factory=lambda: nothing(0))
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # contradictions within the trace, with counts
 
     def lookup(self, thread: Ints, t: Ints, first: int | None = None) -> Ints:
-        """For each (thread, t) the index of the span, -1 for none; first is the number of the first
-        launch of a trace, where these are launches.
+        """Return the index of the innermost span at each (thread, t), -1 if there is none.
+
+        For consecutive launches, `first` is the number of the first one within the trace.
         """
         rows = np.append(self.intervals.rows, -1)
         spans = rows[self.intervals.innermost(thread, t)]
@@ -84,12 +86,12 @@ class Calls:
 
 
 class _Context:
-    """What is around each op: compiled code, a backward, and the modules around those that may be a
-    call or a part of one, by its place in the tree.
+    """The surroundings of each op: compiled code, autograd nodes, and the modules around ops that may
+    belong to a call, by index in the tree.
     """
 
-    def __init__(self, ops: Tree, modules: Iterable[Detail]) -> None:
-        self.modules = Tree(modules)
+    def __init__(self, ops: SpanTree, modules: Iterable[HostSpan]) -> None:
+        self.modules = SpanTree(modules)
         self._ops = ops
         self._compiled = ops.below([_is_region(op.name) for op in ops.spans])
         self._recompute = ops.below([op.name.startswith(EVALUATION) for op in ops.spans])
@@ -101,16 +103,16 @@ class _Context:
     def draft(
         self,
         at: int,
-        template: _Template,
+        signature: _CallSignature,
         *,
         end: int,
         sequences: frozenset[int],
         compiled: bool | None = None,
-    ) -> _Draft:
-        """The call of an op; compiled: whether it is, whatever is around."""
+    ) -> _ForwardCall:
+        """Return the call of the op at index `at`. `compiled` overrides what surrounds the op."""
         op = self._ops.spans[at]
-        return _Draft(
-            template,
+        return _ForwardCall(
+            signature,
             compiled=self._compiled[at] if compiled is None else compiled,
             recompute=self._recompute[at],
             modules=self.of[at],
@@ -121,8 +123,8 @@ class _Context:
         )
 
 
-def module_names(chain: Sequence[Detail]) -> tuple[str, ...]:
-    """Names such as `LlamaAttention_0`; a softmax or dropout counts as its parent."""
+def module_names(chain: Sequence[HostSpan]) -> tuple[str, ...]:
+    """Return names such as `LlamaAttention_0`. A softmax or dropout counts as its parent."""
     names = [module.name.removeprefix(MODULE) for module in chain]
     while names and PASSED_THROUGH.fullmatch(names[-1]):
         names.pop()
@@ -130,10 +132,10 @@ def module_names(chain: Sequence[Detail]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """A call before its backward is known."""
+class _ForwardCall:
+    """The forward of a call, whose backward is not known yet."""
 
-    template: _Template
+    signature: _CallSignature
     compiled: bool
     recompute: bool
     modules: tuple[str, ...]
@@ -144,26 +146,28 @@ class _Draft:
 
 
 def find_calls(
-    details: Sequence[Detail],
-    evaluations: Evaluations,
-    modules: Iterable[Detail],
+    details: Sequence[HostSpan],
+    evaluations: AutogradNodes,
+    modules: Iterable[HostSpan],
     flows: Ints,
     ranges: Sequence[Range],
     threads: Sequence[tuple[int, int]],
     base: int,
-) -> tuple[Calls, tuple[Step, ...]]:
-    """The attention calls of a trace, and its steps.
+) -> tuple[AttentionCalls, tuple[Step, ...]]:
+    """Return the attention calls of a trace, and its steps.
 
-    flows: rows of Flow; threads: (pid, tid) by thread index; base: ns to add to every time that is
-    given here, which the ranges have already.
+    `flows` has rows of `Flow`, `threads` the (pid, tid) of each thread index. `base` is added to all
+    times in ns, except those of the ranges, which contain it already.
     """
     moments = np.array([(op.thread, op.start) for op in details], np.int64).reshape(-1, 2).T
-    tree = Tree([*evaluations.around(*moments), *details])
+    tree = SpanTree([*evaluations.around(*moments), *details])
     inside = _inside(tree)
     context = _Context(tree, modules)
-    templates: dict[tuple[Any, ...], _Template] = {}
-    drafts = [_fused(tree, root, children, context, templates) for root, children in inside.items()]
-    drafts += _eager(tree, inside, context, templates)
+    signatures: dict[tuple[Any, ...], _CallSignature] = {}
+    drafts = [
+        _fused(tree, root, children, context, signatures) for root, children in inside.items()
+    ]
+    drafts += _eager(tree, inside, context, signatures)
     drafts.sort(key=lambda draft: (draft.start, draft.thread))
     stretches = [
         (index, "recompute" if draft.recompute else "forward", draft.thread, draft.start, draft.end)
@@ -179,7 +183,7 @@ def find_calls(
     calls = [
         _call(
             draft,
-            replay(draft.template, index in with_backward),
+            replay(draft.signature, index in with_backward),
             path=paths[index],
             step=step_at(steps, draft.start + base),
             pid=threads[draft.thread][0],
@@ -192,9 +196,9 @@ def find_calls(
     columns = np.array([stretch[2:] for stretch in stretches], np.int64).reshape(-1, 3).T
     spans = tuple(CallSpan(index, direction) for index, direction, *_ in stretches)
     texts = warnings(
-        [draft.template.unsaid for draft in drafts], doubts, context.modules.overlaps()
+        [draft.signature.unsaid for draft in drafts], doubts, context.modules.overlaps()
     )
-    return Calls(tuple(calls), spans, Intervals.build(*columns), warnings=texts), steps
+    return AttentionCalls(tuple(calls), spans, Intervals.build(*columns), warnings=texts), steps
 
 
 @cache
@@ -211,7 +215,7 @@ def _kind(name: str) -> str | None:
 
 @cache
 def _part(name: str) -> str | None:
-    """`p` for a product, `s` for a softmax."""
+    """Return `p` for a product, `s` for a softmax."""
     return "p" if name in PRODUCTS else "s" if name in SOFTMAX else None
 
 
@@ -225,9 +229,9 @@ def _is_gradient(name: str) -> bool:
     return bool(GRADIENT.fullmatch(name))
 
 
-def _roots(tree: Tree) -> list[bool]:
-    """Whether each op is that of a call: the outermost one, but below an encoder layer's op the
-    attention in it rather than the layer, where the trace tells them apart.
+def _roots(tree: SpanTree) -> list[bool]:
+    """Return whether each op is the outermost op of a call. Of an encoder layer's op and the attention
+    inside it, the attention counts if the trace contains it.
     """
     kinds = [_kind(op.name) for op in tree.spans]
     split: set[int] = set()  # fast-path ops with something more exact inside
@@ -240,8 +244,8 @@ def _roots(tree: Tree) -> list[bool]:
     return [mine and not covered for mine, covered in zip(own, below, strict=True)]
 
 
-def _inside(tree: Tree) -> dict[int, list[int]]:
-    """The ops of calls, and what is in each."""
+def _inside(tree: SpanTree) -> dict[int, list[int]]:
+    """Return the indices of the calls' outermost ops, each with the indices of the ops inside it."""
     is_root = _roots(tree)
     inside: dict[int, list[int]] = {at: [] for at, mine in enumerate(is_root) if mine}
     of: list[int] = []
@@ -254,8 +258,8 @@ def _inside(tree: Tree) -> dict[int, list[int]]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Template:
-    """What the arguments of a call's ops tell: one object wherever a model makes the same call."""
+class _CallSignature:
+    """What the arguments of a call's ops record. All calls with these arguments share one object."""
 
     kind: str
     op: str
@@ -266,21 +270,21 @@ class _Template:
 
 
 def _fused(
-    tree: Tree,
+    tree: SpanTree,
     root: int,
     inside: Sequence[int],
     context: _Context,
-    templates: dict[tuple[Any, ...], _Template],
-) -> _Draft:
+    signatures: dict[tuple[Any, ...], _CallSignature],
+) -> _ForwardCall:
     ops = [tree.spans[at] for at in (root, *inside)]
     above = (tree.spans[at].name for at in tree.ancestors(root))
     layer = next((name for name in above if name in (LAYER, FAST)), None)
     key = (layer, *((op.name, op.arguments) for op in ops))
-    if (template := templates.get(key)) is None:
-        template = templates[key] = _template(ops, layer)
+    if (signature := signatures.get(key)) is None:
+        signature = signatures[key] = _fused_signature(ops, layer)
     return context.draft(
         root,
-        template,
+        signature,
         end=ops[0].end,
         sequences=frozenset(op.sequence for op in ops if op.sequence >= 0),
         compiled=_is_compiled_flex(ops[0].name),
@@ -288,16 +292,16 @@ def _fused(
 
 
 def _is_compiled_flex(name: str) -> bool | None:
-    """Whether an op is flex_attention that Inductor compiled; None of any other attention."""
+    """Return whether Inductor compiled this flex_attention. Return None for other attention."""
     if name.startswith(TRITON):
         return True
     return False if name == UNFUSED_FLEX else None
 
 
-def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
-    """layer: the op of an encoder layer around them."""
+def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _CallSignature:
+    """Describe a call by its ops, outermost first. `layer` is the encoder layer's op around them."""
     kind = _kind(ops[0].name) or "custom"
-    # Autocast calls the outer op again with cast tensors: those were computed with.
+    # Autocast calls the outer op again with cast tensors, which enter the computation.
     outer = next((op for op in reversed(ops) if op.name == OUTER), None)
     inner = next((op for op in ops if INNER.fullmatch(op.name)), None)
     described = outer or inner or ops[0]
@@ -319,7 +323,7 @@ def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
         unsaid = "the mask and the score function of flex_attention are not told"
     elif not described.arguments.dims:
         unsaid = NO_SHAPES
-    return _Template(
+    return _CallSignature(
         kind="fast_path" if layer else kind,
         op=layer or ops[0].name,
         sdpa_op=inner.name if inner else ops[0].name if kind in ("custom", "flex") else None,
@@ -330,13 +334,13 @@ def _template(ops: Sequence[Detail], layer: str | None) -> _Template:
 
 
 def _eager(
-    tree: Tree,
+    tree: SpanTree,
     fused: dict[int, list[int]],
     context: _Context,
-    templates: dict[tuple[Any, ...], _Template],
-) -> Iterator[_Draft]:
-    """Attention in plain ops: a product, a softmax over its result and a product with that, next to
-    each other in one module of one thread.
+    signatures: dict[tuple[Any, ...], _CallSignature],
+) -> Iterator[_ForwardCall]:
+    """Yield attention made of plain ops: a product, a softmax and a product that follow each other in
+    one module of one thread.
     """
     taken = {*fused, *(child for children in fused.values() for child in children)}
     waiting: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
@@ -352,36 +356,36 @@ def _eager(
         if (
             kind == "p"
             and len(recent) >= 3
-            and (draft := _plain(tree, recent[-3:], context, templates))
+            and (draft := _plain(tree, recent[-3:], context, signatures))
         ):
             recent.clear()
             yield draft
 
 
 def _plain(
-    tree: Tree,
+    tree: SpanTree,
     places: Sequence[int],
     context: _Context,
-    templates: dict[tuple[Any, ...], _Template],
-) -> _Draft | None:
+    signatures: dict[tuple[Any, ...], _CallSignature],
+) -> _ForwardCall | None:
     scores, softmax, output = (tree.spans[at] for at in places)
     if scores.name not in PRODUCTS or softmax.name not in SOFTMAX:
         return None
     key = ("eager", scores.name, scores.arguments, output.arguments)
-    if (template := templates.get(key)) is None:
-        made = _plain_template(scores, output)
+    if (signature := signatures.get(key)) is None:
+        made = _eager_signature(scores, output)
         if made is None:
             return None
-        template = templates[key] = made
-    return context.draft(places[0], template, end=output.end, sequences=frozenset())
+        signature = signatures[key] = made
+    return context.draft(places[0], signature, end=output.end, sequences=frozenset())
 
 
-def _plain_template(scores: Detail, output: Detail) -> _Template | None:
+def _eager_signature(scores: HostSpan, output: HostSpan) -> _CallSignature | None:
     """Describe attention by its two products. Return None if their shapes do not fit together."""
     query, keys = (tensor_argument(scores, place) for place in (0, 1))
     weights, value = (tensor_argument(output, place) for place in (0, 1))
     if not (query and keys and weights and value):
-        return _Template("eager", scores.name, None, (None,) * 4, {}, NO_SHAPES)
+        return _CallSignature("eager", scores.name, None, (None,) * 4, {}, NO_SHAPES)
     if len(query.dims) < 3 or len(keys.dims) < 2 or query.dims[-1] != keys.dims[-2]:
         return None
     if weights.dims[-2:] != (query.dims[-2], keys.dims[-1]):
@@ -389,18 +393,19 @@ def _plain_template(scores: Detail, output: Detail) -> _Template | None:
     key = TensorArgument((*keys.dims[:-2], keys.dims[-1], keys.dims[-2]), None, keys.dtype)
     tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
     unsaid = "eager attention; what it masks is not told"
-    return _Template("eager", scores.name, None, tensors, {}, unsaid)
+    return _CallSignature("eager", scores.name, None, tensors, {}, unsaid)
 
 
 def _backward(
-    drafts: Sequence[_Draft],
-    tree: Tree,
-    evaluations: Evaluations,
+    drafts: Sequence[_ForwardCall],
+    tree: SpanTree,
+    evaluations: AutogradNodes,
     flows: Ints,
     doubts: Counter[str],
 ) -> Iterator[tuple[int, str, int, int, int]]:
-    """The stretches of the calls' backwards: where the arrows from a call's ops lead; without arrows
-    by autograd's sequence numbers; in compiled code, which has neither, by shape from the end.
+    """Yield the spans of the calls' backwards. The arrows from a call's ops lead to them. A trace
+    without arrows has autograd's sequence numbers. Compiled code has neither: there the last open call
+    with the shapes of a gradient matches.
     """
     gradients = _gradients(tree)
     around = (tree.spans[outer] for at, _ in gradients for outer in tree.ancestors(at))
@@ -410,14 +415,14 @@ def _backward(
     astray = not computing <= taken  # some arrow does not lead where attention's gradient is
     for call, nodes in arrived.items():
         keys = {node[1:4] for node in nodes}
-        if astray and is_fused(drafts[call].template.sdpa_op) and not keys & computing:
+        if astray and is_fused(drafts[call].signature.sdpa_op) and not keys & computing:
             doubts[CONTRADICTED] += 1
             taken -= keys
             continue
         yield from (_stretch(call, node) for node in nodes)
     open_calls = [index for index, draft in enumerate(drafts) if not draft.recompute]
     begin = [draft.start for draft in drafts].__getitem__
-    parts: list[Detail] = []  # kernels before that of Inductor's template, of the same gradient
+    parts: list[HostSpan] = []  # kernels before that of Inductor's template, of the same gradient
     for at, op in gradients:
         if op.name.startswith(TRITON) and not op.name.startswith(TRITON_TEMPLATE):
             parts.append(op)
@@ -455,9 +460,11 @@ def _backward(
 
 
 def _by_arrows(
-    drafts: Sequence[_Draft], evaluations: Evaluations, flows: Ints
-) -> dict[int, list[Detail]]:
-    """The nodes of autograd that the arrows from each call's ops lead to, each of one call alone."""
+    drafts: Sequence[_ForwardCall], evaluations: AutogradNodes, flows: Ints
+) -> dict[int, list[HostSpan]]:
+    """Return the autograd nodes that the arrows from each call's ops lead to. A node that several calls
+    lead to belongs to the first.
+    """
     forward = Intervals.build(
         *np.array([(d.thread, d.start, d.end) for d in drafts], np.int64).reshape(-1, 3).T
     )
@@ -469,40 +476,40 @@ def _by_arrows(
     for call, at in zip(forward.rows[owners[mine]].tolist(), nodes, strict=True):
         if at >= 0:
             owner.setdefault(at, call)
-    found: dict[int, list[Detail]] = defaultdict(list)
+    found: dict[int, list[HostSpan]] = defaultdict(list)
     ops = evaluations.ops(np.array(list(owner), np.int64))
     for op, call in zip(ops, owner.values(), strict=True):
         found[call].append(op)
     return found
 
 
-def _gradients(tree: Tree) -> list[tuple[int, Detail]]:
-    """The outermost ops that compute a gradient of attention, with their places, in time order."""
+def _gradients(tree: SpanTree) -> list[tuple[int, HostSpan]]:
+    """Return the outermost ops that compute a gradient of attention, with their indices, by start."""
     own = [_is_gradient(op.name) for op in tree.spans]
     below = tree.below(own)
     found = [(at, op) for at, op in enumerate(tree.spans) if own[at] and not below[at]]
     return sorted(found, key=lambda item: int(item[1].start))
 
 
-def _shapes(draft: _Draft) -> list[tuple[int, ...]]:
-    return [tensor.dims if tensor else () for tensor in draft.template.tensors[:2]]
+def _shapes(draft: _ForwardCall) -> list[tuple[int, ...]]:
+    return [tensor.dims if tensor else () for tensor in draft.signature.tensors[:2]]
 
 
-def _stretch(index: int, op: Detail) -> tuple[int, str, int, int, int]:
+def _stretch(index: int, op: HostSpan) -> tuple[int, str, int, int, int]:
     return index, "backward", op.thread, op.start, op.end
 
 
 def _paths(
-    drafts: Sequence[_Draft],
+    drafts: Sequence[_ForwardCall],
     ranges: Sequence[Range],
     threads: Sequence[tuple[int, int]],
     base: int,
 ) -> list[str | None]:
-    """The dotted module path of each call that a marker around it tells."""
+    """Return the dotted module path of each call from the marker around it, if there is one."""
     numbers = {thread: number for number, thread in enumerate(threads)}
     starts = ((row, row.start_ns - base) for row in ranges if row.name.startswith(MARKER))
-    markers = Tree(
-        Detail(row.name, start, start + row.duration_ns, numbers.get((row.pid, row.tid), -1))
+    markers = SpanTree(
+        HostSpan(row.name, start, start + row.duration_ns, numbers.get((row.pid, row.tid), -1))
         for row, start in starts
     )
     around = markers.around((draft.thread, draft.start) for draft in drafts)
@@ -510,20 +517,22 @@ def _paths(
 
 
 class _Replay(NamedTuple):
-    """What replays a call: a config, or why there is none or what it does not say."""
+    """The config that replays a call."""
 
     backward: bool
     config: Config | None
-    reason: str | None
+    reason: str | None  # why there is no config, or what the config does not cover
 
 
-def _replay(template: _Template, has_backward: bool) -> _Replay:
-    flags = dict(template.flags)
+def _replay(signature: _CallSignature, has_backward: bool) -> _Replay:
+    flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
-    config, reason = None, template.unsaid
-    if template.kind != "custom" and template.tensors[0] and not is_unlike_sdpa(reason):
-        config, why = _replayed(template.tensors, backward, flags)
-        if template.kind in ("eager", "flex") and reason and why:  # a remark, and why there is none
+    config, reason = None, signature.unsaid
+    if signature.kind != "custom" and signature.tensors[0] and not is_unlike_sdpa(reason):
+        config, why = _replayed(signature.tensors, backward, flags)
+        if (
+            signature.kind in ("eager", "flex") and reason and why
+        ):  # a remark, and why there is none
             reason = f"{why}; {reason}"
         reason = reason or why
     elif reason is None:
@@ -531,18 +540,18 @@ def _replay(template: _Template, has_backward: bool) -> _Replay:
     return _Replay(backward, config, reason)
 
 
-def _call(draft: _Draft, replay: _Replay, **place: Any) -> AttentionCall:
+def _call(draft: _ForwardCall, replay: _Replay, **place: Any) -> AttentionCall:
     return AttentionCall(
-        kind=draft.template.kind,
-        op=draft.template.op,
-        sdpa_op=draft.template.sdpa_op,
+        kind=draft.signature.kind,
+        op=draft.signature.op,
+        sdpa_op=draft.signature.sdpa_op,
         compiled=draft.compiled,
         recompute=draft.recompute,
         backward=replay.backward,
         modules=draft.modules,
         config=replay.config,
         reason=replay.reason,
-        tensors=draft.template.tensors,
+        tensors=draft.signature.tensors,
         **place,
     )
 
@@ -557,8 +566,8 @@ def _replayed(
         return None, str(error)
 
 
-def _outermost(modules: Tree, evaluations: Evaluations) -> list[Detail]:
-    """The modules that no other one is around, in order; not those that a backward calls again."""
+def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
+    """Return the outermost modules by start, without those that a backward calls again."""
     spans = [span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0]
     moments = np.array([(span.thread, span.start) for span in spans], np.int64).reshape(-1, 2).T
     around = evaluations.intervals.innermost(*moments).tolist()
@@ -567,10 +576,11 @@ def _outermost(modules: Tree, evaluations: Evaluations) -> list[Detail]:
 
 
 def _steps(
-    ranges: Sequence[Range], outermost: Sequence[Detail], base: int, last: int
+    ranges: Sequence[Range], outermost: Sequence[HostSpan], base: int, last: int
 ) -> tuple[Step, ...]:
-    """ProfilerStep ranges; else from optimizer step to optimizer step; else from one call of an
-    outermost module to the next one, the last until the last op, since a backward comes behind it.
+    """Return the ProfilerStep ranges. Without them, steps end with optimizer steps. Without those, a
+    step lasts from one call of an outermost module to the next. The last one includes the last op,
+    because a backward follows its module.
     """
     numbered = [row for row in ranges if row.name.startswith("ProfilerStep#")]
     if numbered:
@@ -592,6 +602,6 @@ def _steps(
 
 
 def step_at(steps: Sequence[Step], t: int) -> int | None:
-    """The number of the step in which a moment lies, None for none."""
+    """Return the number of the step that contains the time `t`, or None."""
     at = bisect_right(steps, t, key=lambda step: step.start_ns) - 1
     return at if at >= 0 and t < steps[at].start_ns + steps[at].duration_ns else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.parse.calls import Calls, find_calls
+from profharness.parse.attention_calls import AttentionCalls, find_calls
 from profharness.parse.columns import (
     Arrows,
     Block,
@@ -25,7 +25,7 @@ from profharness.parse.columns import (
 )
 from profharness.parse.intervals import Intervals, nothing
 from profharness.parse.ranges import Ranges
-from profharness.parse.tree import Evaluations
+from profharness.parse.span_tree import AutogradNodes
 from profharness.trace import NONE, LaunchBatch, Step
 
 CHUNK_ROWS = 65536  # GPU rows joined at once
@@ -128,13 +128,13 @@ def flows(arrows: Arrows) -> tuple[Ints, list[str]]:
 
 def contexts(
     tables: Tables, flows: Ints, threads: list[tuple[int, int]], base: int
-) -> tuple[Ranges, Calls, tuple[Step, ...]]:
+) -> tuple[Ranges, AttentionCalls, tuple[Step, ...]]:
     """What launches may lie in: ranges, which follow autograd's arrows, attention calls, and steps.
 
     flows: rows of Flow; threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
     """
     ranges = Ranges(tables.ranges, threads, base)
-    evaluations = Evaluations.build(tables.evaluations)
+    evaluations = AutogradNodes.build(tables.evaluations)
     if len(flows):
         ranges.follow(evaluations.intervals, flows)
     ops = (tables.details, evaluations, tables.modules)
@@ -482,7 +482,9 @@ class BatchFile:
 class Output:
     """Writes joined launches to `file`. apis are numbered by first use."""
 
-    def __init__(self, ranges: Ranges, base: int, spool: Spool, calls: Calls | None = None) -> None:
+    def __init__(
+        self, ranges: Ranges, base: int, spool: Spool, calls: AttentionCalls | None = None
+    ) -> None:
         self.file = BatchFile(spool)
         self._calls = calls if calls and calls.spans else None
         self.apis = Renumber()
