@@ -1,8 +1,8 @@
-"""Copies of runs and traces that are fit to publish, and the audit that says whether they are."""
+"""Copies of runs and traces that contain only what is known to be harmless, and their audit."""
 
 from __future__ import annotations
 
-from profharness.scrub.audit import Finding, PrivateDataError, audit
-from profharness.scrub.job import Scrubbed, scrub
+from profharness.scrub.check import Finding, PrivateDataError, audit
+from profharness.scrub.copies import Scrubbed, scrub
 
 __all__ = ["Finding", "PrivateDataError", "Scrubbed", "audit", "scrub"]

@@ -1,4 +1,8 @@
-"""An nsys SQLite export as a fresh file: all tables and columns, with allowed contents alone."""
+"""An nsys SQLite export as a fresh file: all its tables and columns, filled with allowed contents.
+
+In TABLES a column's mark says what it contains: nothing for a number, `$` a text, `@` a key of
+StringIds, `#` a serialized process and thread id, `%` a process id.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import IO, Any
 
 from profharness.errors import TraceFormatError
 from profharness.parse.nsys_export import EXPECTED, opened
-from profharness.scrub.text import Cleaner, names_in, private_names
+from profharness.scrub.replace import Scrubber
 
 SYSTEM_TABLE = "TARGET_INFO_SYSTEM_ENV"
 _PLACE = "deviceId contextId greenContextId streamId correlationId #globalPid"
@@ -79,32 +83,43 @@ STRINGS = "StringIds"
 ENUM_COLUMNS = "id $name $label"
 
 
-KIND = re.compile(r"[A-Za-z ]{0,30}")
-# Rows of texts are copied only where the whole text is one of these.
-DIAGNOSTICS = re.compile(r"Number of [A-Za-z ]+ events collected: [\d,]+\.?")
-METADATA = re.compile(
-    r"EXPORT_(?:PRODUCT_NAME|PRODUCT_VERSION|PRODUCT_DATE|SCHEMA_VERSION(?:_\w+)?|PLATFORM|ARCH"
-    r"|TIME_UTC|PARAM_LAZY|PARAM_TIME_NORMALIZE|PARAM_TIME_SHIFT|CONFIG_TIME_SHIFT)"
-)
-SYSTEM = re.compile(r"CudaDriverVersion|NvDriverVersion")
-SYSTEM_VALUES = re.compile(r"\d[\d.]{0,63}")
-# Table: the column that tells what a row is, and what it may say.
-FILTERED = {
-    "META_DATA_EXPORT": ("name", METADATA),
-    "EXPORT_META_DATA": ("name", METADATA),
-    SYSTEM_TABLE: ("name", SYSTEM),
-    "DIAGNOSTIC_EVENT": ("text", DIAGNOSTICS),
+TYPE = re.compile(r"[A-Za-z ]{0,30}")
+DIAGNOSTICS = re.compile(r"Number of [A-Za-z ]{1,40} events collected: [\d,]{1,15}\.?")
+_NUMBER = re.compile(r"[0-9]{1,5}")
+_VERSION = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,3}){0,2}")
+# Rows of names and values: the names that are copied, and what their values look like.
+VALUES = {
+    "EXPORT_PRODUCT_NAME": re.compile("NVIDIA Nsight Systems"),
+    "EXPORT_PRODUCT_VERSION": re.compile(
+        r"20[0-9]{2}\.[0-9]{1,2}(?:\.[0-9]{1,4}){2}(?:-\w{1,20})?"
+    ),
+    "EXPORT_PRODUCT_DATE": _VERSION,
+    "EXPORT_SCHEMA_VERSION": _VERSION,
+    "EXPORT_SCHEMA_VERSION_MAJOR": _NUMBER,
+    "EXPORT_SCHEMA_VERSION_MINOR": _NUMBER,
+    "EXPORT_SCHEMA_VERSION_MICRO": _NUMBER,
+    "EXPORT_SCHEMA_VERSION_CKSUM": re.compile(r"[0-9]{9,10} [0-9]{5,7}"),
+    "EXPORT_PLATFORM": re.compile(r"(?:linux|windows|macos)(?:-desktop|-server)?"),
+    "EXPORT_ARCH": re.compile("x64|x86_64|aarch64|arm64"),
+    "EXPORT_TIME_UTC": re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}"),
+    **dict.fromkeys(("EXPORT_PARAM_LAZY", "EXPORT_PARAM_TIME_NORMALIZE"), re.compile("true|false")),
+    **dict.fromkeys(
+        ("EXPORT_PARAM_TIME_SHIFT", "EXPORT_CONFIG_TIME_SHIFT"), re.compile("[0-9]{1,19}")
+    ),
+    "CudaDriverVersion": _NUMBER,
+    "NvDriverVersion": _VERSION,
 }
-PRIVATE_COLUMNS = frozenset({"uuid", "busLocation", "ctxswDevPath", "ctrlDevPath", "filename"})
-HOMES = ("/home", "/Users/", "/users/", "\\Users\\", "USER=", "HOST=", "HOSTNAME=", "LOGNAME=")
+NAMED_VALUES = ("META_DATA_EXPORT", "EXPORT_META_DATA", SYSTEM_TABLE)
 PID_SHIFT = 24
 PID_MASK = (1 << PID_SHIFT) - 1
 BATCH = 10_000
+_TEXT = re.compile(rb"[ -~]{12,200}")
+_PLAIN_TABLES = "type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' AND name NOT LIKE 'sqlite_%'"
 _Kept = dict[str, dict[str, str]]  # table to column to mark
 
 
 def columns_of(table: str) -> dict[str, str] | None:
-    """Column name to mark for a table that may be copied, also one named with `_V2`; else None."""
+    """Return column to mark for a table that may be copied, also one named with `_V2`, else None."""
     base = re.sub(r"_V\d+$", "", table)
     text = ENUM_COLUMNS if re.fullmatch(r"ENUM_[A-Z0-9_]+", table) else TABLES.get(base)
     if text is None:
@@ -113,179 +128,258 @@ def columns_of(table: str) -> dict[str, str] | None:
 
 
 def row_allowed(table: str, row: dict[str, object]) -> bool:
-    """Whether a row may be copied, where only some rows of its table may."""
-    if table not in FILTERED:
+    """Return whether a row may be copied, where only some rows of its table may."""
+    if table == "DIAGNOSTIC_EVENT":
+        return DIAGNOSTICS.fullmatch(str(row.get("text"))) is not None
+    if table not in NAMED_VALUES:
         return True
-    column, pattern = FILTERED[table]
-    value_allowed = table != SYSTEM_TABLE or SYSTEM_VALUES.fullmatch(str(row.get("value")))
-    return bool(pattern.fullmatch(str(row.get(column))) and value_allowed)
+    form = VALUES.get(str(row.get("name")))
+    return form is not None and form.fullmatch(str(row.get("value"))) is not None
 
 
-def private_names_in(path: Path) -> frozenset[str]:
-    """Host and user names in an export's texts. Raises TraceFormatError if it is none of nsys."""
-    with _opened(path, "read") as source:
-        return private_names(_system_names(source)) | names_in(_texts(source))
+def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
+    """Write the copy. Raises TraceFormatError for a file that is no export of nsys.
 
-
-def _system_names(source: sqlite3.Connection) -> Iterator[str]:
-    for table in (SYSTEM_TABLE, "META_DATA_CAPTURE"):
-        if not {"name", "value"} <= set(_columns(source, table)):
-            continue
-        for name, value in source.execute(f"SELECT name, value FROM {table}"):
-            if re.search(r"host_?name|user_?name", str(name), re.IGNORECASE):
-                yield str(value)
-
-
-def _texts(source: sqlite3.Connection) -> Iterator[str]:
-    """Texts of any table that can give a name away."""
-    sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
-    for (table,) in source.execute(sql).fetchall():
-        # the names are the file's own, and may hold a quote
-        quoted = table.replace('"', '""')
-        for column, kind in source.execute(f'SELECT name, type FROM pragma_table_info("{quoted}")'):
-            if kind.upper().startswith(("INT", "REAL")):
-                continue
-            name = column.replace('"', '""')
-            matches = " OR ".join([f'instr("{name}", ?)'] * len(HOMES))
-            where = f"typeof(\"{name}\") = 'text' AND ({matches})"
-            rows = source.execute(f'SELECT "{name}" FROM "{quoted}" WHERE {where}', HOMES)
-            yield from (str(text) for (text,) in rows)
-
-
-def scrub_nsys(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
-    """Write the copy; raises TraceFormatError for a file that is no export of nsys.
-
-    Process and thread ids become small numbers, the same in every table. Texts are cleaned; those
-    that no copied row refers to are left out.
+    Process and thread ids become small numbers, the same in every table. Texts that no copied row
+    refers to are left out.
     """
-    with _opened(path, "copied") as source, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
+    with _opened(path) as source, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
         kept = _kept(source)
         if not kept:
             raise TraceFormatError(path, "not by nsys", expected=EXPECTED)
         with closing(sqlite3.connect(file.name)) as target:
             # a copy that fails is thrown away: it needs neither journal nor fsync
             target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
-            _copy(source, target, kept, cleaner)
+            _Export(source, target, kept, scrubber).copy()
             target.commit()
+        if scrubber.looks_for_deleted and _has_deleted(path, Path(file.name)):
+            scrubber.record("deleted rows", "parts of the file that no table uses", "pages")
         with Path(file.name).open("rb") as copy:
             shutil.copyfileobj(copy, out)
 
 
 @contextmanager
-def _opened(path: Path, done: str) -> Iterator[sqlite3.Connection]:
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     with opened(path, path) as export:  # refuses what is foreign, cut off or being written
         try:
             yield export.connection
         except (sqlite3.Error, OverflowError) as error:
-            raise TraceFormatError(path, f"cannot be {done}: {error}", expected=EXPECTED) from None
+            raise TraceFormatError(path, f"cannot be copied: {error}", expected=EXPECTED) from None
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _tables(source: sqlite3.Connection) -> list[str]:
+    sql = f"SELECT name FROM sqlite_master WHERE {_PLAIN_TABLES} ORDER BY rowid"
+    return [str(name) for (name,) in source.execute(sql).fetchall()]
 
 
 def _columns(source: sqlite3.Connection, table: str) -> list[str]:
-    return [str(row[1]) for row in source.execute(f'PRAGMA table_info("{table}")')]
+    return [str(row[1]) for row in source.execute(f"PRAGMA table_info({_quoted(table)})")]
 
 
 def _kept(source: sqlite3.Connection) -> _Kept:
-    names = source.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY rowid")
     kept: _Kept = {}
-    for (name,) in names.fetchall():
-        allowed = columns_of(str(name)) or {}
+    for name in _tables(source):
+        allowed = columns_of(name) or {}
         columns = [column for column in _columns(source, name) if column in allowed]
         if columns:
             kept[name] = {column: allowed[column] for column in columns}
     return kept
 
 
-def _copy(
-    source: sqlite3.Connection, target: sqlite3.Connection, kept: _Kept, cleaner: Cleaner
-) -> None:
-    numbers = _numbers(source, kept)
-    converts: dict[str, Callable[[Any], Any]] = {
-        # SQLite keeps a text in a column of numbers too
-        "": lambda value: value if isinstance(value, int | float) else None,
-        "@": lambda value: value if isinstance(value, int) else None,
-        "#": lambda value: _global(value, numbers),
-        "%": lambda value: numbers.get(value),
-        "$": lambda value: cleaner.clean(value) if isinstance(value, str) else None,
-    }
-    empty = _declare(source, target, cleaner)
-    used: set[int] = set()
-    for table, columns in kept.items():
-        chosen = [converts[mark] for mark in columns.values()]
+class _Export:
+    """One export on its way into a new file."""
+
+    def __init__(
+        self,
+        source: sqlite3.Connection,
+        target: sqlite3.Connection,
+        kept: _Kept,
+        scrubber: Scrubber,
+    ) -> None:
+        self.source, self.target, self.kept, self.scrubber = source, target, kept, scrubber
+        self.numbers = self._numbers()
+        self.used: set[int] = set()  # keys of StringIds in copied rows
+
+    def copy(self) -> None:
+        """Copy every table."""
+        empty = self._declare()
+        for table, columns in self.kept.items():
+            self._copy_rows(table, columns, empty[table])
+        self._copy_strings(empty)
+
+    def _copy_rows(self, table: str, columns: dict[str, str], empty: dict[str, str]) -> None:
+        converts: dict[str, Callable[[str, Any], Any]] = {
+            # SQLite keeps a text in a column of numbers too
+            "": lambda _, value: value if isinstance(value, int | float) else None,
+            "@": lambda _, value: value if isinstance(value, int) else None,
+            "#": lambda _, value: _renumbered(value, self.numbers),
+            "%": lambda _, value: self.numbers.get(value),
+            "$": lambda column, value: (
+                self.scrubber.clean(value, where=f"{table}.{column}")
+                if isinstance(value, str)
+                else None
+            ),
+        }
+        whole = table in NAMED_VALUES or table == "DIAGNOSTIC_EVENT"
+        chosen = [(column, "whole" if whole else mark) for column, mark in columns.items()]
+        converts["whole"] = lambda column, value: (
+            converts[columns[column]](column, value) if columns[column] != "$" else value
+        )
         strings = [index for index, mark in enumerate(columns.values()) if mark == "@"]
-        names = ", ".join(f'"{column}"' for column in columns)
-        cursor = source.execute(f'SELECT {names} FROM "{table}" ORDER BY rowid')
+        names = ", ".join(map(_quoted, columns))
+        cursor = self.source.execute(f"SELECT {names} FROM {_quoted(table)} ORDER BY rowid")
         given = [(name, "?") for name in columns]
-        given += [pair for pair in empty[table].items() if pair[0] not in columns]
-        into, holes = (", ".join(part) for part in zip(*given, strict=True))
+        given += [pair for pair in empty.items() if pair[0] not in columns]
+        into = ", ".join(_quoted(name) for name, _ in given)
+        holes = ", ".join(hole for _, hole in given)
         while rows := cursor.fetchmany(BATCH):
-            done = [
-                tuple(convert(value) for convert, value in zip(chosen, row, strict=True))
-                for row in rows
-                if row_allowed(table, dict(zip(columns, row, strict=True)))
-            ]
-            used.update(row[index] for row in done for index in strings if row[index] is not None)
-            target.executemany(f'INSERT INTO "{table}" ({into}) VALUES ({holes})', done)
-    if STRINGS not in empty:
-        target.execute(f"CREATE TABLE {STRINGS} (id INTEGER PRIMARY KEY, value TEXT NOT NULL)")
-    if {"id", "value"} <= set(_columns(source, STRINGS)):
-        texts = source.execute(f"SELECT id, value FROM {STRINGS} ORDER BY id")
-        cleaned = ((key, cleaner.clean(str(text))) for key, text in texts if key in used)
-        target.executemany(f"INSERT INTO {STRINGS} VALUES (?, ?)", cleaned)
+            done = []
+            for row in rows:
+                if not row_allowed(table, dict(zip(columns, row, strict=True))):
+                    self.scrubber.record("row", "a row that is not known", table)
+                    continue
+                cleaned = tuple(
+                    converts[mark](column, value)
+                    for (column, mark), value in zip(chosen, row, strict=True)
+                )
+                if cleaned != row:
+                    self._compare(table, columns, row, cleaned)
+                done.append(cleaned)
+            self.used.update(row[at] for row in done for at in strings if row[at] is not None)
+            sql = f"INSERT INTO {_quoted(table)} ({into}) VALUES ({holes})"
+            self.target.executemany(sql, done)
 
+    def _compare(
+        self, table: str, columns: dict[str, str], row: tuple[Any, ...], cleaned: tuple[Any, ...]
+    ) -> None:
+        for (column, mark), before, after in zip(columns.items(), row, cleaned, strict=True):
+            if before != after and mark != "$":
+                self.scrubber.record("value", "a value that is not known", f"{table}.{column}")
 
-def _declare(
-    source: sqlite3.Connection, target: sqlite3.Connection, cleaner: Cleaner
-) -> dict[str, dict[str, str]]:
-    """Make all tables of the source, empty: other readers look for them and for each column. Gives
-    what stands for nothing in the columns of each that must not be null.
-    """
-    sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
-    empty: dict[str, dict[str, str]] = {}
-    for (table,) in source.execute(f"{sql} ORDER BY rowid").fetchall():
-        has_rule = table == STRINGS or columns_of(table) is not None
-        if str(table).startswith("sqlite_") or not (has_rule or _harmless(table, cleaner)):
-            continue
-        declared = []
-        for _, name, kind, needed, _, key in source.execute(f'PRAGMA table_info("{table}")'):
-            if not _harmless(name, cleaner):
+    def _copy_strings(self, empty: dict[str, dict[str, str]]) -> None:
+        if STRINGS not in empty:
+            sql = f"CREATE TABLE {STRINGS} (id INTEGER PRIMARY KEY, value TEXT NOT NULL)"
+            self.target.execute(sql)
+        if not {"id", "value"} <= set(_columns(self.source, STRINGS)):
+            return
+        where = f"{STRINGS}.value"
+        for key, text in self.source.execute(f"SELECT id, value FROM {STRINGS} ORDER BY id"):
+            if key in self.used:
+                row = (key, self.scrubber.clean(str(text), where=where))
+                self.target.execute(f"INSERT INTO {STRINGS} VALUES (?, ?)", row)
+            else:
+                self.scrubber.record("text", "a text that no copied row refers to", where)
+
+    def _declare(self) -> dict[str, dict[str, str]]:
+        """Make all tables of the source, empty: other readers look for them and for each column.
+
+        Return, for each table, the columns that must not be null and what stands for nothing.
+        """
+        empty: dict[str, dict[str, str]] = {}
+        for table in _tables(self.source):
+            allowed = {"id", "value"} if table == STRINGS else set(columns_of(table) or ())
+            if not allowed and not self.scrubber.is_known_name(table):
+                self.scrubber.record("table", "a table that is not known", "schema")
                 continue
-            kind = kind.upper() if KIND.fullmatch(kind) else ""
-            needs = " PRIMARY KEY" if key == 1 and kind == "INTEGER" else " NOT NULL" * needed
-            declared.append(f'"{name}" {kind}{needs}')
-            if needed and not key:
-                empty.setdefault(table, {})[name] = "''" if "TEXT" in kind else "0"
-        if declared:
-            empty.setdefault(table, {})
-            target.execute(f'CREATE TABLE "{table}" ({", ".join(declared)})')
-    return empty
+            declared = []
+            sql = f"PRAGMA table_info({_quoted(table)})"
+            for _, name, kind, needed, _, key in self.source.execute(sql).fetchall():
+                if name not in allowed:
+                    self._note_contents(table, str(name))
+                if name not in allowed and not self.scrubber.is_known_name(name):
+                    continue
+                kind = kind.upper() if TYPE.fullmatch(kind) else ""
+                needs = " PRIMARY KEY" if key == 1 and kind == "INTEGER" else " NOT NULL" * needed
+                declared.append(f'"{name}" {kind}{needs}')
+                if needed and not key:
+                    empty.setdefault(table, {})[name] = "''" if "TEXT" in kind else "0"
+            if declared:
+                empty.setdefault(table, {})
+                self.target.execute(f"CREATE TABLE {_quoted(table)} ({', '.join(declared)})")
+        return empty
 
+    def _note_contents(self, table: str, column: str) -> None:
+        sql = f"SELECT 1 FROM {_quoted(table)} WHERE {_quoted(column)} NOT IN ('', 0) LIMIT 1"
+        if self.source.execute(sql).fetchone():
+            shown = f"{table}.{column}" if self.scrubber.is_known_name(column) else table
+            self.scrubber.record("column", "a column that is not known", shown)
 
-def _harmless(name: str, cleaner: Cleaner) -> bool:
-    """Whether the name of a table or column is a plain word with nothing private."""
-    return re.fullmatch(r"\w{1,80}", name) is not None and cleaner.clean(name) == name
-
-
-def _numbers(source: sqlite3.Connection, kept: _Kept) -> dict[int, int]:
-    """Process and thread ids to 1, 2, …; a process and its first thread share an id."""
-    ids = {0}
-    for table, columns in kept.items():
-        for column in [column for column, mark in columns.items() if mark in ("#", "%")]:
-            where = f"typeof(\"{column}\") = 'integer'"
-            for (value,) in source.execute(
-                f'SELECT DISTINCT "{column}" FROM "{table}" WHERE {where}'
-            ):
-                ids |= {value} if columns[column] == "%" else {_pid(value), value & PID_MASK}
-    return {value: number for number, value in enumerate([0, *sorted(ids - {0})])}
+    def _numbers(self) -> dict[int, int]:
+        """Number process and thread ids 1, 2, …; a process and its first thread share an id."""
+        ids = {0}
+        for table, columns in self.kept.items():
+            for column in [column for column, mark in columns.items() if mark in ("#", "%")]:
+                name = _quoted(column)
+                sql = (
+                    f"SELECT DISTINCT {name} FROM {_quoted(table)} WHERE typeof({name}) = 'integer'"
+                )
+                for (value,) in self.source.execute(sql):
+                    ids |= {value} if columns[column] == "%" else {_pid(value), value & PID_MASK}
+        return {value: number for number, value in enumerate([0, *sorted(ids - {0})])}
 
 
 def _pid(value: int) -> int:
     return (value >> PID_SHIFT) & PID_MASK
 
 
-def _global(value: object, numbers: dict[int, int]) -> int | None:
-    """A serialized id with its process and thread renumbered; the 16 bits of the machine stay."""
+def _renumbered(value: object, numbers: dict[int, int]) -> int | None:
+    """Return a serialized id with other process and thread numbers; the machine's 16 bits stay."""
     if not isinstance(value, int):
         return None
     machine = value >> (2 * PID_SHIFT)
     pid, tid = numbers[_pid(value)], numbers[value & PID_MASK]
     return (machine << (2 * PID_SHIFT)) | (pid << PID_SHIFT) | tid
+
+
+def _has_deleted(path: Path, copy: Path) -> bool:
+    """Return whether free parts of the pages contain a text that the copy does not.
+
+    See the SQLite file format, sections 1.5 and 1.6. When SQLite moves a row, its old bytes remain;
+    such a text is in the copy, or is the end of one text before the start of another.
+    """
+    found: set[bytes] = set()
+    with path.open("rb") as file:
+        head = file.read(100)
+        size = int.from_bytes(head[16:18], "big")
+        size = 65536 if size == 1 else size
+        file.seek(0)
+        for number, page in enumerate(iter(lambda: file.read(size), b"")):
+            for free in _free_parts(page, 100 if number == 0 else 0):
+                found.update(_TEXT.findall(free))
+    if not found:
+        return False
+    with closing(sqlite3.connect(copy)) as db:
+        texts = "\n".join(_texts(db)).encode()
+    return not all(
+        any(text[:cut] in texts and text[cut:] in texts for cut in range(len(text)))
+        for text in found
+    )
+
+
+def _free_parts(page: bytes, start: int) -> Iterator[bytes]:
+    kind = page[start]
+    if kind not in (2, 5, 10, 13):  # not of a table or index: a free page, or the end of a long row
+        yield b"" if kind == 0 and any(page[:4]) else page
+        return
+    block, cells, content = (
+        int.from_bytes(page[start + at : start + at + 2], "big") for at in (1, 3, 5)
+    )
+    yield page[start + (8 if kind in (10, 13) else 12) + 2 * cells : content or 65536]
+    while block:
+        following = int.from_bytes(page[block : block + 2], "big")
+        length = int.from_bytes(page[block + 2 : block + 4], "big")
+        yield page[block + 4 : block + length]
+        block = following if following > block else 0
+
+
+def _texts(db: sqlite3.Connection) -> Iterator[str]:
+    yield from (str(sql) for (sql,) in db.execute("SELECT sql FROM sqlite_master"))
+    for table in _tables(db):
+        for column in _columns(db, table):
+            name = _quoted(column)
+            sql = f"SELECT DISTINCT {name} FROM {_quoted(table)} WHERE typeof({name}) = 'text'"
+            yield from (str(text) for (text,) in db.execute(sql))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path
 from typing import IO
 
@@ -15,87 +16,62 @@ from profharness.parse.packed import SUFFIX, unpacked
 from profharness.profilers import require_tool
 from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import export_report
-from profharness.scrub.text import Cleaner, names_in, private_names
+from profharness.scrub.allowed import NUMBER_CELL
+from profharness.scrub.replace import Scrubber
 
 EMPTIED = ("Host Name", "Process Name")
 NUMBERED = ("Process ID",)
 NVTX = (PUSH_POP, START_END)
+TEXTS = ("Kernel Name", *NVTX)
 EXPECTED = "a CSV of ncu (--csv --page raw)"
+_NVTX_REST = re.compile(r"(?:[\s\"<>:;,0-9]|none|default domain|ASCII|Unicode|Registered)*")
+_TRIPLE = re.compile(r"\([0-9]{1,10}, [0-9]{1,10}, [0-9]{1,10}\)")
 
 
-def private_names_in(path: Path) -> frozenset[str]:
-    """Host and user names that the CSV tells of. Raises TraceFormatError as `scrub_ncu` does."""
-    text = read_text(path)
-    head, rows = read_table(text, path)
-    at = head.index("Host Name") if "Host Name" in head else None
-    hosts = set() if at is None else {row[at] for row in rows} - {""}
-    return private_names(hosts) | names_in([text])
-
-
-def private_cells(path: Path, opened: IO[bytes], cleaner: Cleaner) -> list[tuple[str, str, str]]:
-    """Column, kind and text of what only the columns of an ncu table tell: hosts, processes, and what
-    stands in NVTX names between colons. The table need not be whole.
-    """
-    findings: dict[tuple[str, str, str], None] = {}
-    head: list[str] = []
-    file = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="replace", newline="")
-    try:
-        for row in csv.reader(file):
-            if not head:
-                head = row if "ID" in row[:1] and "Kernel Name" in row else []
-                continue
-            for name, value in zip(head, row, strict=False):
-                if name in EMPTIED and value:
-                    findings[name, "private column", "names a host or a process"] = None
-                elif name in NVTX:
-                    texts = _nvtx_texts(name, value)
-                    findings |= {
-                        (name, *match): None for text in texts for match in cleaner.find(text)
-                    }
-    except csv.Error as error:
-        if head:
-            raise TraceFormatError(path, f"cannot be read: {error}", expected=EXPECTED) from None
-    finally:
-        file.detach()
-    return sorted(findings)
-
-
-def _nvtx_texts(column: str, cell: str) -> list[str]:
-    """The domains and names of an NVTX cell, longest first."""
-    ranges = nvtx_ranges(cell, numbered=column == START_END)
-    texts = {text for item in ranges for text in (item.domain, item.name)}
-    return sorted(texts, key=lambda text: (-len(text), text))
-
-
-def _clean_cell(column: str, cell: str, cleaner: Cleaner) -> str:
-    """In NVTX cells each name is cleaned by itself: the colons around it are not part of it."""
-    if column in NVTX:
-        for text in _nvtx_texts(column, cell):
-            clean = cleaner.clean(text)
-            cell = cell.replace(text, clean) if clean != text else cell
-    return cleaner.clean(cell)
-
-
-def scrub_ncu(path: Path, out: IO[bytes], cleaner: Cleaner) -> None:
-    """Write the table alone: names emptied, processes numbered, texts cleaned.
+def scrub_ncu(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
+    """Write the table only: host and process names emptied, processes numbered, texts cleaned.
 
     Raises TraceFormatError for another kind of CSV, and for one that is cut off.
     """
-    head, rows = read_table(read_text(path), path)
+    whole = read_text(path)
+    head, rows = read_table(whole, path)
     text = io.TextIOWrapper(out, encoding="utf-8", newline="", write_through=True)
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    writer.writerow([cleaner.clean(name) for name in head])
+    writer.writerow([scrubber.clean(name, where="header") for name in head])
+    if not whole.lstrip("\ufeff\n").startswith(('"ID"', "ID,")):
+        scrubber.record("text", "lines before the table", "header")
     numbers: dict[str, str] = {"": ""}
     for row in rows:
         cells = []
         for name, value in zip(head, row, strict=True):
-            if name in EMPTIED:
-                value = ""
-            elif name in NUMBERED:
-                value = numbers.setdefault(value, str(len(numbers)))
-            cells.append(_clean_cell(name, value, cleaner))
+            cleaned = "" if name in EMPTIED else _clean_cell(name, value, scrubber)
+            if name in NUMBERED:
+                cleaned = numbers.setdefault(value, str(len(numbers)))
+            if cleaned != value and (name in EMPTIED or name in NUMBERED):
+                scrubber.record("column", "names a host or a process", name)
+            cells.append(cleaned)
         writer.writerow(cells)
     text.detach()
+
+
+def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
+    """Return a cell with known texts; of an NVTX cell each domain and name is cleaned by itself."""
+    if column in NUMBERED or _TRIPLE.fullmatch(cell):
+        return cell
+    if NUMBER_CELL.fullmatch(cell) and column not in TEXTS and scrubber.is_known_key(column):
+        return cell
+    if column not in NVTX:
+        return scrubber.clean(cell, where=column)
+    ranges = nvtx_ranges(cell, numbered=column == START_END)
+    texts = {text for item in ranges for text in (item.domain, item.name)}
+    cleaned = cell
+    for text in sorted(texts, key=lambda text: (-len(text), text)):
+        cleaned = cleaned.replace(text, scrubber.clean(text, where=column))
+    # what is left when the names are gone is punctuation, numbers and words of ncu
+    left = cell
+    for text in sorted(texts, key=len, reverse=True):
+        left = left.replace(text, "")
+    return cleaned if _NVTX_REST.fullmatch(left) else scrubber.clean(cell, where=column)
 
 
 NSYS_REPORT = ".nsys-rep"

@@ -1,0 +1,215 @@
+"""What a text may contain: words that belong to software, small numbers, and a few whole forms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import resources
+from typing import NamedTuple
+
+from profharness.environment import CHANGED
+from profharness.parse.demangle import canonical_names
+
+REPLACEMENT = "removed_"  # followed by a number; also a valid name of a kernel or a module
+MAX_TEXT = 1 << 16
+MAX_DIGITS = 5  # of a number
+MAX_DIGITS_IN_NAME = 6
+MAX_DIGIT_GROUPS = 4
+MAX_SHORT = 3  # one- and two-letter words in one part of a name
+_OLD = "path|name|variable|secret|url|host|address|mail|command|uuid|bus|removed"
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+def _load_words() -> tuple[frozenset[str], frozenset[str]]:
+    text = resources.files(__package__).joinpath("words.txt").read_text("ascii")
+    marked = words(text.partition("\n")[2])
+    numbered = frozenset(word[:-1] for word in marked if word.endswith("#"))
+    return frozenset(word.rstrip("#") for word in marked), numbered
+
+
+WORDS, NUMBERED_WORDS = _load_words()
+
+# Letters by case, and digits: `CompiledFxGraph2` is `Compiled`, `Fx`, `Graph`, `2`.
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_EXTENTS = re.compile(r"[1-9][0-9]{0,4}(?:x[0-9]{1,5})+")
+_CONFIG = re.compile(
+    r"(?:(?:b|h|kv|s|sq|skv|d|dv)[0-9]{1,8}){3,}|0x[0-9a-f]{1,4}|(?:[0-9]{1,2}d[ec]*)+"
+    r"|(?:(?:bf|f|fp|tf|s|u|i)[0-9]{1,2}){2,4}"
+)
+_OBJECT = re.compile(r"(?<=object at )0x[0-9a-f]{6,12}(?=>|\Z)")
+_REPLACED = re.compile(rf"{REPLACEMENT}[0-9]{{1,9}}")
+_HEX = re.compile(r"0x|[0-9]+[a-f]{2}")
+
+_TOKEN = re.compile(
+    rf"(?P<old><(?:{_OLD})>)"
+    r"|(?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?![\w,])|[0-9]{1,2}/[0-9]{1,2}(?![\w/.])"
+    r"|[0-9]+(?:\.[0-9]+)*(?![A-Za-z_]))"
+    r"|(?P<name>[A-Za-z0-9_]+)"
+    r"|(?P<mark>[][:<>(){},*&.=+\-/|;!?'\"#%^`])"
+)
+_NUMBER = re.compile(
+    r"[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,2}/[0-9]{1,2}"
+    rf"|[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?|[0-9]{{1,4}}\.[0-9]{{1,3}}\.[0-9]{{1,3}}"
+)
+_ALONE = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?")  # the whole text
+# A chunk with `w` for each name and `n` for each number: these make an address, a path or a date.
+_UNSAFE = re.compile(
+    r"n[-:.+/]+[-+]?n|\.\.+/|//|(?:\A|[^wn)\]>*])/+[wn.<]|w[.:]n[.:]n|n\.w.*n\.w|n-w-n|%w|\Aw?:/"
+)
+
+HASH = re.compile(rf"(?:[0-9a-f]{{40}}|sha256:[0-9a-f]{{16}})(?:{CHANGED})?")
+_SCALAR = r"-?[0-9]{1,6}(?:\.[0-9]{0,20})?(?:e[-+]?[0-9]{1,3})?"
+SCALARS = re.compile(rf"\[?(?:{_SCALAR}(?:, )?)*\]?|9223372036854775807")
+NUMBER_CELL = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){0,6}|[0-9]{1,15})(?:\.[0-9]{1,20})?%?")
+_INDUCTOR = r"[a-z2-7]{51,52}"
+_VERSION = re.compile(
+    r"[0-9]{1,4}(?:\.[0-9]{1,4}){1,2}(?:[a-z]{1,3}[0-9]{1,8})?(?:\+[a-z]{2,4}[0-9]{0,4})?"
+)
+# Forms that only one key has.
+BY_KEY = {
+    "torch_git": HASH,
+    "backend_code": HASH,
+    "backend_commit": HASH,
+    "implementations": HASH,
+    "gpu_key": re.compile(r"[0-9a-f]{12}(?:,[0-9a-f]{12})*"),
+    "kernel_hash": re.compile(_INDUCTOR),
+    "kernel_file": re.compile(rf"{_INDUCTOR}\.py"),
+    "Concrete Inputs": SCALARS,
+    **dict.fromkeys(("python", "torch", "triton", "driver", "profharness"), _VERSION),
+    "bytes": re.compile(r"[0-9]{1,12}"),
+    "stream": re.compile(r"0x[0-9a-f]{1,4}"),
+    "run": re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}"),
+    "created": re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(?:\.[0-9]{1,6})?(?:\+00:00|Z)"),
+}
+# The tail that PyTorch gives to an NVTX range, and the key of a compiled graph.
+_TAIL = re.compile(
+    r"(?:, seq = [0-9]{1,12})?(?:, op_id = [0-9]{1,12})?(?:, sizes = [][0-9, ]*)?"
+    r"(?:, input_op_ids = [][()0-9, -]*)?\Z"
+)
+_GRAPH = re.compile(rf"## Call CompiledFxGraph {_INDUCTOR} ##")
+_PACKAGES = re.compile(r"[^\s\"'(]*?[/\\](?:site-packages|dist-packages|lib/python3\.[0-9]+)[/\\]+")
+
+
+class Chunk(NamedTuple):
+    """A stretch without blanks. shape has `w` for a name and `n` for a number."""
+
+    start: int
+    text: str
+    shape: str
+
+
+def is_known_name(name: str) -> bool:
+    """Return whether each part of an identifier is a known word or a small number."""
+    return bool(_REPLACED.fullmatch(name)) or all(map(_is_known_part, name.split("_")))
+
+
+@lru_cache(maxsize=1 << 15)
+def _is_known_part(part: str) -> bool:
+    if not part or part.lower() in WORDS or part.strip("w") == "" or _CONFIG.fullmatch(part):
+        return True
+    tokens = _PARTS.findall(_EXTENTS.sub("8", part))
+    short = groups = 0
+    before = ""
+    for token in tokens:
+        if token.isdigit():
+            groups += 1
+            may_follow = len(before) <= 1 or before in NUMBERED_WORDS
+            if len(token) > MAX_DIGITS_IN_NAME or not may_follow:
+                return False
+        else:
+            word = token.lower()
+            short += len(word) < 3
+            is_hex = before.isdigit() and _HEX.fullmatch(before + word)
+            if (len(word) > 1 and word not in WORDS) or is_hex:
+                return False
+        before = token.lower()
+    return groups <= MAX_DIGIT_GROUPS and short <= MAX_SHORT
+
+
+def _shape(chunk: str) -> str | None:
+    """Return the shape of a chunk, or None if part of it is not known."""
+    shape = []
+    at = 0
+    while at < len(chunk):
+        match = _TOKEN.match(chunk, at)
+        if match is None:
+            return None
+        kind, text = match.lastgroup, match[0]
+        if kind == "name":
+            if not is_known_name(text):
+                return None
+            if text[0].isdigit() and at and chunk[at - 1] in ".-:":
+                return None  # a part of an address or an id
+            shape.append("w")
+        elif kind == "number":
+            if not _NUMBER.fullmatch(text):
+                return None
+            shape.append("n")
+        else:
+            shape.append("w" if kind == "old" else text)
+        at = match.end()
+    joined = "".join(shape)
+    return None if _UNSAFE.search(joined) else joined
+
+
+def _chunks(text: str) -> Iterator[Chunk | int]:
+    """Yield the known chunks, then the position of the first one that is not known, if any."""
+    number_open = False  # the last chunk was a number, and no comma follows it
+    word_before = False
+    for match in re.finditer(r"[^ \t\n]+", text):
+        shape = _shape(match[0])
+        if shape is None:
+            yield match.start()
+            return
+        if "n" in shape and "w" not in shape:
+            if number_open or not (word_before or _word_follows(text, match.end())):
+                yield match.start()
+                return
+            number_open = not shape.endswith(",")
+        elif "w" in shape:
+            number_open, word_before = False, True
+        yield Chunk(match.start(), match[0], shape)
+
+
+def _word_follows(text: str, at: int) -> bool:
+    following = re.compile(r"[ \t\n]+([^ \t\n]+)").match(text, at)
+    if following is None:
+        return _ALONE.fullmatch(text) is not None
+    return "w" in (_shape(following[1]) or "")
+
+
+@lru_cache(maxsize=1 << 15)
+def known_length(text: str, key: str = "") -> int:
+    """Return how many characters of a text, from its start, are known to be harmless.
+
+    key is the member, column or argument that contains it: some forms are known under one key only.
+    """
+    form = BY_KEY.get(key)
+    if not text or (form is not None and form.fullmatch(text)) or _GRAPH.fullmatch(text):
+        return len(text)
+    if len(text) > MAX_TEXT or not text.isascii():
+        return 0 if len(text) > MAX_TEXT else _known_start(text)
+    text = _OBJECT.sub(lambda match: "w" * len(match[0]), text)
+    if text.startswith("_Z") and (plain := canonical_names([text])[0].get(text)):
+        return len(text) if plain != text and _known_start(plain) == len(plain) else 0
+    tail = _TAIL.search(text)
+    end = tail.start() if tail else len(text)
+    known = _known_start(text[:end])
+    return len(text) if known == end else known
+
+
+def _known_start(text: str) -> int:
+    for chunk in _chunks(text):
+        if isinstance(chunk, int):
+            return chunk
+    return len(text)
+
+
+def without_package_roots(text: str) -> str:
+    """Return the text with paths of installed packages relative to where packages are installed."""
+    return _PACKAGES.sub("", text) if "/" in text or "\\" in text else text
