@@ -21,7 +21,7 @@ from profharness.errors import GateError, UsageError, printable
 )
 @click.option("--force", is_flag=True, help="Replace an earlier copy.")
 @click.option(
-    "--check", is_flag=True, help="Only look for what is private; exit 3 if there is any."
+    "--check", is_flag=True, help="Only report what would be replaced; exit 3 if there is any."
 )
 @store_option
 def command(source: str, output: Path | None, force: bool, check: bool, store: Path) -> None:
@@ -30,11 +30,11 @@ def command(source: str, output: Path | None, force: bool, check: bool, store: P
     The run is a stored one (an id, a unique prefix, latest, latest~1) or a run folder; the trace
     is a file.
 
-    Host and user names, passwords and tokens, paths, command lines, environment variables,
-    addresses and ids of the GPU are gone; kernels, launches, ranges and times are kept, and the
-    calls of an observed program. A raw report of nsys or ncu is replaced by its export: the one
-    beside it if it is newer, else a new one. Other files are left out. The source is never changed, and
-    a copy in which the audit still finds something is thrown away.
+    The copy keeps what is known to be harmless: kernels, operators, modules, shapes, times, versions
+    and known messages. All other text is replaced by `removed_1`, `removed_2` and so on, the same
+    number for the same text. A raw report of nsys or ncu is replaced by its export: the one beside it
+    if it is newer, else a new one. Other files are left out. The source is never changed, and a copy
+    that fails its audit is deleted.
 
     \b
     Example:
@@ -55,14 +55,14 @@ def command(source: str, output: Path | None, force: bool, check: bool, store: P
             stream.write("".join(f"{printable(str(finding))}\n" for finding in findings).encode())
         if findings:
             raise GateError(
-                f"{place}: {len(findings)} private thing(s); "
+                f"{place}: {len(findings)} thing(s) not known to be harmless; "
                 "`profharness scrub` makes a copy without"
             )
-        hint(f"{place}: nothing private found")
+        hint(f"{place}: nothing to replace")
         return
     done = scrub(find_source(source, store), output, force=force)
     for name, instead in done.replaced:
         hint(f"replaced {name} by {instead}")
     for name in done.left_out:
         hint(f"left out {name}")
-    hint(f"wrote {done.output}: {len(done.files)} file(s); the audit found nothing private")
+    hint(f"wrote {done.output}: {len(done.files)} file(s); the audit found nothing to replace")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from importlib import resources
-from typing import NamedTuple
 
 from profharness.environment import CHANGED
 from profharness.parse.demangle import canonical_names
@@ -15,7 +14,6 @@ REPLACEMENT = "removed_"  # followed by a number; also a valid name of a kernel 
 MAX_TEXT = 1 << 16
 MAX_DIGITS = 5  # of a number
 MAX_DIGITS_IN_NAME = 6
-MAX_DIGIT_GROUPS = 4
 MAX_SHORT = 3  # one- and two-letter words in one part of a name
 _OLD = "path|name|variable|secret|url|host|address|mail|command|uuid|bus|removed"
 
@@ -38,7 +36,8 @@ WORDS, NUMBERED_WORDS = _load_words()
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _EXTENTS = re.compile(r"[1-9][0-9]{0,4}(?:x[0-9]{1,5})+")
 _CONFIG = re.compile(
-    r"(?:(?:b|h|kv|s|sq|skv|d|dv)[0-9]{1,8}){3,}|0x[0-9a-f]{1,4}|(?:[0-9]{1,2}d[ec]*)+"
+    r"b[0-9]{1,7}h[0-9]{1,5}(?:kv[0-9]{1,5})?sq?[0-9]{1,8}(?:s(?:kv)?[0-9]{1,8})?d[0-9]{1,5}(?:dv[0-9]{1,5})?"
+    r"|0x[0-9a-f]{1,4}|(?:[0-9]{1,2}d[ec]*)+"
     r"|(?:(?:bf|f|fp|tf|s|u|i)[0-9]{1,2}){2,4}"
 )
 _OBJECT = re.compile(r"(?<=object at )0x[0-9a-f]{6,12}(?=>|\Z)")
@@ -48,7 +47,7 @@ _HEX = re.compile(r"0x|[0-9]+[a-f]{2}")
 _TOKEN = re.compile(
     rf"(?P<old><(?:{_OLD})>)"
     r"|(?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?![\w,])|[0-9]{1,2}/[0-9]{1,2}(?![\w/.])"
-    r"|[0-9]+(?:\.[0-9]+)*(?![A-Za-z_]))"
+    r"|[0-9]+(?:\.[0-9]+)*(?!\w))"
     r"|(?P<name>[A-Za-z0-9_]+)"
     r"|(?P<mark>[][:<>(){},*&.=+\-/|;!?'\"#%^`])"
 )
@@ -57,15 +56,17 @@ _NUMBER = re.compile(
     rf"|[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?|[0-9]{{1,4}}\.[0-9]{{1,3}}\.[0-9]{{1,3}}"
 )
 _ALONE = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?")  # the whole text
-# A chunk with `w` for each name and `n` for each number: these make an address, a path or a date.
+_SPELLED = re.compile(r"(?<![A-Za-z0-9])(?:[A-Za-z][^A-Za-z0-9]{1,3}){5,}[A-Za-z](?![A-Za-z0-9])")
+# A chunk with `w` for a name, `n` for a number and `f` for a fraction: these make an address, a path or a date.
 _UNSAFE = re.compile(
-    r"n[-:.+/]+[-+]?n|\.\.+/|//|(?:\A|[^wn)\]>*])/+[wn.<]|w[.:]n[.:]n|n\.w.*n\.w|n-w-n|%w|\Aw?:/"
+    r"[nf][-:.+/]+[-+]?[nf]|f,f|w\+w|\.\.+/|//|(?:\A|[^wnf)\]>*])/+[wnf.<]|w[.:]n[.:]n|n\.w.*n\.w|n-w-n"
+    r"|:f|\A(?!\.\.\.\Z|--\Z)[.-]{2,}\Z|\[\.|&#|(?<![\[(<,n])n(?:,n){3}|%w|\Aw?:/"
 )
 
 HASH = re.compile(rf"(?:[0-9a-f]{{40}}|sha256:[0-9a-f]{{16}})(?:{CHANGED})?")
 _SCALAR = r"-?[0-9]{1,6}(?:\.[0-9]{0,20})?(?:e[-+]?[0-9]{1,3})?"
 SCALARS = re.compile(rf"\[?(?:{_SCALAR}(?:, )?)*\]?|9223372036854775807")
-NUMBER_CELL = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){0,6}|[0-9]{1,15})(?:\.[0-9]{1,20})?%?")
+NUMBER_CELL = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){0,6}|[0-9]{1,12})(?:\.[0-9]{1,20})?%?")
 _INDUCTOR = r"[a-z2-7]{51,52}"
 _VERSION = re.compile(
     r"[0-9]{1,4}(?:\.[0-9]{1,4}){1,2}(?:[a-z]{1,3}[0-9]{1,8})?(?:\+[a-z]{2,4}[0-9]{0,4})?"
@@ -79,7 +80,7 @@ BY_KEY = {
     "gpu_key": re.compile(r"[0-9a-f]{12}(?:,[0-9a-f]{12})*"),
     "kernel_hash": re.compile(_INDUCTOR),
     "kernel_file": re.compile(rf"{_INDUCTOR}\.py"),
-    "Concrete Inputs": SCALARS,
+    **dict.fromkeys(("Concrete Inputs", "Process Group Ranks"), SCALARS),
     **dict.fromkeys(("python", "torch", "triton", "driver", "profharness"), _VERSION),
     "bytes": re.compile(r"[0-9]{1,12}"),
     "stream": re.compile(r"0x[0-9a-f]{1,4}"),
@@ -95,14 +96,6 @@ _GRAPH = re.compile(rf"## Call CompiledFxGraph {_INDUCTOR} ##")
 _PACKAGES = re.compile(r"[^\s\"'(]*?[/\\](?:site-packages|dist-packages|lib/python3\.[0-9]+)[/\\]+")
 
 
-class Chunk(NamedTuple):
-    """A stretch without blanks. shape has `w` for a name and `n` for a number."""
-
-    start: int
-    text: str
-    shape: str
-
-
 def is_known_name(name: str) -> bool:
     """Return whether each part of an identifier is a known word or a small number."""
     return bool(_REPLACED.fullmatch(name)) or all(map(_is_known_part, name.split("_")))
@@ -113,22 +106,22 @@ def _is_known_part(part: str) -> bool:
     if not part or part.lower() in WORDS or part.strip("w") == "" or _CONFIG.fullmatch(part):
         return True
     tokens = _PARTS.findall(_EXTENTS.sub("8", part))
-    short = groups = 0
-    before = ""
-    for token in tokens:
-        if token.isdigit():
-            groups += 1
-            may_follow = len(before) <= 1 or before in NUMBERED_WORDS
-            if len(token) > MAX_DIGITS_IN_NAME or not may_follow:
-                return False
-        else:
-            word = token.lower()
-            short += len(word) < 3
-            is_hex = before.isdigit() and _HEX.fullmatch(before + word)
-            if (len(word) > 1 and word not in WORDS) or is_hex:
-                return False
-        before = token.lower()
-    return groups <= MAX_DIGIT_GROUPS and short <= MAX_SHORT
+    lengths = [len(token) for token in tokens if not token.isdigit()]
+    groups = len(tokens) - len(lengths)
+    short = sum(length < 3 for length in lengths)
+    # letters and digits by turns are a key or a hash
+    if groups > 2 or short > MAX_SHORT or (groups and lengths.count(1) > 1):
+        return False
+    if groups == 2 and lengths.count(1) and len(part) > 4:
+        return False
+    return all(itertools.starmap(_may_follow, itertools.pairwise(["", *map(str.lower, tokens)])))
+
+
+def _may_follow(before: str, token: str) -> bool:
+    """Return whether a number or a word is known, and may stand behind another."""
+    if token.isdigit():
+        return len(token) <= MAX_DIGITS_IN_NAME and (len(before) < 2 or before in NUMBERED_WORDS)
+    return (len(token) == 1 or token in WORDS) and not _HEX.fullmatch(before + token)
 
 
 def _shape(chunk: str) -> str | None:
@@ -149,7 +142,7 @@ def _shape(chunk: str) -> str | None:
         elif kind == "number":
             if not _NUMBER.fullmatch(text):
                 return None
-            shape.append("n")
+            shape.append("f" if "." in text else "n")
         else:
             shape.append("w" if kind == "old" else text)
         at = match.end()
@@ -157,23 +150,24 @@ def _shape(chunk: str) -> str | None:
     return None if _UNSAFE.search(joined) else joined
 
 
-def _chunks(text: str) -> Iterator[Chunk | int]:
-    """Yield the known chunks, then the position of the first one that is not known, if any."""
-    number_open = False  # the last chunk was a number, and no comma follows it
+def _unknown_at(text: str) -> int:
+    """Return where the first chunk begins that is not known, or the length of the text."""
+    number = ""  # the last chunk, if it was a number
     word_before = False
+    depth = 0  # of brackets: only in them, and after a comma, may a number follow a number
     for match in re.finditer(r"[^ \t\n]+", text):
         shape = _shape(match[0])
         if shape is None:
-            yield match.start()
-            return
-        if "n" in shape and "w" not in shape:
-            if number_open or not (word_before or _word_follows(text, match.end())):
-                yield match.start()
-                return
-            number_open = not shape.endswith(",")
-        elif "w" in shape:
-            number_open, word_before = False, True
-        yield Chunk(match.start(), match[0], shape)
+            return match.start()
+        if "w" in shape:
+            number, word_before = shape if shape.endswith("f,") else "", True
+        elif "n" in shape or "f" in shape:
+            in_list = depth > 0 and number.endswith(",") and not ("f" in number and "f" in shape)
+            if not (in_list if number else word_before or _word_follows(text, match.end())):
+                return match.start()
+            number = shape
+        depth += sum(map(shape.count, "([<")) - sum(map(shape.count, ")]>"))
+    return len(text)
 
 
 def _word_follows(text: str, at: int) -> bool:
@@ -204,10 +198,9 @@ def known_length(text: str, key: str = "") -> int:
 
 
 def _known_start(text: str) -> int:
-    for chunk in _chunks(text):
-        if isinstance(chunk, int):
-            return chunk
-    return len(text)
+    spelled = _SPELLED.search(text)
+    end = spelled.start() if spelled else len(text)
+    return min(end, _unknown_at(text))
 
 
 def without_package_roots(text: str) -> str:

@@ -50,6 +50,8 @@ class Scrubber:
 
     def clean(self, text: str, key: str = "", *, where: str = "") -> str:
         """Return the text up to its first unknown word, with a placeholder for the rest."""
+        if key == "Call stack" and ";" in text:
+            return ";".join(self.clean(frame, key, where=where) for frame in text.split(";"))
         plain = without_package_roots(text)
         length = known_length(plain, key)
         if length == len(plain):

@@ -22,7 +22,7 @@ from profharness.scrub.replace import Scrubber
 EMPTIED = ("Host Name", "Process Name")
 NUMBERED = ("Process ID",)
 NVTX = (PUSH_POP, START_END)
-TEXTS = ("Kernel Name", *NVTX)
+TEXTS = ("Kernel Name", "device__attribute_display_name", *NVTX)
 EXPECTED = "a CSV of ncu (--csv --page raw)"
 _NVTX_REST = re.compile(r"(?:[\s\"<>:;,0-9]|none|default domain|ASCII|Unicode|Registered)*")
 _TRIPLE = re.compile(r"\([0-9]{1,10}, [0-9]{1,10}, [0-9]{1,10}\)")
