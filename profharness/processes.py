@@ -405,17 +405,18 @@ def start_group(
 
 
 @dataclass
-class Forerunner:
-    """A worker that loads torch while this process still finds out what it is to do."""
+class PrewarmedWorker:
+    """A worker that loads torch while this process plans the run."""
 
     group: Group
     line: socket.socket
     environment: dict[str, str]
     mark: dict[str, str]
+    used: bool = False
 
     @classmethod
-    def start(cls) -> Forerunner:
-        """Raises OSError where it does not start."""
+    def start(cls) -> PrewarmedWorker:
+        """Start the process. Raise OSError if that fails."""
         mine, its = socket.socketpair()
         environment, mark = child_environment(), new_mark()
         argv = [sys.executable, "-P", "-m", "profharness.worker.waiting"]
@@ -423,8 +424,8 @@ class Forerunner:
             group = start_group(argv, Path(os.devnull), environment | mark, stdin=its)
         return cls(group, mine, environment, mark)
 
-    def sent(self, arguments: Sequence[str], log: Path, descriptors: Sequence[int]) -> Group | None:
-        """The process, which now does what the worker does with these arguments; None where it cannot."""
+    def send(self, arguments: Sequence[str], log: Path, descriptors: Sequence[int]) -> Group | None:
+        """Send the worker's arguments. Return its process, or None if it has already ended."""
         try:
             with log.open("ab") as file:
                 order = "\0".join(arguments).encode()
@@ -434,18 +435,34 @@ class Forerunner:
             return None
         self.line.close()
         self.group.logs = (log,)
+        self.used = True
         return self.group
 
     def end(self) -> None:
-        """End it; nothing of it is left."""
+        """End the process unless it has been used."""
+        if self.used:
+            return
         with held():
             self.line.close()
             kill_group(self.group)
             wait_for(self.group, END_GRACE_S)
 
 
-forerunners: list[Forerunner] = []
-"""None or one, for the first worker that this process starts."""
+@contextlib.contextmanager
+def prewarmed_worker(*, wanted: bool = True) -> Iterator[PrewarmedWorker | None]:
+    """Yield a PrewarmedWorker, and end it if the block does not use it.
+
+    Yield None if it is not wanted or does not start: the regular start reports what is wrong.
+    """
+    worker = None
+    if wanted:
+        with contextlib.suppress(OSError):
+            worker = PrewarmedWorker.start()
+    try:
+        yield worker
+    finally:
+        if worker is not None:
+            worker.end()
 
 
 def run_group(

@@ -29,7 +29,7 @@ from profharness.config import expand_configs  # noqa: E402
 from profharness.environment import visible_gpus  # noqa: E402
 from profharness.jobs import campaign  # noqa: E402
 from profharness.jobs.lane import run_group  # noqa: E402
-from profharness.jobs.window import OnStep, Plain, Window  # noqa: E402
+from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain  # noqa: E402
 from profharness.processes import child_environment  # noqa: E402
 from profharness.run import CaptureOptions, Protocol, Run  # noqa: E402
 from profharness.runner.capture import plan_capture, write_folder  # noqa: E402
@@ -120,7 +120,7 @@ def dask_rows(out: Path, url: str) -> Iterator[tuple[str, str, str]]:
         transport = Quick(url, insecure=True)
         transport.lanes()
         begin = clocks()
-        Window([folder], transport).carry_out()
+        CampaignScheduler([folder], transport).carry_out()
         wall, cpu = since(begin)
         transport.close()
         wall, cpu = wall - transport.spent[0], cpu - transport.spent[1]
@@ -163,7 +163,7 @@ def scheduler_s(out: Path, text: str, a_group: int) -> tuple[float, int, int]:
     folder, made, run = planned(text, out, a_group)
     transport = Instant(4)
     begin = time.process_time()
-    Window([folder], transport).carry_out()
+    CampaignScheduler([folder], transport).carry_out()
     return time.process_time() - begin - transport.spent_s, len(made.groups), len(run.cells)
 
 

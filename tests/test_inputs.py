@@ -27,7 +27,7 @@ OTHERS = {
     "jobs/lane.py": "/proc",
     "jobs/lease.py": "/proc",
     "jobs/local.py": "/sys",
-    "jobs/parcel.py": "an archive in memory",
+    "jobs/run_archive.py": "an archive in memory",
     "store/filesystems.py": "/proc",
     "cli/main.py": "/dev/null",
     "cli/_options.py": "/dev/null",

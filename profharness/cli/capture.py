@@ -25,6 +25,7 @@ from profharness.cli._options import (
 from profharness.config import Config, split_names
 from profharness.errors import CaptureError, UsageError
 from profharness.files import shell_command
+from profharness.processes import PrewarmedWorker, prewarmed_worker
 from profharness.profilers.ncu_metrics import metric_names
 from profharness.rows import COUNTERS
 from profharness.run import GPU, LIMITS, CaptureOptions, Fleet, Protocol
@@ -141,10 +142,26 @@ def command(
       profharness capture --config 2,8,512,64 --profiler torch,ncu --metrics tensor,memory,cache,stalls
       profharness capture --python old/bin/python --python new/bin/python
     """
-    # loads what runs workers, which --help does not need
+    # before the imports: the worker loads torch meanwhile
+    in_this_python = not (resume_run or python or options["profiler"])
+    wanted = in_this_python and options["fleet"] == Fleet()
+    with prewarmed_worker(wanted=wanted) as prewarmed:
+        configs = read_configs(config, configs_file)
+        _capture(configs, backend, python, store, resume_run, prewarmed, **options)
+
+
+def _capture(
+    configs: list[Config],
+    backend: tuple[str, ...],
+    python: tuple[str, ...],
+    store: Path,
+    resume_run: str | None,
+    prewarmed: PrewarmedWorker | None,
+    **options: Any,
+) -> None:
+    # --help does not need the modules that run workers
     from profharness import jobs
 
-    configs = read_configs(config, configs_file)
     if resume_run is not None:
         if configs or backend or python:
             raise UsageError(
@@ -164,7 +181,7 @@ def command(
         _report(jobs.capture_with_each(python, *asked, listener), store)
         return
     with capture_progress() as progress:
-        captured = jobs.capture_into_store(*asked, progress)
+        captured = jobs.capture_into_store(*asked, progress, prewarmed)
     _report([captured, *captured.others], store)
 
 

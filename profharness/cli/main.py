@@ -4,14 +4,12 @@ errors into exit codes.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -23,7 +21,6 @@ from profharness import __version__
 from profharness.commands._output import on_terminal
 from profharness.errors import Interrupted, ProfharnessError, printable
 from profharness.files import shell_command
-from profharness.processes import Forerunner, forerunners
 
 # name -> (module with a `command`, help line); the module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -69,8 +66,6 @@ STDOUT = "stdout"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # what a shell makes of braces without quotes: several arguments that look like configs
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
-# options of a capture by which its first worker runs elsewhere, or under a tool alone
-OTHER_WORKERS = ("--python", "--scheduler", "--gpu", "--resume", "--profiler")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LATE_S = 0.01  # until a lost interrupt is raised again: outside of the callback
 
@@ -142,32 +137,11 @@ def main() -> None:
     sys.exit(code)
 
 
-@contextlib.contextmanager
-def _worker_ahead(arguments: list[str]) -> Iterator[None]:
-    """A worker that loads torch while the block is at its imports, for a command that will need one."""
-    if _starts_worker(arguments):
-        with contextlib.suppress(OSError):  # the worker's own start tells what is wrong
-            forerunners.append(Forerunner.start())
-    try:
-        yield
-    finally:
-        while forerunners:
-            forerunners.pop().end()
-
-
-def _starts_worker(arguments: list[str]) -> bool:
-    """Whether a command starts a worker of this Python, and no other process before it."""
-    return arguments[:1] == ["capture"] and not any(
-        argument in ("-h", "--help") or argument.startswith(OTHER_WORKERS) for argument in arguments
-    )
-
-
 def _run() -> int:
     """The exit code of the command line; errors are told. Raises OSError where the machine fails."""
     try:
         # click on its own would print every error its way, and exit with 1 at an interrupt
-        with _worker_ahead(sys.argv[1:]):
-            code = cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False)
         # a disk that is full shows here, while the exit code can still say so
         sys.stdout.flush()
     except click.ClickException as error:

@@ -30,7 +30,7 @@ from profharness.commands.layers import (
 )
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import shell_command
-from profharness.jobs import Watched, observe_into_store
+from profharness.jobs import ObserveResult, observe_into_store
 from profharness.parse.observed import ObservedCall
 from profharness.run import ObserveOptions
 from profharness.store import open_store
@@ -150,7 +150,7 @@ def command(
 
 
 def _show_forecast(
-    watched: Watched,
+    watched: ObserveResult,
     places: Sequence[tuple[Place, str]],
     store: Path,
     options: Mapping[str, object],
@@ -171,7 +171,7 @@ def _show_forecast(
     hint(f"see it again with: {again}")
 
 
-def _check(watched: Watched, gates: Gates, store: Path) -> None:
+def _check(watched: ObserveResult, gates: Gates, store: Path) -> None:
     """Raises GateError where a gate is not met and the program itself did not fail."""
     observed = watched.observed
     try:
@@ -186,7 +186,7 @@ def _check(watched: Watched, gates: Gates, store: Path) -> None:
         hint(f"error: {error}\nthe exit code {observed.code} is the program's")
 
 
-def _report(watched: Watched, store: Path) -> int:
+def _report(watched: ObserveResult, store: Path) -> int:
     """What was seen, to stderr, for stdout is the program's; the exit code."""
     observed = watched.observed
     if observed.why is not None:

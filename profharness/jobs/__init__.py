@@ -40,8 +40,9 @@ from profharness.errors import (
 from profharness.jobs import fleet
 from profharness.jobs.campaign import is_campaign
 from profharness.jobs.fleet import run_on_lanes
-from profharness.jobs.meanwhile import Meanwhile, opened_meanwhile
+from profharness.jobs.meanwhile import opened_meanwhile
 from profharness.parse.observed import ObservedCall, read_observed
+from profharness.processes import PrewarmedWorker
 from profharness.profilers import find_profilers, require_tools
 from profharness.rows import KERNEL
 from profharness.run import (
@@ -62,13 +63,12 @@ from profharness.run import (
     require_number,
 )
 from profharness.runner.capture import (
-    capture,
+    RunFolder,
+    execute,
     interrupts_name,
     plan_capture,
-    plan_cells,
     plan_verify,
     resume,
-    verify,
     why_not_resumed,
 )
 from profharness.runner.observe import Observed, observe
@@ -156,34 +156,39 @@ def capture_into_store(
     store: Path,
     options: CaptureOptions | None = None,
     progress: Progress | None = None,
+    prewarmed: PrewarmedWorker | None = None,
 ) -> Captured:
-    """Capture and ingest; no backends means the default ones of this machine's device."""
+    """Capture and ingest. Without backends, use the default ones of this machine's device."""
     options = options or CaptureOptions()
     check_protocol(options.protocol, counted=options.bench is None)
     options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
-    # Refuse what makes no sense before a store or a run folder is made.
-    plan_cells(configs, chosen)
-    require_tools(find_profilers(options.profilers))
+    # Refuse wrong options before a store or a run folder is made.
+    run, tools = plan_capture(configs, chosen, options)
     require_store(store)
     with opened_meanwhile(store) as meanwhile:
-        folders = _captured(configs, chosen, options, progress, meanwhile)
-    first, *others = (_take_in(folder, store, meanwhile.ahead) for folder in folders)
+        folders = run_on_lanes(
+            run,
+            chosen,
+            options.out,
+            options.fleet,
+            progress,
+            python=options.python,
+            meanwhile=meanwhile,
+            prewarmed=prewarmed,
+        ) or [
+            execute(
+                run,
+                tools,
+                chosen,
+                options.out,
+                python=options.python,
+                progress=meanwhile.hears(progress),
+                prewarmed=prewarmed,
+            )
+        ]
+    first, *others = (_ingest_run_folder(folder, store, meanwhile.ahead) for folder in folders)
     return replace(first, others=tuple(others))
-
-
-def _captured(
-    configs: Sequence[Config],
-    backends: Sequence[str],
-    options: CaptureOptions,
-    progress: Progress | None,
-    meanwhile: Meanwhile,
-) -> list[Path]:
-    """The run folders of a capture on lanes, one a class of GPU, or the one of a capture in one process."""
-    run, _ = plan_capture(configs, backends, options)
-    asked = options.out, options.fleet, progress, options.python, meanwhile
-    on_lanes = run_on_lanes(run, backends, *asked)
-    return on_lanes or [capture(configs, backends, options, meanwhile.hears(progress))]
 
 
 def _on_lanes(protocol: Protocol, lanes: Fleet) -> Protocol:
@@ -245,7 +250,7 @@ def bench_into_store(
 
 
 @dataclass(frozen=True)
-class Watched:
+class ObserveResult:
     """What an observed program left: its run folder, the calls it made, what the store made of it."""
 
     observed: Observed
@@ -255,14 +260,14 @@ class Watched:
 
 def observe_into_store(
     argv: Sequence[str], store: Path, options: ObserveOptions | None = None
-) -> Watched:
+) -> ObserveResult:
     """Run a program with the observer in it, and ingest what it left if anything was recorded."""
     require_store(store)
     observed = observe(argv, options or ObserveOptions())
     if observed.why is not None:
-        return Watched(observed, (), [])
+        return ObserveResult(observed, (), [])
     calls = read_observed(observed.folder)
-    return Watched(observed, calls, stores.ingest_path(store, observed.folder))
+    return ObserveResult(observed, calls, stores.ingest_path(store, observed.folder))
 
 
 def find_run_folder(text: str, out: Path) -> Path:
@@ -330,12 +335,12 @@ def resume_into_store(
     require_store(store)
     with opened_meanwhile(store) as meanwhile:
         if is_campaign(folder):
-            fleet.resume_on_lanes(folder, lanes or Fleet(), progress, meanwhile)
+            resumed = fleet.resume_on_lanes(folder, lanes or Fleet(), progress, meanwhile)
         elif lanes is not None and lanes.scheduler is not None:
             raise UsageError(f"--scheduler: {folder} is no campaign; leave it out")
         else:
-            resume(folder, meanwhile.hears(progress))
-    return _take_in(folder, store, meanwhile.ahead)
+            resumed = resume(folder, meanwhile.hears(progress))
+    return _ingest_run_folder(resumed, store, meanwhile.ahead)
 
 
 def require_store(path: Path) -> None:
@@ -351,11 +356,11 @@ def require_store(path: Path) -> None:
         raise StoreError(f"{path}: {place} cannot be written; name another --store")
 
 
-def _take_in(folder: Path, store: Path, ahead: ReadAhead | None = None) -> Captured:
-    """The run folder into the store; an interrupt names the folder, which is whole by now."""
-    with interrupts_name(folder):
-        ingested = stores.ingest_path(store, folder, ahead=ahead)
-        return Captured(folder, read_run(folder), ingested)
+def _ingest_run_folder(done: RunFolder, store: Path, ahead: ReadAhead | None = None) -> Captured:
+    """Ingest a complete run folder. An interrupt names the folder."""
+    with interrupts_name(done.folder):
+        ingested = stores.ingest_path(store, done.folder, ahead=ahead)
+        return Captured(done.folder, done.run, ingested)
 
 
 @dataclass(frozen=True)
@@ -384,8 +389,8 @@ def verify_into_store(
     require_store(store)
     run = plan_verify(configs, chosen, options)
     folders = run_on_lanes(run, chosen, options.out, options.fleet, progress)
-    folders = folders or [verify(configs, chosen, options, progress)]
-    runs = [_take_in(folder, store).run.run for folder in folders]
+    folders = folders or [execute(run, {}, chosen, options.out, progress=progress)]
+    runs = [_ingest_run_folder(folder, store).run.run for folder in folders]
     with open_store(store) as opened:
         return Verified(runs[0], tuple(row for run in runs for row in opened.verifications(run)))
 

@@ -21,7 +21,7 @@ import xxhash
 from profharness.backends import find_backends, fingerprints
 from profharness.costs import compulsory_bytes, flops
 from profharness.errors import TraceFormatError
-from profharness.jobs.parcel import PARCEL
+from profharness.jobs.run_archive import UNPACKING
 from profharness.profilers import find_profilers
 from profharness.run import (
     CAMPAIGN_FILE,
@@ -231,8 +231,8 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)
     for log in groups.glob(".*.log"):
         log.unlink(missing_ok=True)
-    for parcel in groups.glob(f".*{PARCEL}"):
-        shutil.rmtree(parcel, ignore_errors=True)
+    for unfinished in groups.glob(f".*{UNPACKING}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def plan_campaign(folder: Path, campaign: Campaign) -> Path:

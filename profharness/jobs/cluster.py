@@ -28,8 +28,8 @@ from distributed import Client, Future, Security
 
 from profharness.errors import CaptureError, UnwritableError, UsageError
 from profharness.jobs.lane import describe_lane, end_groups, run_spec
-from profharness.jobs.parcel import unpack
-from profharness.jobs.window import OnStep
+from profharness.jobs.run_archive import unpack
+from profharness.jobs.scheduler import OnStep
 from profharness.processes import STEP_S, let_through
 from profharness.run import CAMPAIGN_FILE
 from profharness.runner.group import PART

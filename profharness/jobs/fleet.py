@@ -24,10 +24,10 @@ from profharness.jobs.campaign import (
 )
 from profharness.jobs.local import LocalLanes, local_lanes
 from profharness.jobs.meanwhile import Meanwhile
-from profharness.jobs.window import Transport, Window, is_of_class
-from profharness.processes import forerunners
+from profharness.jobs.scheduler import CampaignScheduler, Transport, is_of_class
+from profharness.processes import PrewarmedWorker
 from profharness.run import Fleet, Run, class_word, read_record, read_run
-from profharness.runner.capture import finished, write_folder
+from profharness.runner.capture import RunFolder, finished, write_folder
 from profharness.runner.supervise import Progress
 
 SCHEDULERS = "local, local:2, tls://head:8786"
@@ -99,10 +99,12 @@ def run_on_lanes(
     progress: Progress | None,
     python: str | None = None,
     meanwhile: Meanwhile | None = None,
-) -> list[Path]:
-    """Run a planned run as a campaign, on each class of GPU that is named, and return their folders;
-    none where it is no work for lanes, and nothing was done. meanwhile gets the groups as they end.
-    Raises as `capture` does.
+    prewarmed: PrewarmedWorker | None = None,
+) -> list[RunFolder]:
+    """Run a planned run as one campaign per GPU class, and return their run folders.
+
+    Return an empty list, and do nothing, if the run needs no lanes. `meanwhile` gets each finished
+    group. Raise what `capture` raises.
     """
     plan = partial(_plan, run, backends, out, fleet, python)
     transport = open_transport(fleet, run.protocol.device)
@@ -113,14 +115,13 @@ def run_on_lanes(
         small = len(cut_groups(run, backends, len(lanes))) < 2
         if fleet.scheduler is None and not fleet.gpus and small:
             return []
-        while forerunners:  # lanes start their own workers
-            forerunners.pop().end()
+        if prewarmed is not None:  # lanes start their own workers
+            prewarmed.end()
         folders = []
         for gpu in fleet.gpus or (None,):
             count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
             folders.append(plan(gpu, count))
-        _carry_out(folders, transport, progress, run.protocol.device, meanwhile)
-    return folders
+        return _carry_out(folders, transport, progress, run.protocol.device, meanwhile)
 
 
 def _carry_out(
@@ -129,12 +130,13 @@ def _carry_out(
     progress: Progress | None,
     device: str,
     meanwhile: Meanwhile | None,
-) -> None:
+) -> list[RunFolder]:
     hears = {}
     if meanwhile is not None:
         meanwhile.lanes(transport.lanes())
         hears = {"on_group": meanwhile.group}
-    Window(folders, transport, progress, agreeing(device), **hears).carry_out()
+    scheduler = CampaignScheduler(folders, transport, progress, agreeing(device), **hears)
+    return list(map(RunFolder, folders, scheduler.carry_out()))
 
 
 def _plan(
@@ -178,7 +180,7 @@ def agreeing(device: str) -> Callable[[dict[str, Any]], str | None]:
 
 def resume_on_lanes(
     folder: Path, fleet: Fleet, progress: Progress | None, meanwhile: Meanwhile | None = None
-) -> None:
+) -> RunFolder:
     """Go on with a campaign, on this host's lanes unless others are named. meanwhile gets all groups
     that are done. Raises UsageError for one that is finished, and as `capture` does.
     """
@@ -196,7 +198,8 @@ def resume_on_lanes(
     fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
     transport = open_transport(fleet, device) or LocalLanes(local_lanes(None, device))
     with closing(transport):
-        _carry_out([folder], transport, progress, device, meanwhile)
+        (resumed,) = _carry_out([folder], transport, progress, device, meanwhile)
+    return resumed
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:

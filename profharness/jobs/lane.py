@@ -23,7 +23,7 @@ from typing import Any
 
 from profharness import __version__
 from profharness.environment import VISIBLE, driver_version, hashed_key, visible_gpus
-from profharness.jobs.parcel import content_hash, pack
+from profharness.jobs.run_archive import content_hash, pack
 from profharness.processes import child_environment, kill_group, read_end, start_python
 from profharness.runner.group import PART, results_in
 

@@ -16,7 +16,7 @@ from typing import Any
 from profharness.environment import VisibleGpu, visible_gpus
 from profharness.errors import UsageError
 from profharness.jobs.lane import describe_lane, run_group
-from profharness.jobs.window import OnStep
+from profharness.jobs.scheduler import OnStep
 from profharness.processes import kill_group
 from profharness.runner.group import SHARED_HOST
 

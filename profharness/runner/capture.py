@@ -8,7 +8,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from profharness.config import Config
 from profharness.errors import CaptureError, Interrupted, UsageError
 from profharness.files import exclusive, read_input
 from profharness.logs import log_wanted
-from profharness.processes import deferred, let_through
+from profharness.processes import PrewarmedWorker, deferred, let_through
 from profharness.profilers import Profiler, find_profilers, open_session, require_tools
 from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
@@ -74,11 +74,35 @@ def capture(
     and `resume` goes on with it.
     """
     options = options or CaptureOptions()
-    # all names are looked up before there is a folder, so that a wrong one leaves nothing behind
     run, tools = plan_capture(configs, backends, options)
-    folder = write_folder(options.out, run, backends, options.python)
+    return execute(run, tools, backends, options.out, options.python, progress).folder
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder and the record in it."""
+
+    folder: Path
+    run: Run
+
+
+def execute(
+    run: Run,
+    tools: dict[str, Tool],
+    backends: Sequence[str],
+    out: Path,
+    python: str | None = None,
+    progress: Progress | None = None,
+    prewarmed: PrewarmedWorker | None = None,
+) -> RunFolder:
+    """Execute a planned run in a new folder in `out`.
+
+    `python` is the interpreter of the worker, and `prewarmed` a worker that is already loading torch.
+    Raises CaptureError if no worker starts, and Interrupted when the user stops the run.
+    """
+    folder = write_folder(out, run, backends, python)
     with locked(folder):
-        return _carry_out(folder, run, tools, progress)
+        return _carry_out(folder, run, tools, progress, prewarmed)
 
 
 def plan_capture(
@@ -107,9 +131,7 @@ def verify(
     """
     options = options or VerifyOptions()
     run = plan_verify(configs, backends, options)
-    folder = write_folder(options.out, run, backends)
-    with locked(folder):
-        return _carry_out(folder, run, {}, progress)
+    return execute(run, {}, backends, options.out, progress=progress).folder
 
 
 def plan_verify(configs: Sequence[Config], backends: Sequence[str], options: VerifyOptions) -> Run:
@@ -119,7 +141,7 @@ def plan_verify(configs: Sequence[Config], backends: Sequence[str], options: Ver
     return new_run("verify", protocol, cells)
 
 
-def resume(folder: Path, progress: Progress | None = None) -> Path:
+def resume(folder: Path, progress: Progress | None = None) -> RunFolder:
     """Run the cells of a folder that have no result yet, with the protocol that it was begun with.
 
     Raises UsageError for a verification or a finished run, CaptureError for one that still runs.
@@ -275,7 +297,13 @@ def write_folder(
     return folder
 
 
-def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progress | None) -> Path:
+def _carry_out(
+    folder: Path,
+    run: Run,
+    tools: dict[str, Tool],
+    progress: Progress | None,
+    prewarmed: PrewarmedWorker | None = None,
+) -> RunFolder:
     python = _python(folder)
     record = RunRecord(folder, run, progress, _code(folder, run))
     # from the start, so that also a run that is killed can be resumed
@@ -300,6 +328,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
                         record.add_entry,
                         command=command,
                         inherited=inherited,
+                        prewarmed=prewarmed if process == 0 else None,
                     )
             # after the plain pass, which tells which cells run at all
             for profiler in profilers:
@@ -311,7 +340,7 @@ def _carry_out(folder: Path, run: Run, tools: dict[str, Tool], progress: Progres
         record.save()
     record.explain_pending()
     _tidy(folder, record.run)
-    return folder
+    return RunFolder(folder, record.run)
 
 
 @contextlib.contextmanager

@@ -24,10 +24,9 @@ from profharness.errors import CaptureError
 from profharness.files import LINE_BYTES, decode_json, open_input
 from profharness.processes import (
     WORKER_SCRIPT,
-    Forerunner,
     Group,
+    PrewarmedWorker,
     child_environment,
-    forerunners,
     has_ended,
     held,
     let_through,
@@ -139,12 +138,8 @@ class Journal:
 
 
 @dataclass
-class Start:
-    """One start of the worker: what its journal has told so far, and how it ended.
-
-    stopped: the user has interrupted it; at_once: once more while it was ended, so that what a
-    profiler around it would still have written is lost.
-    """
+class WorkerProcess:
+    """One start of the worker, from its plan to its end."""
 
     folder: Path
     protocol: Protocol
@@ -157,9 +152,10 @@ class Start:
     stage: str = "start"
     has_environment: bool = False
     ended: tuple[str, ...] = ()
-    stopped: bool = False
-    at_once: bool = False
+    stopped: bool = False  # by an interrupt of the user
+    at_once: bool = False  # by a second interrupt, so a tool's unwritten report is lost
     inherited: tuple[int, ...] = ()  # descriptors that the worker keeps open
+    prewarmed: PrewarmedWorker | None = None  # becomes this worker if its environment fits
     reported_s: float = 0.0  # of the time that the worker was stopped
     remedy: str = "`profharness doctor` shows what is missing"
 
@@ -179,12 +175,12 @@ class Start:
         """Follow the worker, in a process group of its own, to its end; nothing of it is left, nor of
         what it or its tool started.
         """
-        ahead = forerunners.pop() if forerunners else None
-        with orphans_adopted(self.session.notify, ahead.mark if ahead else None) as mark:
+        mark_of_worker = self.prewarmed.mark if self.prewarmed else None
+        with orphans_adopted(self.session.notify, mark_of_worker) as mark:
             try:
                 # an interrupt between the start and its note would leave a process that nobody ends
                 with held():
-                    self.process = self._sent(ahead, command) or start_group(
+                    self.process = self._use_prewarmed(command) or start_group(
                         self.session.argv(command),
                         self.folder / LOG_FILE,
                         self.session.environment(child_environment()) | mark,
@@ -201,17 +197,18 @@ class Start:
                 if self.process is not None:
                     self._finish(self.process)
 
-    def _sent(self, ahead: Forerunner | None, command: list[str]) -> Group | None:
-        """The worker that waits, if it is as this one is to be; else it is ended."""
-        if ahead is None:
+    def _use_prewarmed(self, command: list[str]) -> Group | None:
+        """Return the prewarmed worker's process, or end it and return None if it does not fit."""
+        if self.prewarmed is None:
             return None
         plain = worker_argv(self.folder)[:-1]
         alike = self.session.argv(command)[: len(plain)] == plain
         environment = self.session.environment(child_environment())
-        if not alike or self.session.wrapped or environment != ahead.environment:
-            ahead.end()
+        if not alike or self.session.wrapped or environment != self.prewarmed.environment:
+            self.prewarmed.end()
             return None
-        return ahead.sent(command[len(plain) :], self.folder / LOG_FILE, self.inherited)
+        arguments = command[len(plain) :]
+        return self.prewarmed.send(arguments, self.folder / LOG_FILE, self.inherited)
 
     def _now(self) -> float:
         """Seconds on a clock that stands still while the worker is stopped."""
@@ -358,10 +355,11 @@ def run_cells(
     on_outcome: Callable[[Outcome], None] = lambda _: None,
     command: Callable[[Path], list[str]] = worker_argv,
     inherited: tuple[int, ...] = (),
+    prewarmed: PrewarmedWorker | None = None,
 ) -> None:
     """Run cells until each has an `end` entry in the journal. on_entry takes every entry, also
     those written here, on_outcome what each start of the worker left. inherited: descriptors that
-    the worker keeps open.
+    the worker keeps open. prewarmed: a worker to use for the first start.
 
     Raises CaptureError when a worker cannot even start, or MAX_IDLE in a row came to no cell. On any
     exception (KeyboardInterrupt too) the worker is ended first, and nothing of it is left.
@@ -372,8 +370,9 @@ def run_cells(
     while pending:
         session = make_session()
         try:
-            start = Start(folder, protocol, pending, journal, on_entry, session)
+            start = WorkerProcess(folder, protocol, pending, journal, on_entry, session)
             start.inherited = inherited
+            start.prewarmed, prewarmed = prewarmed, None
             start.plan(profilers)
             try:
                 start.run(command(folder))
@@ -397,12 +396,16 @@ def run_cells(
 
 
 def worker_environment(
-    folder: Path, protocol: Protocol, python: str | None = None
+    folder: Path,
+    protocol: Protocol,
+    python: str | None = None,
+    prewarmed: PrewarmedWorker | None = None,
 ) -> dict[str, Any]:
     """The environment that a worker finds here. Raises CaptureError when it cannot start."""
     entries: list[JournalEntry] = []
     journal = Journal(folder / JOURNAL_FILE)
-    start = Start(folder, protocol, {}, journal, entries.append, Session())
+    start = WorkerProcess(folder, protocol, {}, journal, entries.append, Session())
+    start.prewarmed = prewarmed
     start.plan()
     if python is not None:
         start.remedy = f"try `{shlex.quote(python)} -c 'import torch'`"

@@ -30,9 +30,9 @@ from profharness.jobs.campaign import (
     plan_campaign,
     write_campaign,
 )
-from profharness.jobs.parcel import content_hash, pack, unpack
 from profharness.jobs.progress import duration
-from profharness.jobs.window import OnStep, Plain, Window
+from profharness.jobs.run_archive import content_hash, pack, unpack
+from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain
 from profharness.rows import SHARED_CORES
 from profharness.run import (
     BenchPlan,
@@ -235,7 +235,9 @@ class Lanes:
         self._done.append((lane["lane"], {}))
 
 
-def window(place: Path, lanes: Lanes, count: int = 6, **named: Any) -> tuple[Window, list[str]]:
+def window(
+    place: Path, lanes: Lanes, count: int = 6, **named: Any
+) -> tuple[CampaignScheduler, list[str]]:
     """A campaign of so many groups of one config each, and what the window says."""
     run = planned(f"1,1,{{8:{8 * count}:+8}},8", place)
     pairs = [run.cells[at : at + 2] for at in range(0, len(run.cells), 2)]
@@ -246,7 +248,9 @@ def window(place: Path, lanes: Lanes, count: int = 6, **named: Any) -> tuple[Win
     made = Campaign(("auto", "math"), groups)
     plan_campaign(folder, made)
     said: list[str] = []
-    return Window([folder], lanes, lambda step: said.append(step.notice or ""), **named), said
+    return CampaignScheduler(
+        [folder], lanes, lambda step: said.append(step.notice or ""), **named
+    ), said
 
 
 def test_a_lane_that_goes_away_gives_its_group_back(tmp_path: Path) -> None:
@@ -254,7 +258,7 @@ def test_a_lane_that_goes_away_gives_its_group_back(tmp_path: Path) -> None:
     lanes.fates["a"] = "vanish"
     made, _ = window(tmp_path, lanes)
     made.carry_out()
-    run = read_run(made.sweeps[0].folder)
+    run = read_run(made.campaigns[0].folder)
     assert {cell.status for cell in run.cells} == {"ok"}
     assert [group for name, group in lanes.given if name == "a"] == ["g0"]
 
@@ -264,7 +268,7 @@ def test_a_gpu_that_falls_off_ends_its_lane_and_no_group(tmp_path: Path) -> None
     lanes.fates["a"] = {"error": "its GPU does not answer any more", "lost": "yes"}
     made, said = window(tmp_path, lanes)
     made.carry_out()
-    run = read_run(made.sweeps[0].folder)
+    run = read_run(made.campaigns[0].folder)
     assert {cell.status for cell in run.cells} == {"ok"}
     assert sum(name == "a" for name, _ in lanes.given) == 1
     assert any("a gets no more groups: its GPU does not answer" in text for text in said)
@@ -275,7 +279,7 @@ def test_a_lane_where_everything_fails_is_left_out(tmp_path: Path) -> None:
     lanes.fates["a"] = {"error": "no disk"}
     made, said = window(tmp_path, lanes, 12)
     made.carry_out()
-    run = read_run(made.sweeps[0].folder)
+    run = read_run(made.campaigns[0].folder)
     assert {cell.status for cell in run.cells} == {"ok"}
     assert sum(name == "a" for name, _ in lanes.given) == 3
     assert any("a gets no more groups: 3 groups failed there in a row" in text for text in said)
@@ -287,11 +291,11 @@ def test_no_lane_left_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None
     made, _ = window(tmp_path, lanes)
     with pytest.raises(CaptureError, match=r"no disk.*capture --resume"):
         made.carry_out()
-    assert {cell.status for cell in read_run(made.sweeps[0].folder).cells} == {"pending"}
+    assert {cell.status for cell in read_run(made.campaigns[0].folder).cells} == {"pending"}
     lanes.fates.clear()
-    again = Window([made.sweeps[0].folder], lanes)
+    again = CampaignScheduler([made.campaigns[0].folder], lanes)
     again.carry_out()
-    assert {cell.status for cell in read_run(made.sweeps[0].folder).cells} == {"ok"}
+    assert {cell.status for cell in read_run(made.campaigns[0].folder).cells} == {"ok"}
 
 
 def test_a_full_disk_at_the_client_ends_it_and_counts_no_try(tmp_path: Path) -> None:
@@ -303,15 +307,15 @@ def test_a_full_disk_at_the_client_ends_it_and_counts_no_try(tmp_path: Path) -> 
     assert [group for _, group in lanes.given] == ["g0", "g1"]
     assert not any("tried again" in text for text in said)
     lanes.fates.clear()
-    Window([made.sweeps[0].folder], lanes).carry_out()
-    assert {cell.status for cell in read_run(made.sweeps[0].folder).cells} == {"ok"}
+    CampaignScheduler([made.campaigns[0].folder], lanes).carry_out()
+    assert {cell.status for cell in read_run(made.campaigns[0].folder).cells} == {"ok"}
 
 
 def test_a_campaign_is_read_with_the_groups_that_are_done(tmp_path: Path) -> None:
     lanes = Lanes("a")
     lanes.fates["g1"] = {"unwritable": "groups: No space left on device"}
     made, _ = window(tmp_path, lanes)
-    folder = made.sweeps[0].folder
+    folder = made.campaigns[0].folder
     planned_run = (folder / "run.json").read_bytes()
     with pytest.raises(UnwritableError):
         made.carry_out()
@@ -323,7 +327,7 @@ def test_a_campaign_is_read_with_the_groups_that_are_done(tmp_path: Path) -> Non
 
 def test_a_client_that_was_killed_before_it_merged_is_gone_on_with(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"))
-    folder = made.sweeps[0].folder
+    folder = made.campaigns[0].folder
     planned_run = (folder / "run.json").read_bytes()
     made.carry_out()
     (folder / "run.json").write_bytes(planned_run)
@@ -348,16 +352,16 @@ def test_a_worker_that_is_killed_at_its_start_costs_no_lane(tmp_path: Path) -> N
 
 def test_what_was_measured_on_shared_cores_says_so_cell_by_cell(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"), 2)
-    (sweep,) = made.sweeps
+    (loaded,) = made.campaigns
     for number, shares in enumerate((True, False)):
-        spec = make_spec(sweep.folder, sweep.campaign, sweep.run, sweep.campaign.groups[number])
+        spec = make_spec(loaded.folder, loaded.campaign, loaded.run, loaded.campaign.groups[number])
         first, second = spec["run"]["cells"]
         first |= {"status": "ok", "samples": {"wall": [1, 2, 3]}}
         second |= {"status": "ok", "samples": {"kernel": [1, 2, 3]}}
         part = Path(spec["root"]) / f"{spec['group']}.x.part"
         make_part(part, spec)
         finish(part, {**spec, "shares_cores": shares})
-    run = read_run(sweep.folder)
+    run = read_run(loaded.folder)
     assert [SHARED_CORES in cell.warnings for cell in run.cells] == [True, False, False, False]
     assert [problem.code for problem in run.problems] == ["shared_host"]
 
@@ -392,28 +396,28 @@ def test_groups_that_are_done_are_not_done_again(tmp_path: Path) -> None:
     made, _ = window(tmp_path, lanes)
     made.carry_out()
     lanes.given.clear()
-    record = (made.sweeps[0].folder / "run.json").read_bytes()
-    Window([made.sweeps[0].folder], lanes).carry_out()
+    record = (made.campaigns[0].folder / "run.json").read_bytes()
+    CampaignScheduler([made.campaigns[0].folder], lanes).carry_out()
     assert lanes.given == []
-    assert (made.sweeps[0].folder / "run.json").read_bytes() == record
+    assert (made.campaigns[0].folder / "run.json").read_bytes() == record
 
 
-@pytest.mark.parametrize("what", ["run", "campaign", "output", "parcel"])
+@pytest.mark.parametrize("what", ["run", "campaign", "output", "archive"])
 def test_hosts_with_the_same_process_ids_write_one_folder_at_a_time(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = window(tmp_path, Lanes("a"), 1)
-    folder, (sweep,) = made.sweeps[0].folder, made.sweeps
+    folder, (loaded,) = made.campaigns[0].folder, made.campaigns
     data, expected = pack(folder), content_hash(folder)
 
     def write() -> None:
         if what == "run":
-            write_run(folder, sweep.run)
+            write_run(folder, loaded.run)
         elif what == "campaign":
-            write_campaign(folder, sweep.campaign)
+            write_campaign(folder, loaded.campaign)
         elif what == "output":
-            with atomic_file(folder / "sweep.sbatch", force=True) as output:
-                output.write(b"#!/bin/bash")
+            with atomic_file(folder / "report.html", force=True) as output:
+                output.write(b"<html>")
         else:
             unpack(data, group_folder(folder, "g0"), expected)
 
@@ -430,7 +434,7 @@ def test_hosts_with_the_same_process_ids_write_one_folder_at_a_time(
     monkeypatch.setattr(os, "getpid", lambda: 7)
     write()
     monkeypatch.undo()
-    assert not others and read_run(folder).cells == sweep.run.cells
+    assert not others and read_run(folder).cells == loaded.run.cells
     assert [path for path in folder.rglob(".*") if path.name != ".lock"] == []
 
 
@@ -452,16 +456,16 @@ def test_a_second_interrupt_ends_the_lanes(tmp_path: Path) -> None:
         made.carry_out()
     assert lanes.ended == ["a"]
     assert any("Ctrl-C once more" in text for text in said)
-    assert not group_folder(made.sweeps[0].folder, "g0").exists()
+    assert not group_folder(made.campaigns[0].folder, "g0").exists()
 
 
 def test_a_campaign_file_that_is_none_is_refused(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"))
-    path = made.sweeps[0].folder / "campaign.json"
+    path = made.campaigns[0].folder / "campaign.json"
     for text, words in (("{", "not a campaign"), (json.dumps({"backends": []}), "not a campaign")):
         path.write_text(text)
         with pytest.raises(Exception, match=words):
-            campaign.read_campaign(made.sweeps[0].folder)
+            campaign.read_campaign(made.campaigns[0].folder)
 
 
 @pytest.mark.parametrize(

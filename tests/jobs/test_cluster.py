@@ -34,7 +34,7 @@ from profharness.jobs import capture_into_store, resume_into_store
 from profharness.jobs import cluster as clusters
 from profharness.jobs.cluster import Cluster, check_address
 from profharness.jobs.fleet import describe_lanes, lanes_device, open_transport
-from profharness.jobs.window import Plain
+from profharness.jobs.scheduler import Plain
 from profharness.processes import child_environment
 from profharness.run import CaptureOptions, Fleet, Protocol
 from profharness.runner.supervise import Step

@@ -17,7 +17,7 @@ from profharness.run import read_run, unwritable
 from profharness.runner.group import publish
 
 BLOCK = 1 << 20
-PARCEL = ".parcel"  # ends the name of a folder that is being unpacked
+UNPACKING = ".unpacking"  # suffix of a folder that is being unpacked
 
 
 def content_hash(folder: Path) -> str:
@@ -52,7 +52,7 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
     """
     if folder.exists():
         return False
-    part = folder.with_name(f".{folder.name}.{os.urandom(6).hex()}{PARCEL}")
+    part = folder.with_name(f".{folder.name}.{os.urandom(6).hex()}{UNPACKING}")
     try:
         part.mkdir(parents=True)
         _extract(data, part)

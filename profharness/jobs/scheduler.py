@@ -70,7 +70,7 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
-class Sweep:
+class LoadedCampaign:
     """A campaign in its folder, with the run that it is."""
 
     folder: Path
@@ -93,7 +93,7 @@ def is_of_class(lane: Plain, gpu: str) -> bool:
 class _Task:
     """A group with what became of it so far."""
 
-    sweep: Sweep
+    loaded: LoadedCampaign
     group: Group
     errors: list[str] = field(default_factory=list)
     failed_on: set[str] = field(default_factory=set)
@@ -101,7 +101,7 @@ class _Task:
     @property
     def folder(self) -> Path:
         """Where the group stands when it is done."""
-        return group_folder(self.sweep.folder, self.group.group)
+        return group_folder(self.loaded.folder, self.group.group)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _Lane:
         return task
 
 
-class Window:
+class CampaignScheduler:
     """Campaigns, one a class of GPU, on the lanes of one transport. why_not: why a lane cannot take
     part; on_group hears of the folder of each group that is done, also of those before.
     """
@@ -133,37 +133,41 @@ class Window:
         on_group: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self.transport = transport
-        self.sweeps = [Sweep(path, read_campaign(path), read_run(path)) for path in folders]
+        self.campaigns = [
+            LoadedCampaign(path, read_campaign(path), read_run(path)) for path in folders
+        ]
         self._progress = progress or (lambda _: None)
         self._why_not = why_not
         self._on_group = on_group
         self._queue = deque(
-            _Task(sweep, group)
-            for sweep in self.sweeps
-            for group in open_groups(sweep.folder, sweep.campaign)
+            _Task(loaded, group)
+            for loaded in self.campaigns
+            for group in open_groups(loaded.folder, loaded.campaign)
         )
         self._lanes: dict[str, _Lane] = {}
         self._out: dict[str, str] = {}  # lane to why it gets no group
         self._warned: set[str] = set()
         self._some_left = False
         self._missed: set[str | None] = set()  # classes that were told to have no lane
-        self._groups = sum(len(sweep.campaign.groups) for sweep in self.sweeps)
+        self._groups = sum(len(loaded.campaign.groups) for loaded in self.campaigns)
         self._groups_done = self._groups - len(self._queue)
-        self._total = sum(len(each.run.cells) * each.run.protocol.processes for each in self.sweeps)
+        self._total = sum(
+            len(each.run.cells) * each.run.protocol.processes for each in self.campaigns
+        )
         self._done = self._total - sum(map(_steps, self._queue))
         self._seen = time.monotonic()  # when there was a lane for a group that waits, or could be
         self._estimated = self._measured = 0.0
 
-    def carry_out(self) -> None:
+    def carry_out(self) -> list[Run]:
         """All groups, then run.json of each campaign. Raises Interrupted after the first interrupt, once
         the groups that run have ended, or at the second; CaptureError when no lane is left, or the
         folder cannot be written to.
         """
         with ExitStack() as locks, deferred():
-            for sweep in self.sweeps:
-                locks.enter_context(locked(sweep.folder))
-                for group in sweep.campaign.groups:
-                    if (done := group_folder(sweep.folder, group.group)).is_dir():
+            for loaded in self.campaigns:
+                locks.enter_context(locked(loaded.folder))
+                for group in loaded.campaign.groups:
+                    if (done := group_folder(loaded.folder, group.group)).is_dir():
                         self._on_group(done)
             try:
                 self._feed_until_done()
@@ -171,11 +175,11 @@ class Window:
                 place = f"{error.filename or 'its groups'}: {error.strerror}"
                 raise unwritable(self._unfinished(), place) from None
             finally:
-                # what the lanes have done is told even where they did not do all
-                for sweep in self.sweeps:
-                    merge(sweep.folder)
-            for sweep in self.sweeps:
-                tidy(sweep.folder)
+                # an unfinished campaign also records the groups that are done
+                runs = [merge(loaded.folder) for loaded in self.campaigns]
+            for loaded in self.campaigns:
+                tidy(loaded.folder)
+        return runs
 
     def _feed_until_done(self) -> None:
         feeding = True
@@ -222,8 +226,8 @@ class Window:
     def _unfinished(self) -> Path:
         """The folder of the first campaign that has a group left."""
         left = [lane.task for lane in self._busy() if lane.task] + list(self._queue)
-        folders = [each.folder for each in self.sweeps if any(t.sweep is each for t in left)]
-        return (folders or [self.sweeps[0].folder])[0]
+        folders = [each.folder for each in self.campaigns if any(t.loaded is each for t in left)]
+        return (folders or [self.campaigns[0].folder])[0]
 
     def _busy(self) -> list[_Lane]:
         return [lane for lane in self._lanes.values() if lane.task is not None]
@@ -260,7 +264,7 @@ class Window:
     def _next(self, name: str, lane: _Lane) -> _Task | None:
         """The first group for this lane that did not fail on it, unless it failed on every other too."""
         for task in tuple(self._queue):
-            if not task.sweep.takes(lane.description) or (
+            if not task.loaded.takes(lane.description) or (
                 name in task.failed_on and not self._fitting(task) <= task.failed_on
             ):
                 continue
@@ -273,7 +277,7 @@ class Window:
 
     def _fitting(self, task: _Task) -> set[str]:
         """The lanes that are of the class of a group."""
-        return {name for name, lane in self._lanes.items() if task.sweep.takes(lane.description)}
+        return {name for name, lane in self._lanes.items() if task.loaded.takes(lane.description)}
 
     def _take(self, name: str, outcome: Mapping[str, Any]) -> None:
         lane = self._lanes.get(name)
@@ -319,12 +323,12 @@ class Window:
             return
         words = f"the group failed {TRIES} times; the last time: {task.errors[-1]}"
         self._say(f"group {task.group.group} is given up: {words}")
-        fail_group(task.sweep.folder, _spec(task), words)
+        fail_group(task.loaded.folder, _spec(task), words)
         self._count(task)
 
     def _require_lanes(self) -> None:
         """Tell of classes without a lane. Raises CaptureError where no group that is left has one."""
-        waiting = {task.sweep.campaign.gpu: task for task in self._queue}
+        waiting = {task.loaded.campaign.gpu: task for task in self._queue}
         without = {gpu for gpu, task in waiting.items() if not self._fitting(task)}
         if self._busy() or without < waiting.keys() or not waiting:
             self._seen = time.monotonic()
@@ -333,7 +337,7 @@ class Window:
         over = time.monotonic() - self._seen > patience_s
         for gpu in sorted(filter(None, without - self._missed)) if self._lanes or over else ():
             self._missed.add(gpu)
-            count = sum(task.sweep.campaign.gpu == gpu for task in self._queue)
+            count = sum(task.loaded.campaign.gpu == gpu for task in self._queue)
             self._say(f"warning: no lane is a {gpu}: its {count} group(s) wait for one")
         if not over or not without:
             return
@@ -369,7 +373,7 @@ class Window:
         lane = self._lanes.get(name)
         if lane is None or lane.task is None:
             return
-        cells = lane.task.sweep.run.cells
+        cells = lane.task.loaded.run.cells
         cell = next((each for each in cells if each.cell == row["cell"]), None)
         if cell is None:
             return
@@ -384,14 +388,14 @@ class Window:
         return min(self._total, self._done + sum(lane.done for lane in self._busy()))
 
     def _say(self, text: str) -> None:
-        cell = self.sweeps[0].run.cells[0]
+        cell = self.campaigns[0].run.cells[0]
         self._progress(Step(self._so_far(), self._total, cell, "", notice=text))
 
 
 def _spec(task: _Task) -> Plain:
-    return make_spec(task.sweep.folder, task.sweep.campaign, task.sweep.run, task.group)
+    return make_spec(task.loaded.folder, task.loaded.campaign, task.loaded.run, task.group)
 
 
 def _steps(task: _Task) -> int:
     """The cells of a group as progress counts them: once a process."""
-    return len(task.group.cells) * task.sweep.run.protocol.processes
+    return len(task.group.cells) * task.loaded.run.protocol.processes
