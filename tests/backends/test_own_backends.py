@@ -256,7 +256,7 @@ def test_a_run_goes_on_from_elsewhere(tmp_path: Path, monkeypatch: pytest.Monkey
     write_run(folder, Run("r", "2026-01-01T00:00:00+00:00", ("events",), QUICK, cells))
     write_sources(folder, [find_backend("mine.py")])
     monkeypatch.chdir("/")
-    record = read_run(resume(folder))
+    record = resume(folder).run
     assert [(cell.status, cell.message) for cell in record.cells] == [("ok", None)]
     assert set(record.environment["backend_code"]) == {"mine.py"}
 

@@ -255,7 +255,9 @@ def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     done = {cell.cell for cell in stopped.cells if cell.status == "ok"}
     assert done
     assert len(done) < len(stopped.cells)
-    finished = read_run(resume(folder))
+    resumed = resume(folder)
+    finished = read_run(resumed.folder)
+    assert resumed.run == finished
     assert {cell.status for cell in finished.cells} == {"ok"}
     for name in done:
         assert _cell(finished, name) == _cell(stopped, name)

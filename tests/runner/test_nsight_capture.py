@@ -123,11 +123,11 @@ def test_a_tool_that_fails_is_a_problem_and_resume_mends_it(
     assert problem.code == "importer_missing"
     assert problem.remedy
     install(tools, Scenario(export=Behaviour(report_file=export)))
-    mended = read_run(resume(folder))
-    assert not mended.problems
-    assert mended.traces[-1].path == "nsys-1.sqlite"
-    assert mended.traces[-1].cells == ("c0001", "c0002")
-    assert mended.cells == run.cells
+    resumed = resume(folder).run
+    assert not resumed.problems
+    assert resumed.traces[-1].path == "nsys-1.sqlite"
+    assert resumed.traces[-1].cells == ("c0001", "c0002")
+    assert resumed.cells == run.cells
 
 
 def test_an_export_without_kernels_is_a_problem(tmp_path: Path, tools: Path) -> None:
@@ -206,9 +206,9 @@ def test_a_damaged_report_is_a_problem_and_the_rest_is_stored(
     ncu = unpacked("ncu_h200.ncu-rep.gz", tmp_path)
     whole = Scenario(ncu=Behaviour(report_file=str(ncu)), export=Behaviour(report_file=export))
     install(tools, whole)
-    mended = read_run(resume(folder))
-    assert not mended.problems
-    assert [item.profiler for item in mended.traces] == ["torch", profiler]
+    resumed = resume(folder).run
+    assert not resumed.problems
+    assert [item.profiler for item in resumed.traces] == ["torch", profiler]
 
 
 def test_a_run_with_a_damaged_report_of_old_is_taken_in(tmp_path: Path, tools: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_killed_tool_is_the_reason_why_its_cells_did_not_run(tmp_path: Path, t
     empty = Maker()
     empty.gpu()
     install(tools, Scenario(export=Behaviour(report_file=str(empty.write(tmp_path / "e.sqlite")))))
-    (cell,) = read_run(resume(folder)).cells
+    (cell,) = resume(folder).run.cells
     assert (cell.status, cell.message) == ("ok", None)
 
 
