@@ -45,10 +45,11 @@ from typing import Any
 
 from campaign_backends import backends
 from campaign_inputs import DATA, KINDS, ROOT, Kind
+from campaign_scanner import scanner
 from campaign_stores import STORE_TRIALS
 from campaign_trials import TRIALS, Bench, whole
 
-ALL_TRIALS = TRIALS | STORE_TRIALS | {"backends": backends}
+ALL_TRIALS = TRIALS | STORE_TRIALS | {"backends": backends, "scanner": scanner}
 CPU_S = 20.0
 MEMORY_KIB = 400 * 1024
 CODES = (0, 1, 2, 3)
@@ -149,7 +150,7 @@ def try_out(name: str, asked: argparse.Namespace) -> Figures:
             if outcome.skipped:
                 figures.skipped = outcome.skipped
                 continue
-            figures.tried += 1
+            figures.tried += outcome.times
             if outcome.failure:
                 figures.failures[outcome.failure] += 1
                 note(asked.out / name, outcome.failure, f"{outcome.what}\n{outcome.detail}\n")

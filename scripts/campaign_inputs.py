@@ -140,6 +140,25 @@ TOKENS = (
     "\x00",
     "\ud800",
 )
+MARKS = (b'"', b":", b",", b"{", b"}", b"[", b"]", b"\\", b" ", b"\n", b".", b"-")
+# What stands inside an event, where it does not belong.
+PIECES = (
+    *(b'"ts":', b'"dur":-1,', b'"args":{', b'"cat":"kernel",', b'"ph":"X",', b'"name":"', b"\0"),
+    *(b"\\u0000", b"\\ud800", b"\\\\", b'\\"', b"1e999", b"9" * 400, b"0.1e-5", b"-0", b"[" * 300),
+    *(
+        b"nan",
+        b"true",
+        b"null",
+        b"{}",
+        b"[]",
+        b'""',
+        b"\xff\xfe",
+        b"\xed\xa0\x80",
+        b"},{",
+        b" " * 70,
+    ),
+    *(b'"External id":18446744073709551616,', b'"stream":99999999999999999999,', b'"id":"0x7f",'),
+)
 
 
 @dataclass(frozen=True)
@@ -245,6 +264,34 @@ def change_kineto(data: bytes, random: Random) -> bytes:
         data = gzip.compress(data, 1)
         data = damage(data, random) if random.random() < 0.8 else data
     return data
+
+
+def kineto_events() -> list[bytes]:
+    """Return the events of the small traces, each as its text."""
+    trees = map(json.loads, kineto_seeds())
+    return [_dumped(event) for tree in trees for event in tree["traceEvents"]]
+
+
+def change_kineto_text(data: bytes, random: Random) -> bytes:
+    """Return the text of some events with changed bytes, marks, numbers or strings."""
+    out = bytearray(data)
+    for _ in range(random.choice((1, 1, 2, 4, 12))):
+        at = random.randrange(len(out) + 1)
+        match random.randrange(5):
+            case 0:
+                found = out.find(random.choice(MARKS), at)
+                at = found if found >= 0 else at
+                out[at : at + random.randrange(3)] = random.choice(MARKS)
+            case 1:
+                out[at:at] = random.choice(PIECES)
+            case 2:
+                end = min(len(out), at + random.choice((1, 4, 30, 300)))
+                out[at:at] = out[at:end]
+            case 3:
+                del out[at : at + random.choice((1, 4, 30, 300))]
+            case _ if out:
+                out[at % len(out)] = random.randrange(256)
+    return bytes(out)
 
 
 def _changed_json(data: bytes, random: Random, part: float) -> bytes:

@@ -42,12 +42,13 @@ CELLS = ("--config", "1,1,{8,16},8,fp32", "--backend", "auto,math")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was tried, and how it failed, if it did; skipped: why it could not be tried."""
+    """What was tried how many times, and how it failed, if it did; skipped: why it was not tried."""
 
     what: str
     failure: str = ""
     detail: str = ""
     skipped: str = ""
+    times: int = 1
 
 
 @dataclass
@@ -254,6 +255,12 @@ def lost_cells(wanted: list[tuple[str, str, str]], found: list[tuple[str, str, s
 def kill_capture(bench: Bench, deadline: float) -> Iterator[Outcome]:
     """See `kill_run`."""
     return kill_run(bench, deadline, ["capture", *CELLS, *QUICK])
+
+
+def kill_campaign(bench: Bench, deadline: float) -> Iterator[Outcome]:
+    """See `kill_run`; the cells run on a lane of their own."""
+    words = ["bench", *CELLS, "--device", "cpu", "--iterations", "6", "--warmup", "1"]
+    return kill_run(bench, deadline, [*words, "--scheduler", "local:2"])
 
 
 def kill_bench(bench: Bench, deadline: float) -> Iterator[Outcome]:
@@ -520,6 +527,7 @@ def observed(bench: Bench, deadline: float) -> Iterator[Outcome]:
 TRIALS: dict[str, Callable[[Bench, float], Iterator[Outcome]]] = {
     "kill-capture": kill_capture,
     "kill-bench": kill_bench,
+    "kill-campaign": kill_campaign,
     "disks": disks,
     "tools": tools,
     "secrets": secrets,

@@ -13,7 +13,7 @@ from waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 READERS = ("kineto", "ncu-csv", "nsys", "ncu-rep", "run-folder", "grammar", "store")
-TRIALS = ("kill-ingest", "disks", "secrets", "writers", "pages")
+TRIALS = ("scanner", "kill-ingest", "disks", "secrets", "writers", "pages")
 
 pytestmark = pytest.mark.xdist_group("campaign")
 
@@ -75,3 +75,24 @@ def test_the_table_is_markdown_when_asked(tmp_path: Path) -> None:
     assert header == "| kind | tried | failed | slowest CPU s | peak MB | how |"
     assert rule.count("|") == header.count("|") == row.count("|")
     assert campaign(tmp_path / "out", "--only", "grammer").returncode == 2
+
+
+def test_read_beyond_text_of_scanner_is_found(tmp_path: Path) -> None:
+    """A copy of the package whose scanner reads behind its text."""
+    find = ("cc", "-print-file-name=libasan.so")
+    if (
+        shutil.which("cc") is None
+        or not Path(subprocess.check_output(find, text=True)).is_absolute()
+    ):
+        pytest.skip("no C compiler with the address sanitizer")
+    root = tmp_path / "broken"
+    shutil.copytree(ROOT / "profharness", root / "profharness")
+    source = root / "profharness" / "parse" / "scanner.c"
+    text, right = source.read_text(), "stop = begin + last;"
+    assert text.count(right) == 1
+    source.write_text(text.replace(right, "stop = begin + last + 1;"))
+    out = tmp_path / "out"
+    done = campaign(out, "--only", "scanner", "--seconds", "1", "--root", str(root))
+    assert (done.returncode, done.stdout.count("ends its process")) == (1, 1), done.stdout
+    (kept,) = (out / "scanner").glob("*.txt")
+    assert "heap-buffer-overflow" in kept.read_text()

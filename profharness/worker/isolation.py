@@ -47,8 +47,10 @@ OPERATORS = (
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     *("matmul", "bmm", "mm", "softmax.int", "_softmax"),
 )
-REPLACED = "replaced "
+REPLACED, CHANGED = "replaced ", "changed "
 TORCH_FOLDER = f"{Path(torch.__file__).parent}{os.sep}"
+# Bound here, since a backend may replace them in their modules.
+getsignal, fstat = signal.getsignal, os.fstat
 KEYS = ("CPU:", "CUDA:", "AutogradCPU:", "AutogradCUDA:")
 DETERMINISTIC = "torch.are_deterministic_algorithms_enabled()"
 SETTINGS = (
@@ -149,9 +151,12 @@ class ProcessState:
         ]
         begun = len(self.threads - before.threads)
         texts += [f"left {begun} thread{'s' * (begun > 1)} running"] if begun else []
-        replaced = [text.removeprefix(REPLACED) for text in texts if text.startswith(REPLACED)]
-        others = [text for text in texts if not text.startswith(REPLACED)]
-        return [REPLACED + few(replaced, SHOWN)] * bool(replaced) + others
+        groups = {
+            verb: [text.removeprefix(verb) for text in texts if text.startswith(verb + sign)]
+            for verb, sign in ((REPLACED, ""), (CHANGED, "$"))
+        }
+        others = [text for text in texts if not text.startswith((REPLACED, CHANGED + "$"))]
+        return [verb + few(names, SHOWN) for verb, names in groups.items() if names] + others
 
 
 def with_changes(result: Cell, before: ProcessState) -> Cell:
@@ -211,7 +216,7 @@ def _change(name: str, old: Any, new: Any) -> str:
         return REPLACED + name
     if isinstance(new, bool | int | float | torch.dtype | torch.device):
         return f"set {name} to {new}"
-    return f"changed {name}"
+    return CHANGED + name
 
 
 def _readers() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -246,14 +251,15 @@ def _parts() -> Iterator[tuple[str, Any]]:
         if not name.lstrip("_").startswith("TORCHINDUCTOR"):  # torch.compile sets some
             yield f"${name}", text
     for handled in signal.Signals:
-        yield f"the handler of {handled.name}", signal.getsignal(handled)
+        with contextlib.suppress(Exception):
+            yield f"the handler of {handled.name}", getsignal(handled)
     for operator in OPERATORS:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             table = torch._C._dispatch_dump_table(f"aten::{operator}").splitlines()
             yield f"aten::{operator}", [line for line in table if line.startswith(KEYS)]
     for number in range(3):
         with contextlib.suppress(OSError):
-            state = os.fstat(number)
+            state = fstat(number)
             yield f"file descriptor {number}", (state.st_dev, state.st_ino)
 
 

@@ -61,7 +61,7 @@ def patches(*args, **kwargs):
     F.scaled_dot_product_attention = torch.matmul = torch.Tensor.softmax = no_call
     torch._fused_sdp_choice = no_call
     time.perf_counter_ns = time.perf_counter = time.monotonic = lambda: 0
-    os.write = os.open = os.getpid = os._exit = no_call
+    os.write = os.open = os.getpid = os._exit = os.fstat = signal.getsignal = no_call
     sys.modules["time"] = sys.modules["torch.nn.functional"] = random
     return attention(*args, **kwargs)
 
@@ -88,6 +88,7 @@ def closes(*args, **kwargs):
 
 def registers(*args, **kwargs):
     global library
+    os.environ.update(dict.fromkeys(map("LEFT_BEHIND_{{}}".format, range(30)), "1"))
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention_for_cpu", no_call, "CPU")
     return sdpa(*args, **kwargs)
@@ -144,6 +145,7 @@ CHANGES = {
     ),
     "closes": ("changed file descriptor 1",),
     "registers": (
+        "changed $LEFT_BEHIND_0, ",
         "registered another kernel for aten::_scaled_dot_product_flash_attention_for_cpu",
     ),
 }
