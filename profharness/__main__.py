@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from profharness.cli.main import main
+import sys
 
-main()
+
+def main() -> None:
+    """Import and run the command line. An interrupt during the import has no traceback."""
+    try:
+        from profharness.cli.main import main as run
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

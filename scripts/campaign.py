@@ -343,7 +343,7 @@ class Reader:
         began = used()
         failure, answer, detail = "", [], ""
         for command in commands:
-            if "--store" not in command:
+            if "--store" not in command and self.kind.has_store:
                 command = [*command, "--store", str(store)]
             code, told, wrong = self.call(command)
             answer.append((code, re.sub(r"\d+|/\S+|'[^']*'", "#", told[:160])))
@@ -353,6 +353,9 @@ class Reader:
                 refused = code != 0 and self.kind.name != "run-folder"
                 failure = damage_of(store, before if refused else None)
                 detail = f"{shlex.join(command)}\nexit {code}\n{told}" if failure else detail
+        for copy in place.glob("copy*") if self.kind.planted else ():
+            if not failure and self.kind.planted.encode() in copy.read_bytes():
+                failure = "a planted secret is in the copy"
         usage = used() - began
         peak = peak_kib()
         if usage > CPU_S and not failure:

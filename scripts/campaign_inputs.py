@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import gzip
+import hashlib
 import io
 import json
+import lzma
 import shutil
 import sqlite3
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,13 +166,17 @@ PIECES = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One reader. place: puts an input into an empty folder; commands: what reads it there."""
+    """One reader. place: puts an input into an empty folder; commands: what reads it there; planted:
+    a text that no file beside the input may contain afterwards.
+    """
 
     name: str
     seeds: Callable[[], list[bytes]]
     change: Callable[[bytes, Random], bytes]
     place: Callable[[bytes, Path], Path]
     commands: Callable[[Path], list[list[str]]]
+    planted: str = ""
+    has_store: bool = True
 
 
 def _ingest(path: Path) -> list[list[str]]:
@@ -547,6 +554,86 @@ def store_seeds() -> list[bytes]:
     return []
 
 
+ATLAS_HEAD = struct.Struct("<8sII32s")  # magic, version, bytes of the header, checksum
+
+
+def atlas_seeds() -> list[bytes]:
+    """Return the head of an atlas in JSON, with one small column behind it, and lines of a shard."""
+    (packaged,) = (ROOT / "profharness" / "answers" / "atlas").glob("*.atlas")
+    data = packaged.read_bytes()
+    *_, length, _ = ATLAS_HEAD.unpack_from(data)
+    head = json.loads(lzma.decompress(data[ATLAS_HEAD.size :][:length]))
+    cells = 6
+    for table in ("messages", "kernels"):
+        del head["tables"][table][cells:]
+    empty = lzma.compress(bytes(cells), lzma.FORMAT_RAW, filters=[ATLAS_FILTER])
+    head["counts"] = dict.fromkeys(head["counts"], cells)
+    head["columns"] = {name: [1, len(empty)] for name in head["columns"]}
+    return [CUT.join((_dumped(head), empty * len(head["columns"])))]
+
+
+ATLAS_FILTER = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}
+
+
+def change_atlas(seed: bytes, random: Random) -> bytes:
+    """Change the header or the columns."""
+    head, _, body = seed.partition(CUT)
+    if random.random() < 0.8:
+        head = _changed_json(head, random, 0.9)
+    else:
+        body = damage(body, random)
+    return CUT.join((head, body))
+
+
+def place_atlas(data: bytes, folder: Path) -> Path:
+    """Write it with a right checksum into a folder of atlases."""
+    head, _, body = data.partition(CUT)
+    packed = lzma.compress(head, preset=0)
+    checksum = hashlib.sha256(packed + body).digest()
+    (folder / "atlases").mkdir()
+    path = folder / "atlases" / "forged.atlas"
+    return _written(path, ATLAS_HEAD.pack(b"phatlas\n", 1, len(packed), checksum) + packed + body)
+
+
+def _atlas_commands(path: Path) -> list[list[str]]:
+    folder = ["--atlas", str(path.parent)]
+    return [
+        ["atlas", "list", *folder],
+        ["predict", "--config", "2,8,512,64,bf16", "--gpu", "H200", *folder],
+        ["atlas", "export", str(path), "-o", str(path.with_suffix(".jsonl"))],
+        ["atlas", "add", str(path), "--atlas", str(path.parent / "others")],
+    ]
+
+
+PLANTED = "hunter2x"
+SECRET = f"password={PLANTED}"
+
+
+def secret_nsys_seeds() -> list[bytes]:
+    """Return exports with a password among their strings and environment variables."""
+    found = []
+    for seed in nsys_seeds():
+        with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+            connection.deserialize(seed)
+            connection.execute(
+                "UPDATE StringIds SET value = value || ' ' || ? WHERE id % 2", (SECRET,)
+            )
+            connection.execute("UPDATE NVTX_EVENTS SET text = ? WHERE text IS NOT NULL", (SECRET,))
+            connection.execute("UPDATE TARGET_INFO_SYSTEM_ENV SET value = ?", (SECRET,))
+            connection.commit()
+            found.append(connection.serialize())
+    return found
+
+
+def secret_csv_seeds() -> list[bytes]:
+    """Return tables of ncu with a password in a name of a kernel."""
+    return [seed.replace(b"void ", f"{SECRET} void ".encode()) for seed in csv_seeds()]
+
+
+def _scrub_commands(path: Path) -> list[list[str]]:
+    return [["scrub", str(path), "-o", str(path.with_name(f"copy{path.suffix}"))]]
+
+
 KINDS = {
     kind.name: kind
     for kind in (
@@ -557,5 +644,10 @@ KINDS = {
         Kind("run-folder", run_seeds, change_run, place_run, _ingest),
         Kind("grammar", grammar_seeds, change_grammar, place_grammar, _grammar_commands),
         Kind("store", store_seeds, change_store, place_store, _store_commands),
+        Kind("atlas", atlas_seeds, change_atlas, place_atlas, _atlas_commands, has_store=False),
+        Kind(
+            "scrub-nsys", secret_nsys_seeds, change_database, place_nsys, _scrub_commands, PLANTED
+        ),
+        Kind("scrub-ncu", secret_csv_seeds, change_csv, place_csv, _scrub_commands, PLANTED),
     )
 }

@@ -12,7 +12,18 @@ import pytest
 from waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
-READERS = ("kineto", "ncu-csv", "nsys", "ncu-rep", "run-folder", "grammar", "store")
+READERS = (
+    "kineto",
+    "ncu-csv",
+    "nsys",
+    "ncu-rep",
+    "run-folder",
+    "grammar",
+    "store",
+    "atlas",
+    "scrub-nsys",
+    "scrub-ncu",
+)
 TRIALS = ("scanner", "kill-ingest", "disks", "secrets", "writers", "pages")
 
 pytestmark = pytest.mark.xdist_group("campaign")

@@ -75,3 +75,29 @@ def test_a_deleted_working_folder_is_told(tmp_path: Path, command: str) -> None:
     assert done.returncode in (1, 2)
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 4, done.stderr
+
+
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "profharness.errors":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["profharness", "runs"]
+runpy.run_module("profharness", run_name="__main__")
+"""
+
+
+def test_interrupt_while_modules_are_imported_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
