@@ -566,7 +566,7 @@ def atlas_seeds() -> list[bytes]:
     cells = 6
     for table in ("messages", "kernels"):
         del head["tables"][table][cells:]
-    empty = lzma.compress(bytes(cells), lzma.FORMAT_RAW, filters=[ATLAS_FILTER])
+    empty = lzma.compress(b"\1" * cells, lzma.FORMAT_RAW, filters=[ATLAS_FILTER])
     head["counts"] = dict.fromkeys(head["counts"], cells)
     head["columns"] = {name: [1, len(empty)] for name in head["columns"]}
     return [CUT.join((_dumped(head), empty * len(head["columns"])))]
@@ -626,8 +626,8 @@ def secret_nsys_seeds() -> list[bytes]:
 
 
 def secret_csv_seeds() -> list[bytes]:
-    """Return tables of ncu with a password in a name of a kernel."""
-    return [seed.replace(b"void ", f"{SECRET} void ".encode()) for seed in csv_seeds()]
+    """Return tables of ncu with a password in the names of kernels."""
+    return [seed.replace(b"cudnn_", f"{SECRET} cudnn_".encode()) for seed in csv_seeds()]
 
 
 def _scrub_commands(path: Path) -> list[list[str]]:
