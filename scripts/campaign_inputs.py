@@ -609,25 +609,23 @@ PLANTED = "hunter2x"
 SECRET = f"password={PLANTED}"
 
 
-def secret_nsys_seeds() -> list[bytes]:
-    """Return exports with a password among their strings and environment variables."""
-    found = []
-    for seed in nsys_seeds():
-        with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-            connection.deserialize(seed)
-            connection.execute(
-                "UPDATE StringIds SET value = value || ' ' || ? WHERE id % 2", (SECRET,)
-            )
-            connection.execute("UPDATE NVTX_EVENTS SET text = ? WHERE text IS NOT NULL", (SECRET,))
-            connection.execute("UPDATE TARGET_INFO_SYSTEM_ENV SET value = ?", (SECRET,))
-            connection.commit()
-            found.append(connection.serialize())
-    return found
+def place_secret_nsys(data: bytes, folder: Path) -> Path:
+    """Write an export, and a password into its strings as far as it is a database."""
+    path = place_nsys(data, folder)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        for change in (
+            "UPDATE StringIds SET value = ? || ' ' || value WHERE id % 2",
+            "UPDATE NVTX_EVENTS SET text = ? WHERE text IS NOT NULL",
+            "UPDATE TARGET_INFO_SYSTEM_ENV SET value = ?",
+        ):
+            with contextlib.suppress(sqlite3.Error), connection:
+                connection.execute(change, (SECRET,))
+    return path
 
 
-def secret_csv_seeds() -> list[bytes]:
-    """Return tables of ncu with a password in the names of kernels."""
-    return [seed.replace(b"cudnn_", f"{SECRET} cudnn_".encode()) for seed in csv_seeds()]
+def place_secret_csv(data: bytes, folder: Path) -> Path:
+    """Write a table of ncu with a password before the names of cuDNN's kernels."""
+    return place_csv(data.replace(b'"cudnn_', f'"{SECRET} cudnn_'.encode()), folder)
 
 
 def _scrub_commands(path: Path) -> list[list[str]]:
@@ -646,8 +644,8 @@ KINDS = {
         Kind("store", store_seeds, change_store, place_store, _store_commands),
         Kind("atlas", atlas_seeds, change_atlas, place_atlas, _atlas_commands, has_store=False),
         Kind(
-            "scrub-nsys", secret_nsys_seeds, change_database, place_nsys, _scrub_commands, PLANTED
+            "scrub-nsys", nsys_seeds, change_database, place_secret_nsys, _scrub_commands, PLANTED
         ),
-        Kind("scrub-ncu", secret_csv_seeds, change_csv, place_csv, _scrub_commands, PLANTED),
+        Kind("scrub-ncu", csv_seeds, change_csv, place_secret_csv, _scrub_commands, PLANTED),
     )
 }
