@@ -346,7 +346,7 @@ def _marked(mark: Mapping[str, str]) -> list[int]:
     return pids
 
 
-WORKER_SCRIPT = Path(__file__).resolve().parent / "worker" / "elsewhere.py"
+WORKER_SCRIPT = Path(__file__).resolve().parent / "worker" / "foreign_python.py"
 """Starts the worker in a Python that has no profharness."""
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from profharness.observer import seen, wrapper
+from profharness.observer import in_process, wrapper
 
 STARTUP = Path(__file__).resolve().parents[1] / "profharness" / "observer" / "startup"
 CALLS = 100
@@ -87,7 +87,7 @@ def other_ops(rounds: int) -> float:
 def pair(rounds: int, work: Callable[[], Any], attention: Any) -> float:
     """The median of differences with and without a recorder, for one of CALLS."""
     differences = []
-    with seen.observe():
+    with in_process.observe():
         for each in range(rounds):
             took = {}
             for function in (wrapper.sd, attention)[:: 1 if each % 2 else -1]:

@@ -122,7 +122,7 @@ class Trial:
                 command = (folder / "cmdline").read_bytes()
                 if command and f"{MARK}={self.place}".encode() in (folder / "environ").read_bytes():
                     lane = b"profharness.runner.group" in command
-                    worker = b"elsewhere.py" in command or b"profharness.worker" in command
+                    worker = b"foreign_python.py" in command or b"profharness.worker" in command
                     found[int(folder.name)] = "lane" if lane else "worker" if worker else "client"
         return found
 

@@ -93,7 +93,7 @@ def test_processes_are_ended_and_their_environment_made_in_one_file() -> None:
             makes = isinstance(node, ast.Constant) and node.value == "PYTHONPATH"
             if ends or makes:
                 wrong.append(f"{path}:{node.lineno}")
-    # elsewhere.py takes the path of the Python that started it out of its own environment
-    homes = ("processes.py:", "worker/elsewhere.py:")
+    # foreign_python.py takes the path of the Python that started it out of its own environment
+    homes = ("processes.py:", "worker/foreign_python.py:")
     assert [place for place in wrong if not place.startswith(homes)] == []
     assert wrong

@@ -1,5 +1,5 @@
-"""What goes into an observed program: it names attention calls and opens a short profiler window.
+"""The code that runs in an observed program: it records attention calls and profiles a short window.
 
-Nothing of the package imports this. The program finds `startup` first on its path, and loads the rest
-by path once torch is there.
+The rest of the package does not import it. The program finds `startup` first on its path, and loads
+the other modules by path once torch is imported.
 """

@@ -1,5 +1,5 @@
-"""How often each kind of call was made, in a file that the process maps into its memory: whatever ends
-the process, and in whichever thread a call was made, the file has its count.
+"""Count calls of each kind in a memory-mapped file, which survives any end of the process and counts
+calls of all threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from profharness.observer.hook import append
 
-ROW = 5  # numbers: template + 1, batch, query length, key length (or -1 each), calls
+ROW = 5  # int64 columns: template + 1, batch, query length, key length (or -1 each), calls
 FIRST_ROWS = 100
 SIZE = ctypes.sizeof(ctypes.c_int64)
 
@@ -28,7 +28,7 @@ _mmap.argtypes = (
 
 
 class Counts:
-    """Rows of calls by template and lengths. path None: they are kept in memory alone."""
+    """Rows of calls by template and lengths. Without a path they exist only in memory."""
 
     def __init__(self, path: str | None) -> None:
         self.path = path
@@ -37,27 +37,27 @@ class Counts:
         self.cells: Any = None
 
     def row(self, template: int, lengths: tuple[int, ...]) -> tuple[Any, int]:
-        """An array, and the place in it that counts these calls. Raises OSError."""
+        """Return an array and the index in it that counts these calls. Raise OSError."""
         found = self.rows.get((template, lengths))
         if found is None:
             found = self.rows[template, lengths] = self._new_row(template, lengths)
         return found
 
     def of_template(self, template: int) -> int:
-        """The calls of a template so far."""
+        """Return the number of calls of a template so far."""
         return sum(
             cells[at] for (number, _), (cells, at) in list(self.rows.items()) if number == template
         )
 
     def open(self) -> None:
-        """Make the file, also for a process none of whose calls can be counted. Raises OSError."""
+        """Create the file, even for a process without countable calls. Raise OSError."""
         if self.path is not None and not self.room:
             self._grow()
 
     def _grow(self) -> None:
         assert self.path is not None
         added = self.room or FIRST_ROWS
-        append(self.path, bytes(added * ROW * SIZE))  # a page without a block would raise SIGBUS
+        append(self.path, bytes(added * ROW * SIZE))  # access to an unallocated page raises SIGBUS
         self.room += added
         numbers = self.room * ROW
         descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
@@ -68,7 +68,7 @@ class Counts:
             os.close(descriptor)
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.path)
-        # never unmapped: a thread may still count while the interpreter ends
+        # Never unmapped: a thread may still count while the interpreter shuts down.
         mapped = (ctypes.c_int64 * numbers).from_address(address)
         self.cells = memoryview(mapped).cast("B").cast("q")
 
@@ -78,7 +78,7 @@ class Counts:
         if len(self.rows) >= self.room:
             self._grow()
         first = len(self.rows) * ROW
-        told = [template + 1, *(lengths or (-1, -1, -1))]
-        for at, number in enumerate(told, start=first):
+        key = [template + 1, *(lengths or (-1, -1, -1))]
+        for at, number in enumerate(key, start=first):
             self.cells[at] = number
         return self.cells, first + ROW - 1

@@ -1,4 +1,4 @@
-"""Facts on one call that torch tells without a profiler: tensors, flags in force, who computes it."""
+"""Read the properties of a call from torch without a profiler: tensors, flags and the backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 C: Any = torch._C
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 CHOICES = {-1: "none", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
-# the C++ name of an autograd node says which kernel's backward it is
+# The C++ name of an autograd node identifies the kernel.
 NODES = {
     "ScaledDotProductFlashAttentionBackward": "flash",
     "ScaledDotProductFlashAttentionForCpuBackward": "flash",
@@ -24,13 +24,15 @@ SWITCHES = {
     "math": "_get_math_sdp_enabled",
     "cudnn": "_get_cudnn_sdp_enabled",
 }
-_switches = [(name, getattr(C, told)) for name, told in SWITCHES.items() if hasattr(C, told)]
-PRIORITY = getattr(C, "_get_sdp_priority_order", None)  # torch 2.6 on
-MOST_BYTES = 64 << 20  # of tensors made to ask for a choice under autocast
+_switches = [(name, getattr(C, attr)) for name, attr in SWITCHES.items() if hasattr(C, attr)]
+PRIORITY = getattr(C, "_get_sdp_priority_order", None)  # from torch 2.6 on
+MOST_BYTES = 64 << 20  # per tensor that is created to query the choice under autocast
 
 
 def tensor(value: Any) -> dict[str, Any] | None:
-    """Dims, strides, dtype, device of a tensor; None for anything else and for symbolic sizes."""
+    """Return dims, strides, dtype and device of a tensor. Return None for other objects. Dims are None
+    if they are symbolic.
+    """
     if not isinstance(value, torch.Tensor):
         return None
     dims = list(value.shape)
@@ -48,18 +50,18 @@ def tensor(value: Any) -> dict[str, Any] | None:
 
 
 def flags() -> dict[str, Any]:
-    """Which backends are enabled, in which order they are tried, and what else changes the choice."""
+    """Return the enabled backends, their order, and the other flags that change the choice."""
     order = [CHOICES.get(int(number), str(number)) for number in PRIORITY()] if PRIORITY else None
     return {
-        "enabled": {name: bool(told()) for name, told in _switches},
+        "enabled": {name: bool(enabled()) for name, enabled in _switches},
         "priority": order,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 
 def autocast(device: str) -> str | None:
-    """The dtype that autocast computes in on a device; None where it is off, and for a device that
-    has none, such as `meta`.
+    """Return the autocast dtype of a device, or None if autocast is off or the device has none, such
+    as `meta`.
     """
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -67,8 +69,8 @@ def autocast(device: str) -> str | None:
 
 
 def choice(inputs: list[Any], mask: Any, options: dict[str, Any]) -> str | None:
-    """The backend that torch says it would take; None where it must not be asked, and for tensors
-    without data, which no backend computes.
+    """Return the backend that torch would select. Return None for tensors without data, and in modes
+    where calling torch has side effects.
     """
     tensors, query = [*inputs, mask], inputs[0]
     if query.device.type == "meta" or any(type(item) not in PLAIN for item in inputs):
@@ -80,18 +82,18 @@ def choice(inputs: list[Any], mask: Any, options: dict[str, Any]) -> str | None:
         tensors = [_cast(item, torch.get_autocast_dtype(device)) for item in tensors]
         if tensors[0] is None:
             return None
-    told = torch._fused_sdp_choice(
+    number = torch._fused_sdp_choice(
         *tensors,
         options["dropout"],
         options["causal"],
         scale=options["scale"],
         enable_gqa=options["gqa"],
     )
-    return CHOICES.get(int(told), str(told))
+    return CHOICES.get(int(number), str(number))
 
 
 def _cast(item: Any, dtype: Any) -> Any:
-    """A tensor that lies as one does, of another dtype; its values do not matter."""
+    """Return an uninitialized tensor with the same shape and strides in another dtype."""
     if item is None or item.dtype == torch.bool:
         return item
     if item.numel() * 2 > MOST_BYTES:
@@ -100,20 +102,20 @@ def _cast(item: Any, dtype: Any) -> Any:
 
 
 def node(output: Any) -> str | None:
-    """The name of the autograd node that made an output, without its number."""
+    """Return the name of an output's autograd node, without its number."""
     made = getattr(output, "grad_fn", None)
     return None if made is None else str(made.name()).rstrip("0123456789")
 
 
 def ran(node_name: str | None, chosen: str | None) -> str | None:
-    """The backend that computed a call: as its autograd node says, else as torch chose."""
+    """Return the backend that computed a call: that of its autograd node, else torch's choice."""
     if node_name in NODES:
         return NODES[node_name]
     return chosen
 
 
 def environment() -> dict[str, Any]:
-    """The software and device of this process, under the names of a run's environment."""
+    """Return the software and device of this process, with the keys of a run's environment."""
     keys: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",

@@ -1,5 +1,5 @@
-"""The pytest fixture `attention`; pytest finds it by its entry point, and a test that asks for it has
-its attention calls recorded.
+"""The pytest fixture `attention`, which records a test's attention calls. pytest finds it by its
+entry point.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from profharness.observer.seen import Seen
+    from profharness.observer.in_process import AttentionCalls
 
 
 @pytest.fixture
-def attention() -> Iterator[Seen]:
-    """The attention calls of the test: `attention.calls`, `attention.backends`."""
-    with import_module("profharness.observer.seen").observe() as seen:
-        yield seen
+def attention() -> Iterator[AttentionCalls]:
+    """Record the attention calls of the test: `attention.calls`, `attention.backends`."""
+    with import_module("profharness.observer.in_process").observe() as calls:
+        yield calls

@@ -1,5 +1,6 @@
-"""Waits for `import torch` to finish, then loads the recorder. Loads nothing itself, because every
-Python that the program starts runs it.
+"""Load the recorder when `import torch` has finished.
+
+This module runs in every Python that the program starts, so it imports as little as possible.
 """
 
 from __future__ import annotations
@@ -7,13 +8,13 @@ from __future__ import annotations
 import os
 import sys
 
-# importlib.util has these too, but takes a millisecond to load
+# importlib.util has these too, but its import takes a millisecond.
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import (
     spec_from_file_location,
 )
 
-TYPE_CHECKING = False  # typing takes milliseconds to load
+TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
     from typing import Any
 
@@ -26,12 +27,12 @@ PARTS = (
     "window",
     "recorder",
     "wrapper",
-)  # each after what it imports
+)  # in import order
 PROCESSES_FILE = "processes.jsonl"
 
 
 def wait_for_torch(folder: str) -> None:
-    """Record into a run folder as soon as torch is imported."""
+    """Start recording into a run folder as soon as torch is imported."""
     report(folder, "python")
     if "torch" in sys.modules:
         start(folder)
@@ -40,17 +41,18 @@ def wait_for_torch(folder: str) -> None:
 
 
 def report(folder: str, event: str) -> None:
-    """A line on this process, appended whole."""
+    """Append a line about this process atomically."""
     try:
         line = f'{{"event":"{event}","pid":{os.getpid()},"parent":{os.getppid()}}}\n'
         append(f"{folder}/{PROCESSES_FILE}", line.encode())
     except OSError:
-        pass  # the recorder says so, if there is anything to record
+        pass  # the recorder reports it if there are calls to record
 
 
 def append(path: str, data: bytes) -> None:
-    """Append to a file, which is closed again: a descriptor that stays open may be closed by the
-    program, and its number become that of another file. Raises OSError.
+    """Append to a file and close it. Raise OSError.
+
+    The program could close a descriptor that stays open, and reuse its number for another file.
     """
     number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -61,7 +63,7 @@ def append(path: str, data: bytes) -> None:
 
 
 def start(folder: str) -> None:
-    """Record this process's attention. What fails is said once, and the program goes on."""
+    """Record the attention calls of this process. Print an error once; the program continues."""
     try:
         report(folder, "torch")
         load()
@@ -71,7 +73,7 @@ def start(folder: str) -> None:
 
 
 def load() -> None:
-    """Load the observer's files by path under their own names; the package need not be on the path."""
+    """Load the observer's modules by path, as the package may not be importable."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     for part in PARTS:
         name = f"{PACKAGE}.{part}"
@@ -88,7 +90,7 @@ def load() -> None:
 
 
 def after_import(name: str, act: Any) -> None:
-    """Call act when a module's import has finished, at once if it has already."""
+    """Call `act` when a module's import has finished, or at once if it is already imported."""
     if name in sys.modules:
         act()
     else:
@@ -96,8 +98,8 @@ def after_import(name: str, act: Any) -> None:
 
 
 class _Finder:
-    """Finds one module by the other finders, and acts once when that has been executed. The loader
-    stays the one that they name.
+    """Find one module with the other finders, and call `act` once after its execution. The module
+    keeps its own loader.
     """
 
     def __init__(self, name: str, act: Any) -> None:
@@ -121,7 +123,7 @@ class _Finder:
             return
 
         def execute_and_act(module: Any) -> None:
-            del loader.exec_module  # the class's own shows again
+            del loader.exec_module  # restores the class's method
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)

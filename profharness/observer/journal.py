@@ -1,4 +1,4 @@
-"""What an observed process writes down: one file a process, a line an event, each appended at once."""
+"""The journal of an observed process: one file per process, one line per event."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ OPTIONS_FILE = "observe.json"
 
 
 class Journal:
-    """The files `<pid>.jsonl` and `<pid>.counts` in a run folder; after a fork the child has its own.
-    A process whose number was taken before, as after os.exec, is `<pid>-2`. folder None: nothing is
-    written.
+    """The files `<pid>.jsonl` and `<pid>.counts` in a run folder.
+
+    A forked child has its own files. If the files of a pid exist, as after os.exec, the name is
+    `<pid>-2`. Without a folder nothing is written.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -33,11 +34,11 @@ class Journal:
         self.name = name
 
     def path(self, suffix: str) -> str | None:
-        """A file of this process."""
+        """Return the path of a file of this process."""
         return None if self.folder is None else f"{self.folder}/{self.name}{suffix}"
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append a line. Raises OSError."""
+        """Append a line. Raise OSError."""
         path = self.path(".jsonl")
         if path is None:
             return
@@ -45,14 +46,14 @@ class Journal:
         append(path, line.encode("utf-8", "replace") + b"\n")
 
 
-def say(text: str) -> None:
-    """A line to stderr; one that takes nothing changes nothing."""
+def print_error(text: str) -> None:
+    """Print a line to stderr. Ignore a closed or broken stderr."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"profharness: {text}", file=sys.stderr, flush=True)
 
 
 def read_options(folder: str) -> dict[str, Any]:
-    """The options that `profharness observe` left in the run folder."""
+    """Read the options that `profharness observe` wrote into the run folder."""
     with open(os.path.join(folder, OPTIONS_FILE), encoding="utf-8") as file:  # noqa: PTH118
         options: dict[str, Any] = json.load(file)
         return options

@@ -1,4 +1,4 @@
-"""What a mask does, from its contents: nothing, causal, key padding, a window, a bias, or other."""
+"""Classify masks by their contents: nothing, causal, key padding, a window, a bias, or other."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ MOST_BYTES = 16 << 20
 
 
 def contents(mask: Any) -> dict[str, Any] | None:
-    """The class of a mask and what it needs to be said of it; None for one that is too large to look at,
-    or that must not be touched now.
+    """Return the class of a mask and its properties. Return None for a mask that is too large or must
+    not be read now.
     """
     if type(mask) not in (torch.Tensor, torch.nn.Parameter) or mask.device.type == "meta":
         return None
@@ -22,7 +22,7 @@ def contents(mask: Any) -> dict[str, Any] | None:
         size *= length if stride else 1
     if size * mask.element_size() > MOST_BYTES:
         return None
-    # broadcast dims are looked at once
+    # Read broadcast dims only once.
     distinct = mask.detach()[
         tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride()[:-2])
     ]
@@ -35,7 +35,7 @@ def contents(mask: Any) -> dict[str, Any] | None:
 
 
 def of_blocks(mask: Any) -> dict[str, Any]:
-    """What is told of the block mask of flex_attention: its function says what it masks."""
+    """Return the properties of a block mask of flex_attention, whose function defines its contents."""
     if mask is None:
         return {"contents": "none"}
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -46,7 +46,7 @@ def of_blocks(mask: Any) -> dict[str, Any]:
 
 
 def _busy() -> bool:
-    """Whether ops of ours would be seen: by a dispatch mode, a function transform or a profiler."""
+    """Return whether a dispatch mode, a function transform or a profiler would record our ops."""
     functorch = getattr(torch._C, "_functorch", None)
     return bool(
         torch._C._len_torch_dispatch_stack()
@@ -91,7 +91,7 @@ def _share(kept: Any) -> float:
 
 
 def _window(flat: Any, offset: int) -> list[int] | None:
-    """How far a band reaches to the left and the right of the diagonal; None where it is no band."""
+    """Return how far a band extends to the left and right of the diagonal, or None if it is not a band."""
     rows, columns = flat.shape[-2:]
     distance = torch.arange(columns)[None, :] - torch.arange(rows)[:, None] - offset
     inside = distance[flat[0]]

@@ -19,7 +19,7 @@ import torch
 
 from profharness.observer import facts, masks
 from profharness.observer.counts import Counts
-from profharness.observer.journal import Journal, say
+from profharness.observer.journal import Journal, print_error
 from profharness.observer.window import Window
 
 C: Any = torch._C
@@ -350,7 +350,7 @@ class Recorder:
         if not self.on:
             return
         self.on = False
-        say(f"attention is no longer recorded: {error!r}; the program goes on")
+        print_error(f"attention is no longer recorded: {error!r}; the program goes on")
         with contextlib.suppress(Exception):  # the disk is full: it was said
             self.journal.write("failed", why=repr(error))
 

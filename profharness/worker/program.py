@@ -33,7 +33,7 @@ from profharness.run import (
     JournalEntry,
     Plan,
 )
-from profharness.worker.early import EarlyStart
+from profharness.worker.cuda_warmup import CudaWarmup
 from profharness.worker.gpu_watch import GpuWatch, open_watch
 
 EXIT_DEAD_CONTEXT = 70
@@ -142,12 +142,12 @@ def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
     return write_and_report
 
 
-def run_arguments(arguments: Sequence[str], early: EarlyStart | None = None) -> NoReturn:
+def run_arguments(arguments: Sequence[str], warmup: CudaWarmup | None = None) -> NoReturn:
     """Run the program of a command line: `[MODULE [ARGUMENT ...]] FOLDER`; without a module, the cells
     of the plan one after another.
     """
     module = arguments[0] if arguments[1:] else "profharness.worker.cell"
-    run_program(Path(arguments[-1]), module, early)
+    run_program(Path(arguments[-1]), module, warmup)
 
 
 def starts_cuda(plan: Plan) -> bool:
@@ -157,7 +157,7 @@ def starts_cuda(plan: Plan) -> bool:
     return plan.protocol.device != "cpu" and not plan.wrapped
 
 
-def run_program(folder: Path, module: str, early: EarlyStart | None = None) -> NoReturn:
+def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> NoReturn:
     """Do the work of a plan by the `body` of a module, and leave: 0 when it is done, EXIT_DEAD_CONTEXT
     when a new process has to go on after the cell whose result the DeadContextError carries,
     EXIT_UNWRITABLE when the run folder cannot be written to.
@@ -171,8 +171,8 @@ def run_program(folder: Path, module: str, early: EarlyStart | None = None) -> N
     plan = msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
     threading.Thread(target=end_with, args=(plan.parent,), daemon=True).start()
     write: Write = JournalWriter(folder)
-    if early is None and starts_cuda(plan):
-        early = EarlyStart()
+    if warmup is None and starts_cuda(plan):
+        warmup = CudaWarmup()
     gc.disable()  # nothing of what is loaded is garbage
     # loads torch, so after the parent's watch
     from profharness.worker import environment, isolation
@@ -182,7 +182,7 @@ def run_program(folder: Path, module: str, early: EarlyStart | None = None) -> N
         device = environment.default_device()
     watch = None
     if device == "cuda" and plan.cells:
-        watch = early.watch() if early is not None else open_watch()
+        watch = warmup.watch() if warmup is not None else open_watch()
     keys = environment.collect(device)
     code = 0
     try:

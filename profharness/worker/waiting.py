@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from profharness.run import PLAN_FILE, Plan
-from profharness.worker.early import EarlyStart
+from profharness.worker.cuda_warmup import CudaWarmup
 from profharness.worker.program import run_arguments, starts_cuda
 
 MOST_BYTES = 1 << 16
@@ -27,7 +27,7 @@ class Order:
 
     def __init__(self) -> None:
         self.arguments: list[str] = []
-        self.early: EarlyStart | None = None
+        self.warmup: CudaWarmup | None = None
         self._thread = threading.Thread(target=self._take, daemon=True)
         self._thread.start()
 
@@ -47,7 +47,7 @@ class Order:
         self.arguments = text.decode().split("\0")
         plan = Path(self.arguments[-1], PLAN_FILE).read_bytes()
         if starts_cuda(msgspec.json.decode(plan, type=Plan)):
-            self.early = EarlyStart()
+            self.warmup = CudaWarmup()
 
 
 if __name__ == "__main__":
@@ -57,4 +57,4 @@ if __name__ == "__main__":
         import torch  # noqa: F401
     finally:
         order.wait()  # whose log tells what went wrong
-    run_arguments(order.arguments, order.early)
+    run_arguments(order.arguments, order.warmup)

@@ -1,7 +1,7 @@
-"""Starts the worker in a Python that has torch, and need have nothing else of what profharness needs:
-`python .../worker/elsewhere.py [MODULE [ARGUMENT ...]] FOLDER`. It is run by its path.
+"""Start the worker in a Python that has torch but need not have the other dependencies:
+`python .../worker/foreign_python.py [MODULE [ARGUMENT ...]] FOLDER`. It is run by its path.
 
-It keeps to what an old Python 3 can read, so that one that is too old says so.
+It uses only syntax of old Python 3 versions, so that these can report that they are too old.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ OLDEST_TORCH = (2, 5)
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def why_not() -> str | None:
-    """Why no worker can run in this Python, None where nothing is known against it."""
+def refusal() -> str | None:
+    """Return why this Python cannot run a worker, or None."""
     if sys.version_info < OLDEST_PYTHON:
         here, oldest = map(dotted, (sys.version_info, OLDEST_PYTHON))
         return f"Python {here} is too old, {oldest} is the oldest"
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return "no torch is installed there"
-    # not by the distribution's metadata, which a build tree does not have
+    # A build tree has no distribution metadata.
     text = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
     version = re.search(r"__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", text)
     if version and (int(version[2]), int(version[3])) < OLDEST_TORCH:
@@ -36,12 +36,12 @@ def why_not() -> str | None:
 
 
 def dotted(version: tuple[object, ...]) -> str:
-    """The first two numbers of a version."""
+    """Format the first two numbers of a version."""
     return ".".join(map(str, version[:2]))
 
 
-def leave_alone(parents: Path) -> None:
-    """Take the packages of the Python that started this one off the path: they are for that one."""
+def remove_from_path(parents: Path) -> None:
+    """Remove the packages of the Python that started this one from the path."""
     unwanted = (str(parents), str(Path(__file__).resolve().parent))
     sys.path[:] = [path for path in sys.path if path not in unwanted]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -49,7 +49,7 @@ def leave_alone(parents: Path) -> None:
 
 
 def load_package() -> None:
-    """Make `profharness` importable, and nothing that lies beside it."""
+    """Make `profharness` importable, but not the other packages in its folder."""
     spec = importlib.util.spec_from_file_location(
         PACKAGE.name, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
     )
@@ -59,10 +59,12 @@ def load_package() -> None:
 
 
 if __name__ == "__main__":
-    leave_alone(PACKAGE.parent)
-    reason = why_not()
+    remove_from_path(PACKAGE.parent)
+    reason = refusal()
     if reason is not None:
         sys.exit(reason)
     load_package()
-    sys.path.append(str(PACKAGE / "worker" / "standins"))  # last: what is installed goes first
+    sys.path.append(
+        str(PACKAGE / "worker" / "standins")
+    )  # last, so that installed packages take precedence
     runpy.run_module("profharness.worker", run_name="__main__")

@@ -1,4 +1,4 @@
-"""The start of NVML and of CUDA, which take as long as some cells, beside the loading of torch."""
+"""Start NVML and CUDA while torch loads, as they take as long as some cells."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from profharness.worker.gpu_watch import GpuWatch, open_watch
 MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
-class EarlyStart:
-    """A thread that opens the watch and then the context of device 0, which torch finds made. Nothing
-    comes of it without a driver; torch then says why.
+class CudaWarmup:
+    """A thread that opens the GPU watch and then the context of device 0, which torch reuses.
+
+    Without a driver it does nothing; torch then reports the reason.
     """
 
     def __init__(self) -> None:
@@ -24,28 +25,28 @@ class EarlyStart:
         self._thread.start()
 
     def watch(self) -> GpuWatch | None:
-        """The watch, once all is open; None without NVML."""
+        """Wait for the thread and return the watch, or None without NVML."""
         self._thread.join()
         return self._watch
 
     def _run(self) -> None:
-        # the watch has to be made before this process has a context
+        # The watch must be created before this process has a context.
         self._watch = open_watch()
         if torch_has_cuda():
             open_context()
 
 
 def torch_has_cuda() -> bool:
-    """Whether the torch of this Python is built for CUDA, found out without loading it."""
+    """Return whether the torch of this Python is built for CUDA, without loading it."""
     spec = find_spec("torch")
     places = (spec and spec.submodule_search_locations) or ()
     return any((Path(place) / "lib" / "libtorch_cuda.so").exists() for place in places)
 
 
 def open_context() -> bool:
-    """Make the context that torch will use of device 0; False where that cannot be."""
+    """Create the context of device 0 that torch will use. Return False if that fails."""
     if MODULE_LOADING not in os.environ:
-        # as torch does it, which drivers before 12.2 need; not in os.environ, which is recorded
+        # Drivers before 12.2 need it, as torch sets it. os.environ stays unchanged because it is recorded.
         os.putenv(MODULE_LOADING, "LAZY")
     device, context = ctypes.c_int(), ctypes.c_void_p()
     try:

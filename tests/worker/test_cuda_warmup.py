@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from profharness.worker import early
+from profharness.worker import cuda_warmup
 
 
 def test_without_a_driver_nothing_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,18 +17,18 @@ def test_without_a_driver_nothing_comes_of_it(monkeypatch: pytest.MonkeyPatch) -
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", no_library)
-    monkeypatch.setattr(early, "open_watch", lambda: None)
-    assert early.open_context() is False
-    assert early.EarlyStart().watch() is None
+    monkeypatch.setattr(cuda_warmup, "open_watch", lambda: None)
+    assert cuda_warmup.open_context() is False
+    assert cuda_warmup.CudaWarmup().watch() is None
     # what is recorded of the environment is the user's
-    assert early.MODULE_LOADING not in os.environ
+    assert cuda_warmup.MODULE_LOADING not in os.environ
 
 
 def test_a_torch_without_cuda_gets_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[bool] = []
-    monkeypatch.setattr(early, "open_watch", lambda: None)
-    monkeypatch.setattr(early, "open_context", lambda: opened.append(True))
+    monkeypatch.setattr(cuda_warmup, "open_watch", lambda: None)
+    monkeypatch.setattr(cuda_warmup, "open_context", lambda: opened.append(True))
     for has in (False, True):
-        monkeypatch.setattr(early, "torch_has_cuda", lambda has=has: has)
-        early.EarlyStart().watch()
+        monkeypatch.setattr(cuda_warmup, "torch_has_cuda", lambda has=has: has)
+        cuda_warmup.CudaWarmup().watch()
     assert opened == [True]

@@ -1,4 +1,4 @@
-"""The attention calls of a block of code in this process."""
+"""Record the attention calls of a block of code in this process."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from profharness.observer import wrapper
-from profharness.observer.journal import Journal, say
+from profharness.observer.journal import Journal, print_error
 from profharness.observer.recorder import Recorder
 from profharness.observer.window import Window
 
 
-class Seen:
-    """What a block called so far."""
+class AttentionCalls:
+    """The attention calls recorded so far."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """One dict a kind of call, in order of their first: `count`, `path`, `file`, `line`, `tensors`,
-        `causal`, `mask`, `choice` (what torch would take), `ran`, and what else a journal tells.
+        """One dict per kind of call, in order of first occurrence.
+
+        Keys are `count`, `path`, `file`, `line`, `tensors`, `causal`, `mask`, `choice` (the backend
+        that torch would select), `ran` and the other keys of a journal.
         """
         count = self._recorder.counts.of_template
         return [
@@ -32,14 +34,14 @@ class Seen:
 
     @property
     def backends(self) -> set[str]:
-        """The backends that computed the calls: `flash`, `efficient`, `cudnn`, `math`; `unknown` where
-        torch does not tell, as in compiled code.
+        """The backends that computed the calls: `flash`, `efficient`, `cudnn`, `math`, or `unknown`
+        if torch does not report one, as in compiled code.
         """
         return {template.get("ran") or "unknown" for template in self._recorder.templates}
 
 
-def _unwatched() -> list[str]:
-    """The modules besides torch's own that hold the function itself, which nothing stands in for."""
+def _direct_importers() -> list[str]:
+    """Return the modules other than torch's that imported the original function by name."""
     modules = {id(module): name for name, module in reversed(list(sys.modules.items()))}
     return sorted(
         name
@@ -53,20 +55,20 @@ def _unwatched() -> list[str]:
 
 
 @contextlib.contextmanager
-def observe() -> Iterator[Seen]:
-    """Record the attention calls of the block. Raises RuntimeError at its end if recording failed."""
+def observe() -> Iterator[AttentionCalls]:
+    """Record the attention calls of a block. Raise RuntimeError at its end if recording failed."""
     journal = Journal(None)
     recorder = Recorder(journal, Window(journal, "none", 0, 0))
     wrapper.install()
-    if holders := _unwatched():
-        say(
-            f"{', '.join(holders)} imported {wrapper.NAME} by name before the first block: those calls "
-            "are not seen; call it as torch.nn.functional's"
+    if importers := _direct_importers():
+        print_error(
+            f"{', '.join(importers)} imported {wrapper.NAME} by name before the first block: those calls "
+            "are not recorded; call it as torch.nn.functional's"
         )
     wrapper.recorders = (*wrapper.recorders, recorder)
     try:
-        yield Seen(recorder)
+        yield AttentionCalls(recorder)
     finally:
         wrapper.recorders = tuple(each for each in wrapper.recorders if each is not recorder)
     if not recorder.on:
-        raise RuntimeError("recording attention failed; what it said stands on stderr")
+        raise RuntimeError("recording attention failed; stderr contains the error")
