@@ -1,3 +1,1 @@
-"""The profiled program: `python -m profharness.worker FOLDER`. It is started as a process of its
-own and never imported.
-"""
+"""The profiled program, started as a process of its own: `python -m profharness.worker FOLDER`."""

@@ -1,5 +1,6 @@
-"""Runs one program of the worker: `python -m profharness.worker [MODULE [ARGUMENT ...]] FOLDER`;
-without a module, the cells of plan.json one after another.
+"""Run one program of the worker: `python -m profharness.worker [MODULE [ARGUMENT ...]] FOLDER`.
+
+Without a module, run the cells of plan.json one after another.
 """
 
 from __future__ import annotations

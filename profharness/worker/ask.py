@@ -1,5 +1,7 @@
-"""A program of the worker: asks PyTorch itself about each config of a plan: what it would run, why
-not the others, and what would help. Inputs are allocated and never written; nothing is launched.
+"""A program of the worker that queries PyTorch about each config of a plan: which backend it would
+run, why it refuses the others, and what would help.
+
+Inputs are allocated but never written, and no kernel is launched.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _STDERR = re.compile(
 
 
 def body(program: Program) -> None:
-    """Answer every cell, one line of JSON each."""
+    """Answer every cell with one line of JSON."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     answers = os.open(program.folder / ANSWERS_FILE, flags, 0o644)
     dispatch = LiveDispatch(program.device, program.environment, NO_ADVICE not in sys.argv[1:])
@@ -60,7 +62,9 @@ def body(program: Program) -> None:
 
 @dataclass
 class LiveDispatch:
-    """PyTorch's own answers on one device; environment is `environment.collect()`'s answer."""
+    """PyTorch's dispatch decisions on one device. `environment` is the result of
+    `environment.collect()`.
+    """
 
     device: str
     environment: dict[str, Any]
@@ -74,7 +78,7 @@ class LiveDispatch:
         self.stderr = StderrTap()
 
     def answer(self, cell: Cell) -> LiveAnswer:
-        """All answers about one config; what goes wrong is its `error`."""
+        """Return all decisions about one config. An exception becomes its `error`."""
         config, asked = cell.config.resolve(self.device), find_backend(cell.backend)
         if reason := asked.absent():
             return LiveAnswer(cell.cell, config.label, error=reason)
@@ -96,8 +100,8 @@ class LiveDispatch:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
 
     def backend(self, config: Config, name: str, asked: Backend, *, advice: bool) -> BackendAnswer:
-        """One backend: eligible or not, why not, and what would help."""
-        oracle = cache(self.ask)  # blockers and advice share many questions
+        """Return whether one backend is eligible, the reasons against it, and advice."""
+        oracle = cache(self.ask)  # blockers and advice query many of the same configs
         eligible = oracle(config, name).eligible
 
         def choose(changed: Config) -> str:
@@ -112,20 +116,24 @@ class LiveDispatch:
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
 
     def choose(self, config: Config, asked: Backend = BACKENDS[AUTO]) -> str:
-        """What `auto`, or a setting, takes, nothing launched; `none` where PyTorch refuses. Raises
-        other errors.
+        """Return the backend that `auto` or a setting selects, or `none` if PyTorch refuses the
+        call, without a launch. Raise other errors.
         """
         with _deterministic(config), recorded_warnings([]), asked.context():
             return self._fused_choice(config) or "none"
 
     def priority_order(self) -> tuple[str, ...]:
-        """The order in force, to be read after a first choice; empty where PyTorch cannot tell."""
+        """Return the current order, which is valid after a first choice. It is empty if PyTorch
+        does not report one.
+        """
         if self.device == "cpu":
             return CPU_ORDER
         return tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
 
     def ask(self, config: Config, backend: str) -> Verdict:
-        """Whether PyTorch would take `backend` alone; None where the inputs cannot be made."""
+        """Return whether PyTorch accepts `backend` alone. The result is None if the inputs cannot
+        be created.
+        """
         if self.environment.get(f"sdp_{backend}") is False:
             return Verdict(False, (_disabled(backend),))
         warnings: list[str] = []
@@ -149,7 +157,7 @@ class LiveDispatch:
         return Verdict(False, refusals or self._inferred(config, backend))
 
     def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
-        """`can_use_*_attention` and the texts that came with a no."""
+        """Return the result of `can_use_*_attention`, and the texts of a refusal."""
         ask = getattr(torch.backends.cuda, f"can_use_{backend}_attention", None)
         if ask is None:
             return None, []
@@ -176,7 +184,7 @@ class LiveDispatch:
         return None if name == "error" else name
 
     def _inferred(self, config: Config, backend: str) -> tuple[Refusal, ...]:
-        """The rule's reason, if there is one, where PyTorch gave none."""
+        """Return the rule's reason if PyTorch reported none."""
         by_rule = self.rules(config, backend)
         if by_rule.eligible is False:
             return (replace(by_rule.reasons[0], source="inferred"),)
@@ -184,14 +192,14 @@ class LiveDispatch:
 
 
 class StderrTap:
-    """What C++ writes to file descriptor 2 for a while, as warnings' texts."""
+    """Collect the warnings that C++ writes to file descriptor 2."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
 
     @contextlib.contextmanager
     def into(self, texts: list[str]) -> Iterator[None]:
-        """Adds the texts written inside; anything else goes on to stderr afterwards."""
+        """Collect the texts written inside the block. Write all other output to stderr afterwards."""
         sys.stderr.flush()
         kept = os.dup(2)
         os.dup2(self._file.fileno(), 2)
@@ -212,7 +220,9 @@ class StderrTap:
 
 @contextlib.contextmanager
 def _deterministic(config: Config) -> Iterator[None]:
-    """As the config says, but without its filling of new tensors, which would launch a kernel."""
+    """Set the config's deterministic mode, but without its filling of new tensors, which would
+    launch a kernel.
+    """
     torch.utils.deterministic.fill_uninitialized_memory = False
     set_deterministic(config.deterministic)
     try:

@@ -1,4 +1,4 @@
-"""PyTorch's other ways to call attention; `backends/__init__.py` names these functions."""
+"""PyTorch's other ways to call attention. `backends/__init__.py` refers to these functions by name."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ needs_triton = needs_module("triton", "pip install triton")
 
 
 def only(setting: Setting) -> AbstractContextManager[None]:
-    """SDPA limited to these backends, and in their order where that is set. On CUDA the process must
-    have made a choice before (`environment.collect` does), which replaces the order of priorities once.
+    """Limit SDPA to these backends, in their order if the setting has one.
+
+    On CUDA, the process must have made a choice before (`environment.collect` does), because the
+    first choice replaces the order.
     """
     members = [getattr(torch_attention.SDPBackend, SDP_BACKENDS[name]) for name in setting.backends]
     order = {"set_priority": True} if setting.ordered else {}
@@ -36,7 +38,7 @@ def only(setting: Setting) -> AbstractContextManager[None]:
 
 
 def priority_absent() -> str | None:
-    """Why sdpa_kernel of this torch cannot set an order, or None."""
+    """Return why this torch's sdpa_kernel cannot set an order, or None."""
     if "set_priority" in inspect.signature(torch_attention.sdpa_kernel).parameters:
         return None
     return (
@@ -47,7 +49,7 @@ def priority_absent() -> str | None:
 
 @contextlib.contextmanager
 def legacy_all_disabled() -> Iterator[None]:
-    """The deprecated context with its three flags off; cuDNN is none of them and stays on."""
+    """Open the deprecated context with its three flags off. It does not disable cuDNN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         context = torch.backends.cuda.sdp_kernel(
@@ -59,7 +61,9 @@ def legacy_all_disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def activated(impl: str) -> Iterator[None]:
-    """SDPA limited to flash, with `impl` in place of FA2; what was active before comes back."""
+    """Limit SDPA to flash with the implementation `impl` instead of FA2, and restore the previous
+    one afterwards.
+    """
     before = torch_attention.current_flash_attention_impl()
     try:
         torch_attention.activate_flash_attention_impl(impl)
@@ -76,13 +80,13 @@ def activated(impl: str) -> Iterator[None]:
 
 
 def sdpa() -> Attention:
-    """scaled_dot_product_attention itself."""
+    """Return scaled_dot_product_attention."""
     attention: Attention = torch.nn.functional.scaled_dot_product_attention
     return attention
 
 
 def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ...]) -> str | None:
-    """Why `impl` cannot take the place of FA2, or None."""
+    """Return why `impl` cannot replace FA2, or None."""
     if not hasattr(torch_attention, "restore_flash_attention_impl"):
         return f"choosing {impl} for SDPA needs torch >= 2.11; this is {torch.__version__}"
     if impl not in torch_attention.list_flash_attention_impls():
@@ -91,7 +95,7 @@ def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ..
 
 
 def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
-    """Why this GPU is none of the compute capabilities that `name` needs, or None."""
+    """Return why this GPU has none of the compute capabilities that `name` needs, or None."""
     if not torch.cuda.is_available():
         return f"{name} needs an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability()
@@ -102,15 +106,16 @@ def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
 
 
 def naive_compiled_absent() -> str | None:
-    """Why there is nothing to compile, or nothing to compile it with on a GPU."""
+    """Return why there is nothing to compile, or no compiler for a GPU."""
     return PLAIN_MISSING if find_implementation("naive") is None else needs_triton()
 
 
 def naive_compiled() -> Attention:
-    """torch.compile(naive, dynamic=False, fullgraph=True), compiled anew for each load. Its
-    attribute `tuning`, a function, says how often Inductor's pattern matcher found attention in the
-    graph and put scaled_dot_product_attention there (`counters["inductor"]["fuse_attention"]` of
-    torch._dynamo.utils). Raises RefusedError without kernels/naive.py.
+    """Return torch.compile(naive, dynamic=False, fullgraph=True), compiled again for each load.
+
+    Its function `tuning` returns how often Inductor's pattern matcher replaced attention in the
+    graph by scaled_dot_product_attention (`counters["inductor"]["fuse_attention"]` of
+    torch._dynamo.utils). Raise RefusedError without kernels/naive.py.
     """
     plain = find_implementation("naive")
     if plain is None or plain.load is None:
@@ -121,7 +126,7 @@ def naive_compiled() -> Attention:
         code_of_its_own(plain.load()),
         dynamic=False,
         fullgraph=True,
-        # a graph from the cache on disk passes no pattern matcher, so nothing would be counted
+        # A graph from the disk cache skips the pattern matcher, so it would not be counted.
         options={"fx_graph_cache": False},
     )
 
@@ -136,9 +141,10 @@ def naive_compiled() -> Attention:
 
 
 def code_of_its_own(function: Any) -> Any:
-    """The same function with a new code object, which is what Dynamo counts recompiles by and keeps
-    graphs with: each cell starts anew, and no other compiled backend of the process loses its
-    graphs, as after torch._dynamo.reset().
+    """Copy a function with a new code object.
+
+    Dynamo counts recompiles and stores graphs per code object. A copy starts without graphs, and
+    other compiled backends of the process keep theirs, unlike after torch._dynamo.reset().
     """
     code = function.__code__.replace()
     new = FunctionType(
@@ -149,7 +155,7 @@ def code_of_its_own(function: Any) -> Any:
 
 
 def flex_flash_absent() -> str | None:
-    """Why flex_attention cannot run FA4's kernels, or None."""
+    """Return why flex_attention cannot run FA4's kernels, or None."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         return f"kernel_options BACKEND needs torch >= 2.10; this is {torch.__version__}"
     reason = needs_module("flash_attn.cute", FA4_REMEDY)()
@@ -157,10 +163,12 @@ def flex_flash_absent() -> str | None:
 
 
 def flex(kernel_options: dict[str, Any] | None) -> Attention:
-    """flex_attention takes SDPA's layout as it is; causal is a block mask, made once per shape."""
+    """Return an adapter of flex_attention. It takes SDPA's layout; causal is a block mask, created
+    once per shape.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # past Dynamo's recompile limit it would run uncompiled: start each cell anew
+    # Beyond Dynamo's recompile limit the function would run uncompiled.
     compiled = torch.compile(code_of_its_own(flex_attention), dynamic=False, fullgraph=True)
     masks: dict[tuple[int, int], Any] = {}
 
@@ -178,14 +186,16 @@ def flex(kernel_options: dict[str, Any] | None) -> Attention:
 
 
 def varlen_absent() -> str | None:
-    """Why there is no varlen_attn, or None."""
+    """Return why there is no varlen_attn, or None."""
     if needs_module("torch.nn.attention.varlen", "")():
         return "torch.nn.attention.varlen needs torch >= 2.10"
     return None
 
 
 def varlen() -> Attention:
-    """varlen_attn takes packed [B * S, H, D]: a copy of contiguous inputs, none of layout=bshd."""
+    """Return an adapter of varlen_attn, which takes packed [B * S, H, D]: a copy of contiguous
+    inputs, a view with layout=bshd.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     parameters = inspect.signature(varlen_attn).parameters

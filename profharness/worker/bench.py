@@ -1,5 +1,5 @@
-"""A program of the worker: times the backends of each config in turns, so that a drift of clocks and
-temperature hits all of them alike.
+"""A program of the worker that times the backends of each config in turns, so that drift of clocks
+and temperature affects all of them alike.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from profharness.worker.workspace import Workspace, open_workspace
 MIN_SAMPLES = 20  # before the interval is asked; a call that is out of time stops at FEWEST
 FEWEST = 5
 MAX_SAMPLES = 2000  # beyond this the interval narrows too slowly to wait for
-GROWTH = 1.5  # samples between two looks at the interval
+GROWTH = 1.5  # samples between two checks of the interval
 TURN_NS = 20_000_000
 TURN_MAX = 10  # samples in one turn
-MIN_TURNS = 3  # before the interval is asked: the turns of a process differ
-DISCARD_MAX_NS = 50_000_000  # the first round of a slower call is not thrown away
+MIN_TURNS = 3  # before the interval is computed: the turns of a process differ
+DISCARD_MAX_NS = 50_000_000  # slower calls keep their first round
 WARMUP_MAX_S = 5.0
 COPIES_MAX = 8
 COPIES_BYTES = 2 << 30  # all copies of the inputs together
@@ -43,7 +43,7 @@ CPU_CACHE_BYTES = 64 << 20
 
 
 def body(program: Program) -> None:
-    """Bench the cells, config by config."""
+    """Benchmark the cells, config by config."""
     workspace = open_workspace(program)
     plan = read_plan(program.folder) or BenchPlan()
     if program.cells:
@@ -55,9 +55,11 @@ def body(program: Program) -> None:
 
 @dataclass
 class Contestant:
-    """One cell that is ready to be timed; samplers give samples of each measurement in ns, and
-    cost_ns is what the last turn of each took a sample. span is from the first kept turn's begin to
-    the last one's end, moments of `time.perf_counter`.
+    """A cell that is ready to be timed.
+
+    `samplers` sample each measurement in ns. `cost_ns` is the time per sample of each measurement's
+    last turn. `span` extends from the begin of the first kept turn to the end of the last one, in
+    `time.perf_counter`.
     """
 
     cell: Cell
@@ -76,7 +78,7 @@ class Contestant:
     span: tuple[float, float] | None = None
 
     def wants(self, name: str, plan: BenchPlan) -> int:
-        """How many samples the next turn should take; 0 when the measurement is done."""
+        """Return the number of samples for the next turn, 0 if the measurement is done."""
         if name in self.done:
             return 0
         have = len(self.samples.get(name, ()))
@@ -85,7 +87,7 @@ class Contestant:
         return turn if plan.iterations is None else min(turn, plan.iterations - have)
 
     def take(self, name: str, samples: dict[str, list[int]], plan: BenchPlan, turn: int) -> None:
-        """Keep samples of a measurement and what stands beside it; see whether they are enough."""
+        """Store the samples of a measurement and its side values, and check if they are enough."""
         for series, values in samples.items():
             self.samples.setdefault(series, []).extend(values)
             self.turns.setdefault(series, []).append((self.cell.process, turn, len(values)))
@@ -93,12 +95,12 @@ class Contestant:
             self.done.add(name)
 
     def keep_sums(self, sums: list[int]) -> None:
-        """Keep the kernels' times, which a run folder then has without its traces too."""
+        """Store the kernel times, so that the run folder contains them without its traces."""
         if sums:
             self.samples[KERNEL], self.turns[KERNEL] = sums, [(self.cell.process, 0, len(sums))]
 
     def give_up(self, name: str, error: RuntimeError) -> None:
-        """Go on without a measurement that the call cannot have."""
+        """Drop a measurement that the call does not support."""
         del self.samplers[name]
         self.samples.pop(name, None)
         self.turns.pop(name, None)
@@ -118,7 +120,7 @@ class Contestant:
 
 
 def narrow(samples: Sequence[int], precision: float) -> bool:
-    """Whether half the 95 % interval of the median is at most `precision` of the median."""
+    """Return whether half the 95 % interval of the median is at most `precision` of the median."""
     interval = stats.interval(samples)
     if interval is None:
         return False
@@ -127,7 +129,7 @@ def narrow(samples: Sequence[int], precision: float) -> bool:
 
 
 def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """One call after the other, round and round."""
+    """Return a call that cycles through `calls`."""
     turn = itertools.cycle(calls).__next__
 
     def call() -> Any:
@@ -137,7 +139,7 @@ def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def copies_of(inputs_bytes: int, cache_bytes: int) -> int:
-    """How many copies of the inputs are more than twice the last cache, within bounds."""
+    """Return how many copies of the inputs exceed twice the last-level cache, within bounds."""
     size = max(1, inputs_bytes)
     enough = 2 * cache_bytes // size + 1
     return max(1, min(COPIES_MAX, enough, COPIES_BYTES // size))
@@ -151,9 +153,11 @@ def take_turns(
     between: Callable[[float, float], list[dict[str, Any]]],
     fail: Callable[[Contestant, Exception], None],
 ) -> list[Contestant]:
-    """Sample all measurements of all contestants, round after round in an order of its own each,
-    until all are done. Returns those that did not fail, in their order. between gives the clock
-    readings from one moment to another; fail gets a contestant that raised, which is out.
+    """Sample all measurements of all contestants in rounds, each in a random order, until all are
+    done.
+
+    Return the contestants that did not fail, in their order. `between` returns the clock readings
+    between two moments, and `fail` receives a contestant that raised.
     """
     out: set[str] = set()
     for number in itertools.count():
@@ -196,7 +200,7 @@ def take_turns(
 
 
 def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> dict[str, list[int]]:
-    """A turn's samples, with the garbage collector kept out of them."""
+    """Return the samples of a turn, with the garbage collector disabled."""
     gc.disable()
     try:
         with contestant.context(), contestant.cpu_wait:
@@ -207,7 +211,9 @@ def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> dict[str, li
 
 @dataclass
 class _Group:
-    """What the backends of one config share; the first that gets so far makes the inputs."""
+    """The state that the backends of one config share. The first one that needs the inputs creates
+    them.
+    """
 
     config: Config
     workspace: Workspace
@@ -216,7 +222,7 @@ class _Group:
     inputs: list[Inputs] = field(default_factory=list)
 
     def copies(self) -> list[Inputs]:
-        """Copies of the inputs, each with values of its own."""
+        """Create copies of the inputs, each with different values."""
         if not self.inputs:
             device, seed = self.workspace.device, self.workspace.plan.protocol.seed
             first = make_inputs(self.config, device, seed)
@@ -235,12 +241,12 @@ class _Group:
         self.write(JournalEntry("stage", cell=cell.cell, stage=name))
 
     def fail(self, cell: Cell, heard: list[str], error: Exception) -> None:
-        """Write down a cell that raised. Raises DeadContextError where nothing can follow."""
+        """Record a cell that raised. Raise DeadContextError if no other cell can follow."""
         result = unless_dead(failure(cell, self.workspace, heard, error), error)
         self.write(JournalEntry("end", cell=cell.cell, result=result))
 
     def ready(self, attempt: Attempt) -> Contestant:
-        """A backend after its first call and warm-up."""
+        """Return a backend after its first call and warm-up."""
         attempt.load()
         inputs = self.copies()
         calls = [make_call(self.config, copy, attempt.attention) for copy in inputs]
@@ -253,7 +259,7 @@ class _Group:
     def _samplers(
         self, cell: Cell, calls: Sequence[Callable[[], Any]], expected_ns: int
     ) -> tuple[Cell, dict[str, timing.Sampler]]:
-        """A sampler per measurement; the cell says why one is not there."""
+        """Return a sampler per measurement. The cell records why one is missing."""
         turning, measurements = rotating(calls), self.plan.on(self.workspace.device)
         samplers: dict[str, timing.Sampler] = {}
         if WALL in measurements:
@@ -263,7 +269,7 @@ class _Group:
                 timing.time_cold, turning, flush=self.workspace.flush, hold=timing.Hold()
             )
         if EAGER in measurements:
-            # on one copy, as the graph, so that the host alone is between them
+            # on one copy, like the graph, so that they differ only by the host's share
             samplers[EAGER] = partial(timing.time_eager, calls[0], expected_ns=expected_ns)
         if GRAPH in measurements:
             self.stage(cell, "graph capture")
@@ -274,7 +280,7 @@ class _Group:
         return cell, samplers
 
     def finished(self, contestant: Contestant) -> Cell:
-        """The cell with its samples, after the profiled calls where kernel times are wanted."""
+        """Return the cell with its samples, after profiled calls if kernel times are requested."""
         workspace, cell = self.workspace, contestant.cell
         profiled = KERNEL in self.plan.on(workspace.device)
         iterations = 0
@@ -301,7 +307,7 @@ class _Group:
 
 
 def bench_group(cells: Sequence[Cell], workspace: Workspace, plan: BenchPlan, write: Write) -> None:
-    """Bench the cells of one config. Raises DeadContextError where no other cell can follow."""
+    """Benchmark the cells of one config. Raise DeadContextError if no other cell can follow."""
     set_deterministic(cells[0].config.deterministic)
     group = _Group(cells[0].config, workspace, plan, write)
     contestants = []
@@ -332,7 +338,7 @@ def bench_group(cells: Sequence[Cell], workspace: Workspace, plan: BenchPlan, wr
 
 
 def _warmed_up(call: Callable[[], Any], workspace: Workspace) -> int:
-    """Nanoseconds of one call after the warm-up calls, which WARMUP_MAX_S ends early."""
+    """Make the warm-up calls, at most for WARMUP_MAX_S. Return the nanoseconds per call after them."""
     deadline = perf_counter() + WARMUP_MAX_S
     for _ in range(workspace.plan.protocol.warmup):
         call()

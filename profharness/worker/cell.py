@@ -1,5 +1,5 @@
-"""The main program of the worker: measures each cell by a first call, profiled calls and timing;
-whatever happens becomes the cell's result.
+"""The main program of the worker: measure each cell by a first call, profiled calls and timing. Any
+failure becomes the cell's result.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def body(program: Program) -> None:
 
 @contextlib.contextmanager
 def open_range(name: str) -> Iterator[None]:
-    """A range on this thread (record_function, NVTX push/pop) and one of the whole process (NVTX
-    start/end), which catches backward kernels: autograd launches them from a thread of its own.
+    """Open a range on this thread (record_function, NVTX push/pop) and one of the process (NVTX
+    start/end). The latter contains backward kernels, which autograd launches from its own thread.
     """
     process_wide = nvtx.start_range(name, domain=NVTX_DOMAIN)
     with nvtx.annotate(name, domain=NVTX_DOMAIN), record_function(name):
@@ -78,7 +78,7 @@ def open_range(name: str) -> Iterator[None]:
 def profiled_calls(
     call: Callable[[], Any], cell: str, iterations: int, sync: Callable[[], None]
 ) -> None:
-    """Each call has a range of its own and is complete before the next one begins."""
+    """Make the profiled calls. Each has its own range and completes before the next begins."""
     for _ in range(iterations):
         with open_range(cell_range(cell)):
             call()
@@ -86,9 +86,11 @@ def profiled_calls(
 
 
 def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspace) -> list[int]:
-    """Profile the calls of a cell; returns the kernels' time in each call, which is enough of any
-    process but the first. That one leaves its Chrome trace in the run folder too. A warm-up call opens
-    each session: Kineto can drop records from before its capture window, which would be the first.
+    """Profile the calls of a cell. Return the kernel time per call for all processes of a cell but
+    the first.
+
+    The first process writes its Chrome trace into the run folder instead. Each session starts with
+    a warm-up call, because Kineto can drop records before its capture window.
     """
     device = "cuda" if torch.cuda.is_available() else None
     with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
@@ -109,7 +111,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class _Event(msgspec.Struct):
-    """What adding up takes of an event; ts and dur are microseconds."""
+    """The fields of an event that are summed; ts and dur are in microseconds."""
 
     ph: str = ""
     cat: str = ""
@@ -119,14 +121,14 @@ class _Event(msgspec.Struct):
 
 
 class _Events(msgspec.Struct):
-    """A Chrome trace, under its own key."""
+    """The events of a Chrome trace."""
 
     traceEvents: list[_Event]
 
 
 def call_sums(trace: bytes, name: str) -> list[int]:
-    """The nanoseconds on the device in each range of that name, which holds a call to its end. A trace
-    that is no JSON has none: whoever takes it in says why.
+    """Return the device time in ns of each range of that name. A range contains its call until it
+    ends. Return nothing for a trace that is not JSON; ingest reports the reason.
     """
     try:
         events = msgspec.json.decode(trace, type=_Events).traceEvents
@@ -144,15 +146,15 @@ def call_sums(trace: bytes, name: str) -> list[int]:
 
 
 def _write_trace(session: profile, plain: Path) -> bytes:
-    """Leave a trace packed, and return it unpacked. Raises UnwritableError: Kineto only logs that it
-    could not write.
+    """Write a compressed trace and return it uncompressed. Raise UnwritableError, because Kineto
+    only logs a failed write.
     """
     packed = Path(f"{plain}.gz")
     try:
         session.export_chrome_trace(str(plain))
         data = plain.read_bytes()
         if not data.rstrip().endswith(b"}"):
-            plain.write_bytes(bytes(2 * len(data)))  # fails as Kineto did, and says why
+            plain.write_bytes(bytes(2 * len(data)))  # fails like Kineto, but with a reason
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         packed.write_bytes(igzip.compress(data, 2))
         return data
@@ -170,9 +172,9 @@ def _write_trace(session: profile, plain: Path) -> bytes:
 
 @dataclass
 class Attempt:
-    """A cell on its way through its first calls.
+    """A cell during its first calls.
 
-    heard are the warnings so far; settled are fields of the cell that hold even if it then fails.
+    `heard` are the warnings so far, `settled` the fields that the cell keeps even if it fails.
     """
 
     cell: Cell
@@ -185,10 +187,10 @@ class Attempt:
     loaded_ns: int = field(init=False)
 
     def load(self) -> None:
-        """Find and load the backend. Raises RefusedBeforehandError."""
+        """Find and load the backend. Raise RefusedBeforehandError."""
         self.backend = find_backend(self.cell.backend, self.workspace.sources)
         if self.backend.load is not None:
-            self.stage("compile")  # importing an implementation may compile it
+            self.stage("compile")  # Importing an implementation may compile it.
         begin = perf_counter_ns()
         reasons = reasons_beforehand(self.cell.config, self.workspace, self.backend)
         if reasons:
@@ -198,8 +200,8 @@ class Attempt:
         self.stage("inputs")
 
     def call_first(self, inputs: Inputs, call: Callable[[], Any]) -> Cell:
-        """The cell after its first call, on a GPU after a second one with its peak memory; the calls
-        must be made in the backend's own context.
+        """Return the cell after its first call, on a GPU after a second one with its peak memory.
+        Must run in the backend's own context.
         """
         if self.attention is None:
             # PyTorch's answer beforehand; its warnings come again with the first call
@@ -228,8 +230,8 @@ class Attempt:
         return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
 
     def _try_out(self, attention: Attention, inputs: Inputs) -> None:
-        """The first call of an implementation: it compiles, and what it returns is held to the
-        contract. Raises RefusedError, or ImplementationError for a broken contract.
+        """Make the first call of an implementation and check its result against the contract. Raise
+        RefusedError, or ImplementationError for a violated contract.
         """
         config = self.cell.config
         with implementation_errors(self.backend):
@@ -243,8 +245,8 @@ class Attempt:
 
 
 def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
-    """What the loaded function's own `tuning` says of the last call, else what the backend's says.
-    Raises ImplementationError for an answer that is not a dict that JSON can hold.
+    """Return the loaded function's `tuning` of the last call, else the backend's. Raise
+    ImplementationError if it is not a dict that JSON can represent.
     """
     own = getattr(attention, "tuning", None)
     answer = own() if callable(own) else backend.tuning()
@@ -262,7 +264,7 @@ def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] |
 
 
 def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
-    """The cell with its result. Raises DeadContextError where no other cell can follow."""
+    """Return the cell with its result. Raise DeadContextError if no other cell can follow."""
     cell = replace(cell, config=cell.config.resolve(workspace.device))
     begin = perf_counter_ns()
     attempt = Attempt(cell, workspace, stage)
@@ -303,9 +305,9 @@ def _measured(attempt: Attempt) -> Cell:
 
 
 def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
-    """The cell with its samples. warm_ns is what a warm-up call took, 0 without any."""
+    """Return the cell with its samples. `warm_ns` is the time of a warm-up call, 0 without one."""
     if workspace.plan.protocol.samples == 0 or workspace.plan.wrapped:
-        return cell  # times under another program are not the call's own
+        return cell  # Times under another profiler include its overhead.
     with timing.CpuWait() as cpu_wait:
         cell = _sampled(cell, workspace, call, warm_ns)
     return replace(cell, clocks=cell.clocks | cpu_wait.reading())
@@ -336,7 +338,7 @@ MEANS = {COLD: "cold", GRAPH: "CUDA-graph"}
 
 
 def without(measurement: str, cell: Cell, error: RuntimeError) -> Cell:
-    """The cell with a note on what it cannot be timed by. Raises where the context is lost."""
+    """Return the cell with a note on a measurement that failed. Raise if the context is lost."""
     if context_is_dead(error):
         raise error
     note = f"no {MEANS[measurement]} timing: {str(error).splitlines()[0]}"

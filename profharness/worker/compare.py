@@ -1,5 +1,5 @@
-"""Compares what a backend returned with the reference, and describes a difference: where it is,
-how large, and which mistake would give just that.
+"""Compare a backend's results with the reference, and describe a difference: its place, its size,
+and the mistake that would produce it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAN_BYTE = 0xFF  # repeated, it is NaN in fp16, bf16, fp32 and fp64
 OTHER_BYTE = 0x42  # repeated, a finite number in all of them
 COPIES = 4  # of each size: output, gradients and workspaces come from the freed ones
 FACTOR = 2.0  # times the error of eager attention in the same dtype, the worst of its orders
-FLOOR_ULPS = 2.0  # of the size of the terms: where eager happens to be exact
+FLOOR_ULPS = 2.0  # relative to the terms, for cases in which eager is exact by chance
 NOT_ONE = 0.01  # a factor nearer to 1 is no mistake in a factor
 TILES = (16, 32, 64, 128)
 _M_PERTURB = -6  # glibc: fill what malloc hands out with the complement of a byte
@@ -37,13 +37,13 @@ _M_PERTURB = -6  # glibc: fill what malloc hands out with the complement of a by
 
 @contextlib.contextmanager
 def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
-    """Within, memory comes filled with `byte` as far as possible.
+    """Fill memory that is allocated inside the block with `byte`, as far as possible.
 
-    On CUDA, free blocks of the caching allocator are filled, those of the sizes of `like` among
-    them; memory that the driver hands out anew, or to another stream, is not. On a CPU with glibc,
-    malloc fills what it hands out, but for the first 16 bytes of a block of up to 1 KiB that comes
-    from its thread cache, and now and then a block of less than 100 bytes; elsewhere only freed
-    blocks of those sizes are filled.
+    On CUDA, free blocks of the caching allocator are filled, including those of the sizes of
+    `like`. Memory that the driver allocates, or another stream uses, is not. On a CPU with glibc,
+    malloc fills its blocks, except for the first 16 bytes of a block of up to 1 KiB from its thread
+    cache, and some blocks of less than 100 bytes. With other C libraries only freed blocks of those
+    sizes are filled.
     """
     held = [
         torch.empty(size, dtype=torch.uint8, device=device).fill_(byte)
@@ -70,13 +70,13 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
 
 
 def poison_value(byte: int, dtype: Any) -> float:
-    """What an element of that dtype holds if nothing was written to it."""
+    """Return the value of an unwritten element of that dtype."""
     width = torch.empty((), dtype=dtype).element_size()
     return float(torch.tensor([byte] * width, dtype=torch.uint8).view(dtype)[0])
 
 
 def _fill_free_blocks(byte: int) -> None:
-    """All free blocks that the current stream may be given: asked for by size, each comes back."""
+    """Fill all free blocks that the current stream can get, by allocating them by size."""
     held = []
     stream = torch.cuda.current_stream().cuda_stream
     for segment in torch.cuda.memory_snapshot():
@@ -96,7 +96,9 @@ def _fill_free_blocks(byte: int) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """reference in fp64; allowance by name: (largest difference, Frobenius norm of it)."""
+    """The reference in fp64, and per name the allowed error: (largest difference, its Frobenius
+    norm).
+    """
 
     reference: Attended
     allowance: dict[str, tuple[float, float]]
@@ -104,11 +106,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Got:
-    """Results by name: first and second are of the same inputs on memory that held other
-    contents, earlier of the call before, on other inputs. A gradient may be None.
+    """The results of a backend by name. A gradient may be None.
 
-    reused are results of the first call that a later call changed. no_gradient says why there can
-    be none, backward_error how they failed to come.
+    `first` and `second` are results for the same inputs on memory with different contents,
+    `earlier` of the call before, on other inputs. `reused` are results of the first call that a
+    later call changed. `no_gradient` is why there can be none, `backward_error` why they are
+    missing.
     """
 
     first: dict[str, Any]
@@ -120,7 +123,7 @@ class Got:
 
 
 def expect(config: Config, inputs: Inputs) -> Expected:
-    """The reference for these inputs, and how far from it a right result may lie."""
+    """Return the reference for these inputs, and the error that a correct result may have."""
     reference = attend(config, inputs, torch.float64, sizes=True)
     dtype = inputs.query.dtype
     eagers = [attend(config, inputs, dtype, variant=Variant(order=order)) for order in ORDERS]
@@ -133,7 +136,7 @@ def expect(config: Config, inputs: Inputs) -> Expected:
         batched = batched_out(config, inputs, dtype) if name == "out" else None
         if batched is not None:
             offs.append(_difference(batched, reference.tensors[name]))
-        # where eager itself overflows it tells nothing
+        # eager's error means nothing if it overflows
         offs = [torch.nan_to_num(off, nan=0.0, posinf=0.0, neginf=0.0) for off in offs]
         floor = FLOOR_ULPS * eps
         if name != "out":  # a fused backward pass keeps each row's logsumexp, rounded to fp32
@@ -146,7 +149,7 @@ def expect(config: Config, inputs: Inputs) -> Expected:
 
 
 def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expected) -> Check:
-    """The check of one result by name."""
+    """Check one result by name."""
     first, second = got.first[name], got.second[name]
     reference, allowance = expected.reference.tensors[name], expected.allowance[name]
     if first is None or second is None:
@@ -178,7 +181,7 @@ def _errors(result: Any, reference: Any) -> tuple[float, float]:
 
 
 def _difference(result: Any, reference: Any) -> Any:
-    """result - reference in fp64; NaN or an infinity of both is no difference."""
+    """Return result - reference in fp64. Equal NaNs and infinities differ by 0."""
     off = result.double() - reference
     same = (result.isnan() & reference.isnan()) | (result.double() == reference)
     return off.masked_fill(same, 0.0)
@@ -196,7 +199,7 @@ def _fault(
     expected: Expected,
     errors: list[tuple[float, float]],
 ) -> str | None:
-    """What is wrong with a result, or None."""
+    """Describe the fault of a result, or return None."""
     first, second = got.first[name], got.second[name]
     reference, allowance = expected.reference.tensors[name], expected.allowance[name]
     unwritten = _unwritten(first, second, reference)
@@ -221,7 +224,7 @@ def _fault(
 
 
 def _same_again(got: Any) -> str:
-    """Describes a result that the call before returned too, for other inputs."""
+    """Describe a result that equals the previous call's, which had other inputs."""
     value = got.flatten()[0]
     if got.numel() > 1 and bool((got == value).all()):
         return (
@@ -231,7 +234,9 @@ def _same_again(got: Any) -> str:
 
 
 def _unwritten(first: Any, second: Any, reference: Any) -> str | None:
-    """Elements that show what lay in memory before: NaN at first, then the other pattern."""
+    """Describe elements that contain the memory's previous contents: NaN at first, then the other
+    pattern.
+    """
     other = poison_value(OTHER_BYTE, first.dtype)
     left = first.isnan() & ~reference.isnan() & (second.double() == other)
     count = int(left.sum())
@@ -245,7 +250,7 @@ def _unwritten(first: Any, second: Any, reference: Any) -> str | None:
 
 
 def _where(got: Any, reference: Any, allowance: tuple[float, float]) -> str:
-    """Where the largest difference is, what was expected there and how far beyond it lies."""
+    """Describe the place of the largest difference, the expected value and the excess."""
     lost = (~got.isfinite()) & reference.isfinite()
     count = int(lost.sum())
     if count:
@@ -278,7 +283,7 @@ def _by(error: float, allowance: float) -> str:
 
 
 def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expected) -> str | None:
-    """The mistake that would give just this result, if one of the usual ones does."""
+    """Return the common mistake that would produce exactly this result, or None."""
     config = replace(config, bwd=False) if name == "out" else config
     for text, variant in _mistakes(config):
         tried = attend(config, inputs, torch.float64, variant=variant)
@@ -320,7 +325,7 @@ def _mistakes(config: Config) -> Iterator[tuple[str, Variant]]:
 
 
 def _nondeterminism(first: Any, second: Any) -> str | None:
-    """A note on a result that is right: two calls need not give the same bits."""
+    """Return a note on a correct result that differs between two calls."""
     if torch.equal(first, second):
         return None
     largest = float((first.double() - second.double()).abs().nan_to_num().max())

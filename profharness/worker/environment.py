@@ -1,5 +1,5 @@
-"""The environment of a worker: its software and device, as far as they decide which kernels run or
-how fast. Nothing here records a host, a user, a path or a command line.
+"""The environment of a worker: the software and device properties that decide which kernels run and
+how fast. It contains no host, user, path or command line.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from profharness.environment import (
 
 
 def collect(device_type: str) -> dict[str, Any]:
-    """The environment as flat keys and JSON values; device_type is `cuda` or `cpu`. On CUDA one
-    tiny SDPA choice is asked first: torch fills its priority order at the first dispatch only.
+    """Return the environment as flat keys and JSON values. `device_type` is `cuda` or `cpu`.
+
+    On CUDA, make one small SDPA choice first, because torch fills its priority order at the first
+    dispatch.
     """
     keys: dict[str, Any] = {
         "profharness": profharness.__version__,
@@ -46,7 +48,7 @@ def collect(device_type: str) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's model name, from /proc/cpuinfo where there is one."""
+    """Return the processor's model name, from /proc/cpuinfo if it exists."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -58,12 +60,12 @@ def cpu_name() -> str:
 
 
 def default_device() -> str:
-    """`cuda` if torch sees a usable GPU, else `cpu`."""
+    """Return `cuda` if torch finds a usable GPU, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gpu_uuid() -> str:
-    """The UUID of the GPU in use, as NVML spells it; empty where nobody tells. Not recorded."""
+    """Return the UUID of the GPU in use as NVML spells it, empty if unknown. It is not recorded."""
     named = os.environ.get(VISIBLE, "")
     if named.startswith(MIG):  # which torch spells as a GPU's
         return named.partition(",")[0].strip()
@@ -105,21 +107,25 @@ def _flags() -> dict[str, Any]:
 
 
 def priority_order() -> list[str] | None:
-    """The backends in PyTorch's order, known after a first dispatch; None where it cannot tell."""
+    """Return the backends in PyTorch's order, which is valid after a first dispatch, or None if
+    unknown.
+    """
     order = getattr(torch._C, "_get_sdp_priority_order", None)
     return [backend_name(number) for number in order()] if order else None
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Deterministic algorithms on or off. torch's function loads its compiler, which takes as long as
-    torch itself, so it is called only where something changes.
+    """Turn deterministic algorithms on or off.
+
+    torch's function loads its compiler, which takes as long as torch itself, so call it only for a
+    change.
     """
     if torch.are_deterministic_algorithms_enabled() != wanted:
         torch.use_deterministic_algorithms(wanted)
 
 
 def backend_name(number: int) -> str:
-    """The name of an SDPBackend's number, as `_fused_sdp_choice` and the priority order give it."""
+    """Return the name of an SDPBackend's number, as in `_fused_sdp_choice` and the priority order."""
     names = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
     return names.get(int(number), f"sdp{number}")
 

@@ -34,7 +34,7 @@ from profharness.errors import few
 from profharness.run import Cell, JournalEntry, Plan, turn_order
 from profharness.worker.plausible import with_doubt
 
-SHOWN = 12  # changes of one kind in a sentence
+SHOWN = 12  # changes of one kind in a message
 MODULES = (
     *(torch.nn.functional, torch, torch.autograd, torch.backends.cuda, torch.cuda, torch.nn),
     *(torch.nn.attention, time, builtins, gc, os, random, signal, subprocess, sys, threading),
@@ -78,7 +78,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         for name, hooks in vars(torch_module).items()
         if name.startswith("_global_") and isinstance(hooks, dict)
     ],
-    # packages add filters for a text or a module of their own
+    # packages add filters for their own texts and modules
     "the warning filters": lambda: [
         (action, category)
         for action, message, category, module, _ in warnings.filters
@@ -116,7 +116,7 @@ def cells_here(plan: Plan, sources: Mapping[str, str], device: str) -> tuple[tup
 
 
 def _owner(name: str, sources: Mapping[str, str], device: str) -> str:
-    """The backend that a process belongs to; empty for the shared one."""
+    """Return the backend that a process belongs to, empty for the shared one."""
     try:
         backend = find_backend(name, sources)
         isolated = backend.isolated and device in backend.devices and not backend.absent()
@@ -127,9 +127,10 @@ def _owner(name: str, sources: Mapping[str, str], device: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What a backend may change in a process: functions, settings, handlers, registrations.
+    """The parts of a process that a backend may change: functions, settings, handlers,
+    registrations.
 
-    parts maps names to values. Callables are compared by identity, all else by value.
+    Callables are compared by identity, all other values by equality.
     """
 
     parts: dict[str, Any]
@@ -141,7 +142,7 @@ class ProcessState:
         return cls(dict(_parts()), frozenset(threading.enumerate()))
 
     def changes_since(self, before: ProcessState) -> list[str]:
-        """Describe each difference from an earlier state in a few words."""
+        """Describe each difference from an earlier state."""
         # a function that was added replaces none
         added = [name for name in self.parts if name not in before.parts and name.startswith("$")]
         texts = [
@@ -160,8 +161,8 @@ class ProcessState:
 
 
 def with_changes(result: Cell, before: ProcessState) -> Cell:
-    """Return the result with a warning that names what changed in the process, if anything did. A
-    passed check of `verify`, that of the inputs, has the same text.
+    """Return the result with a warning that names the changes in the process, if there are any. A
+    passed check of `verify` has the same text.
     """
     # the worker sets this one itself, as each config says
     expected = before.parts | {DETERMINISTIC: result.config.deterministic}
@@ -182,8 +183,8 @@ def with_changes(result: Cell, before: ProcessState) -> Cell:
 def checked_write(
     write: Callable[[JournalEntry], None], gpu: str, *, alone: bool
 ) -> Callable[[JournalEntry], None]:
-    """Return a write that turns results with impossible times into errors. alone: one backend has the
-    process to itself, and its results name what it has changed there.
+    """Return a write function that turns results with impossible times into errors. With `alone`,
+    one backend has the process to itself, and its results name its changes to the process.
     """
     peaks = data_sheet(gpu)
     before: list[ProcessState] = []
@@ -220,7 +221,9 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 
 def _readers() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What reads each of SETTINGS that this torch has, bound before a backend can replace it."""
+    """Return the functions that read each of SETTINGS in this torch, bound before a backend can
+    replace them.
+    """
     for name in SETTINGS:
         root, _, path = name.partition(".")
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -233,7 +236,7 @@ READERS = dict(_readers()) | OTHERS
 
 
 def _parts() -> Iterator[tuple[str, Any]]:
-    """The parts of a state by their names."""
+    """Return the parts of a state by name."""
     for module in MODULES:
         yield f"sys.modules[{module.__name__!r}]", id(sys.modules.get(module.__name__))
         yield from _functions(module.__name__, vars(module))
@@ -264,7 +267,7 @@ def _parts() -> Iterator[tuple[str, Any]]:
 
 
 def _functions(path: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The functions among the members of a module or class, by their full names."""
+    """Return the functions among the members of a module or class, by full name."""
     for name, value in list(members.items()):
         if callable(value) or isinstance(value, classmethod | staticmethod | property):
             yield f"{path}.{name}", value

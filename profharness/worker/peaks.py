@@ -1,4 +1,4 @@
-"""A program of the worker that measures what the device can do: copy bandwidth and matrix rates."""
+"""A program of the worker that measures the device's copy bandwidth and matrix rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from profharness.devices import MEASURED, PEAKS_FILE, Peaks
 from profharness.worker.program import Program
 from profharness.worker.timing import elapsed_ms, sampled, wall_ns
 
-BUDGET_S = 0.4  # per figure, warm-up apart
+BUDGET_S = 0.4  # per figure, without the warm-up
 MAX_SAMPLES, WARMUP = 50, 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}  # much more than any last-level cache of a GPU
 SHAPES = {"cuda": (4096, 8192), "cpu": (512,)}  # rows of the square products; the best rate counts
@@ -22,7 +22,7 @@ ORIGIN = "copy of {copy} MiB read and written; square matrix products of {shapes
 
 
 def body(program: Program) -> None:
-    """Measure and leave the result in the folder, whole or not at all."""
+    """Measure, and write the result into the folder atomically."""
     peaks = _measured(program.device, program.environment)
     temporary = program.folder / f".{PEAKS_FILE}.{os.getpid()}"
     answer = {"peaks": peaks, "environment": program.environment}
@@ -31,7 +31,7 @@ def body(program: Program) -> None:
 
 
 def _measured(device: str, environment: dict[str, Any]) -> Peaks:
-    """Takes a few seconds. A dtype that the device has no units for is left out."""
+    """Measure for a few seconds. Omit dtypes that the device has no units for."""
     shapes = SHAPES[device]
     rates = {}
     for name, dtype, tf32 in _kinds(device):
@@ -49,7 +49,7 @@ def _measured(device: str, environment: dict[str, Any]) -> Peaks:
 
 
 def _kinds(device: str) -> list[tuple[str, Any, bool]]:
-    """(name, dtype, with TF32) of what the device multiplies at a rate worth naming."""
+    """Return (name, dtype, with TF32) of the matrix products to measure."""
     if device == "cpu":
         return [("fp32", torch.float32, False)]
     kinds = [("fp16", torch.float16, False), ("fp32", torch.float32, False)]
@@ -59,7 +59,7 @@ def _kinds(device: str) -> list[tuple[str, Any, bool]]:
 
 
 def _bandwidth(device: str) -> float:
-    """Bytes a second of a copy, those read and those written both counted."""
+    """Return the bytes per second of a copy, counting reads and writes."""
     size = COPY_BYTES[device]
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
@@ -71,7 +71,9 @@ def _bandwidth(device: str) -> float:
 
 
 def _matrix_rate(device: str, dtype: Any, rows: int) -> float:
-    """FLOP/s of a square product of normally distributed numbers (zeros would draw less power)."""
+    """Return the FLOP/s of a square product of normally distributed numbers (zeros would draw less
+    power).
+    """
     left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2.0 * float(rows) ** 3 / _median_s(device, lambda: torch.mm(left, right, out=out))

@@ -1,4 +1,4 @@
-"""Tells times that no device can have: a clock that was tampered with, or work that was not done."""
+"""Detect impossible times, from a manipulated clock or from work that was not done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMORY_MARGIN = 2
 
 
 def with_doubt(result: Cell, peaks: Peaks | None) -> Cell:
-    """Return the result as an error without samples where a time in it is impossible."""
+    """Return the result as an error without samples if a time in it is impossible."""
     for name, samples in result.samples.items():
         why = why_impossible(result, name, samples, peaks) if samples else None
         if why is not None:
@@ -27,7 +27,7 @@ def with_doubt(result: Cell, peaks: Peaks | None) -> Cell:
 
 
 def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | None) -> str | None:
-    """Say why samples of a measurement, in ns a call, cannot be; None where they can."""
+    """Return why the samples of a measurement, in ns per call, are impossible, or None."""
     if min(samples) <= 0:
         return f"{min(samples)} ns a call"
     if name == HOST or peaks is None:
@@ -39,7 +39,7 @@ def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | Non
             f"{done / 1e12:,.0f} TFLOP/s, where tensor cores reach {rate / 1e12:,.0f} in any format"
         )
     tensors = tensor_bytes(cell.config)
-    # the output may stay in the L2, and so may inputs that nothing has flushed
+    # The output and unflushed inputs may stay in the L2.
     cached = 0 if name == COLD else peaks.l2_bytes
     width = MEMORY_MARGIN * (peaks.bandwidth_bytes_per_s or 0.0)
     if width and cached is not None:

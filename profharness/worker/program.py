@@ -1,5 +1,5 @@
-"""The frame of the worker's programs: reads plan.json, writes the environment and the journal, ends
-with the parent, and leaves in order.
+"""The frame of the worker's programs: read plan.json, write the environment and the journal, end
+with the parent, and exit cleanly.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ PARENT_POLL_S = 0.5
 
 
 class DeadContextError(Exception):
-    """The CUDA context is lost; this process can compute nothing more. args: the cell's result."""
+    """The CUDA context is lost, so this process can compute nothing more. `args` contains the
+    cell's result.
+    """
 
 
 class UnwritableError(SystemExit):
-    """The run folder cannot be written to: the program ends, and the cell has no result."""
+    """The run folder is not writable. The program ends, and the cell has no result."""
 
     def __init__(self, what: str) -> None:
         super().__init__(EXIT_UNWRITABLE)
@@ -54,13 +56,13 @@ class UnwritableError(SystemExit):
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent has ended, however that went."""
+    """End this process when its parent ends, in whichever way."""
     try:
         descriptor = os.pidfd_open(parent)
     except (AttributeError, OSError):
         with contextlib.suppress(ProcessLookupError):
             while True:
-                with contextlib.suppress(PermissionError):  # of another user, and alive
+                with contextlib.suppress(PermissionError):  # belongs to another user and is alive
                     os.kill(parent, 0)
                 time.sleep(PARENT_POLL_S)
     else:
@@ -74,8 +76,8 @@ Stage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Program:
-    """What a program works with. cells are those of the plan that run in this process; device is
-    `cuda` or `cpu`; write appends to the journal.
+    """The state of a program. `cells` are those of the plan that run in this process, `device` is
+    `cuda` or `cpu`, and `write` appends to the journal.
     """
 
     folder: Path
@@ -94,8 +96,10 @@ FOLDER_ERRORS = (
 
 
 class JournalWriter:
-    """Appends to the journal of a run. It is opened anew for each entry, since a backend may close
-    all descriptors of its process, or have others opened under their numbers.
+    """Append to the journal of a run.
+
+    It opens the file for each entry, because a backend may close all descriptors of its process or
+    reuse their numbers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,7 +109,7 @@ class JournalWriter:
         self._os = os.open, os.write, os.close, os.fstat, os.getpid, os._exit
 
     def __call__(self, entry: JournalEntry) -> None:
-        """Append one entry. Raises UnwritableError where the run folder takes nothing."""
+        """Append one entry. Raise UnwritableError if the run folder is not writable."""
         open_file, write, close, stat, getpid, leave = self._os
         if getpid() != self._pid:
             leave(1)  # a fork that a backend left behind
@@ -114,7 +118,7 @@ class JournalWriter:
             for number in range(3):
                 try:
                     stat(number)
-                except OSError:  # else the journal would get what is printed
+                except OSError:  # else printed text would end up in the journal
                     open_file(os.devnull, os.O_RDWR)
             journal = open_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
@@ -129,8 +133,9 @@ class JournalWriter:
 
 
 def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
-    """A write that also tells what the watch sees now and then while cells begin, get on and end, and
-    when the last cell has ended. A look takes as long as many a call, so not every cell has one.
+    """Return a write function that also reports the GPU watch's observations while cells begin,
+    progress and end, and after the last cell. An observation takes as long as many calls, so not
+    every cell has one.
     """
 
     def write_and_report(entry: JournalEntry) -> None:
@@ -143,24 +148,23 @@ def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
 
 
 def run_arguments(arguments: Sequence[str], warmup: CudaWarmup | None = None) -> NoReturn:
-    """Run the program of a command line: `[MODULE [ARGUMENT ...]] FOLDER`; without a module, the cells
-    of the plan one after another.
+    """Run the program of a command line `[MODULE [ARGUMENT ...]] FOLDER`. Without a module, run the
+    cells of the plan one after another.
     """
     module = arguments[0] if arguments[1:] else "profharness.worker.cell"
     run_program(Path(arguments[-1]), module, warmup)
 
 
 def starts_cuda(plan: Plan) -> bool:
-    """Whether CUDA can be started before torch does it: what a profiler watches has to begin as torch
-    begins it.
-    """
+    """Return whether CUDA can start before torch starts it. A profiler needs torch to start it."""
     return plan.protocol.device != "cpu" and not plan.wrapped
 
 
 def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> NoReturn:
-    """Do the work of a plan by the `body` of a module, and leave: 0 when it is done, EXIT_DEAD_CONTEXT
-    when a new process has to go on after the cell whose result the DeadContextError carries,
-    EXIT_UNWRITABLE when the run folder cannot be written to.
+    """Run a plan by the `body` of a module, and exit.
+
+    The exit code is 0 on completion, EXIT_DEAD_CONTEXT if a new process has to continue after the
+    cell in the DeadContextError, and EXIT_UNWRITABLE if the run folder is not writable.
     """
     # a backend may change the working directory, and replace functions of os
     folder, leave = folder.absolute(), os._exit
@@ -173,7 +177,7 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     write: Write = JournalWriter(folder)
     if warmup is None and starts_cuda(plan):
         warmup = CudaWarmup()
-    gc.disable()  # nothing of what is loaded is garbage
+    gc.disable()  # loaded modules contain no garbage
     # loads torch, so after the parent's watch
     from profharness.worker import environment, isolation
 
@@ -193,7 +197,7 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
             write = watched_write(watch, write, cells[-1].cell)
         write = isolation.checked_write(write, keys.get("gpu", ""), alone=bool(owner))
         body = importlib.import_module(module).body
-        gc.freeze()  # nor does a collection amid a cell need to look at it
+        gc.freeze()  # collections during a cell can skip it
         gc.enable()
         body(Program(folder, plan, cells, device, keys, write))
     except DeadContextError as dead:
@@ -205,11 +209,11 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
         code = EXIT_UNWRITABLE
     if plan.wrapped:  # what a profiler injected writes its last records at exit
         sys.exit(code)
-    leave(code)  # all is on disk, and tearing torch and CUDA down would only take time
+    leave(code)  # Everything is on disk, and shutting down torch and CUDA would only take time.
 
 
 def run_each(program: Program, run_one: Callable[[Cell, Stage], Cell]) -> None:
-    """Run the cells one after another, each with its begin, stages and end in the journal."""
+    """Run the cells one after another. Write the begin, stages and end of each to the journal."""
     for cell in program.cells:
         program.write(JournalEntry("begin", cell=cell.cell))
 

@@ -1,5 +1,5 @@
 """Attention in plain torch ops in any dtype: in fp64 the reference, in the inputs' own dtype the
-error that may be expected. Gradients are written out, not left to autograd.
+expected error. Gradients are computed explicitly, not by autograd.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GRADIENTS = {"dq": "query", "dk": "key", "dv": "value"}
 
 @dataclass(frozen=True)
 class Variant:
-    """Attention as a mistake would compute it; the default is the right one.
+    """Attention with a mistake. The default is correct.
 
-    scale overrides the config's. diagonal: row i attends to columns 0..i+diagonal under causal.
-    interleaved: query head h uses key head h % Hkv. keys: only the first so many exist.
-    order is one of ORDERS: another way to round the same scores, which is no mistake.
+    `scale` overrides the config's. With `diagonal`, row i attends to columns 0..i+diagonal under
+    causal. With `interleaved`, query head h uses key head h % Hkv. `keys` limits the number of
+    keys. `order` is one of ORDERS: another way to round the same scores, which is not a mistake.
     """
 
     scale: float | None = None
@@ -40,9 +40,9 @@ class Variant:
 
 @dataclass
 class Attended:
-    """tensors by name (`out` `dq` `dk` `dv`), and for each the size of the terms that it is a sum
-    of: what the result would be without cancellation, as (largest element, Frobenius norm); sizes
-    has the scores too, as `score`.
+    """Tensors by name (`out` `dq` `dk` `dv`), and the magnitude of the terms of each sum without
+    cancellation, as (largest element, Frobenius norm). `sizes` also contains the scores, as
+    `score`.
     """
 
     tensors: dict[str, Any]
@@ -51,7 +51,7 @@ class Attended:
 
 @functools.cache
 def masked_row_value() -> float:
-    """What torch's own math gives a query that may attend to nothing: 0 since 2.5, NaN before."""
+    """Return the output of torch's math for a query without keys: 0 from 2.5 on, NaN before."""
     tensor = torch.ones(1, 1, 1, 1)
     with sdpa_kernel([SDPBackend.MATH]):
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -68,7 +68,7 @@ def attend(
     variant: Variant | None = None,
     sizes: bool = False,
 ) -> Attended:
-    """softmax(Q K^T * scale + mask) V and, if the config has bwd, its inputs' gradients for
+    """Return softmax(Q K^T * scale + mask) V and, if the config has bwd, the inputs' gradients for
     `inputs.grad`, in their shapes. causal is SDPA's, aligned to the first row and column.
     """
     variant = variant or Variant()
@@ -86,9 +86,10 @@ def attend(
 
 
 def batched_out(config: Config, inputs: Inputs, dtype: Any) -> Any:
-    """`out` by one matrix product for all heads of a batch, as eager attention computes it: BLAS may
-    sum that in another order, less exactly, than head by head (fp32 on an H200 at head_dim 2048:
-    2.4 times the error). None where the scores of one head are too many to hold.
+    """Return `out` by one matrix product for all heads of a batch, like eager attention.
+
+    BLAS may sum it in another, less exact order than head by head (fp32 on an H200 at head_dim
+    2048: 2.4 times the error). Return None if the scores of one head are too many.
     """
     group = config.num_heads // config.num_kv_heads
     step = MAX_SCORES // (config.seq_len_q * config.seq_len_kv)
@@ -114,7 +115,7 @@ def batched_out(config: Config, inputs: Inputs, dtype: Any) -> Any:
 
 
 def _places(config: Config, variant: Variant) -> Iterator[tuple[int, slice, int, slice]]:
-    """(batch, query heads, key head, rows) of blocks that hold at most MAX_SCORES scores."""
+    """Yield (batch, query heads, key head, rows) of blocks with at most MAX_SCORES scores."""
     group = config.num_heads // config.num_kv_heads
     step = max(1, MAX_SCORES // (group * config.seq_len_kv))
     for batch in range(config.output_batch):
@@ -131,7 +132,7 @@ def default_scale(config: Config) -> float:
 
 
 def _results(config: Config, inputs: Inputs, dtype: Any) -> dict[str, Any]:
-    """Zeros to add to; key and value gradients of a narrow dtype add up in fp32."""
+    """Return zeros to accumulate in. Key and value gradients of a narrow dtype accumulate in fp32."""
     query = inputs.query
     shape = output_shape(config)
     made = {"out": torch.zeros(shape, dtype=dtype, device=query.device)}
@@ -152,7 +153,7 @@ def _block(
     tensors: dict[str, Any],
     terms: dict[str, Any],
 ) -> None:
-    """The query heads of one key head, some rows of them: [G, rows, D] against [Skv, D]."""
+    """Compute some rows of the query heads of one key head: [G, rows, D] against [Skv, D]."""
     batch, heads, kv, rows = place
     query = inputs.query[batch % config.batch, heads, rows].to(dtype)
     key, value = (

@@ -1,4 +1,4 @@
-"""Unprofiled latency: raw nanoseconds a call, cold by itself, eager one after the other, by CUDA-graph
+"""Latency without a profiler, in raw nanoseconds per call: cold, eager in bursts, by CUDA-graph
 replay, or by the wall clock on the CPU.
 """
 
@@ -45,7 +45,7 @@ Questions = dict[str, Callable[[], Any]]
 
 
 class TimingEvent(torch.cuda.Event):  # type: ignore[misc]
-    """An event with torch's own methods, whatever a backend puts in their place later."""
+    """An event with torch's own methods, even if a backend replaces them later."""
 
     record = torch.cuda.Event.record
     query = torch.cuda.Event.query
@@ -54,9 +54,11 @@ class TimingEvent(torch.cuda.Event):  # type: ignore[misc]
 
 
 class ClockReader:
-    """Reads the clocks of torch's device 0 every PERIOD_S, in a thread of its own: NVML can take
-    milliseconds an answer. A value that NVML does not give is left out. open_questions gives the
-    questions by name; it runs in the thread.
+    """Read the clocks of torch's device 0 every PERIOD_S in its own thread, as an NVML query can
+    take milliseconds.
+
+    Values that NVML does not provide are omitted. `open_questions` returns the queries by name; it
+    runs in the thread.
     """
 
     def __init__(self, open_questions: Callable[[], Questions] | None = None) -> None:
@@ -72,12 +74,12 @@ class ClockReader:
         return self._latest
 
     def between(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """The readings under way at some time between two moments of `time.perf_counter`."""
+        """Return the readings in progress between two moments of `time.perf_counter`."""
         kept = tuple(self._kept)
         return [reading for begun, answered, reading in kept if begun <= end and begin <= answered]
 
     def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """The reading nearest to a time too short for one of its own; empty without NVML."""
+        """Return the reading nearest to an interval that has none. Empty without NVML."""
         self._begun.wait(FIRST_S)
         kept = tuple(self._kept)
         if not kept:
@@ -104,8 +106,8 @@ class ClockReader:
 
 
 def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Many readings as one: the median of each value, with `_min` and `_max` beside it, and every
-    throttle reason that was ever set; nothing of none.
+    """Combine readings into one: the median of each value with `_min` and `_max`, and all throttle
+    reasons that occurred. Empty without readings.
     """
     summary: dict[str, Any] = {}
     for name in dict.fromkeys(name for reading in readings for name in reading):
@@ -119,8 +121,8 @@ def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class CpuWait:
-    """Measures how much of the time in its blocks this thread was ready to run and waited for a CPU,
-    which other programs had.
+    """Measure the share of time in its blocks that this thread was ready to run but waited for a
+    CPU.
     """
 
     def __init__(self) -> None:
@@ -136,13 +138,13 @@ class CpuWait:
         self._waited_ns += _run_delay_ns()
 
     def reading(self) -> dict[str, float]:
-        """Return the share under its name; nothing where the system does not count it."""
+        """Return the share under its name. Empty if the system does not count it."""
         share = self._waited_ns / max(1, self._passed_ns)
         return {CPU_WAIT: round(share, 3)} if self._waited_ns > 0 else {}
 
 
 def _run_delay_ns() -> int:
-    """Return how long this thread has waited for a CPU so far; 0 where the kernel does not count it."""
+    """Return how long this thread has waited for a CPU so far, 0 if the kernel does not count it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -164,7 +166,7 @@ def _questions() -> Questions:
 
 
 class L2Flush:
-    """Evicts the L2 by writing a buffer much larger than it; the buffer is made once."""
+    """Evict the L2 by writing a buffer much larger than it. The buffer is allocated once."""
 
     def __init__(self) -> None:
         self._buffer: Any = None
@@ -176,12 +178,12 @@ class L2Flush:
 
 
 class NeverHeldError(RuntimeError):
-    """A call cannot be queued while the stream is held: it waits for the device."""
+    """A call cannot be queued while the stream is blocked, because it waits for the device."""
 
 
 @dataclass
 class Hold:
-    """Keeps the current stream busy for a time. length_ns grows as calls turn out to need it."""
+    """Block the current stream for a time. `length_ns` grows if calls need longer."""
 
     length_ns: int = HOLD_NS
     cycles_per_ns: float | None = None
@@ -194,7 +196,7 @@ class Hold:
         torch.cuda._sleep(round(self.length_ns * self.cycles_per_ns))
 
     def lengthen(self) -> None:
-        """Double the next holds. Raises NeverHeldError beyond HOLD_MAX_NS."""
+        """Double the next holds. Raise NeverHeldError beyond HOLD_MAX_NS."""
         if self.length_ns * 2 > HOLD_MAX_NS:
             raise NeverHeldError("its launches cannot be queued ahead: the call waits for the GPU")
         self.length_ns *= 2
@@ -203,8 +205,10 @@ class Hold:
 def time_cold(
     call: Callable[[], Any], samples: int, flush: L2Flush, hold: Hold
 ) -> dict[str, list[int]]:
-    """Each sample is one call on the device, with the L2 flushed before it and all of its launches
-    queued before the first may run: the host has no part in it. Raises NeverHeldError.
+    """Time single calls on the device, with the L2 flushed before each.
+
+    All launches of a call are queued before the first may run, so host time does not count. Raise
+    NeverHeldError.
     """
     return {COLD: held(partial(_queue_held, call, hold, flush), hold.lengthen, samples)}
 
@@ -214,8 +218,8 @@ Queued = tuple[bool, Callable[[], int]]
 
 
 def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int) -> list[int]:
-    """Samples of what `queue` puts onto the stream. One on which the device began too early counts
-    for nothing, and `lengthen` is called for the next.
+    """Sample what `queue` puts onto the stream. Discard a sample if the device began too early, and
+    call `lengthen` for the next.
     """
     reads: list[Callable[[], int]] = []
     times: list[int] = []
@@ -249,8 +253,8 @@ def _queue_held(
 
 
 def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[str, list[int]]:
-    """Each sample is a burst of calls one after the other, without a flush or a wait in between, by
-    two events around it; the host's own time of a call stands beside it, under HOST.
+    """Time bursts of calls without a flush or a wait in between, by two events around each burst.
+    The host's time per call is reported under HOST.
     """
     calls = max(1, min(EAGER_CALLS, EAGER_NS // max(1, expected_ns)))
     synchronize()
@@ -259,8 +263,8 @@ def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[
 
 
 def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
-    """Samples of what `queue` starts, which returns what waits for the sample. Each is waited for when
-    the next is queued, so that a device that is slower than the host never runs dry.
+    """Yield samples of work that `queue` starts and returns a wait function for. Wait for each
+    sample after queueing the next, so that a device slower than the host never idles.
     """
     reads: deque[Callable[[], T]] = deque()
     values: list[T] = []
@@ -276,8 +280,8 @@ def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
 
 @dataclass
 class _Bursts:
-    """Queues bursts of so many calls. A device that has nothing more to do gets calls ahead of the
-    burst, which bring it and the host to the distance that they keep.
+    """Queue bursts of calls. An idle device first gets extra calls, which bring device and host to
+    their steady distance.
     """
 
     call: Callable[[], Any]
@@ -305,11 +309,12 @@ Sampler = Callable[[int], dict[str, list[int]]]
 
 
 def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
-    """A graph of the call, captured and replayed once. Each sample is a replay's time over the calls
-    in it, L2 warm, with the replay queued before it may run: its launch takes the host 10 to 40 us,
-    and from one process to the next differs by more than the GPU's time. How many calls a graph holds
-    is found by a short one, since expected_ns, of a call outside of graphs, may be mostly the CPU's.
-    Raises what the capture raises, and NeverHeldError.
+    """Capture a graph of the call and replay it once. Return its sampler.
+
+    Each sample is a replay's time divided by its calls, with a warm L2 and the replay queued before
+    it may run: its launch takes the host 10 to 40 us, and varies between processes by more than the
+    GPU's time. A short graph determines the number of calls, since `expected_ns`, measured outside
+    of graphs, may be mostly CPU time. Raise the errors of the capture, and NeverHeldError.
     """
     hold = Hold()
 
@@ -346,18 +351,18 @@ def _captured(call: Callable[[], Any], calls: int) -> Any:
 
 
 def time_wall(call: Callable[[], Any], samples: int) -> dict[str, list[int]]:
-    """Each sample is one call on the CPU by the monotonic clock."""
+    """Time single calls on the CPU by the monotonic clock."""
     return {WALL: sampled(lambda: wall_ns(call), samples, WALL_BUDGET_S)}
 
 
 def budget_s(samples: int) -> float:
-    """The seconds that a measurement of so many samples may take on a GPU."""
+    """Return the seconds that a measurement of so many samples may take on a GPU."""
     return max(LEAST_BUDGET_S, samples * SAMPLE_S)
 
 
 def sampled(sample: Callable[[], T], count: int, seconds: float | None = None) -> list[T]:
-    """As many samples as fit into the seconds, at least MIN_SAMPLES and at most count; None: into
-    the budget of a GPU's.
+    """Take as many samples as fit into the seconds, from MIN_SAMPLES to `count`. None means the
+    GPU's budget.
     """
     samples: list[T] = []
     deadline = perf_counter() + (budget_s(count) if seconds is None else seconds)
@@ -369,7 +374,7 @@ def sampled(sample: Callable[[], T], count: int, seconds: float | None = None) -
 
 
 def elapsed_ms(call: Callable[[], Any]) -> float:
-    """Milliseconds between two events around a call on the current stream."""
+    """Return the milliseconds between two events around a call on the current stream."""
     start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
     start.record()
     call()
@@ -379,13 +384,13 @@ def elapsed_ms(call: Callable[[], Any]) -> float:
 
 
 def elapsed_ns(start: Any, stop: Any) -> int:
-    """Nanoseconds between two recorded events; waits for the second."""
+    """Return the nanoseconds between two recorded events. Wait for the second."""
     stop.synchronize()
     return round(float(start.elapsed_time(stop)) * 1e6)
 
 
 def wall_ns(call: Callable[[], Any]) -> int:
-    """Nanoseconds of a call by the monotonic clock."""
+    """Return the nanoseconds of a call by the monotonic clock."""
     start = perf_counter_ns()
     call()
     return perf_counter_ns() - start

@@ -1,5 +1,5 @@
-"""A program of the worker that verifies instead of measuring: calls each cell's backend on poisoned
-memory, more than once, and holds what it returns against the fp64 reference.
+"""A program of the worker that verifies instead of measuring: call each cell's backend several
+times on poisoned memory, and compare its results with the fp64 reference.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def body(program: Program) -> None:
 
 @dataclass
 class Verifier:
-    """Verifies cells; the reference of the last problem is kept, for its other backends."""
+    """Verify cells. The reference of the last problem is reused for its other backends."""
 
     workspace: Workspace
     _last: tuple[tuple[Config, str], Inputs, Expected] | None = field(default=None, init=False)
 
     def verify(self, cell: Cell, stage: Stage) -> Cell:
-        """The cell with its checks. Raises DeadContextError where no other cell can follow."""
+        """Return the cell with its checks. Raise DeadContextError if no other cell can follow."""
         cell = replace(cell, config=cell.config.resolve(self.workspace.device))
         texts: list[str] = []
         set_deterministic(cell.config.deterministic)
@@ -80,7 +80,7 @@ class Verifier:
     def _checks(
         self, cell: Cell, stage: Stage, texts: list[str]
     ) -> tuple[tuple[Check, ...], dict[str, Any] | None]:
-        """The checks, and what the implementation chose for its last call."""
+        """Return the checks, and the implementation's tuning of its last call."""
         backend = find_backend(cell.backend, self.workspace.sources)
         stage("compile")
         forward_only = self._forward_only(cell.config, backend)
@@ -106,7 +106,7 @@ class Verifier:
         return tuple(checks), tuning_of(backend, attention)
 
     def _forward_only(self, config: Config, backend: Backend) -> str | None:
-        """Why only the forward pass can be verified. Raises RefusedError where none can."""
+        """Return why only the forward pass can be verified. Raise RefusedError if nothing can."""
         refusals = reasons_beforehand(config, self.workspace, backend)
         if not refusals:
             return None
@@ -118,7 +118,7 @@ class Verifier:
     def _reference(self, config: Config, values: str) -> tuple[Inputs, Expected]:
         key = (config, values)
         if self._last is None or self._last[0] != key:
-            self._last = None  # before the next one takes its memory
+            self._last = None  # before the next call uses its memory
             seed = self.workspace.plan.protocol.seed
             inputs = case_inputs(config, values, self.workspace.device, seed)
             self._last = (key, inputs, expect(config, inputs))
@@ -126,7 +126,7 @@ class Verifier:
 
 
 def case_inputs(config: Config, values: str, device: str, seed: int) -> Inputs:
-    """Inputs of a config whose values or place are those of a case; see `cases.Case`."""
+    """Return inputs of a config with the values or placement of a case; see `cases.Case`."""
     inputs = make_inputs(config, device, seed)
     with torch.no_grad():
         if values == "large":
@@ -155,7 +155,9 @@ def _moved(tensor: Any) -> Any:
 
 @dataclass
 class _Results:
-    """What one call gave, by name; no_gradient and backward_error say why gradients are missing."""
+    """The results of one call by name. `no_gradient` and `backward_error` are why gradients are
+    missing.
+    """
 
     tensors: dict[str, Any]
     no_gradient: str | None = None
@@ -164,9 +166,10 @@ class _Results:
 
 @dataclass
 class _Caller:
-    """The calls of one cell. The order is: other inputs, the inputs, other inputs, the inputs
-    again, each pair on memory with another pattern; what an earlier call leaves behind is thus
-    never the right answer.
+    """The calls of one cell: other inputs, the inputs, other inputs, the inputs again.
+
+    Each pair runs on memory with another pattern, so the leftovers of an earlier call are never the
+    correct result.
     """
 
     config: Config
@@ -176,7 +179,7 @@ class _Caller:
     values: str
 
     def run(self, inputs: Inputs, seed: int) -> tuple[Got, str | None]:
-        """What came back, and which input was changed on the way (with the place), or None."""
+        """Return the results, and which input the call changed (with the place), or None."""
         device = self.workspace.device
         others = case_inputs(self.config, self.values, device, seed + 1)
         before = {name: _bytes(getattr(inputs, name)).clone() for name in GRADIENTS.values()}
@@ -201,7 +204,7 @@ class _Caller:
         return got, changed
 
     def _sized(self, inputs: Inputs) -> list[Any]:
-        """Tensors of the sizes that a call may ask for."""
+        """Return tensors of the sizes that a call may allocate."""
         query = inputs.query
         shape = (self.config.batch, self.config.num_heads, self.config.seq_len_q)
         out = torch.empty((*shape, self.config.value_dim), dtype=query.dtype, device="meta")
@@ -209,8 +212,8 @@ class _Caller:
         return [query, inputs.key, inputs.value, out, sums]
 
     def _call(self, inputs: Inputs) -> _Results:
-        """Raises ImplementationError for an output that breaks the contract, RefusedError for what
-        the backend says it cannot do.
+        """Call the backend. Raise ImplementationError if the output violates the contract, and
+        RefusedError if the backend refuses.
         """
         with implementation_errors(self.backend):
             out = make_forward(self.config, inputs, self.attention)()
@@ -224,7 +227,7 @@ class _Caller:
         return results
 
     def _backward(self, out: Any, inputs: Inputs, results: _Results) -> None:
-        """Add the gradients; what goes wrong costs them alone, and not the output."""
+        """Add the gradients. A failure loses only them, not the output."""
         leaves = tuple(getattr(inputs, name) for name in GRADIENTS.values())
         try:
             grads = torch.autograd.grad(out, leaves, inputs.grad, allow_unused=True)
@@ -241,7 +244,7 @@ class _Caller:
 
 
 def _bytes(tensor: Any) -> Any:
-    """The whole storage of a tensor, also what lies between and around its elements."""
+    """Return a tensor's whole storage, including bytes between and around its elements."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return whole.set_(tensor.untyped_storage())
 
@@ -251,7 +254,7 @@ def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
-    """Put back what the inputs held before; where it was changed, or None."""
+    """Restore the inputs' contents. Return where they were changed, or None."""
     changed = None
     for name, old in before.items():
         tensor = getattr(inputs, name)
@@ -265,7 +268,7 @@ def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Bitwise, so that NaN equals itself."""
+    """Compare bitwise, so that NaN equals itself."""
     if first is None or second is None:
         return first is second
     bits = (tensor.contiguous().view(torch.uint8) for tensor in (first, second))

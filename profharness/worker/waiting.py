@@ -1,5 +1,6 @@
-"""`python -m profharness.worker.waiting PARENT`: a worker that is started before it is known what it
-has to do. It loads torch, then does what comes over the socket that is its stdin.
+"""A worker that starts before its task is known: `python -m profharness.worker.waiting PARENT`.
+
+It loads torch, then runs the task that it receives on the socket at its stdin.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ MOST_DESCRIPTORS = 8
 
 
 class Order:
-    """The arguments that a worker else has from its command line. A thread takes them, and starts CUDA
-    for a plan that needs it, while torch is being loaded; without a parent it ends the process.
+    """The arguments that another worker gets on its command line.
+
+    A thread receives them, and starts CUDA for a plan that needs it while torch loads. Without a
+    parent it ends the process.
     """
 
     def __init__(self) -> None:
@@ -32,7 +35,7 @@ class Order:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it has come."""
+        """Wait for the arguments."""
         self._thread.join()
 
     def _take(self) -> None:
@@ -51,10 +54,10 @@ class Order:
 
 
 if __name__ == "__main__":
-    gc.disable()  # nothing of what is loaded is garbage
+    gc.disable()  # loaded modules contain no garbage
     order = Order()
     try:
         import torch  # noqa: F401
     finally:
-        order.wait()  # whose log tells what went wrong
+        order.wait()  # whose log contains the error
     run_arguments(order.arguments, order.warmup)

@@ -1,4 +1,4 @@
-"""What a worker process keeps from cell to cell."""
+"""The state that a worker process keeps between cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from profharness.worker.timing import ClockReader, L2Flush
 
 @dataclass(frozen=True)
 class Workspace:
-    """What a worker keeps from cell to cell. clocks is None on a CPU and under another program."""
+    """The state that a worker keeps between cells. `clocks` is None on a CPU and under a profiler."""
 
     device: str
     folder: Path
@@ -30,7 +30,7 @@ class Workspace:
 
 
 def open_workspace(program: Program) -> Workspace:
-    """The workspace of one worker process."""
+    """Create the workspace of a worker process."""
     folder, plan, device = program.folder, program.plan, program.device
     clocks = ClockReader() if device == "cuda" and not plan.wrapped else None
     return Workspace(device, folder, plan, clocks, L2Flush(), read_sources(folder))
