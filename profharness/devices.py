@@ -1,4 +1,4 @@
-"""What a device can do at most: bandwidth, matrix rates and occupancy, measured or from its data sheet."""
+"""The limits of devices: bandwidth, matrix rates and occupancy, measured or from data sheets."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Peaks:
 
 
 def flop_peak(peaks: Peaks, dtype: str, *, tf32: bool = False) -> tuple[str, float] | None:
-    """Name and value of the rate that bounds a config of this dtype, or None. tf32: fp32 products
-    may use the tensor cores (`torch.backends.cuda.matmul.allow_tf32`).
+    """Return the name and value of the matrix rate that bounds a config of this dtype, or None.
+    With `tf32`, fp32 products may use the tensor cores (`torch.backends.cuda.matmul.allow_tf32`).
     """
     name = "tf32" if dtype == "fp32" and tf32 else dtype
     rate = peaks.flops_per_s.get(name)
@@ -42,7 +42,7 @@ def flop_peak(peaks: Peaks, dtype: str, *, tf32: bool = False) -> tuple[str, flo
 
 
 def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
-    """The intensity (FLOPs per byte) from which the matrix rate, not memory, is the ceiling."""
+    """Return the intensity (FLOPs per byte) above which the matrix rate, not memory, is the limit."""
     peak = flop_peak(peaks, dtype, tf32=tf32)
     if peak is None or not peaks.bandwidth_bytes_per_s:
         return None
@@ -120,7 +120,7 @@ ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rt
 
 
 def data_sheet(device_name: str) -> Peaks | None:
-    """The data-sheet figures of a device by its CUDA name (`NVIDIA H200`), or None."""
+    """Return the data-sheet values of a device by its CUDA name (`NVIDIA H200`), or None."""
     matches = (gpu for gpu in TABLE if gpu.pattern and re.search(gpu.pattern, device_name))
     gpu = next(matches, None)
     if gpu is None:
@@ -146,7 +146,7 @@ _NOISE = re.compile(
 
 
 def find_gpu(text: str) -> Gpu:
-    """A GPU by its name or capability (`sm90`, `9.0`). Raises UsageError with near matches."""
+    """Find a GPU by its name or capability (`sm90`, `9.0`). Raise UsageError with similar names."""
     capability = _capability(text)
     if capability:
         return Gpu(f"sm{capability[0]}{capability[1]}", capability)
@@ -178,8 +178,8 @@ def _capability(text: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU as the trace describes it; limits are per SM or per block in bytes, registers or
-    threads. None: not told.
+    """A GPU as the trace describes it. Limits are per SM or per block in bytes, registers or
+    threads. None means unknown.
     """
 
     index: int
@@ -232,14 +232,15 @@ _CARVE_OUTS_KIB = (8, 16, 32, 64, 100, 132, 164, 196, 228)
 
 
 def unified_l1_bytes(device: Device) -> int | None:
-    """L1 and shared memory of one SM together; None for an unknown capability."""
+    """Return the combined size of L1 and shared memory per SM, or None for an unknown capability."""
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     return facts[3] * KIB if facts else None
 
 
 def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | None:
-    """What is left of an SM's unified L1 as a cache at most, beside the shared memory of the blocks
-    that fit; shared_bytes is one block's, without the driver's reserve. None for an unknown device.
+    """Return the largest L1 cache that an SM has left beside the shared memory of its resident
+    blocks. `shared_bytes` is one block's, without the driver's reserve. Return None for an unknown
+    device.
     """
     unified, sm = unified_l1_bytes(device), sm_limits(device)
     if unified is None or sm is None:
@@ -253,8 +254,8 @@ def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class SmLimits:
-    """What one SM offers and what one block may take; shared memory in bytes, the driver's reserve
-    per block apart.
+    """The resources of one SM and the limits of one block, in bytes of shared memory without the
+    driver's reserve per block.
     """
 
     max_threads_per_sm: int
@@ -271,9 +272,9 @@ class SmLimits:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Theoretical occupancy: resident warps over the most an SM holds (0 to 1), blocks that fit,
-    and what stops one more: the first of LIMITERS that binds. shared_share is one block's part of
-    an SM's shared memory.
+    """Theoretical occupancy: resident warps divided by an SM's maximum (0 to 1), the blocks that
+    fit, and the first of LIMITERS that prevents one more. `shared_share` is one block's part of an
+    SM's shared memory.
     """
 
     fraction: float
@@ -283,7 +284,7 @@ class Occupancy:
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """What the trace tells, the rest from the table above; None for an unknown capability."""
+    """Return the trace's limits, completed by the table above, or None for an unknown capability."""
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     if facts is None:
         return None
@@ -309,10 +310,12 @@ def sm_limits(device: Device) -> SmLimits | None:
 def occupancy(
     block_threads: int, registers_per_thread: int, shared_bytes: int, limits: SmLimits | Device
 ) -> Occupancy | None:
-    """Theoretical occupancy as cuda_occupancy.h has it, with the largest shared-memory carve-out
-    and opt-in. shared_bytes is static plus dynamic of one block, without the driver's reserve. None
-    when the device is unknown or such a block could not be launched there, so that a real launch
-    never reads 0. Named barriers, which no profiler but ncu tells, and clusters are left out.
+    """Return the theoretical occupancy by the formulas of cuda_occupancy.h, with the largest
+    shared-memory carve-out and opt-in.
+
+    `shared_bytes` is the static plus dynamic memory of one block, without the driver's reserve.
+    Return None if the device is unknown or could not launch such a block, so that a real launch
+    never reads 0. Named barriers, which only ncu reports, and clusters are ignored.
     """
     sm = sm_limits(limits) if isinstance(limits, Device) else limits
     if sm is None or not 0 < block_threads <= sm.max_threads_per_block:
@@ -343,7 +346,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class DeviceFact(NamedTuple):
-    """One figure of a device with its unit, and where it is from."""
+    """A property of a device with its unit and source."""
 
     name: str
     value: float | str
@@ -363,8 +366,8 @@ def device_facts(
     sm_mhz: float | None = None,
     memory_mhz: float | None = None,
 ) -> tuple[DeviceFact, ...]:
-    """What is known of a device, for reading: sizes, clocks as they were while cells were timed, and
-    the ceilings of each of the peaks with their ridge points. What nobody knows is left out.
+    """Return the known properties of a device: sizes, clocks while cells were timed, and the limits
+    of each of the peaks with their ridge points.
     """
     clocks = "NVML, median while cells were timed"
     facts: list[tuple[str, float | str | None, str, str]] = []

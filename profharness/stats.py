@@ -1,5 +1,5 @@
-"""Statistics over raw samples: summaries, an interval of the median that knows of turns and processes,
-and the verdict on two sets of samples.
+"""Statistics over raw samples: summaries, an interval of the median that accounts for turns and
+processes, and the comparison of two sets of samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEED = 0
 
 
 class Turn(NamedTuple):
-    """So many samples, one after the other, of one turn of one process; both count from 0."""
+    """The number of samples of one turn of one process. Turn and process count from 0."""
 
     process: int
     turn: int
@@ -34,13 +34,13 @@ class Turn(NamedTuple):
 
 
 class Series(tuple[int, ...]):
-    """Samples in their order, and the turns that they are of; none where that is not known."""
+    """Samples in their order, and their turns, if known."""
 
     turns: tuple[Turn, ...] = ()
 
     @classmethod
     def of(cls, samples: Iterable[int], turns: Iterable[Sequence[int]] = ()) -> Series:
-        """The samples; turns that do not add up to them are not believed."""
+        """Return the samples. Turns that do not add up to them are ignored."""
         series = cls(samples)
         known = tuple(Turn(*turn) for turn in turns)
         if sum(turn.samples for turn in known) == len(series):
@@ -50,8 +50,8 @@ class Series(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The 95 % interval of a median. between_turns and between_processes are the half widths that
-    each alone would give it; None for what there is but one of, or nobody knows.
+    """The 95 % interval of a median. `between_turns` and `between_processes` are the half widths by
+    each source alone, or None if there is only one turn or process, or it is unknown.
     """
 
     low: float
@@ -63,7 +63,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Location and spread of n samples, in their own unit. std is the sample's (n - 1), 0 for one."""
+    """Location and spread of n samples, in their own unit. `std` is the sample's (n - 1), 0 for
+    one.
+    """
 
     n: int
     median: float
@@ -79,9 +81,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Candidate against baseline. ratio is that of the medians (above 1: slower), None without
-    samples; p_value the two-sided Mann-Whitney U test's, None when it was not made. reason says
-    what the verdict rests on.
+    """The comparison of a candidate with a baseline. `ratio` is that of the medians (above 1:
+    slower), None without samples. `p_value` is that of the two-sided Mann-Whitney U test, or None
+    without a test. `reason` explains the verdict.
     """
 
     ratio: float | None
@@ -91,7 +93,7 @@ class Comparison:
 
 
 def _numpy() -> Any:
-    """NumPy, loaded at the first use: commands that compute nothing start without it."""
+    """Import NumPy on first use, so that other commands start without it."""
     import numpy
 
     return numpy
@@ -104,7 +106,9 @@ def _scipy_stats() -> Any:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Summary of at least one sample. Percentiles interpolate linearly. Raises ValueError on none."""
+    """Return the summary of at least one sample. Percentiles interpolate linearly. Raise ValueError
+    without samples.
+    """
     if not len(samples):
         raise ValueError("no samples to summarize")
     np = _numpy()
@@ -125,7 +129,7 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Bootstrap interval of the median, the same on every call; None below three samples."""
+    """Return the bootstrap interval of the median, None below three samples. It is deterministic."""
     if len(samples) < MIN_SAMPLES_CI:
         return None
     np = _numpy()
@@ -143,11 +147,11 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 
 def interval(samples: Sequence[int]) -> Interval | None:
-    """The interval that holds the median of like runs in 95 % of the cases, as far as the samples know
-    of more than one turn or process; None below three samples. The same on every call.
+    """Return the interval that contains the median of similar runs in 95 % of cases, as far as the
+    samples cover several turns and processes. Return None below three samples. It is deterministic.
 
-    Turns are drawn anew within each process (a block bootstrap). Processes are few, so Student's
-    distribution stands for theirs. The interval spans both; no time is below 0.
+    Turns are resampled within each process (a block bootstrap). Processes are few, so they use
+    Student's distribution. The interval covers both and is never below 0.
     """
     if len(samples) < MIN_SAMPLES_CI:
         return None
@@ -170,7 +174,7 @@ def interval(samples: Sequence[int]) -> Interval | None:
 
 
 def process_medians(samples: Sequence[float]) -> list[float]:
-    """The median of each process in their order; empty where nobody knows the processes."""
+    """Return the median of each process in order. Empty if the processes are unknown."""
     parts: dict[int, list[float]] = {}
     begin = 0
     for turn in samples.turns if isinstance(samples, Series) else ():
@@ -180,14 +184,14 @@ def process_medians(samples: Sequence[float]) -> list[float]:
 
 
 def of_first_process(samples: Sequence[float]) -> bool:
-    """Whether samples of the first process are among them, as far as anybody knows."""
+    """Return whether the samples include some of the first process, as far as known."""
     turns = samples.turns if isinstance(samples, Series) else ()
     return any(turn.process == 0 for turn in turns)
 
 
 def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, float] | None:
-    """The interval by drawing turns anew; the samples of a process with one turn are drawn singly.
-    None where no process has two turns.
+    """Return the interval by resampling turns. The samples of a process with one turn are resampled
+    individually. Return None if no process has two turns.
     """
     np = _numpy()
     blocks = np.empty(len(samples), dtype=np.int64)
@@ -215,7 +219,9 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
 
 @lru_cache(maxsize=4)  # the cells of a run have as many turns as each other
 def _draws(sizes: tuple[int, ...]) -> Any:
-    """How often each block is drawn, a row a resample; sizes: the blocks of each process."""
+    """Return how often each block is drawn, one row per resample. `sizes` are the blocks per
+    process.
+    """
     np = _numpy()
     random = np.random.default_rng(SEED)
     drawn = [random.multinomial(n, [1 / n] * n, size=BOOTSTRAP_RESAMPLES) for n in sizes]
@@ -223,7 +229,7 @@ def _draws(sizes: tuple[int, ...]) -> Any:
 
 
 def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
-    """The median of x for each row of counts, which says how often each block is drawn."""
+    """Return the median of x for each row of counts, which contains how often each block is drawn."""
     np = _numpy()
     values, places = np.unique(x, return_inverse=True)
     # how many samples of each block are at most each value; times are told in steps, so values are few
@@ -236,7 +242,7 @@ def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
 
 
 def _first(counts: Any, table: Any, need: Any) -> Any:
-    """For each row of counts the first row of table in which that many samples are drawn, by bisection."""
+    """Return for each row of counts the first row of `table` with that many samples, by bisection."""
     np = _numpy()
     low, high = np.zeros(len(counts), dtype=np.int64), np.full(len(counts), len(table) - 1)
     while (low < high).any():
@@ -248,13 +254,13 @@ def _first(counts: Any, table: Any, need: Any) -> Any:
 
 @cache
 def _student(freedom: int) -> float:
-    """The 97.5 % point of Student's distribution."""
+    """Return the 97.5 % quantile of Student's distribution."""
     return float(_scipy_stats().t.ppf(0.975, freedom))
 
 
 def is_bimodal(samples: Sequence[float]) -> bool:
-    """Whether two clusters, each with a fifth of the samples or more, explain nearly all of the
-    variance. The best split is Otsu's (largest between-class variance). Fewer than ten samples are
+    """Return whether two clusters with at least a fifth of the samples each explain nearly all of
+    the variance. The split is Otsu's (largest between-class variance). Fewer than ten samples are
     never bimodal.
     """
     if len(samples) < BIMODAL_MIN_SAMPLES:
@@ -278,10 +284,11 @@ def is_bimodal(samples: Sequence[float]) -> bool:
 def compare(
     baseline: Sequence[float], candidate: Sequence[float], *, threshold: float = THRESHOLD
 ) -> Comparison:
-    """Verdict on two independent sets of times. A change of the medians within threshold is `same`
-    whatever the tests say. One beyond it that they do not support at 5 % is `unknown`, as are fewer
-    than five samples on a side. Where both sides are of several processes, Student's test of the
-    processes' medians has to support it too.
+    """Compare two independent sets of times.
+
+    A change of the medians within `threshold` is `same` regardless of the tests. A larger change
+    that they do not support at 5 % is `unknown`, as are fewer than five samples on a side. If both
+    sides have several processes, Student's test of the processes' medians must support it too.
     """
     if not len(baseline) or not len(candidate):
         side = "baseline" if not len(baseline) else "candidate"
@@ -305,7 +312,9 @@ def compare(
 
 
 def beyond(ratio: float, threshold: float) -> bool:
-    """Whether a ratio differs from 1 by more than threshold; a ratio and its inverse agree."""
+    """Return whether a ratio differs from 1 by more than `threshold`. A ratio and its inverse
+    agree.
+    """
     return ratio > 1 + threshold or ratio * (1 + threshold) < 1
 
 
@@ -327,7 +336,7 @@ def _rank_test(baseline: Sequence[float], candidate: Sequence[float]) -> float:
 
 
 def _process_test(baseline: Sequence[float], candidate: Sequence[float]) -> float:
-    """The p-value of Student's test on the logarithms of the processes' medians."""
+    """Return the p-value of Student's test on the logarithms of the processes' medians."""
     np = _numpy()
     a, b = np.log(baseline), np.log(candidate)
     if a.min() == a.max() and b.min() == b.max():
@@ -338,9 +347,9 @@ def _process_test(baseline: Sequence[float], candidate: Sequence[float]) -> floa
 
 
 def process_allowance(baseline: Sequence[float], candidate: Sequence[float]) -> float | None:
-    """How far, as a ratio above 1, one process of each side may lie apart in 95 % of the cases where
-    nothing changed: Student's distribution and the pooled spread of the processes' medians, which
-    are given. None where a side has fewer than two.
+    """Return the largest ratio above 1 between one process of each side in 95 % of the cases
+    without a change, by Student's distribution and the pooled spread of the processes' medians.
+    Return None if a side has fewer than two.
     """
     if min(len(baseline), len(candidate)) < 2:
         return None

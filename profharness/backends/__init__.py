@@ -1,5 +1,5 @@
-"""What can compute attention: the built-in backends, and how a name finds one. What they need of
-torch stands in the worker, which alone calls it; packages stand in `libraries`.
+"""The registry of backends, and the search for a backend by name. The worker contains the parts
+that call torch; `libraries` contains those of other packages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ SOURCES_FILE = "sources.json"
 
 
 def _in_worker(function: str, *arguments: Any) -> Callable[[], Any]:
-    """A call of a function of worker/attention.py, loaded only then: it imports torch."""
+    """Return a call of a function of worker/attention.py, which imports torch and is loaded on the
+    call.
+    """
 
     def call() -> Any:
         module = importlib.import_module("profharness.worker.attention")
@@ -145,9 +147,9 @@ BACKENDS: dict[str, Backend] = {
 
 
 def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
-    """The named backends, each once. `all` stands for the default ones, PyTorch's own on the device;
-    `kernels` for every implementation that `kernels/` folders and entry points offer. Raises
-    UsageError for names that stand for nothing.
+    """Return the named backends without duplicates. `all` stands for PyTorch's own backends on the
+    device, `kernels` for every implementation in `kernels/` folders and entry points. Raise
+    UsageError for unknown names.
     """
     names: dict[str, None] = {}
     for name in named:
@@ -167,9 +169,9 @@ def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
 
 
 def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend:
-    """The backend of that name: a known source, the registry, a set or an order of SDPA's backends,
-    `kernels/NAME.py`, an entry point; or of `file.py:function` or `package.module:function`. Raises
-    UsageError listing the known ones.
+    """Find a backend by name: a known source, the registry, a set or an order of SDPA's backends,
+    `kernels/NAME.py`, an entry point, `file.py:function` or `package.module:function`. Raise
+    UsageError that lists the known ones.
     """
     # first: a worker takes the file that its run was planned with
     if sources and text in sources:
@@ -189,7 +191,7 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
 
 
 def _of_setting(setting: Setting) -> Backend:
-    """SDPA with several of its backends permitted, or tried in an order."""
+    """Return SDPA with several of its backends permitted, or tried in an order."""
     names = list(setting.backends)
     summary = f"PyTorch's choice among {' and '.join(names)}"
     if setting.ordered:
@@ -200,7 +202,9 @@ def _of_setting(setting: Setting) -> Backend:
 
 
 def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
-    """The backends by name, in that order. Raises UsageError if two of them would have one name."""
+    """Return the backends by name, in that order. Raise UsageError if two of them have the same
+    name.
+    """
     backends: dict[str, Backend] = {}
     for backend in map(find_backend, texts):
         first = backends.setdefault(backend.name, backend)
@@ -213,7 +217,9 @@ def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
 
 
 def stored_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Backends as cells name them: `all` means no filter, a file is known by its reduced name."""
+    """Return the names of backends in cells. `all` means no filter, and a file has its reduced
+    name.
+    """
     reduced = []
     for name in () if ALL in names else names:
         try:
@@ -224,20 +230,22 @@ def stored_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
-    """Name to code version of each backend that has one: `sha256:…` of a file, or a package's."""
+    """Return the code version of each backend that has one: `sha256:…` of a file, or a package's
+    version.
+    """
     versions = {backend.name: fingerprint(backend) for backend in backends}
     return {name: version for name, version in versions.items() if version is not None}
 
 
 def commits(backends: Iterable[Backend]) -> dict[str, str]:
-    """Name to git commit of each backend whose file lies in a git work tree."""
+    """Return the git commit of each backend whose file is in a git work tree."""
     hashes = {backend.name: commit(backend.file) for backend in backends if backend.file}
     return {name: text for name, text in hashes.items() if text is not None}
 
 
 def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
-    """Leave in a run folder where its worker finds implementations. Not in run.json: these are
-    paths of this machine.
+    """Write the paths of implementations into a run folder for its worker. They are not in run.json
+    because they belong to this machine.
     """
     sources = {backend.name: backend.source for backend in backends if backend.source}
     if sources:
@@ -245,7 +253,7 @@ def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
 
 
 def read_sources(folder: Path) -> dict[str, str]:
-    """What `write_sources` left, or nothing."""
+    """Read the file of `write_sources`. Empty if it is missing."""
     try:
         return msgspec.json.decode((folder / SOURCES_FILE).read_bytes(), type=dict[str, str])
     # none was written where all backends are built in

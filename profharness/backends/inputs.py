@@ -1,5 +1,5 @@
-"""The tensors of a config and the arguments of its call, by operations that a tensor has and its text can
-have too: the worker makes tensors by them, `repro` writes a script by them.
+"""The tensors of a config and the arguments of its call, in operations that work on tensors and on
+source text: the worker creates tensors with them, `repro` writes a script.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Fill = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """query [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv]; mask as the config says,
-    or None; grad like the output [B, Hq, Sq, Dv], or None.
+    """query [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv]; the config's mask, or
+    None; grad of the output's shape [B, Hq, Sq, Dv], or None.
     """
 
     query: Any
@@ -28,8 +28,8 @@ class Inputs:
 
 
 def build_inputs(config: Config, normal: Fill, kept: Fill, *, written: bool = True) -> Inputs:
-    """The inputs, drawn in the order of the fields. kept fills a mask of bool; written: the tensors have
-    values, else there is no grad.
+    """Return the inputs, drawn in the order of the fields. `kept` fills a bool mask. Without
+    `written`, the tensors have no values and there is no grad.
     """
 
     def tensor(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Any:
@@ -48,14 +48,14 @@ def build_inputs(config: Config, normal: Fill, kept: Fill, *, written: bool = Tr
 
 
 def output_shape(config: Config) -> tuple[int, int, int, int]:
-    """[B, Hq, Sq, Dv]."""
+    """Return [B, Hq, Sq, Dv]."""
     return config.output_batch, config.num_heads, config.seq_len_q, config.value_dim
 
 
 def laid_out(
     layout: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, fill: Fill
 ) -> Any:
-    """A tensor of a shape that lies in memory as the strides say, else as the layout does."""
+    """Return a tensor of a shape with the given strides, else in the given layout."""
     if strides:
         elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         return fill(elements).as_strided(shape, strides)
@@ -88,7 +88,9 @@ def _mask(config: Config, normal: Fill, kept: Fill, written: bool) -> Any:
 
 
 def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
-    """What the call takes by keyword. own: it is of an `Attention`, whose contract has no mask."""
+    """Return the keyword arguments of the call. With `own` they are those of an `Attention`, whose
+    contract has no mask.
+    """
     grouped = config.num_kv_heads != config.num_heads
     arguments: dict[str, Any] = {"is_causal": config.causal, "scale": config.scale}
     if not own:
@@ -99,11 +101,11 @@ def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
 
 
 def choice_arguments(config: Config, mask: Any) -> dict[str, Any]:
-    """What `_fused_sdp_choice` takes by keyword."""
+    """Return the keyword arguments of `_fused_sdp_choice`."""
     grouped = config.num_kv_heads != config.num_heads
     return call_arguments(config, mask, own=False) | {"enable_gqa": grouped}
 
 
 def leaf_names(config: Config) -> list[str]:
-    """The inputs that have a gradient where the config has a backward."""
+    """Return the inputs that have a gradient if the config has a backward pass."""
     return ["query", "key", "value", *(["mask"] if config.mask == "float_grad" else [])]

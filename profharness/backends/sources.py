@@ -1,6 +1,6 @@
-"""Implementations of attention that users bring: where they are, and how the worker loads them.
+"""Implementations of attention by users: where they are, and how the worker loads them.
 
-The parent only looks for files and names; nothing of them is imported outside of the worker.
+The parent only searches files and names. Only the worker imports them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def parts_of(file: Path) -> dict[Path, bytes]:
-    """The file and what belongs to it, with their contents, each in turn: modules in its folder that
-    it imports, the CUDA source of the same name, those that a string names, and what these include
-    as `"..."`. Raises OSError for a file that cannot be read.
+    """Yield a file and its dependencies with their contents: modules in its folder that it imports,
+    the CUDA source of the same name, those that a string names, and their `"..."` includes. Raise
+    OSError for an unreadable file.
     """
     parts: dict[Path, bytes] = {}
     todo = [file]
@@ -69,7 +69,7 @@ def parts_of(file: Path) -> dict[Path, bytes]:
 
 
 def _named(path: Path, content: bytes) -> Iterator[Path]:
-    """The files that a Python file may mean, whether they are there or not."""
+    """Yield the paths that a Python file may refer to, whether they exist or not."""
     yield path.with_suffix(".cu")
     try:
         tree = ast.parse(content)
@@ -91,7 +91,7 @@ def _named(path: Path, content: bytes) -> Iterator[Path]:
 
 
 def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
-    """Where `a.b.c` may be: each of its packages, and `c` as a module of a file or a folder."""
+    """Yield the possible paths of `a.b.c`: each of its packages, and `c` as a file or a folder."""
     for part in parts:
         yield folder / f"{part}.py"
         folder = folder / part
@@ -99,8 +99,8 @@ def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
 
 
 def find_implementation(text: str) -> Backend | None:
-    """The implementation that a name, `file.py`, `file.py:function` or `package.module:function`
-    stands for; None if there is none of that name. Raises UsageError for a file that is not there.
+    """Return the implementation for a name, `file.py`, `file.py:function` or
+    `package.module:function`, or None if the name is unknown. Raise UsageError for a missing file.
     """
     path, colon, function = text.rpartition(":") if ".py:" in text else (text, "", FUNCTION)
     if path.endswith(".py"):
@@ -113,7 +113,7 @@ def find_implementation(text: str) -> Backend | None:
 
 
 def implementation_names() -> Iterable[str]:
-    """The names that `kernels/` folders and entry points offer, each once."""
+    """Return the names in `kernels/` folders and entry points, without duplicates."""
     # a folder lists its files in any order
     files = (path.stem for folder in _folders() for path in sorted(folder.glob("*.py")))
     points = (point.name for point in metadata.entry_points(group=GROUP))
@@ -121,7 +121,7 @@ def implementation_names() -> Iterable[str]:
 
 
 def from_source(name: str, source: str, summary: str = "") -> Backend:
-    """The backend of a source as `Backend.source` gives it."""
+    """Return the backend for a `Backend.source`."""
     path = source.rpartition(":")[0]
     return Backend(
         name,
@@ -139,7 +139,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
 
 
 def fingerprint(backend: Backend) -> str | None:
-    """The hash of a backend's file and what belongs to it, or its packages' versions, or None."""
+    """Return the hash of a backend's file and its dependencies, or its packages' versions, or None."""
     if backend.file is not None and backend.file.is_file():
         return f"sha256:{_digest(backend.file)}"
     versions = []
@@ -152,8 +152,8 @@ def fingerprint(backend: Backend) -> str | None:
 
 
 def commit(file: Path) -> str | None:
-    """The commit that is checked out where a file lies, with `, changed` where the file or what
-    belongs to it is not as committed. None outside of a git work tree, or where git cannot tell.
+    """Return the commit that is checked out at a file, with `, changed` if the file or a dependency
+    differs from it. Return None outside of a git work tree, or if git fails.
     """
     if not file.is_file():
         return None
@@ -167,7 +167,7 @@ def commit(file: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says; None where it is not there, fails or takes long."""
+    """Return git's output, or None if it is missing, fails or takes too long."""
     # fsmonitor is a program of the work tree's choice; status would else lock the index
     argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments)
     done = run_briefly(argv, GIT_S, os.environ | {"GIT_OPTIONAL_LOCKS": "0"})
@@ -175,7 +175,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _digest(file: Path) -> str:
-    """16 hex digits; those of the content alone where the file is all there is."""
+    """Return 16 hex digits, of the content alone if there is only one file."""
     parts = parts_of(file)
     if len(parts) == 1:
         return hashlib.sha256(parts[file]).hexdigest()[:16]
@@ -190,7 +190,7 @@ def _digest(file: Path) -> str:
 
 
 def where(error: BaseException, file: Path | None) -> str:
-    """` (file.py, line 12)`: the innermost line of the file that an exception came through."""
+    """Return ` (file.py, line 12)`: the innermost line of the file in an exception's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and frame.filename == str(file)]
     return f" ({file.name}, line {lines[-1]})" if file and lines else ""
@@ -198,7 +198,7 @@ def where(error: BaseException, file: Path | None) -> str:
 
 @dataclass(frozen=True)
 class _Implementation:
-    """What a source holds; tuning may be of the module that defines the function."""
+    """The function in a source. `tuning` may belong to the module that defines it."""
 
     attention: Attention
     supports: Callable[[Config], Any] | None
@@ -206,7 +206,9 @@ class _Implementation:
 
 
 def _of_file(path: Path, function: str, text: str) -> Backend:
-    """Its name is the text as given, without the folder if that leads outside the working one."""
+    """Return a backend named by the given text, without the folder if it is outside the working
+    one.
+    """
     file = path
     if not path.is_file() and path.parent == Path(FOLDER):
         file = SHIPPED / path.name
@@ -241,13 +243,13 @@ def _by_name(name: str) -> Backend | None:
 
 
 def _folders() -> list[Path]:
-    """`kernels/` of the working directory, then the one that comes with profharness."""
+    """Return `kernels/` in the working directory and the one of profharness."""
     folders = dict.fromkeys([(Path.cwd() / FOLDER).resolve(), SHIPPED])
     return [folder for folder in folders if folder.is_dir()]
 
 
 def _file_of(dotted: str) -> Path | None:
-    """The file of a module; None for what is not there."""
+    """Return the file of a module, or None if there is none."""
     spec = find_module(dotted)
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
@@ -274,7 +276,9 @@ def _implementation(source: str) -> _Implementation:
 
 @functools.cache
 def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
-    """Load once per process, failures too: a file that takes long to compile fails once."""
+    """Load a source once per process. Failures are cached too, so that a slow compilation fails
+    once.
+    """
     place, _, function = source.rpartition(":")
     file = Path(place) if place.endswith(".py") else None
     shown = file.name if file else place
@@ -305,8 +309,8 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """The module of a file under a name of its own, so that it can hide no installed package. Its
-    folder is importable while it is imported, behind everything else.
+    """Import a file under a unique name, so that it cannot shadow an installed package. Its folder
+    is importable meanwhile, after all others.
     """
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     name = "_".join(("_profharness", re.sub(r"\W", "_", path.stem), digest))

@@ -1,7 +1,8 @@
-"""Templates of attention calls: what is told of a call once, and how often it was made.
+"""Templates of attention calls: the properties of a call, recorded once, and the number of such
+calls.
 
-A call's exact key finds its entry in one look-up. Only a call with a new key is looked at more
-closely, and only one with a new template is written down.
+One look-up finds the entry of a call by its exact key. Only calls with a new key are inspected
+further, and only calls with a new template are written.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _Tensor = torch.Tensor
 
 
 class Entry:
-    """The calls of one exact key, counted at one place of an array."""
+    """The calls of one exact key, counted in one element of an array."""
 
     __slots__ = ("at", "cells", "marker", "template")
 
@@ -65,7 +66,7 @@ class Entry:
 
 
 class Site:
-    """A module that calls, or none. last: its last call's exact key and entry."""
+    """A calling module, or none. `last` is the exact key and the entry of its last call."""
 
     __slots__ = ("last", "number")
 
@@ -75,8 +76,10 @@ class Site:
 
 
 class Recorder:
-    """The calls of this process, in any of its threads. What several threads may change is changed
-    under the lock, but for a count: `+=` on an item of an array gives the GIL to no other thread.
+    """The calls of this process in all threads.
+
+    The lock protects state that threads share, except counts: `+=` on an array element does not
+    release the GIL.
     """
 
     def __init__(self, journal: Journal, window: Window) -> None:
@@ -104,7 +107,7 @@ class Recorder:
         self.started = False
 
     def forked(self) -> None:
-        """A forked child begins anew, in a journal of its own."""
+        """Reset the state in a forked child, with a journal of its own."""
         self.journal.begin()
         self._reset()
         self.window.forget()
@@ -112,11 +115,11 @@ class Recorder:
     def note(
         self, frame: FrameType, a: tuple[Any, ...], k: dict[str, Any], *, silent: bool = False
     ) -> tuple[Entry, bool] | None:
-        """Count a call. Its entry, and whether its template is new, where something is left to do; None
-        for a known call, and for one that is no one's to record: no tensors, or a graph is traced.
+        """Count a call. Return its entry and whether its template is new, if more work is needed.
 
-        k has the names of its functions under FUNCTIONS where flex_attention was called. silent: reading
-        a tensor's attributes calls no handler of the program's.
+        Return None for a known call, and for calls that are not recorded: without tensors, or
+        during tracing. `k` contains the names of the functions of flex_attention under FUNCTIONS.
+        With `silent`, reading a tensor's attributes calls no handler of the program.
         """
         n = len(a)
         option = k.get
@@ -167,7 +170,7 @@ class Recorder:
         return (entry, fresh) if fresh or marked else None
 
     def learn(self, entry: Entry, a: tuple[Any, ...], k: dict[str, Any], output: Any) -> None:
-        """What only the call itself could tell of a new template; the template is written down."""
+        """Add the properties to a new template that only the completed call has, and write it."""
         template = self.templates[entry.template]
         if template["kind"] == "flex":
             template |= {"ran": "flex", "mask": masks.of_blocks(a[BLOCK_MASK])}
@@ -184,7 +187,7 @@ class Recorder:
         self._write(template)
 
     def raised(self, entry: Entry) -> None:
-        """A call of a new template raised: the next like it is told anew."""
+        """Forget a new template whose call raised, so that the next such call records it again."""
         number = entry.template
         with self.lock:
             self.entries = {key: one for key, one in self.entries.items() if one.template != number}
@@ -193,7 +196,7 @@ class Recorder:
         self._write(self.templates[number] | {"raised": True})
 
     def note_compiled(self, what: dict[str, Any]) -> None:
-        """A call that Dynamo traces; how often it runs is not known."""
+        """Record a call that Dynamo traces. The number of its executions is unknown."""
         key = repr(sorted(what.items()))
         with self.lock:
             if key in self.compiled:
@@ -204,17 +207,18 @@ class Recorder:
         self._write(template)
 
     def optimizer_stepped(self) -> None:
-        """An optimizer's step has ended."""
+        """Record the end of an optimizer's step."""
         if get_ident() == self.window.home:
             self.optimized = True
             if self.templates:
                 self.window.step()
 
     def _pass(self, site: Site) -> bool:
-        """A pass over the model begins where its first attention comes again. Once an optimizer has
-        stepped, its steps count instead; with gradients that is waited for during some passes.
+        """Detect the begin of a pass over the model, when its first attention runs again. Return
+        whether to mark the call.
 
-        Returns whether the call is to be marked.
+        After an optimizer has stepped, its steps count instead. With gradients, some passes wait
+        for that.
         """
         if get_ident() != self.window.home:
             if _task() < 0:  # else autograd's thread computes again what the main one did
@@ -301,7 +305,7 @@ class Recorder:
         return entry, fresh
 
     def _place(self, above: FrameType | None, frame: FrameType) -> dict[str, Any]:
-        """Where a call stands: the modules around it, and the line outside of torch."""
+        """Return where a call is made: its modules, and the line outside of torch."""
         modules = []
         walked = above
         while walked is not None:
@@ -324,7 +328,9 @@ class Recorder:
         }
 
     def _path(self, modules: list[Any]) -> tuple[str | None, str | None]:
-        """The dotted name of the innermost module below the outermost one, and that one's class."""
+        """Return the dotted name of the innermost module within the outermost one, and the latter's
+        class.
+        """
         innermost, outermost = modules[0], modules[-1]
         if id(innermost) not in self.paths:
             root = type(outermost).__name__
@@ -346,7 +352,7 @@ class Recorder:
         self.journal.write("start", environment=facts.environment(), final_counts=True, **rank)
 
     def fail(self, error: BaseException) -> None:
-        """Record nothing more, and say so once."""
+        """Stop recording, and print the reason once."""
         if not self.on:
             return
         self.on = False
@@ -356,7 +362,7 @@ class Recorder:
 
 
 def _recordable(query: Any) -> bool:
-    """Whether a tensor of a class of its own has sizes that may be looked at."""
+    """Return whether the sizes of a tensor subclass can be read."""
     return isinstance(query, torch.Tensor) and type(query).__name__ not in (
         "FakeTensor",
         "FunctionalTensor",
@@ -374,7 +380,9 @@ def _state(device: str) -> dict[str, Any]:
 
 
 def _pattern(told: dict[str, Any] | None) -> Any:
-    """What calls of one template have in common of a tensor: heads, head dim, order in memory."""
+    """Return the properties of a tensor that calls of one template share: heads, head dim, memory
+    order.
+    """
     if told is None or told["dims"] is None:
         return None if told is None else told["dtype"]
     dims, strides = told["dims"], told["strides"]
@@ -385,7 +393,7 @@ def _pattern(told: dict[str, Any] | None) -> Any:
 
 
 def _relation(told: tuple[dict[str, Any] | None, ...]) -> tuple[Any, ...]:
-    """How the lengths of query and key stand to each other, and which dims of a mask are 1."""
+    """Return how the lengths of query and key relate, and which dims of a mask are 1."""
     query, key, mask = [(told[at] or {}).get("dims") for at in (0, 1, 3)]
     if not query or not key or len(query) < 2 or len(key) < 2:
         return ()
@@ -395,7 +403,7 @@ def _relation(told: tuple[dict[str, Any] | None, ...]) -> tuple[Any, ...]:
 
 
 def _lengths(told: tuple[dict[str, Any] | None, ...]) -> tuple[int, ...]:
-    """Batch, query length and key length."""
+    """Return batch, query length and key length."""
     query, key = [tuple((item or {}).get("dims") or ()) for item in told[:2]]
     if len(query) < 3 or len(key) < 3:
         return ()
@@ -410,7 +418,7 @@ def _clean(name: str, root: str) -> str:
 
 
 def _shown_file(path: str) -> str:
-    """A path below the working folder or a place of Python's path is told from there."""
+    """Return a path relative to the working folder or to an entry of sys.path."""
     best = path
     for place in (os.getcwd(), *sys.path):  # noqa: PTH109
         begin = place.rstrip(os.sep) + os.sep

@@ -1,5 +1,5 @@
-"""What stands in for scaled_dot_product_attention in an observed process. It hashes and compares as
-the builtin does, so that tables and compilers that know the builtin know it.
+"""The replacement of scaled_dot_product_attention in an observed process. It hashes and compares
+like the builtin, so that tables and compilers that know the builtin accept it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _getframe = sys._getframe
 
 
 class Sdpa:
-    """Calls the builtin with the arguments as they are, and has the recorders note the call."""
+    """Call the builtin with unchanged arguments, and record the call."""
 
     __name__ = NAME
     __qualname__ = NAME
@@ -83,8 +83,8 @@ wrapper = Sdpa()
 
 
 def flex_wrapper(flex: Any) -> Any:
-    """A function in place of flex_attention. Its parameters are spelled out: with `*a, **k` Dynamo
-    would compile again where a call is spelled otherwise.
+    """Return a replacement of flex_attention. Its parameters are explicit: with `*a, **k` Dynamo
+    would compile calls with other spellings again.
     """
 
     @functools.wraps(flex)
@@ -113,7 +113,7 @@ def flex_wrapper(flex: Any) -> Any:
 
 
 def _note_flex(frame: Any, a: tuple[Any, ...]) -> list[tuple[Recorder, Entry, bool]]:
-    """What is still to be done of a call of flex_attention."""
+    """Return the work that is left for a call of flex_attention."""
     left = []
     for recorder in recorders:
         try:
@@ -127,7 +127,7 @@ def _note_flex(frame: Any, a: tuple[Any, ...]) -> list[tuple[Recorder, Entry, bo
 
 
 def _functions(a: tuple[Any, ...]) -> tuple[str | None, ...]:
-    """The names of the score function and of the mask function of a call of flex_attention."""
+    """Return the names of the score function and the mask function of a call of flex_attention."""
     return tuple(
         None if function is None else getattr(function, "__qualname__", type(function).__name__)
         for function in (a[3], getattr(a[BLOCK_MASK], "mask_mod", None))
@@ -156,17 +156,17 @@ def _watched(left: list[tuple[Recorder, Entry, bool]], call: Any, a: Any, k: Any
 
 
 def at_compile(context: Any) -> None:
-    """Dynamo calls this while it traces a call with a mask, whose contents it does not have."""
+    """Record a call with a mask while Dynamo traces it. The mask's contents are unknown."""
     _note_compiled(context, masked=True)
 
 
 def at_compile_unmasked(context: Any) -> None:
-    """Dynamo calls this while it traces a call without a mask."""
+    """Record a call without a mask while Dynamo traces it."""
     _note_compiled(context, masked=False)
 
 
 def at_compile_flex(context: Any) -> None:
-    """Dynamo calls this while it traces a call of flex_attention."""
+    """Record a call of flex_attention while Dynamo traces it."""
     _note_compiled(context, kind="flex", ran="flex")
 
 
@@ -179,9 +179,10 @@ def _note_compiled(context: Any, **what: Any) -> None:
 
 
 def _traced(context: Any) -> dict[str, Any]:
-    """What Dynamo knows of the call. Its module stack is private: without it there is no path.
+    """Record the properties of a traced call. Dynamo's module stack is private: without it there is
+    no path.
 
-    The flags in force now choose the backend of the compiled code, whatever they are when it runs.
+    The current flags choose the backend of the compiled code, regardless of the flags when it runs.
     """
     told: dict[str, Any] = {"path": None, "module_class": None, "modules": [], "tensors": []}
     told |= flags()
@@ -197,7 +198,9 @@ def _traced(context: Any) -> dict[str, Any]:
 
 
 def _dotted(source: str) -> str:
-    """`L['self'].model.layers.0.self_attn` without its beginning; 2.5 spells `_modules['layers']`."""
+    """Return `L['self'].model.layers.0.self_attn` without its prefix. torch 2.5 spells
+    `_modules['layers']`.
+    """
     text = (
         source.replace("']._modules['", ".").replace("._modules['", ".").replace("_modules['", "")
     )
@@ -208,7 +211,7 @@ def _dotted(source: str) -> str:
 
 
 def install() -> None:
-    """Put the object in place of the builtin, once."""
+    """Replace the builtin once."""
     if F.scaled_dot_product_attention is wrapper:
         return
     torch.jit._builtins._register_builtin(wrapper, f"aten::{NAME}")
@@ -229,7 +232,7 @@ def _wrap_flex() -> None:
 
 
 def install_for(folder: str) -> None:
-    """Record all of this process into a run folder, as its options say."""
+    """Record this process into a run folder, with the folder's options."""
     global recorders
     options = read_options(folder)
     journal = Journal(folder)

@@ -1,4 +1,4 @@
-"""Tells a refusal from a failure, and finds the reasons that PyTorch gave for it."""
+"""Distinguish refusals from failures, and find the reasons that PyTorch reported for a refusal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
 
 
 class RefusedBeforehandError(RefusedError):
-    """A backend does not take a config, which shows without a call."""
+    """A backend refuses a config before any call."""
 
     def __init__(self, reasons: tuple[Refusal, ...]) -> None:
         super().__init__(reasons[0].code, "; ".join(reason.message for reason in reasons))
@@ -36,7 +36,9 @@ class RefusedBeforehandError(RefusedError):
 
 @contextlib.contextmanager
 def recorded_warnings(texts: list[str]) -> Iterator[None]:
-    """Adds to `texts` all warnings raised inside, also before an exception; TORCH_WARN_ONCE ones too."""
+    """Add all warnings raised inside the block to `texts`, also before an exception, and those of
+    TORCH_WARN_ONCE.
+    """
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -52,8 +54,8 @@ def recorded_warnings(texts: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def implementation_errors(backend: Backend) -> Iterator[None]:
-    """What a backend raises inside becomes a RefusedError where it means a refusal, and an
-    ImplementationError where it would end the process.
+    """Convert a backend's exceptions: to RefusedError if they mean a refusal, and to
+    ImplementationError if they would end the process.
     """
     try:
         yield
@@ -69,7 +71,7 @@ def implementation_errors(backend: Backend) -> Iterator[None]:
 def reasons_beforehand(
     config: Config, workspace: Workspace, backend: Backend
 ) -> tuple[Refusal, ...]:
-    """Every reason against a config that shows without a call."""
+    """Return every reason against a config that is known before a call."""
     if backend.load is None:
         device = f"{backend.name} attention does not exist on {workspace.device}"
     else:  # it may exist there, but is not what is asked for
@@ -83,12 +85,14 @@ def reasons_beforehand(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception says that no permitted backend, or not math, takes the call."""
+    """Return whether an exception means that no permitted backend, or only math, accepts the call."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in REFUSALS)
 
 
 def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each reason among warnings after the backend whose header it follows (`` before any)."""
+    """Group the reasons among warnings by the backend whose header they follow (`` before the first
+    header).
+    """
     subject = ""
     for text in map(clean, texts):
         if is_header(text):
@@ -98,7 +102,9 @@ def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refusal, ...]:
-    """The reasons for a backend among the warnings (`auto` and the like: all), else the error's."""
+    """Return the warnings that say why this backend refused the call (all warnings for `auto`). If
+    there are none, return the error message.
+    """
     first_line = str(error).splitlines()[0]
     if CAUSAL_MASK in first_line:  # what was heard is of backends that were passed over before
         return (Refusal(code(first_line), first_line),)
@@ -116,7 +122,9 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
 
 
 def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception) -> Cell:
-    """The cell as refused, oom, crashed or error; texts are the warnings before the exception."""
+    """Return the cell as refused, oom, crashed or error. `texts` are the warnings before the
+    exception.
+    """
     if isinstance(error, RefusedError):
         return replace(cell, status="refused", message=str(error), refusals=error.refusals)
     if is_refusal(error):
@@ -131,14 +139,14 @@ def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception
 
 
 def unless_dead(result: Cell, error: Exception) -> Cell:
-    """The result of a cell that raised. Raises DeadContextError where no cell can follow it."""
+    """Return the result of a cell that raised. Raise DeadContextError if no other cell can follow."""
     if context_is_dead(error):
         raise DeadContextError(result) from None
     return result
 
 
 def _message(cell: Cell, workspace: Workspace, error: Exception) -> str:
-    """The error's own words, with the line of the user's file and without the file's folder."""
+    """Return the error's message with the line in the user's file, without the file's folder."""
     text = str(error).strip()
     file = None
     if cell.backend in workspace.sources:
@@ -151,12 +159,12 @@ def _message(cell: Cell, workspace: Workspace, error: Exception) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The type and message of an error, shortened."""
+    """Return the type and message of an error, shortened."""
     return shortened(f"{type(error).__name__}: {str(error).strip()}")
 
 
 def shortened(text: str) -> str:
-    """Head and tail of a long text: a compiler says first what it was, last what went wrong."""
+    """Return the head and tail of a long text: compilers name the cause first and the failure last."""
     left_out = len(text) - MAX_MESSAGE
     if left_out <= 0:
         return text
@@ -165,13 +173,13 @@ def shortened(text: str) -> str:
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether the memory of the GPU or the host did not suffice."""
+    """Return whether the memory of the GPU or the host was insufficient."""
     kinds = (MemoryError, torch.cuda.OutOfMemoryError)
     return isinstance(error, kinds) or any(text in str(error) for text in OOM_TEXTS)
 
 
 def context_is_dead(error: BaseException) -> bool:
-    """Whether a CUDA error is one of those after which every later call in the process fails too."""
+    """Return whether an error is a CUDA error after which every later call in the process fails."""
     if is_oom(error) or not torch.cuda.is_available():
         return False
     return "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"

@@ -1,5 +1,5 @@
-"""Who else uses the GPU of a worker, and whether its caps change while the worker runs. It only tells:
-no run fails by it.
+"""Watch for other users of the worker's GPU, and for changes of its limits. The watch only reports;
+it fails no run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ CAPPED_REMEDY = "see `nvidia-smi -q -d POWER,CLOCK,PERFORMANCE`, then capture ag
 
 
 class GpuLock:
-    """The lock file of one GPU, which everybody who measures there holds in common. The system lets
-    go of it when a process ends, however that goes; the file stays.
+    """The lock file of one GPU, which all measuring processes share. The system releases the lock
+    when a process ends; the file remains.
     """
 
     def __init__(self, uuid: str, folder: Path = LOCKS) -> None:
         self._descriptor = opened_to_lock(folder / f"profharness-{uuid}.lock")
 
     def is_shared(self) -> bool:
-        """Whether another process holds it too; False where there can be no lock file."""
+        """Return whether another process has the lock too. Return False if there can be no lock
+        file.
+        """
         if self._descriptor is None:
             return False
         shared = not locked_now(self._descriptor, fcntl.LOCK_EX)
@@ -48,8 +50,8 @@ class GpuLock:
 
 
 class GpuWatch:
-    """Made before this process has a CUDA context: who computes then is somebody else, in whatever
-    container, whose process ids may be other numbers than here.
+    """A watch created before this process has a CUDA context. Processes that compute at that time
+    are other users, even in containers with other process ids.
     """
 
     def __init__(self, nvml: Any) -> None:
@@ -59,9 +61,10 @@ class GpuWatch:
         self._reported: set[str] = set()
 
     def begin(self, uuid: str, parent: int, folder: Path = LOCKS) -> bool:
-        """Look at the GPU with that UUID, or that the MIG instance with it is of, from now on, the
-        context being made; False where NVML does not know it. The parent, who waits for this process,
-        and its ancestors are no strangers.
+        """Watch the GPU with that UUID, or the GPU of that MIG instance, once the context exists.
+
+        Return False if NVML does not know it. The parent, which waits for this process, and its
+        ancestors are not other users.
         """
         try:
             devices = dict(_devices(self._nvml))
@@ -82,7 +85,7 @@ class GpuWatch:
         return True
 
     def problems(self, *, at_once: bool = False) -> Iterator[Problem]:
-        """What is new since the last look; looks no more often than every PERIOD_S."""
+        """Return new observations, at most every PERIOD_S."""
         if not at_once and time.monotonic() - self._last_look < PERIOD_S:
             return
         self._last_look = time.monotonic()
@@ -105,7 +108,7 @@ class GpuWatch:
             yield Problem(GPU, code, f"{text}: its times may be off", remedy)
 
     def _pids(self, handle: Any) -> set[int]:
-        """Processes with a compute context; empty where the driver does not say."""
+        """Return the processes with a compute context, empty if the driver does not report them."""
         try:
             return {
                 int(process.pid)
@@ -115,9 +118,11 @@ class GpuWatch:
             return set()
 
     def _computing(self, pids: set[int]) -> set[int]:
-        """Return those of the processes that have computed since the watch began, because a context
-        alone disturbs nobody. Return all of them where the driver does not tell who computes: for a
-        MIG instance, or in a container where its samples have other process ids than its contexts.
+        """Return the processes that have computed since the watch began, because a context alone
+        affects nobody.
+
+        Return all of them if the driver does not report activity: for a MIG instance, or in a
+        container whose samples have other process ids than its contexts.
         """
         samples = self._samples(self._began) if pids else []
         if samples is None:
@@ -128,8 +133,8 @@ class GpuWatch:
         return pids & {sample.pid for sample in samples if sample.smUtil}
 
     def _samples(self, since: int) -> list[Any] | None:
-        """Return how much each process has used the GPU since a time stamp of an earlier sample, None
-        where the driver does not say.
+        """Return how much each process has used the GPU since the time stamp of an earlier sample,
+        or None if the driver does not report it.
         """
         try:
             return list(self._nvml.nvmlDeviceGetProcessUtilization(self._handle, since))
@@ -167,7 +172,7 @@ class GpuWatch:
 
 
 def open_watch() -> GpuWatch | None:
-    """A watch; None without NVML."""
+    """Open a watch. Return None without NVML."""
     try:
         import pynvml
 
@@ -189,7 +194,7 @@ def _uuid(nvml: Any, handle: Any) -> str:
 
 
 def _ancestry(pid: int) -> Iterator[int]:
-    """Yield a process and its ancestors, as far as /proc shows them."""
+    """Yield a process and its ancestors, as far as /proc lists them."""
     while pid:
         yield pid
         try:
@@ -201,7 +206,7 @@ def _ancestry(pid: int) -> Iterator[int]:
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether a process was started by what started this one, such as a backend's own child."""
+    """Return whether this process's parent started a process, such as a backend's own child."""
     mine = os.environ.get(STARTED_BY)
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -25,8 +25,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
-    """Normally distributed inputs in the config's dtype and layout, the same for the same seed. With
-    None they are allocated and never written, so nothing is launched; grad is None then.
+    """Return normally distributed inputs in the config's dtype and layout, reproducible by seed.
+    With a seed of None they are allocated but never written, so no kernel is launched; `grad` is
+    then None.
     """
     dtype = DTYPES[str(config.dtype)]
     generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
@@ -47,7 +48,7 @@ def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
 def make_forward(
     config: Config, inputs: Inputs, attention: Attention | None = None
 ) -> Callable[[], Any]:
-    """The forward call, of `scaled_dot_product_attention` or of an `Attention`."""
+    """Return the forward call of `scaled_dot_product_attention` or of an `Attention`."""
     tensors = (inputs.query, inputs.key, inputs.value)
     arguments = call_arguments(config, inputs.mask, own=attention is not None)
     function = attention or scaled_dot_product_attention
@@ -61,7 +62,7 @@ def make_forward(
 def make_call(
     config: Config, inputs: Inputs, attention: Attention | None = None
 ) -> Callable[[], Any]:
-    """The call that is profiled and timed: forward, and with `bwd` the gradients too."""
+    """Return the call to profile and time: forward, and with `bwd` also the gradients."""
     leaves = [getattr(inputs, name) for name in leaf_names(config)]
     forward = make_forward(config, inputs, attention)
 
@@ -73,7 +74,7 @@ def make_call(
 
 
 def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None:
-    """Raises ImplementationError for an output of the named backend that is no tensor like SDPA's."""
+    """Raise ImplementationError if the output of the named backend is not a tensor like SDPA's."""
     if not isinstance(output, torch.Tensor):
         raise ImplementationError(f"{name} returned {type(output).__name__}, not a tensor")
     shape = output_shape(config)
@@ -90,8 +91,8 @@ def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None
 
 
 def fused_choice(config: Config, inputs: Inputs) -> int:
-    """PyTorch's own answer, nothing launched. Raises RuntimeError where no backend fits, and where
-    math is the answer, whose call would raise.
+    """Return PyTorch's choice without a launch. Raise RuntimeError if no backend accepts the call,
+    or if the choice is math and its call would raise.
     """
     tensors = (inputs.query, inputs.key, inputs.value)
     choice = torch._fused_sdp_choice(*tensors, **choice_arguments(config, inputs.mask))

@@ -1,5 +1,5 @@
-"""Keeps backends apart: which cells of a plan a process runs, and what a backend that is not
-PyTorch's own has changed in its process.
+"""Isolate backends: which cells of a plan a process runs, and what a backend that is not PyTorch's
+own has changed in its process.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 def cells_here(plan: Plan, sources: Mapping[str, str], device: str) -> tuple[tuple[Cell, ...], str]:
-    """Return the cells of a plan that this process runs, and the backend that has it to itself, if
-    any. The other cells are left to later processes.
+    """Return the cells of a plan that this process runs, and the backend that it belongs to, if
+    any. Later processes run the other cells.
 
-    PyTorch's own backends share one process. Any other backend has a process to itself, since what
-    it leaves behind would change the results of others. Cells that are refused before any code of
-    such a backend runs need none. Later processes of a cell take the backends in an order drawn
-    from the seed, so that a drift of clocks and temperature favours none of them.
+    PyTorch's own backends share one process. Any other backend has a process to itself, because its
+    side effects would change other results. Cells that are refused before any code of such a
+    backend runs need no process. Later processes of a cell order the backends randomly by the seed,
+    so that a drift of clocks and temperature favors none of them.
     """
     backends = dict.fromkeys(cell.backend for cell in plan.cells)
     owners = {backend: _owner(backend, sources, device) for backend in backends}
