@@ -5,7 +5,7 @@ time, and the result as launch batches in a temporary file.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from profharness.parse.attention_calls import AttentionCalls, find_calls
 from profharness.parse.columns import (
     Arrows,
     Block,
-    EvaluationRows,
     GpuRows,
     Ints,
     LaunchRows,
@@ -32,76 +31,35 @@ CHUNK_ROWS = 65536  # GPU rows joined at once
 SLICE_ROWS = 262144  # ops (by start) in one time slice
 REPEATED_OPS = 0.05  # of the ops; below, short ones that start in one microsecond look repeated
 MAX_DEPTH = 100  # ops in one stack; PyTorch nests a few dozen
-ID_TABLES = {
-    "kernel": "kernels", "config": "configs", "api": "apis", "thread": "threads", "name": "names",
-}  # fmt: skip
 
 
 @dataclass(slots=True)
 class Source:
-    """Merged tables, the spools by owner, and by owner the arrays from its ids to merged ones."""
+    """The tables that were read from a file, and the spool that contains their rows."""
 
     tables: Tables
-    spools: list[Spool]
-    maps: list[dict[str, Ints]]
+    spool: Spool
 
     def gpu(self, blocks: list[Block]) -> GpuRows:
-        """The blocks' rows with merged ids."""
-        return GpuRows(*np.concatenate([self._read(b, GpuRows._fields) for b in blocks], axis=1))
+        """Return the rows of these blocks."""
+        return GpuRows(*np.concatenate([self.spool.read(block) for block in blocks], axis=1))
 
     def launches(self, blocks: list[Block]) -> LaunchRows:
-        """The blocks' rows with merged ids."""
-        parts = [self._read(block, LaunchRows._fields) for block in blocks]
+        """Return the rows of these blocks."""
+        parts = [self.spool.read(block) for block in blocks]
         return LaunchRows(*np.concatenate(parts, axis=1))
 
     def ops(self, blocks: list[Block], low: int, high: int) -> OpRows:
-        """The rows that lie at least partly in [low, high), with merged ids."""
+        """Return the rows that lie at least partly in [low, high)."""
         parts = [np.empty((len(OpRows._fields), 0), np.int64)]
         for block in blocks:
-            part = self._read(block, OpRows._fields)
+            part = self.spool.read(block)
             if block.low < low or block.high >= high:
                 rows = OpRows(*part)
                 inside = (rows.start < high) & (np.maximum(rows.end, rows.start + 1) > low)
                 part = part[:, inside]
             parts.append(part)
         return OpRows(*np.concatenate(parts, axis=1))
-
-    def _read(self, block: Block, names: tuple[str, ...]) -> Ints:
-        rows = self.spools[block.owner].read(block)
-        if block.owner:
-            rows = rows.copy()
-            for column, name in enumerate(names):
-                if name in ID_TABLES:
-                    rows[column] = self.maps[block.owner][ID_TABLES[name]][rows[column]]
-        return rows
-
-
-def merge(tables: list[Tables], spools: list[Spool]) -> Source:
-    """One set of tables out of one per process; blocks come into file order."""
-    merged = tables[0]
-    maps: list[dict[str, Ints]] = [{}]
-    for owner, other in enumerate(tables[1:], start=1):
-        mine = {
-            name: getattr(merged, name).column(list(getattr(other, name)))
-            for name in ID_TABLES.values()
-        }
-        maps.append(mine)
-        merged.ranges.extend(other.ranges, mine["threads"])
-        for name in ("gpu", "launches", "ops"):
-            getattr(merged, name).extend(replace(b, owner=owner) for b in getattr(other, name))
-        merged.arrows.extend(other.arrows, mine["threads"])
-        for name in ("details", "modules"):
-            threads = mine["threads"].tolist()
-            rows = (row._replace(thread=threads[row.thread]) for row in getattr(other, name))
-            getattr(merged, name).extend(rows)
-        for block in map(EvaluationRows._make, other.evaluations):
-            mapped = block._replace(thread=mine["threads"][block.thread])
-            merged.evaluations.append(np.stack(mapped))
-        merged.events += other.events
-        merged.skipped += other.skipped
-    for blocks in (merged.gpu, merged.launches, merged.ops):
-        blocks.sort(key=lambda block: block.order)
-    return Source(merged, spools, maps)
 
 
 def flows(arrows: Arrows) -> tuple[Ints, list[str]]:

@@ -4,17 +4,12 @@ second in bounded memory: the scan cuts a file at event boundaries and decodes p
 
 from __future__ import annotations
 
-import fcntl
 import itertools
-import os
-import pickle
 import re
-import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
@@ -41,8 +36,6 @@ from profharness.parse.chrome_read import (
 from profharness.parse.columns import MAX_NS, MAX_TEXT, Spool, Tables
 from profharness.parse.devices import make_device
 from profharness.parse.graphs import replayed
-from profharness.parse.packed import is_packed
-from profharness.processes import start_python
 from profharness.trace import LaunchConfig, Trace
 
 KEPT = (
@@ -72,21 +65,17 @@ MAX_UNCLOSED = 8  # events that are followed so far, which costs time; others en
 FOREVER = 1 << 62
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 MAX_FRAME = 1 << 12  # bytes of a Python frame's event
-TWO_PROCESSES_FROM = 400_000_000  # bytes of JSON; less is read before a second has started
 SEGMENT = 1 << 21  # bytes for the compiled scanner at once
-GZIP_RATIO = 13
-CHILD = "from profharness.parse.chrome import main; main()"  # -m would pickle as __main__
 
 
 def parse_chrome(
     path: Path,
     *,
-    processes: int | None = None,
     range_bytes: int = RANGE,
     chunk_rows: int = attribution.CHUNK_ROWS,
     slice_rows: int = attribution.SLICE_ROWS,
 ) -> Trace:
-    """Parse a Kineto trace; processes None: two for large files where there are two CPUs, else one.
+    """Parse a Kineto trace.
 
     Launches are kernels, memcpys and memsets; in a trace without any, ATen ops with their own time.
     Unreadable single events are skipped and counted. The sizes steer memory, not results.
@@ -96,106 +85,41 @@ def parse_chrome(
     with closing(Window(path)) as window:
         layout = probe(window)
     with ExitStack() as stack:
-        source, header, warnings = _scan_file(path, layout, processes, range_bytes, stack)
-        return _assemble(path, source, header, warnings, (chunk_rows, slice_rows), stack)
+        source, header = _scan_file(path, layout, range_bytes, stack)
+        return _assemble(path, source, header, (chunk_rows, slice_rows), stack)
 
 
 def _scan_file(
-    path: Path, layout: Layout, processes: int | None, range_bytes: int, stack: ExitStack
-) -> tuple[attribution.Source, dict[str, Any], list[str]]:
-    """(merged tables, header, warnings); a scan that needs decimals or one go is repeated so."""
+    path: Path, layout: Layout, range_bytes: int, stack: ExitStack
+) -> tuple[attribution.Source, dict[str, Any]]:
+    """Return the tables and the header. Scan again if times need decimals, or if the ranges do not
+    add up to the file.
+    """
     if layout.empty:
-        return attribution.merge([Tables()], []), read_trailer(path, layout, layout.first), []
-    count = _processes(path, layout, processes)
+        return attribution.Source(Tables(), Spool.temporary(stack)), read_trailer(
+            path, layout, layout.first
+        )
     width = range_bytes if layout.certain else 0
     exact = _needs_decimals(layout.first_ts)
-    warnings: list[str] = []
     while True:
-        spools = [Spool.temporary(stack) for _ in range(count)]
-        request = Request(str(path), layout, exact, width)
-        if count == 1:
-            answers: list[Answer] | None = [scan(request, spools[0], itertools.count())]
-        else:
-            answers = _scan_twice(request, spools, Spool.temporary(stack))
-        if answers is None:
-            warnings.append("the second reading process died; the file was read again by one")
-            count = 1
-        elif any(answer.need_exact for answer in answers):
+        spool = Spool.temporary(stack)
+        try:
+            result = scan(path, layout, spool, exact=exact, range_bytes=width)
+        except NeedExactTimes:
             exact = True
-        elif (end := _array_end(path, answers)) is None:
-            count, width = 1, 0
-        else:
-            source = attribution.merge([answer.tables for answer in answers], spools)
-            return source, read_trailer(path, layout, end), warnings
-
-
-def _scan_twice(request: Request, spools: list[Spool], turns: Spool) -> list[Answer] | None:
-    """Scan here and in a child, which prints its pickled Answer; None when the child died."""
-    files = [spool.file.fileno() for spool in (spools[1], turns)]
-    with start_python(CHILD, *map(str, files), pass_fds=files) as child:
-        try:
-            assert child.stdin and child.stdout
-            child.stdin.write(pickle.dumps(request))
-            child.stdin.close()
-            mine = scan(request, spools[0], _shared_turns(files[1]))
-            output = child.stdout.read()
-        except BaseException:
-            child.kill()
-            raise
-    if child.returncode:
-        return None
-    answer = cast(Answer, pickle.loads(output))
-    if answer.error:
-        message, offset, expected = answer.error
-        error = TraceFormatError(request.path, "", offset=offset, expected=expected)
-        error.args = (message,)
-        raise error
-    return [mine, answer]
-
-
-def _shared_turns(file: int) -> Iterator[int]:
-    """Numbers from 0 on, each given to one of the processes that have the file: the one that starts
-    later, or has the busier CPU, gets fewer.
-    """
-    while True:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        number = int.from_bytes(os.pread(file, 8, 0), "little")
-        os.pwrite(file, (number + 1).to_bytes(8, "little"), 0)
-        fcntl.lockf(file, fcntl.LOCK_UN)
-        yield number
-
-
-def main() -> None:
-    """Entry of the child process."""
-    request: Request = pickle.loads(sys.stdin.buffer.read())
-    rows, turns = map(int, sys.argv[1:])
-    with os.fdopen(rows, "r+b", buffering=0) as file:
-        try:
-            answer = scan(request, Spool(cast(BinaryIO, file)), _shared_turns(turns))
-        except TraceFormatError as error:
-            answer = Answer(Tables(), [], error=(str(error), error.offset, error.expected))
-    sys.stdout.buffer.write(pickle.dumps(answer))
+            continue
+        if (end := _array_end(path, result)) is not None:
+            return attribution.Source(result.tables, spool), read_trailer(path, layout, end)
+        width = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A file in ranges of so many bytes; 0: in one."""
-
-    path: str
-    layout: Layout
-    exact: bool
-    range_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a process read; error is a TraceFormatError's whole text, offset and expectation."""
+class ScanResult:
+    """The tables and ranges of a scan, and the offset at which it stopped."""
 
     tables: Tables
     parts: list[Part]
-    size: int = 0
-    need_exact: bool = False
-    error: tuple[str, int | None, str | None] | None = None
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,24 +131,24 @@ class Part:
     events: int  # decoded or skipped
 
 
-def scan(request: Request, spool: Spool, turns: Iterator[int]) -> Answer:
-    """Scan the ranges of these ascending numbers into the spool. Raises TraceFormatError."""
-    collector = Collector(Events(exact=request.exact), spool)
+def scan(path: Path, layout: Layout, spool: Spool, *, exact: bool, range_bytes: int) -> ScanResult:
+    """Scan a file into a spool, in ranges of `range_bytes`, or in one if that is 0.
+
+    Raises TraceFormatError, and NeedExactTimes if times need decimals that `exact` would read.
+    """
+    collector = Collector(Events(exact=exact), spool)
     parts: list[Part] = []
-    first, width = request.layout.first, request.range_bytes
-    with closing(Window(Path(request.path))) as window:
-        scanner = Scanner(window, request.layout, collector)
+    with closing(Window(path)) as window:
+        scanner = Scanner(window, layout, collector)
         window.fill()
-        for index in turns:
-            begin, end = (index * width, (index + 1) * width) if width else (0, FOREVER)
-            try:
-                if end > first:
-                    parts.append(scanner.scan(index, max(begin, first), end))
-            except NeedExactTimes:
-                return Answer(collector.tables, parts, need_exact=True)
-            if not width or window.eof or (parts and parts[-1].array_end is not None):
+        for index in itertools.count():
+            begin, end = index * range_bytes, (index + 1) * range_bytes or FOREVER
+            if end > layout.first:
+                parts.append(scanner.scan(index, max(begin, layout.first), end))
+            finished = parts and parts[-1].array_end is not None
+            if not range_bytes or window.eof or finished:
                 break
-        return Answer(collector.tables, parts, window.end)
+        return ScanResult(collector.tables, parts, window.end)
 
 
 class Scanner:
@@ -414,30 +338,19 @@ class Scanner:
         return position
 
 
-def _array_end(path: Path, answers: list[Answer]) -> int | None:
+def _array_end(path: Path, result: ScanResult) -> int | None:
     """Offset of the closing bracket; None if ranges scanned apart do not add up to the file.
 
     Raises TraceFormatError if there is no bracket.
     """
-    parts = sorted((part for answer in answers for part in answer.parts), key=lambda p: p.index)
-    last = next((part for part in parts if part.array_end is not None), None)
+    last = next((part for part in result.parts if part.array_end is not None), None)
     if last is None:
-        size = max(answer.size for answer in answers)
         message = "the file ends inside traceEvents"
-        raise TraceFormatError(path, message, offset=size, expected="], the end of the events")
-    contradicted = any(part.index > last.index and part.events for part in parts)
+        raise TraceFormatError(
+            path, message, offset=result.size, expected="], the end of the events"
+        )
+    contradicted = any(part.index > last.index and part.events for part in result.parts)
     return None if contradicted else last.array_end
-
-
-def _processes(path: Path, layout: Layout, requested: int | None) -> int:
-    if not layout.certain:
-        return 1
-    if requested is not None:
-        return max(1, min(requested, 2))
-    ratio = GZIP_RATIO if is_packed(path) else 1
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    large = path.stat().st_size * ratio >= TWO_PROCESSES_FROM
-    return 2 if large and (cpus or 1) > 1 else 1
 
 
 def _needs_decimals(ts: str) -> bool:
@@ -518,7 +431,6 @@ def _assemble(
     path: Path,
     source: attribution.Source,
     header: dict[str, Any],
-    warnings: list[str],
     rows: tuple[int, int],
     stack: ExitStack,
 ) -> Trace:
@@ -565,7 +477,6 @@ def _assemble(
         batches=output.file.read,
         close=stack.pop_all().close,
         warnings=(
-            *warnings,
             *doubt,
             *odd,
             *_skipped(tables),

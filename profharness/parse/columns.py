@@ -91,7 +91,6 @@ class Block:
     rows: int
     low: int
     high: int
-    owner: int = 0
 
 
 @dataclass(slots=True)
@@ -113,14 +112,6 @@ class RangeColumns:
         self.thread.append(thread)
         self.wide.append(wide)
 
-    def extend(self, other: RangeColumns, threads: Ints) -> None:
-        """Append another process's ranges; threads maps its thread ids to these."""
-        self.names += other.names
-        self.start += other.start
-        self.duration += other.duration
-        self.thread.extend(threads[np.array(other.thread, np.int64)].tolist())
-        self.wide += other.wide
-
 
 @dataclass(slots=True)
 class Arrows:
@@ -136,14 +127,6 @@ class Arrows:
         numbers = (key if whole(key) is not None else -1 - self.odd[key] for key in values)
         return np.fromiter(numbers, np.int64, len(values))
 
-    def extend(self, other: Arrows, threads: Ints) -> None:
-        """Append another process's arrows; threads maps its thread ids to these."""
-        odd = self.keys(list(other.odd))
-        for key, begins, thread, t in other.blocks:
-            mine = key.copy()
-            mine[key < 0] = odd[-1 - key[key < 0]]
-            self.blocks.append(np.stack([mine, begins, threads[thread], t]))
-
     def columns(self) -> Ints:
         """All of them as an array of four rows."""
         return np.concatenate([np.empty((4, 0), np.int64), *self.blocks], axis=1)
@@ -151,7 +134,7 @@ class Arrows:
 
 @dataclass(slots=True)
 class Tables:
-    """What one process read: interned strings, row blocks, ranges, counts."""
+    """What a scan read: interned strings, row blocks, ranges, counts."""
 
     threads: Ids = field(default_factory=Ids)
     kernels: Ids = field(default_factory=Ids)

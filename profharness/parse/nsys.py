@@ -116,7 +116,7 @@ def _parse(path: Path, shown: Path) -> Trace:
             gpus, doubt = devices(export)
             base, unknown_start = start_time(export)
             warnings += [*doubt, *unknown_start, *kernels.warnings, *_notes(export, reader)]
-        source = attribution.Source(reader.tables, [spool], [{}])
+        source = attribution.Source(reader.tables, spool)
         threads, apis = list(source.tables.threads), list(source.tables.apis)
         ranges, calls, steps = attribution.contexts(source.tables, reader.flows, threads, base)
         output = attribution.Output(ranges, base, Spool.temporary(stack), calls)

@@ -65,10 +65,9 @@ LAYOUTS: dict[str, Callable[[Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["whole", "parts"])
-def test_h200_equals_the_reference(processes: int, options: dict[str, int]) -> None:
-    with parsed(DATA, processes=processes, **options) as trace:
+def test_h200_equals_the_reference(options: dict[str, int]) -> None:
+    with parsed(DATA, **options) as trace:
         assert actual_rows(trace) == lasting_rows(DATA)
         assert trace.skipped == 0
         assert trace.kernel_kinds.count("kernel") == 49
@@ -84,17 +83,13 @@ def test_result_does_not_depend_on_how_it_was_read() -> None:
             tables = trace.kernels, trace.op_paths, trace.apis, trace.launch_configs, trace.ranges
             return ordered_rows(trace), *tables
 
-    once = shape(processes=1)
-    assert shape(processes=2, **SMALL) == once
-    assert shape(processes=1, **SMALL) == once
+    once = shape()
+    assert shape(**SMALL) == once
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("options", [{}, {**SMALL, "range_bytes": 3000, "slice_rows": 3}])
-def test_cpu_trace_gives_innermost_ops(
-    cpu_trace: Path, processes: int, options: dict[str, int]
-) -> None:
-    with parsed(cpu_trace, processes=processes, **options) as trace:
+def test_cpu_trace_gives_innermost_ops(cpu_trace: Path, options: dict[str, int]) -> None:
+    with parsed(cpu_trace, **options) as trace:
         assert actual_rows(trace) == lasting_rows(cpu_trace)
         assert set(trace.kernel_kinds) == {"op"}
         cells = {row[8] for row in actual_rows(trace)}
@@ -104,7 +99,7 @@ def test_cpu_trace_gives_innermost_ops(
 
 
 def shape(path: Path, **options: Any) -> tuple[Any, ...]:
-    with parsed(path, processes=1, **options) as trace:
+    with parsed(path, **options) as trace:
         return ordered_rows(trace), trace.ranges, trace.calls, trace.op_paths, trace.warnings
 
 
@@ -174,18 +169,17 @@ def test_a_key_that_ends_as_correlation_does_is_another_one(tmp_path: Path) -> N
     text = gzip.decompress(DATA.read_bytes())
     path = tmp_path / "trace.json"
     path.write_bytes(re.sub(rb'("correlation": \d+)\n', rb'\1, "duration": 1234\n', text))
-    with parsed(path, processes=1) as trace:
+    with parsed(path) as trace:
         assert actual_rows(trace) == lasting_rows(DATA)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("processes", [1, 2])
-def test_layouts(layout: str, processes: int, tmp_path: Path) -> None:
+def test_layouts(layout: str, tmp_path: Path) -> None:
     native = load(DATA)
     text = LAYOUTS[layout](json.loads(json.dumps(native, default=float)))
     path = tmp_path / "trace.json"
     path.write_text(text)
-    with parsed(path, processes=processes, **SMALL) as trace:
+    with parsed(path, **SMALL) as trace:
         assert actual_rows(trace) == expected_rows(path)
         assert trace.skipped == 0
         assert len(trace.devices) == (0 if layout == "array" else 1)

@@ -96,7 +96,7 @@ BROKEN = {
 def told(path: Path) -> tuple[Any, ...]:
     """What a trace tells, or the text of the error."""
     try:
-        trace = parse_chrome(path, processes=1)
+        trace = parse_chrome(path)
     except TraceFormatError as error:
         return (str(error),)
     with closing(trace):
@@ -182,12 +182,11 @@ def test_braces_inside_strings_do_not_cut_events(tmp_path: Path) -> None:
     trace.close()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_cut_file_ends_where_it_ends(processes: int, tmp_path: Path) -> None:
+def test_a_cut_file_ends_where_it_ends(tmp_path: Path) -> None:
     path, whole = tmp_path / "t.json", gzip.decompress(DATA.read_bytes())
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(TraceFormatError) as caught:
-        parse_chrome(path, processes=processes, range_bytes=3000)
+        parse_chrome(path, range_bytes=3000)
     assert caught.value.offset == len(whole) // 2
 
 
@@ -327,7 +326,7 @@ def test_damage_in_args_that_nobody_reads_is_counted(lost: int, tmp_path: Path) 
     path = tmp_path / "t.json"
     behind = at + lost if lost == 1 else data.index(b"[[", at + lost)
     path.write_bytes(data[:at] + data[behind:])
-    with closing(parse_chrome(path, processes=1)) as trace:  # type: ignore[type-var]
+    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
         assert trace.skipped == 1
 
 

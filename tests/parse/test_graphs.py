@@ -9,8 +9,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from profharness.parse.chrome import parse_chrome
 from profharness.parse.graphs import UNTOLD
 from profharness.trace import Trace
@@ -43,11 +41,8 @@ def test_a_replay_has_the_calls_of_its_capture() -> None:
         assert {counts[at, "backward"] for at in numbers} == {4}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_replay_without_its_capture_has_calls_by_kernels(processes: int) -> None:
-    with closing(
-        parse_chrome(MODELS / "llama_graph.json.gz", processes=processes, range_bytes=4096)
-    ) as trace:
+def test_a_replay_without_its_capture_has_calls_by_kernels() -> None:
+    with closing(parse_chrome(MODELS / "llama_graph.json.gz", range_bytes=4096)) as trace:
         assert [(call.kind, call.config, call.reason) for call in trace.calls] == [
             ("replay", None, UNTOLD)
         ] * 3
