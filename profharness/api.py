@@ -23,8 +23,8 @@ from profharness.errors import UsageError
 from profharness.files import (
     RUNS_FOLDER,
 )
+from profharness.jobs.parallel_ingest import ingested
 from profharness.jobs.progress import shown
-from profharness.jobs.side_by_side import ingested
 from profharness.profilers.ncu_metrics import metric_names
 from profharness.rows import (
     TRACE_PROFILERS,

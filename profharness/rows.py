@@ -331,7 +331,7 @@ UNTRACED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateRow:
+class CallSignature:
     """A kind of call that a process of an observed program made, and how often, as
     `profharness.parse.observed.ObservedCall` describes it. name is what the module is called in a
     trace, config that of the first call.

@@ -31,7 +31,7 @@ from make_ranks import Fleet, make_ranks, read
 from make_trace import STACKED, make_trace
 
 from profharness.answers.ranks import compare_ranks
-from profharness.jobs.side_by_side import ingested, readers_of
+from profharness.jobs.parallel_ingest import ingested, readers_of
 from profharness.store import ingest_path, open_store
 from profharness.store.schema import connect, make_shard
 

@@ -39,9 +39,9 @@ CELLS = 32
 SAMPLES = 3
 CLIENT = """
 import sys
-from profharness.jobs import campaign, meanwhile
+from profharness.jobs import campaign, background_ingest
 campaign.GROUP_S = campaign.SMALLEST_S = 1.0
-meanwhile.ENOUGH_CPUS = 1  # traces are parsed while lanes work
+background_ingest.ENOUGH_CPUS = 1  # traces are parsed while lanes work
 from profharness.cli.main import main
 main()
 """

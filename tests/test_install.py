@@ -46,7 +46,7 @@ ELSEWHERE = {
     "profharness mcp": "runs until its client leaves: tests/cli/test_mcp.py",
     "profharness ranks": "of a job of the reader's: tests/answers/test_ranks.py",
     "profharness ingest traces/step100": "of a job of the reader's: tests/answers/test_ranks.py",
-    "profharness ingest /shared": "of a host that many use: tests/jobs/test_side_by_side.py",
+    "profharness ingest /shared": "of a host that many use: tests/jobs/test_parallel_ingest.py",
     "profharness layers --gpu": "of a program of the reader's: tests/observe/test_forecast.py",
     "profharness scrub traces/runs/20261121-152530-4142": "an id of another day: test_a_run_is_scrubbed",
 }

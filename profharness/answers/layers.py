@@ -22,9 +22,9 @@ from profharness.rows import (
     UNTRACED,
     WHOLE_TRACE,
     CallRow,
+    CallSignature,
     GapRow,
     StepRow,
-    TemplateRow,
 )
 from profharness.store import Store
 
@@ -286,7 +286,7 @@ def like_calls(calls: Iterable[CallRow], observed: Observed | None = None) -> li
     return list(groups.values())
 
 
-def _site(kind: TemplateRow | None) -> str | None:
+def _site(kind: CallSignature | None) -> str | None:
     """`model.py:18`."""
     if kind is None or kind.file is None:
         return None
@@ -500,7 +500,7 @@ def _because(
     config: Config | None,
     place: Place | None,
     ran_there: str | None,
-    kind: TemplateRow | None,
+    kind: CallSignature | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(reasons, advice) of a call."""
     reasons = [call.reason] if call.reason else []
@@ -523,7 +523,7 @@ def _because(
     return tuple(reasons), (*advice, *(item.text for item in changes if item.advice))
 
 
-def _departures(kind: TemplateRow, ran_there: str | None) -> Iterator[str]:
+def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
     """Where something else ran than was asked for, or than was said, and masks without effect."""
     if ran_there == "math" and kind.asked not in (None, "math"):
         allowed = "any backend" if kind.asked == AUTO else kind.asked
@@ -537,7 +537,7 @@ def _departures(kind: TemplateRow, ran_there: str | None) -> Iterator[str]:
 
 
 def _without_mask(
-    kind: TemplateRow, config: Config | None, place: Place | None, ran_there: str | None
+    kind: CallSignature, config: Config | None, place: Place | None, ran_there: str | None
 ) -> Iterator[str]:
     """The change that makes a mask unnecessary, and what PyTorch would take then."""
     change = {NO_MASK_EFFECT: "drop the mask", "causal": "is_causal=True in place of the mask"}

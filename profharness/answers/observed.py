@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from profharness.config import Config, parse_config
-from profharness.rows import UNTRACED, CallRow, TemplateRow
+from profharness.rows import UNTRACED, CallRow, CallSignature
 
 Lengths = tuple[int | None, ...]  # batch, queries, keys; keys are None in decoding
 MOST_POINTS = 16  # configs that stand for the calls of one row
@@ -21,9 +21,9 @@ class Observed:
     template. traced are the calls of the run's traces.
     """
 
-    def __init__(self, templates: Iterable[TemplateRow], traced: Sequence[CallRow]) -> None:
-        self._kinds: dict[int, TemplateRow] = {}  # by the number of each template
-        alike: dict[str, list[TemplateRow]] = {}
+    def __init__(self, templates: Iterable[CallSignature], traced: Sequence[CallRow]) -> None:
+        self._kinds: dict[int, CallSignature] = {}  # by the number of each template
+        alike: dict[str, list[CallSignature]] = {}
         self.processes = 0
         pids = set()
         for row in templates:
@@ -44,7 +44,7 @@ class Observed:
     def __bool__(self) -> bool:
         return bool(self._kinds)
 
-    def kind(self, call: CallRow) -> TemplateRow | None:
+    def kind(self, call: CallRow) -> CallSignature | None:
         """The kind of a call; None for one of which nothing was observed."""
         return None if call.template is None else self._kinds[call.template]
 
@@ -52,13 +52,13 @@ class Observed:
         """A field of a call's kind. A fused call in compiled code may be of any kind there: it is told
         where all those tell the same.
         """
-        kinds: Iterable[TemplateRow | None] = [self.kind(call)]
+        kinds: Iterable[CallSignature | None] = [self.kind(call)]
         if call.compiled and call.template is None and call.kind == "inner":
             kinds = [kind for kind in self.hidden() if kind.kind == "sdpa"]
         values = {getattr(kind, name) if kind else None for kind in kinds}
         return values.pop() if len(values) == 1 else None
 
-    def hidden(self) -> list[TemplateRow]:
+    def hidden(self) -> list[CallSignature]:
         """Calls in compiled code, where a trace shows such calls: which is which is not told."""
         return [kind for kind in self._distinct() if kind.compiled and self._compiled]
 
@@ -103,7 +103,7 @@ class Observed:
             for group, calls in zip(places, groups, strict=True)
         ]
 
-    def _distinct(self) -> list[TemplateRow]:
+    def _distinct(self) -> list[CallSignature]:
         return list({kind.template: kind for kind in self._kinds.values()}.values())
 
     def _place(self, call: CallRow) -> Place | None:
@@ -116,7 +116,7 @@ class Observed:
         """How often compiled code runs is not known."""
         return not self._kinds[place[0]].compiled
 
-    def _left(self, kind: TemplateRow) -> dict[tuple[int, ...], int]:
+    def _left(self, kind: CallSignature) -> dict[tuple[int, ...], int]:
         """The lengths, with counts, of calls that no trace shows."""
         return {
             key: count
@@ -160,7 +160,7 @@ def _size(config: Config) -> int:
     return config.batch * config.seq_len_q * config.seq_len_kv
 
 
-def _key(kind: TemplateRow, lengths: tuple[int, ...]) -> Lengths:
+def _key(kind: CallSignature, lengths: tuple[int, ...]) -> Lengths:
     """The lengths as far as the calls of one row of the map have them in common."""
     if kind.backward or kind.recompute or not lengths or not lengths[1] == 1 < lengths[2]:
         return lengths
@@ -175,7 +175,7 @@ def _lengths(call: CallRow) -> tuple[int, ...]:
     return (query[0] if len(query) == 4 else 1, query[-2], key[-2])
 
 
-def _as_call(kind: TemplateRow) -> CallRow:
+def _as_call(kind: CallSignature) -> CallRow:
     """A call of the kind that is in no trace; its config is that of the first one."""
     return CallRow(
         run="",

@@ -15,8 +15,8 @@ import profharness.store as stores
 from profharness.cli._options import hint, live, quiet_stdout, store_option
 from profharness.errors import ProfharnessError, printable, shown
 from profharness.files import shell_command
+from profharness.jobs.parallel_ingest import IngestOutcome, ingest_sources, readers_of
 from profharness.jobs.progress import duration
-from profharness.jobs.side_by_side import Taken, readers_of, take_in
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
 from profharness.store.schema import require_folder
@@ -81,7 +81,7 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
             failed += 1
             hint(f"error: {error}")
     taken: list[IngestResult] = []
-    outcomes = _side_by_side(store, paths, cpus) if cpus else _in_turn(store, paths)
+    outcomes = _in_parallel(store, paths, cpus) if cpus else _in_turn(store, paths)
     # closed at once, whatever ends the loop: readers end with it
     with contextlib.closing(outcomes):
         for outcome in outcomes:
@@ -103,31 +103,31 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
         raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
 
 
-def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[Taken, None, None]:
+def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, None, None]:
     """What became of each source, read by this process."""
     for source in paths:
         try:
             with _progress(source) as progress:
                 results = stores.ingest_path(store, source, progress=progress)
         except ProfharnessError as error:
-            yield Taken(source, error=str(error))
+            yield IngestOutcome(source, error=str(error))
         except OSError as error:  # TMPDIR is full, the file went away
             reason = error.strerror or f"{type(error).__name__}: {error}"
             place = error.filename or "TMPDIR"
-            yield Taken(source, error=f"{shown(source)}: {place}: {reason}")
+            yield IngestOutcome(source, error=f"{shown(source)}: {place}: {reason}")
         else:
-            yield Taken(source, tuple(results))
+            yield IngestOutcome(source, tuple(results))
 
 
-def _side_by_side(
+def _in_parallel(
     store: Path, paths: Sequence[Path], cpus: Sequence[int]
-) -> Generator[Taken, None, None]:
+) -> Generator[IngestOutcome, None, None]:
     """What became of each source, read by a process a CPU; a line tells how far that is."""
     hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
     progress = _Countdown([_size(path) for path in paths])
     done = 0
     try:
-        with contextlib.closing(take_in(store, paths, cpus, progress.tell)) as outcomes:
+        with contextlib.closing(ingest_sources(store, paths, cpus, progress.tell)) as outcomes:
             for outcome in outcomes:
                 progress.clear()
                 yield outcome

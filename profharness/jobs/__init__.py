@@ -38,9 +38,9 @@ from profharness.errors import (
     UsageError,
 )
 from profharness.jobs import fleet
+from profharness.jobs.background_ingest import open_background_ingest
 from profharness.jobs.campaign import is_campaign
 from profharness.jobs.fleet import run_on_lanes
-from profharness.jobs.meanwhile import opened_meanwhile
 from profharness.parse.observed import ObservedCall, read_observed
 from profharness.processes import PrewarmedWorker
 from profharness.profilers import find_profilers, require_tools
@@ -75,8 +75,8 @@ from profharness.runner.observe import Observed, observe
 from profharness.runner.probe import probe_interpreter
 from profharness.runner.supervise import Progress
 from profharness.store import LATEST, Selection, Store, open_store
-from profharness.store.ahead import ReadAhead
 from profharness.store.filesystems import refuse_network
+from profharness.store.trace_cache import ParsedTraceCache
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -166,7 +166,7 @@ def capture_into_store(
     # Refuse wrong options before a store or a run folder is made.
     run, tools = plan_capture(configs, chosen, options)
     require_store(store)
-    with opened_meanwhile(store) as meanwhile:
+    with open_background_ingest(store) as background:
         folders = run_on_lanes(
             run,
             chosen,
@@ -174,7 +174,7 @@ def capture_into_store(
             options.fleet,
             progress,
             python=options.python,
-            meanwhile=meanwhile,
+            background=background,
             prewarmed=prewarmed,
         ) or [
             execute(
@@ -183,11 +183,11 @@ def capture_into_store(
                 chosen,
                 options.out,
                 python=options.python,
-                progress=meanwhile.hears(progress),
+                progress=background.hears(progress),
                 prewarmed=prewarmed,
             )
         ]
-    first, *others = (_ingest_run_folder(folder, store, meanwhile.ahead) for folder in folders)
+    first, *others = (_ingest_run_folder(folder, store, background.parsed) for folder in folders)
     return replace(first, others=tuple(others))
 
 
@@ -333,14 +333,14 @@ def resume_into_store(
     campaign, of this host if none are named.
     """
     require_store(store)
-    with opened_meanwhile(store) as meanwhile:
+    with open_background_ingest(store) as background:
         if is_campaign(folder):
-            resumed = fleet.resume_on_lanes(folder, lanes or Fleet(), progress, meanwhile)
+            resumed = fleet.resume_on_lanes(folder, lanes or Fleet(), progress, background)
         elif lanes is not None and lanes.scheduler is not None:
             raise UsageError(f"--scheduler: {folder} is no campaign; leave it out")
         else:
-            resumed = resume(folder, meanwhile.hears(progress))
-    return _ingest_run_folder(resumed, store, meanwhile.ahead)
+            resumed = resume(folder, background.hears(progress))
+    return _ingest_run_folder(resumed, store, background.parsed)
 
 
 def require_store(path: Path) -> None:
@@ -356,10 +356,12 @@ def require_store(path: Path) -> None:
         raise StoreError(f"{path}: {place} cannot be written; name another --store")
 
 
-def _ingest_run_folder(done: RunFolder, store: Path, ahead: ReadAhead | None = None) -> Captured:
+def _ingest_run_folder(
+    done: RunFolder, store: Path, cache: ParsedTraceCache | None = None
+) -> Captured:
     """Ingest a complete run folder. An interrupt names the folder."""
     with interrupts_name(done.folder):
-        ingested = stores.ingest_path(store, done.folder, ahead=ahead)
+        ingested = stores.ingest_path(store, done.folder, cache=cache)
         return Captured(done.folder, done.run, ingested)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from profharness import __version__
 from profharness.environment import lacking, visible_gpus
 from profharness.errors import CaptureError, MissingExtraError, UsageError
+from profharness.jobs.background_ingest import BackgroundIngest
 from profharness.jobs.campaign import (
     Campaign,
     cut_groups,
@@ -23,7 +24,6 @@ from profharness.jobs.campaign import (
     read_campaign,
 )
 from profharness.jobs.local import LocalLanes, local_lanes
-from profharness.jobs.meanwhile import Meanwhile
 from profharness.jobs.scheduler import CampaignScheduler, Transport, is_of_class
 from profharness.processes import PrewarmedWorker
 from profharness.run import Fleet, Run, class_word, read_record, read_run
@@ -98,12 +98,12 @@ def run_on_lanes(
     fleet: Fleet,
     progress: Progress | None,
     python: str | None = None,
-    meanwhile: Meanwhile | None = None,
+    background: BackgroundIngest | None = None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> list[RunFolder]:
     """Run a planned run as one campaign per GPU class, and return their run folders.
 
-    Return an empty list, and do nothing, if the run needs no lanes. `meanwhile` gets each finished
+    Return an empty list, and do nothing, if the run needs no lanes. `background` gets each finished
     group. Raise what `capture` raises.
     """
     plan = partial(_plan, run, backends, out, fleet, python)
@@ -121,7 +121,7 @@ def run_on_lanes(
         for gpu in fleet.gpus or (None,):
             count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
             folders.append(plan(gpu, count))
-        return _carry_out(folders, transport, progress, run.protocol.device, meanwhile)
+        return _carry_out(folders, transport, progress, run.protocol.device, background)
 
 
 def _carry_out(
@@ -129,12 +129,12 @@ def _carry_out(
     transport: Transport,
     progress: Progress | None,
     device: str,
-    meanwhile: Meanwhile | None,
+    background: BackgroundIngest | None,
 ) -> list[RunFolder]:
     hears = {}
-    if meanwhile is not None:
-        meanwhile.lanes(transport.lanes())
-        hears = {"on_group": meanwhile.group}
+    if background is not None:
+        background.lanes(transport.lanes())
+        hears = {"on_group": background.group}
     scheduler = CampaignScheduler(folders, transport, progress, agreeing(device), **hears)
     return list(map(RunFolder, folders, scheduler.carry_out()))
 
@@ -179,9 +179,12 @@ def agreeing(device: str) -> Callable[[dict[str, Any]], str | None]:
 
 
 def resume_on_lanes(
-    folder: Path, fleet: Fleet, progress: Progress | None, meanwhile: Meanwhile | None = None
+    folder: Path,
+    fleet: Fleet,
+    progress: Progress | None,
+    background: BackgroundIngest | None = None,
 ) -> RunFolder:
-    """Go on with a campaign, on this host's lanes unless others are named. meanwhile gets all groups
+    """Go on with a campaign, on this host's lanes unless others are named. background gets all groups
     that are done. Raises UsageError for one that is finished, and as `capture` does.
     """
     run, campaign = read_run(folder), read_campaign(folder)
@@ -198,7 +201,7 @@ def resume_on_lanes(
     fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
     transport = open_transport(fleet, device) or LocalLanes(local_lanes(None, device))
     with closing(transport):
-        (resumed,) = _carry_out([folder], transport, progress, device, meanwhile)
+        (resumed,) = _carry_out([folder], transport, progress, device, background)
     return resumed
 
 

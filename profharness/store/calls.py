@@ -7,7 +7,15 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from profharness.rows import WHOLE_TRACE, CallKernel, CallRow, GapRow, StepRow, TemplateRow, triple
+from profharness.rows import (
+    WHOLE_TRACE,
+    CallKernel,
+    CallRow,
+    CallSignature,
+    GapRow,
+    StepRow,
+    triple,
+)
 
 GAPS = 5  # the largest ones
 # Where a device was idle: each launch against the latest end of those before it.
@@ -59,7 +67,7 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
     ]  # fmt: skip
 
 
-def template_rows(connection: sqlite3.Connection, run: str) -> list[TemplateRow]:
+def template_rows(connection: sqlite3.Connection, run: str) -> list[CallSignature]:
     """What was observed of a run, process by process in the order of the first calls."""
     rows = connection.execute(
         "SELECT o.id, o.pid, o.rank, o.kind, o.op, o.name, o.compiled, o.recompute, o.backward, "
@@ -69,7 +77,7 @@ def template_rows(connection: sqlite3.Connection, run: str) -> list[TemplateRow]
         (run,),
     )
     return [
-        TemplateRow(
+        CallSignature(
             number, pid, rank, kind, op, name, bool(compiled), bool(recompute), bool(backward),
             tuple(json.loads(modules)), config, reason, tuple(json.loads(tensors)), calls,
             tuple((tuple(key), count) for key, count in json.loads(lengths)), *rest,

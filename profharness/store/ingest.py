@@ -32,8 +32,7 @@ from profharness.run import (
     read_plan,
     run_kind,
 )
-from profharness.store import growth
-from profharness.store.ahead import ReadAhead
+from profharness.store import overwrite_guard
 from profharness.store.device_times import TIMED, DeviceTimes
 from profharness.store.insert import (
     CellTrace,
@@ -44,8 +43,7 @@ from profharness.store.insert import (
     row_id,
     to_json,
 )
-from profharness.store.limits import check_record, check_tables
-from profharness.store.places import split_place
+from profharness.store.rank_identity import split_place
 from profharness.store.schema import (
     Writer,
     connect,
@@ -58,6 +56,8 @@ from profharness.store.schema import (
 )
 from profharness.store.sources import Raw, Source, find_sources, read_source
 from profharness.store.templates import insert_journals
+from profharness.store.trace_cache import ParsedTraceCache
+from profharness.store.validate_input import check_record, check_tables
 from profharness.trace import LaunchBatch, Trace
 
 Progress = Callable[[str, int, int], None]
@@ -101,11 +101,11 @@ def ingest_path(
     source: Path,
     *,
     progress: Progress | None = None,
-    ahead: ReadAhead | None = None,
+    cache: ParsedTraceCache | None = None,
 ) -> list[IngestResult]:
     """Ingest a run folder, a trace file, or every one of them below a folder, in sorted order.
 
-    progress is called with the source's name, launches done and launches in all. ahead: traces that
+    progress is called with the source's name, launches done and launches in all. cache: traces that
     are parsed already. A run folder's trace that cannot be read becomes a problem of the stored run
     and a warning. Raises TraceFormatError for any other source that cannot be read, once all others are taken in (the
     store keeps what it had of it, and none is made for it alone), StoreError for a store that cannot be
@@ -118,7 +118,7 @@ def ingest_path(
         for path in find_sources(source):
             try:
                 read = read_source(path)
-                results.append(ingest_source(store, writer, read, progress, ahead))
+                results.append(ingest_source(store, writer, read, progress, cache))
             except TraceFormatError as error:
                 failures.append(error)
             except StoreError as error:
@@ -183,7 +183,7 @@ def ingest_source(
     writer: Callable[[], sqlite3.Connection],
     source: Source,
     progress: Progress | None,
-    ahead: ReadAhead | None = None,
+    cache: ParsedTraceCache | None = None,
 ) -> IngestResult:
     """What becomes of one source, read and not parsed yet. writer: opens the store, which a source that
     cannot be read does not make.
@@ -203,7 +203,7 @@ def ingest_source(
         with ExitStack() as opened:
             try:
                 whole = [raw for raw in source.raws if raw.problem is None]
-                parsed = [_open(raw, opened, ahead) for raw in whole]
+                parsed = [_open(raw, opened, cache) for raw in whole]
                 connection = writer()
                 with transaction(connection):
                     return unchanged(connection, source) or _write(
@@ -218,9 +218,9 @@ def ingest_source(
                 source = replace(source, raws=raws)
 
 
-def _open(raw: Raw, opened: ExitStack, ahead: ReadAhead | None) -> _Parsed:
+def _open(raw: Raw, opened: ExitStack, cache: ParsedTraceCache | None) -> _Parsed:
     """Parse up to the first batch, so that most of the work is done before the store is locked."""
-    kept = ahead.take(raw.path, raw.content_hash) if ahead is not None else None
+    kept = cache.take(raw.path, raw.content_hash) if cache is not None else None
     try:
         trace, early = kept or (open_trace(raw.path), None)
         opened.callback(trace.close)
@@ -238,7 +238,7 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
     """What is stored of this content, or of the run that this folder is a copy of."""
     run, kept = source.run, None
     if run and all(raw.problem is None for raw in source.raws):
-        kept = growth.kept_elsewhere(connection, source.path, run)
+        kept = overwrite_guard.kept_elsewhere(connection, source.path, run)
     where, value = ("run", run.run) if run and kept else ("content_hash", source.content_hash)
     row = connection.execute(
         "SELECT run, (SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
@@ -263,8 +263,8 @@ def _write(
     run = source.run
     # by content: a copy under another name is the same run
     name = run.run if run else f"trace-{source.content_hash[:10]}"
-    before = growth.stored(connection, name)
-    # growth.require at the end undoes this where less comes in
+    before = overwrite_guard.stored(connection, name)
+    # overwrite_guard.require at the end undoes this where less comes in
     forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
     _insert_devices(connection, run_id, [item.trace for item in parsed])
@@ -287,7 +287,7 @@ def _write(
         )
     connection.execute("UPDATE runs SET warnings = ? WHERE id = ?", (to_json(warnings), run_id))
     lost = [raw.problem for raw in source.raws if raw.problem is not None]
-    growth.require(connection, source.path, name, before, lost)
+    overwrite_guard.require(connection, source.path, name, before, lost)
     return IngestResult(
         name,
         "new" if before is None else "replaced",

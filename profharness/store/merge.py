@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from profharness.run import RUN_FILE, read_run
-from profharness.store import growth
+from profharness.store import overwrite_guard
 from profharness.store.ingest import UNREADABLE, IngestResult, unchanged
 from profharness.store.schema import forget_run, make_shard, transaction
 from profharness.store.sources import Raw, Source
@@ -81,14 +81,14 @@ def merge_shard(
         # another process, or an equal source, may have been quicker
         if same := unchanged(connection, source):
             return same
-        before = growth.stored(connection, result.run)
+        before = overwrite_guard.stored(connection, result.run)
         forget_run(connection, result.run)
         _copy(connection)
         (problems,) = connection.execute(
             "SELECT problems FROM runs WHERE run = ?", (result.run,)
         ).fetchone()
         lost = [each["message"] for each in json.loads(problems) if each["code"] == UNREADABLE]
-        growth.require(connection, source.path, result.run, before, lost)
+        overwrite_guard.require(connection, source.path, result.run, before, lost)
         fields = {name: getattr(result, name) for name in ("run", "source", "launches", "cells")}
         status = "new" if before is None else "replaced"
         return IngestResult(status=status, warnings=result.warnings, **fields)

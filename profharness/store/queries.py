@@ -18,6 +18,7 @@ from profharness.devices import Device, Occupancy, occupancy
 from profharness.errors import ProfharnessError
 from profharness.rows import (
     CallRow,
+    CallSignature,
     CellRow,
     GapRow,
     KernelRow,
@@ -28,7 +29,6 @@ from profharness.rows import (
     Refusal,
     RunRow,
     StepRow,
-    TemplateRow,
     Triple,
     triple,
 )
@@ -377,7 +377,7 @@ class Store:
         """The attention calls of a program that was traced."""
         return call_rows(self.connection, self._named(run))
 
-    def templates(self, run: str | None = None) -> list[TemplateRow]:
+    def templates(self, run: str | None = None) -> list[CallSignature]:
         """The kinds of calls of a program that was observed, with how often each was made."""
         return template_rows(self.connection, self._named(run))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from profharness.errors import NotFoundError
 from profharness.rows import TRACE_PROFILERS, DeviceTime, RankKernel, RankLaunches, RankRow
-from profharness.store.places import rank_number
+from profharness.store.rank_identity import rank_number
 from profharness.store.selection import Selection, find_run
 
 # `rank` is the run's, else that of the trace, whose run may be of several ranks

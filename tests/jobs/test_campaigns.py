@@ -20,7 +20,7 @@ from waiting import until
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, Interrupted, UnwritableError, UsageError
 from profharness.files import atomic_file
-from profharness.jobs import campaign, capture_into_store, meanwhile, resume_into_store
+from profharness.jobs import background_ingest, campaign, capture_into_store, resume_into_store
 from profharness.jobs.campaign import (
     Campaign,
     Group,
@@ -138,7 +138,7 @@ def test_a_campaign_is_one_run_with_every_cell_once(tmp_path: Path) -> None:
 def test_traces_of_groups_that_are_done_are_parsed_while_lanes_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meanwhile, "ENOUGH_CPUS", 1)
+    monkeypatch.setattr(background_ingest, "ENOUGH_CPUS", 1)
     late: list[Path] = []
     parse = ingest.open_trace
     monkeypatch.setattr(ingest, "open_trace", lambda path: late.append(path) or parse(path))

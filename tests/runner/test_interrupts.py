@@ -22,7 +22,7 @@ from waiting import PATIENCE_S, until
 
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs import find_run_folder, resume_into_store
-from profharness.jobs.meanwhile import opened_meanwhile
+from profharness.jobs.background_ingest import open_background_ingest
 from profharness.processes import deferred, has_ended, held, let_through, wait_for
 from profharness.profilers import base
 from profharness.run import read_run
@@ -230,7 +230,7 @@ def test_deferred_signals_come_where_they_are_let_through_and_at_the_end() -> No
 
 def test_what_is_prepared_in_a_thread_is_not_broken_off(tmp_path: Path) -> None:
     steps = []
-    with pytest.raises(KeyboardInterrupt), opened_meanwhile(tmp_path / "s.db"):
+    with pytest.raises(KeyboardInterrupt), open_background_ingest(tmp_path / "s.db"):
         signal.raise_signal(signal.SIGINT)
         steps.append("goes on")
         let_through()

@@ -14,7 +14,7 @@ from make_ranks import Fleet, make_ranks, read
 
 from profharness.environment import hashed_key
 from profharness.store import Store, ingest_path, open_store
-from profharness.store.places import Place, split_place
+from profharness.store.rank_identity import RankIdentity, split_place
 
 
 @pytest.fixture(scope="module")
@@ -90,22 +90,26 @@ def test_a_trace_that_tells_no_rank_has_none(job: Path, tmp_path: Path, rank: ob
 @pytest.mark.parametrize(
     ("environment", "name", "place"),
     [
-        ({"rank": "3", "world_size": "8"}, None, Place(3, 8)),
-        ({"distributedInfo": {"rank": 1, "backend": "nccl"}}, None, Place(1)),
-        ({"gpu_key": "ab", "host_key": "cd", "torch": "2"}, None, Place(None, None, "cd", "ab")),
-        ({"rank": True, "world_size": -1}, None, Place()),
-        ({}, "step_rank-12.json.gz", Place(12)),
-        ({}, "franks7.json", Place()),
-        ({}, "rank1_rank2.json", Place()),
+        ({"rank": "3", "world_size": "8"}, None, RankIdentity(3, 8)),
+        ({"distributedInfo": {"rank": 1, "backend": "nccl"}}, None, RankIdentity(1)),
+        (
+            {"gpu_key": "ab", "host_key": "cd", "torch": "2"},
+            None,
+            RankIdentity(None, None, "cd", "ab"),
+        ),
+        ({"rank": True, "world_size": -1}, None, RankIdentity()),
+        ({}, "step_rank-12.json.gz", RankIdentity(12)),
+        ({}, "franks7.json", RankIdentity()),
+        ({}, "rank1_rank2.json", RankIdentity()),
         (
             {},
             "node7_4711.1790857026000000000.pt.trace.json.gz",
-            Place(host_key=hashed_key("node7")),
+            RankIdentity(host_key=hashed_key("node7")),
         ),
     ],
 )
 def test_a_place_is_what_the_environment_tells_else_the_name(
-    environment: dict[str, object], name: str | None, place: Place
+    environment: dict[str, object], name: str | None, place: RankIdentity
 ) -> None:
     told, rest = split_place(environment, name)
     assert told == place

@@ -26,8 +26,8 @@ from profharness.errors import StoreError, TraceFormatError
 from profharness.run import Protocol, Run, TraceFile, write_run
 from profharness.scrub import audit, scrub
 from profharness.store import ingest_path, open_store
-from profharness.store.ahead import ReadAhead
 from profharness.store.sources import hash_file
+from profharness.store.trace_cache import ParsedTraceCache
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -266,7 +266,7 @@ USES: dict[str, Callable[[Path], object]] = {
     "an input's log": lambda path: refuse_as_input(path.with_name("s.db-shm")),
     "a linked input": lambda path: refuse_as_input(path.with_name("linked.sqlite")),
     "a trace of a run": lambda path: ingest_path(path, path.parent),
-    "a trace parsed early": lambda path: ReadAhead().add(path),
+    "a trace parsed early": lambda path: ParsedTraceCache().add(path),
     "an audit": lambda path: audit(path.parent),
 }
 

@@ -150,7 +150,7 @@ def test_python_interface_fails_for_what_is_not_stored(
 def change_at_commit(
     store: Path, change: Change, monkeypatch: pytest.MonkeyPatch, after: int = 0
 ) -> None:
-    require = ingest.growth.require
+    require = ingest.overwrite_guard.require
     calls: list[None] = []
 
     def watched(*arguments: object) -> None:
@@ -159,7 +159,7 @@ def change_at_commit(
         if len(calls) == after + 1:
             change(store)
 
-    monkeypatch.setattr(ingest.growth, "require", watched)
+    monkeypatch.setattr(ingest.overwrite_guard, "require", watched)
 
 
 @each_change

@@ -1,4 +1,4 @@
-"""Traces that are parsed before their run is whole, so that less is left to do when it is taken in."""
+"""Traces that are parsed before their run is complete, so that its ingest takes less time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from profharness.parse import open_trace
 from profharness.store.sources import hash_file
 from profharness.trace import LaunchBatch, Trace
 
-MOST_BYTES = 16 << 20  # of files, which take a multiple of that when they are parsed
+MOST_BYTES = 16 << 20  # of trace files; parsed they take several times as much memory
 
 
-class ReadAhead:
-    """Parsed traces by their paths, of MOST_BYTES of files at most; the ingest parses the others.
-    Threads add to it while none takes from it yet.
+class ParsedTraceCache:
+    """Parsed traces by path, of at most MOST_BYTES of files. The ingest parses all others.
+
+    Several threads may add traces. `take` must not run at the same time.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class ReadAhead:
         self._lock = threading.Lock()
 
     def add(self, path: Path) -> None:
-        """Parse a finished trace and keep it; one that cannot be read is left for the ingest to tell of."""
+        """Parse a complete trace and keep it. Ignore an unreadable one: the ingest reports it."""
         with contextlib.suppress(OSError, TraceFormatError, ValueError, OverflowError):
             size = path.stat().st_size
             with self._lock:
@@ -34,17 +35,17 @@ class ReadAhead:
                     return
                 self._bytes += size
             with contextlib.ExitStack() as failed:
-                failed.callback(self._give_back, size)
+                failed.callback(self._release, size)
                 content_hash, trace = hash_file(path), open_trace(path)
                 with contextlib.closing(trace):  # its temporary file
                     self._kept[path] = content_hash, trace, list(trace.batches())
                 failed.pop_all()
 
-    def _give_back(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         with self._lock:
             self._bytes -= size
 
     def take(self, path: Path, content_hash: str) -> tuple[Trace, Iterator[LaunchBatch]] | None:
-        """What is kept of a file, once, if its content is still this one."""
+        """Remove and return a parsed trace; None if there is none or the file has changed since."""
         known, trace, batches = self._kept.pop(path, (None, None, ()))
         return (trace, iter(batches)) if trace is not None and known == content_hash else None

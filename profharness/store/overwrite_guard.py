@@ -1,5 +1,5 @@
-"""What a run folder holds against what the store has of its run: a damaged or smaller folder never
-replaces a whole run, and a copy beside its source changes nothing.
+"""Compare a run folder with the stored run: a damaged or smaller folder never replaces a complete run,
+and a copy of the folder changes nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ PENDING = "pending"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """How much there is of a run: samples and checks of each cell that has a result, launches of each
-    raw trace by its path, calls that were counted. A launch count of None is not known yet.
-    """
+class RunContents:
+    """The measurements, launches and observed calls of a run."""
 
     cells: Mapping[str, int]
+    """number of samples and checks of each cell that has a result"""
     traces: Mapping[str, int | None]
+    """number of launches of each raw trace by its path; None before it is parsed"""
     observed: int = 0
+    """number of calls counted by `observe`"""
 
-    def lacks(self, other: Held) -> list[str]:
-        """What the other has and this has not, in words; empty where nothing is missing."""
+    def lacks(self, other: RunContents) -> list[str]:
+        """Describe what `other` contains and this one does not."""
         texts = [
             (f"{counted} measurements" if counted else "the result") + f" of cell {cell}"
             for cell, number in other.cells.items()
@@ -42,18 +43,18 @@ class Held:
         return texts
 
 
-def recorded(run: Run) -> Held:
-    """What a run's record says that it holds; its traces are not parsed."""
+def recorded(run: Run) -> RunContents:
+    """Return the contents by a run's record, without parsing its traces."""
     cells = {
         cell.cell: sum(map(len, cell.samples.values())) + len(cell.checks)
         for cell in run.cells
         if cell.status != PENDING
     }
-    return Held(cells, dict.fromkeys((trace.path for trace in run.traces), None))
+    return RunContents(cells, dict.fromkeys((trace.path for trace in run.traces), None))
 
 
-def stored(connection: sqlite3.Connection, run: str) -> Held | None:
-    """What the store has of a run; None where there is no such run."""
+def stored(connection: sqlite3.Connection, run: str) -> RunContents | None:
+    """Return the contents of a stored run; None if there is no such run."""
     row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
     if row is None:
         return None
@@ -67,11 +68,11 @@ def stored(connection: sqlite3.Connection, run: str) -> Held | None:
     (observed,) = connection.execute(
         "SELECT coalesce(sum(calls), 0) FROM templates WHERE run_id = ?", row
     ).fetchone()
-    return Held(dict(cells.fetchall()), dict(traces.fetchall()), observed)
+    return RunContents(dict(cells.fetchall()), dict(traces.fetchall()), observed)
 
 
 def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | None:
-    """The folder that the run is stored from, where this one is a mere copy of it."""
+    """Return the folder that the run was ingested from if `folder` is a copy of it, else None."""
     row = connection.execute("SELECT path FROM runs WHERE run = ?", (run.run,)).fetchone()
     if row is None:
         return None
@@ -90,10 +91,15 @@ def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Pa
 
 
 def require(
-    connection: sqlite3.Connection, path: Path, run: str, before: Held | None, lost: Sequence[str]
+    connection: sqlite3.Connection,
+    path: Path,
+    run: str,
+    before: RunContents | None,
+    lost: Sequence[str],
 ) -> None:
-    """Raise TraceFormatError where what the store has of a run now is less than what it had before.
-    lost: why traces of it could not be read.
+    """Raise TraceFormatError if the stored run now contains less than it did before.
+
+    `lost` lists why traces of it could not be read.
     """
     after = stored(connection, run)
     missing = after.lacks(before) if before and after else []
@@ -108,6 +114,6 @@ def require(
 
 
 def listed(texts: list[str]) -> str:
-    """The first few texts, and how many there are besides."""
+    """Join the first SHOWN texts and append the number of the others."""
     more = len(texts) - SHOWN
     return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -17,7 +17,7 @@ from waiting import PATIENCE_S, alive, until
 
 import profharness
 from profharness.errors import ProfharnessError, UsageError
-from profharness.jobs.side_by_side import readers_of, take_in
+from profharness.jobs.parallel_ingest import ingest_sources, readers_of
 from profharness.store import ingest_path
 from profharness.store.reader import answered
 from profharness.store.schema import connect
@@ -83,7 +83,7 @@ def test_the_store_is_that_of_a_direct_ingest_and_a_damaged_file_fails_alone(
     for rows in (mine, direct):  # as the one was given, and the other
         rows["runs"] = [row[:5] + row[6:] for row in rows["runs"]]
     assert mine == direct
-    again = take_in(store, find_sources(folder / "ranks"), readers_of("local:1"))
+    again = ingest_sources(store, find_sources(folder / "ranks"), readers_of("local:1"))
     states = [result.status for taken in again for result in taken.results]
     assert states == ["unchanged"] * RANKS
     with pytest.raises(ProfharnessError, match=rf"{DAMAGED}, byte \d+"):
@@ -111,7 +111,7 @@ def test_what_ends_in_the_middle_leaves_whole_sources_and_no_process(
         assert f"of {RANKS + 1} sources are done; the same command goes on" in errors
     else:
         assert process.returncode == -number and len(contents(store)["runs"]) >= 1
-    for _ in take_in(store, find_sources(folder / "ranks"), readers_of("local:1")):
+    for _ in ingest_sources(store, find_sources(folder / "ranks"), readers_of("local:1")):
         pass
     mine, direct = contents(store), contents(folder / "direct.db")
     assert mine["launches"] == direct["launches"] and mine["kernels"] == direct["kernels"]

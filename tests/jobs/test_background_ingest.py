@@ -15,13 +15,13 @@ import pytest
 from waiting import until
 
 from profharness.config import parse_config
-from profharness.jobs import meanwhile
-from profharness.jobs.meanwhile import opened_meanwhile
+from profharness.jobs import background_ingest
+from profharness.jobs.background_ingest import open_background_ingest
 from profharness.rows import COLD, WALL
 from profharness.run import Cell, TraceFile, read_run, write_run
 from profharness.runner.supervise import Step
-from profharness.store import ahead, ingest, ingest_path, sources
-from profharness.store.ahead import ReadAhead
+from profharness.store import ingest, ingest_path, sources, trace_cache
+from profharness.store.trace_cache import ParsedTraceCache
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 RUN = TRACES / "h200-torch2.11"
@@ -50,14 +50,14 @@ def test_what_was_parsed_ahead_is_stored_like_the_rest(
     folder = tmp_path / "run"
     shutil.copytree(RUN, folder)
     (plain,) = ingest_path(tmp_path / "plain.db", folder)
-    monkeypatch.setattr(meanwhile, "ENOUGH_CPUS", 1)
+    monkeypatch.setattr(background_ingest, "ENOUGH_CPUS", 1)
     steps = [Step(1, 1, CELL, "begin")]
     steps += [
         Step(1, 1, Cell("c", CELL.config, "flash", samples={COLD: [1]}), "ok", traces=(path,))
         for path in traces(folder)
     ]
     heard: list[Step] = []
-    with opened_meanwhile(tmp_path / "ahead.db") as beside:
+    with open_background_ingest(tmp_path / "ahead.db") as beside:
         hear = beside.hears(heard.append)
         for step in steps:
             hear(step)
@@ -65,7 +65,7 @@ def test_what_was_parsed_ahead_is_stored_like_the_rest(
     opened: list[Path] = []
     parse = ingest.open_trace
     monkeypatch.setattr(ingest, "open_trace", lambda path: opened.append(path) or parse(path))
-    (result,) = ingest_path(tmp_path / "ahead.db", folder, ahead=beside.ahead)
+    (result,) = ingest_path(tmp_path / "ahead.db", folder, cache=beside.parsed)
     assert opened == []
     assert result == plain
     assert contents(tmp_path / "ahead.db") == contents(tmp_path / "plain.db")
@@ -74,27 +74,27 @@ def test_what_was_parsed_ahead_is_stored_like_the_rest(
 def test_times_by_the_clock_of_the_cpu_are_left_undisturbed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meanwhile, "ENOUGH_CPUS", 1)
+    monkeypatch.setattr(background_ingest, "ENOUGH_CPUS", 1)
     path = traces(RUN)[0]
-    with opened_meanwhile(tmp_path / "s.db") as beside:
+    with open_background_ingest(tmp_path / "s.db") as beside:
         timed = Cell("c", CELL.config, "flash", samples={WALL: [1]})
         beside.hears(None)(Step(1, 1, timed, "ok", traces=(path,)))
-    assert beside.ahead.take(path, sources.hash_file(path)) is None
+    assert beside.parsed.take(path, sources.hash_file(path)) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
 def test_a_group_is_parsed_with_the_lowest_priority_off_the_cores_of_lanes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meanwhile, "ENOUGH_CPUS", 1)
+    monkeypatch.setattr(background_ingest, "ENOUGH_CPUS", 1)
     here = sorted(os.sched_getaffinity(0))
     parsed: dict[Path, tuple[int, set[int]]] = {}
 
-    def add(_: ReadAhead, path: Path) -> None:
+    def add(_: ParsedTraceCache, path: Path) -> None:
         thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         parsed[path] = thread, os.sched_getaffinity(0)
 
-    monkeypatch.setattr(ReadAhead, "add", add)
+    monkeypatch.setattr(ParsedTraceCache, "add", add)
     run = read_run(RUN)
     for name, samples in (("gpu", {COLD: [1]}), ("cpu", {WALL: [1]})):
         (tmp_path / name).mkdir()
@@ -102,7 +102,7 @@ def test_a_group_is_parsed_with_the_lowest_priority_off_the_cores_of_lanes(
         wrapped = TraceFile("nsys", "all.nsys-rep", (cells[0].cell,))
         write_run(tmp_path / name, replace(run, cells=cells, traces=(*run.traces, wrapped)))
     (tmp_path / "foreign").mkdir()
-    with opened_meanwhile(tmp_path / "s.db") as beside:
+    with open_background_ingest(tmp_path / "s.db") as beside:
         beside.lanes([{"cpus": here[1:]}, {"cpus": []}, {}])
         for name in ("foreign", "cpu", "gpu"):
             beside.group(tmp_path / name)
@@ -117,7 +117,7 @@ def test_a_file_that_changed_or_cannot_be_read_is_left_to_the_ingest(tmp_path: P
     good, bad = tmp_path / "c1.torch.json.gz", tmp_path / "c2.torch.json"
     shutil.copy(next(path for path in traces(RUN) if path.suffix == ".gz"), good)
     bad.write_text('{"traceEvents": [')
-    parsed = ReadAhead()
+    parsed = ParsedTraceCache()
     for path in (good, good, bad, tmp_path / "none.json"):
         parsed.add(path)
     assert parsed.take(good, "another") is None
@@ -134,8 +134,8 @@ def test_a_file_that_cannot_be_read_takes_no_room(
     good, bad = tmp_path / "c1.torch.json.gz", tmp_path / "c2.torch.json"
     shutil.copy(next(path for path in traces(RUN) if path.suffix == ".gz"), good)
     bad.write_text('{"traceEvents": [' + " " * good.stat().st_size)
-    monkeypatch.setattr(ahead, "MOST_BYTES", bad.stat().st_size)
-    parsed = ReadAhead()
+    monkeypatch.setattr(trace_cache, "MOST_BYTES", bad.stat().st_size)
+    parsed = ParsedTraceCache()
     for path in (bad, good):
         parsed.add(path)
     assert parsed.take(good, sources.hash_file(good)) is not None

@@ -18,7 +18,7 @@ from profharness.profilers import PROFILERS
 from profharness.rows import COLD, EAGER, GRAPH
 from profharness.run import read_run
 from profharness.runner.supervise import Progress, Step
-from profharness.store.ahead import ReadAhead
+from profharness.store.trace_cache import ParsedTraceCache
 
 LEAVING_S = 5.0  # that an interrupted job waits for the store to be made
 ENOUGH_CPUS = 4  # with fewer, parsing would take time from the worker's own calls
@@ -26,16 +26,16 @@ ON_GPU = frozenset((EAGER, COLD, GRAPH))
 LOWEST = 19  # priority that a thread can have
 
 
-class Meanwhile:
+class BackgroundIngest:
     """A thread beside a capture. It makes the store, whose schema and imports cost as long as a cell,
-    then parses the traces of cells and groups that have ended. ahead: what it has parsed.
+    then parses the traces of cells and groups that have ended. `parsed` contains them.
 
     What goes wrong here shows when the run is taken in, with the run folder complete. What is parsed
     stays in memory, so that a process that is killed leaves nothing half done.
     """
 
     def __init__(self, store: Path) -> None:
-        self.ahead = ReadAhead()
+        self.parsed = ParsedTraceCache()
         self._store = store
         self._ended: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
         self._taken: frozenset[int] | None = None  # cores of lanes; None: there are none
@@ -97,7 +97,7 @@ class Meanwhile:
     def _parse(self, path: Path) -> None:
         for trace in _traces_of(path) if path.is_dir() else (path,):
             if not self._left:
-                self.ahead.add(trace)
+                self.parsed.add(trace)
 
     def _step_back(self) -> None:
         """Let this thread yield to lanes."""
@@ -122,15 +122,15 @@ def _traces_of(group: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def opened_meanwhile(store: Path) -> Iterator[Meanwhile]:
+def open_background_ingest(store: Path) -> Iterator[BackgroundIngest]:
     """Does that beside the block. Signals are deferred: an exception amid an import would leave a lock
     for which the thread waits.
     """
     with deferred():
-        meanwhile = Meanwhile(store)
+        background = BackgroundIngest(store)
         try:
-            yield meanwhile
+            yield background
         except BaseException:
-            meanwhile.leave()
+            background.leave()
             raise
-        meanwhile.finish()
+        background.finish()

@@ -49,7 +49,7 @@ Plain = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class IngestOutcome:
     """What became of a source: results, or an error that names it."""
 
     source: Path
@@ -182,12 +182,12 @@ def _wait_for_end(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
-def take_in(
+def ingest_sources(
     store: Path,
     sources: Sequence[Path],
     cpus: Sequence[int],
     waiting: Callable[[], None] = lambda: None,
-) -> Generator[Taken, None, None]:
+) -> Generator[IngestOutcome, None, None]:
     """Read sources side by side, one reader a CPU of the list, and take them into the store; what became
     of each, in their order. waiting is called while nothing comes.
 
@@ -229,7 +229,7 @@ def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[
         return results
     cpus = readers_of(scheduler)
     sources = [source for path in paths for source in find_sources(path)]
-    with closing(take_in(store, sources, cpus)) as taken:
+    with closing(ingest_sources(store, sources, cpus)) as taken:
         outcomes = list(taken)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     results = [result for outcome in outcomes for result in outcome.results]
@@ -245,22 +245,22 @@ def _taken(
     shard: Path,
     path: Path,
     answer: Plain,
-) -> Taken:
+) -> IngestOutcome:
     if "error" in answer:
-        return Taken(path, error=answer["error"])
+        return IngestOutcome(path, error=answer["error"])
     content_hash, whole = answer.pop("content_hash"), answer.pop("whole")
     kept = Path(answer["kept"]) if answer["kept"] else None
     texts = {"source": path, "kept": kept, "warnings": tuple(answer["warnings"])}
     result = stores.IngestResult(**answer | texts)
     if result.status == "unchanged":
-        return Taken(path, (result,))
+        return IngestOutcome(path, (result,))
     try:
         merged = stores.merge_shard(writer(), shard, result, content_hash, whole=whole)
-        return Taken(path, (merged,))
+        return IngestOutcome(path, (merged,))
     except StoreError:
         raise
     except ProfharnessError as error:  # the store has more of this run
-        return Taken(path, error=str(error))
+        return IngestOutcome(path, error=str(error))
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if is_damage(error):
             raise damaged(store, error) from None

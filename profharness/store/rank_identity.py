@@ -19,7 +19,7 @@ NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankIdentity:
     """The columns of `runs` that tell where one was made; keys are hashes, None is not told."""
 
     rank: int | None = None
@@ -30,7 +30,7 @@ class Place:
 
 def split_place(
     environment: Mapping[str, object], name: str | None = None
-) -> tuple[Place, dict[str, object]]:
+) -> tuple[RankIdentity, dict[str, object]]:
     """The place that an environment tells, and the environment without it.
 
     name is that of a lone trace file: it tells the rank and the host where the environment does not.
@@ -53,7 +53,7 @@ def split_place(
         rank = _rank_of(name) if rank is None else rank
         made = TENSORBOARD.fullmatch(name)
         host = hashed_key(made["host"]) if host is None and made else host
-    return Place(rank, size, host, gpu), rest
+    return RankIdentity(rank, size, host, gpu), rest
 
 
 def rank_number(value: object) -> int | None:
