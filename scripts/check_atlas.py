@@ -1,11 +1,11 @@
-"""Holds the model of an atlas against measured cells, best ones that the atlas has not: the choice, the
-kernels, the times with their intervals, and the backend that is named best.
+"""Compare the model of an atlas with measured cells: the choice, the kernels, the times with their
+intervals, and the best backend.
 
     python scripts/check_atlas.py FILE [--gpu H200] [--torch 2.11] [--json]
 
-FILE has a cell a line, {"config": …, "backend": …, "choice": …, "status": …, "kernel_us": …, "kernels": [[name,
-grid, block, registers, shared_bytes], …]}; a shard, an archive or a folder of scripts/make_atlas.py will do. The model
-alone is asked. Cells that the atlas has are counted apart. Exits with 1 where a figure misses its limit.
+FILE has one cell per line, {"config": …, "backend": …, "choice": …, "status": …, "kernel_us": …, "kernels": [[name,
+grid, block, registers, shared_bytes], …]}, or is a shard, an archive or a folder of scripts/make_atlas.py. Only the
+model is used. Cells of the atlas itself are counted separately. Exits with 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from typing import Any
 
 import numpy as np
 
+from profharness.answers.atlas.catalog import PACKAGE, Entry, find_place
 from profharness.answers.atlas.data import (
     NOTHING,
     Atlas,
     AtlasCell,
-    cell_of,
-    find_atlas,
-    shard_lines,
+    packaged_atlases,
+    read_atlas,
 )
 from profharness.answers.atlas.model import Estimate, estimate, model_of
+from profharness.answers.atlas.shards import parse_cell, shard_lines
 from profharness.config import AUTO, SDPA_BACKENDS, Config
 from profharness.errors import ProfharnessError, UsageError
 
 FEW_QUERIES = 8  # a decode
 SMALL_US, LARGE_US = 20.0, 200.0
-BEST = 1.03  # the backend named best may take so many times what the best one takes
+BEST = 1.03  # the predicted best backend may be slower than the best one by this factor
 SPEED_CONFIGS = 10_000
-# figure -> (limit, whether it is a least), shares and errors as fractions
+# figure -> (limit, whether it is a minimum); shares and errors are fractions
 LIMITS: dict[str, tuple[float, bool]] = {
     "choice": (0.999, True),
     "names of kernels in order": (0.97, True),
@@ -57,65 +58,74 @@ class Pair:
     """A measured cell and the model's answer."""
 
     cell: AtlasCell
-    told: Estimate
+    estimate: Estimate
     known: bool
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the choice, or the refusal, is as measured."""
+        """Whether the choice, or the refusal, is right."""
         if self.cell.status != "ok":
-            return self.told.status == self.cell.status
-        return self.told.status == "ok" and self.told.choice == self.cell.choice
+            return self.estimate.status == self.cell.status
+        return self.estimate.status == "ok" and self.estimate.choice == self.cell.choice
 
     @property
     def has_names(self) -> bool:
-        return [each.kernel for each in self.told.launches] == [
+        return [each.kernel for each in self.estimate.launches] == [
             each.kernel for each in self.cell.launches
         ]
 
     @property
     def has_launches(self) -> bool:
         """Whether names and launch configurations are right."""
-        return [each[:5] for each in self.told.launches] == [
+        return [each[:5] for each in self.estimate.launches] == [
             each[:5] for each in self.cell.launches
         ]
 
     @property
     def error(self) -> float:
-        """Of the time, relative to what was measured."""
-        assert self.told.kernel_us and self.cell.kernel_us
-        return self.told.kernel_us / self.cell.kernel_us - 1
+        """The relative error of the time."""
+        assert self.estimate.kernel_us and self.cell.kernel_us
+        return self.estimate.kernel_us / self.cell.kernel_us - 1
 
     @property
     def is_inside(self) -> bool:
-        assert self.told.low_us and self.told.high_us and self.cell.kernel_us
-        return self.told.low_us <= self.cell.kernel_us <= self.told.high_us
+        assert self.estimate.low_us and self.estimate.high_us and self.cell.kernel_us
+        return self.estimate.low_us <= self.cell.kernel_us <= self.estimate.high_us
 
     @property
     def regimes(self) -> tuple[str, ...]:
-        """The rows of the table that the cell counts in."""
+        """The rows of the table to which the cell belongs."""
         config, us = self.cell.config, self.cell.kernel_us or 0
         size = "small" if us < SMALL_US else "large" if us >= LARGE_US else "middle"
         decode = ("decode",) if config.seq_len_q <= FEW_QUERIES and not config.bwd else ()
         backward = ("backward",) if config.bwd else ()
         masked = ("masked",) if config.mask != "none" else ()
-        return (size, *decode, *backward, *masked, f"on {self.told.choice}")
+        return (size, *decode, *backward, *masked, f"on {self.estimate.choice}")
+
+
+def find_atlas(gpu: str, torch: str) -> Atlas:
+    """Return the packaged atlas of a GPU and a release. Raises UsageError without one."""
+    entries = [Entry(path, PACKAGE, read_atlas(path)) for path in packaged_atlases()]
+    atlas = find_place(entries, gpu, torch)[0].atlas
+    if atlas is None:
+        raise UsageError(f"no atlas of {gpu} with torch {torch}")
+    return atlas
 
 
 def pairs_of(path: Path, atlas: Atlas, gpu: str, torch: str) -> list[Pair]:
-    """The cells of a file that ran or were refused, each with the model's answer."""
-    cells = [cell_of(row) for row in shard_lines(path) if row.get("status") in ("ok", "refused")]
+    """Return the cells of a file that ran or were refused, each with the model's answer."""
+    cells = [parse_cell(row) for row in shard_lines(path) if row.get("status") in ("ok", "refused")]
     if not cells:
         raise UsageError(f"{path}: no cell that ran or was refused")
-    told: dict[tuple[Config, str], Estimate] = {}
+    found: dict[tuple[Config, str], Estimate] = {}
     for backend in (AUTO, *SDPA_BACKENDS):
         configs = list({cell.config: None for cell in cells if cell.backend == backend})
         answers = estimate(atlas, configs, [backend], gpu, torch, measured=False)
-        told |= {(config, backend): each for config, each in zip(configs, answers, strict=True)}
+        found |= {(config, backend): each for config, each in zip(configs, answers, strict=True)}
     return [
         Pair(
             cell,
-            told[cell.config, cell.backend],
+            found[cell.config, cell.backend],
             atlas.rows([cell.config], [cell.backend])[0] != NOTHING,
         )
         for cell in cells
@@ -128,12 +138,12 @@ def share(pairs: Sequence[Pair], is_right: Callable[[Pair], bool]) -> float:
 
 
 def timed(pairs: Sequence[Pair]) -> list[Pair]:
-    """Those with a time on both sides."""
-    return [each for each in pairs if each.told.kernel_us and each.cell.kernel_us]
+    """Return the pairs with both times."""
+    return [each for each in pairs if each.estimate.kernel_us and each.cell.kernel_us]
 
 
 def best_share(pairs: Sequence[Pair]) -> float:
-    """Of the configs with several timed backends, how often the one named best is, or nearly."""
+    """Return how often the predicted best of several timed backends is best, or nearly."""
     by_config: dict[Config, list[Pair]] = {}
     for each in timed(pairs):
         if each.cell.backend != AUTO:
@@ -141,15 +151,15 @@ def best_share(pairs: Sequence[Pair]) -> float:
     judged = []
     for some in by_config.values():
         if len(some) > 1:
-            named = min(some, key=lambda pair: pair.told.kernel_us or 0)
+            named = min(some, key=lambda pair: pair.estimate.kernel_us or 0)
             true = min(pair.cell.kernel_us or 0 for pair in some)
             judged.append((named.cell.kernel_us or 0) <= BEST * true)
     return sum(judged) / len(judged) if judged else float("nan")
 
 
 def figures(pairs: Sequence[Pair]) -> dict[str, float]:
-    """The figures of some cells, by the names of LIMITS."""
-    ran = [each for each in pairs if each.cell.launches and each.told.launches]
+    """Return the figures of some cells by the names of LIMITS."""
+    ran = [each for each in pairs if each.cell.launches and each.estimate.launches]
     errors = np.abs([each.error for each in timed(pairs)])
     return {
         "choice": share(pairs, lambda each: each.is_chosen),
@@ -165,12 +175,11 @@ def figures(pairs: Sequence[Pair]) -> dict[str, float]:
 
 
 def speeds(pairs: Sequence[Pair], gpu: str, torch: str) -> dict[str, float]:
-    """How long loading and answering take, in CPU time: other programs do not count."""
-    gc.collect()  # what the answers before have left is no part of loading
+    """Measure loading and predicting in CPU time."""
+    gc.collect()  # garbage of earlier answers does not count as loading
     model_of.cache_clear()
     begun = time.process_time()
     atlas = find_atlas(gpu, torch)
-    assert atlas is not None
     model_of(atlas.machine.name)
     loaded = time.process_time()
     known = list({each.cell.config: None for each in pairs})
@@ -199,12 +208,12 @@ def shown(name: str, value: float) -> str:
 
 
 def keeps(name: str, value: float) -> bool:
-    limit, is_least = LIMITS[name]
-    return value >= limit if is_least else value <= limit
+    limit, is_minimum = LIMITS[name]
+    return value >= limit if is_minimum else value <= limit
 
 
 def table(pairs: Sequence[Pair]) -> list[str]:
-    """The figures by regime."""
+    """Return the figures by regime as lines."""
     lines = [f"{'':14}{'cells':>7}{'names':>8}{'launch':>8}{'median':>8}{'p90':>8}{'inside':>8}"]
     regimes: dict[str, list[Pair]] = {}
     for each in pairs:
@@ -228,8 +237,6 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         atlas = find_atlas(options.gpu, options.torch)
-        if atlas is None:
-            raise UsageError(f"no atlas of {options.gpu} with torch {options.torch}")
         pairs = pairs_of(options.file, atlas, options.gpu, options.torch)
     except (ProfharnessError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -244,20 +251,20 @@ def main(words: list[str] | None = None) -> int:
         record: dict[str, Any] = {"cells": len(apart), "in_the_atlas": len(known), "missed": missed}
         print(json.dumps(record | {"figures": results}))
         return 1 if missed else 0
-    floors = sum(each.told.source == "floor" for each in apart)
+    floors = sum(each.estimate.source == "floor" for each in apart)
     print(
-        f"{len(apart)} cells that the atlas has not ({floors} outside of its space); {len(known)} that it has\n"
+        f"{len(apart)} cells outside of the atlas ({floors} outside of its bounds); {len(known)} inside\n"
     )
     for name, value in results.items():
-        limit, is_least = LIMITS[name]
-        bound = f"{'at least' if is_least else 'at most'} {shown(name, limit)}"
+        limit, is_minimum = LIMITS[name]
+        bound = f"{'at least' if is_minimum else 'at most'} {shown(name, limit)}"
         print(
             f"{name:40}{shown(name, value):>10}   {bound:18}{'' if keeps(name, value) else 'MISSED'}"
         )
     print("\n" + "\n".join(table(apart or known)))
     if apart and known:
-        told = ", ".join(f"{name} {shown(name, value)}" for name, value in figures(known).items())
-        print(f"\nthe model alone on cells of the atlas: {told}")
+        texts = ", ".join(f"{name} {shown(name, value)}" for name, value in figures(known).items())
+        print(f"\nthe model alone on cells of the atlas: {texts}")
     return 1 if missed else 0
 
 

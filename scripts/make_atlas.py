@@ -35,12 +35,9 @@ from _frame import pack_files
 from atlas_cells import LONGEST_US, Cell, Sampler
 from atlas_fleet import measure_on_lanes
 
-from profharness.answers.atlas.archive import SHARD_VERSION, shard_lines
-from profharness.answers.atlas.data import PACKAGED, SUFFIX, read_shards, write_atlas
-from profharness.answers.atlas.fit import model_of as learn
-from profharness.answers.atlas.fit import read_products
-from profharness.answers.atlas.model import MODEL_SUFFIX
-from profharness.answers.atlas.stored import write_model
+from profharness.answers.atlas.data import MODEL_SUFFIX, PACKAGED, SUFFIX, write_atlas
+from profharness.answers.atlas.model import write_model
+from profharness.answers.atlas.shards import SHARD_VERSION, read_shards, shard_lines
 from profharness.dispatch.machine import Machine, machine_for, machine_of, release_text
 from profharness.errors import ProfharnessError, UsageError
 from profharness.parse import open_trace
@@ -515,13 +512,15 @@ def pack(options: argparse.Namespace) -> int:
 
 def package(options: argparse.Namespace) -> int:
     """Make the files of the package, an atlas and its model, from a folder or an archive of shards."""
+    from atlas_train import fit_model, read_products  # needs the extra `train`
+
     atlas = read_shards(options.folder)
     path = PACKAGED / f"{atlas.machine.name}{SUFFIX}"
     write_atlas(atlas, path, force=True)
     print(f"{path}: {len(atlas)} cells, {path.stat().st_size} bytes", flush=True)
     products = read_products(options.products) if options.products else None
     path = PACKAGED / f"{atlas.machine.name}{MODEL_SUFFIX}"
-    write_model(learn(atlas, products), path)
+    write_model(fit_model(atlas, products), path)
     print(f"{path}: {path.stat().st_size} bytes")
     return 0
 

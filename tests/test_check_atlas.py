@@ -10,7 +10,8 @@ from pathlib import Path
 import check_atlas
 import pytest
 
-from profharness.answers.atlas.data import Atlas, shard_lines
+from profharness.answers.atlas.data import Atlas
+from profharness.answers.atlas.shards import shard_lines
 
 HELD_OUT = Path(__file__).parents[1] / "traces" / "atlas-h200-held-out.tar.xz"
 
@@ -35,24 +36,24 @@ def test_the_model_keeps_its_limits_on_cells_that_it_has_not_seen(
 ) -> None:
     apart = [each for each in pairs if not each.known]
     assert len(apart) > 0.8 * len(pairs)
-    assert {each.told.source for each in apart} <= {"model", "floor"}
+    assert {each.estimate.source for each in apart} <= {"model", "floor"}
     figures = check_atlas.figures(apart)
     missed = {name for name, value in figures.items() if not check_atlas.keeps(name, value)}
     # of so few configs one more or less is half a per cent
     few = {"best backend within 3 %": 0.94, "names of kernels in order": 0.965}
     assert missed <= set(few)
     assert all(figures[name] > least for name, least in few.items())
-    fused = [each for each in apart if each.told.choice != "math"]
+    fused = [each for each in apart if each.estimate.choice != "math"]
     figures = check_atlas.figures(fused)
     assert figures["names of kernels in order"] > 0.99
     assert figures["grid, block, registers, shared memory"] > 0.985
 
 
 def test_a_wrong_answer_is_counted(pairs: list[check_atlas.Pair]) -> None:
-    timed = [each for each in pairs if each.told.kernel_us and each.has_launches][:50]
+    timed = [each for each in pairs if each.estimate.kernel_us and each.has_launches][:50]
     assert check_atlas.figures(timed)["names of kernels in order"] == 1
     wrong = [
-        replace(each, told=replace(each.told, launches=(), kernel_us=1e9, choice="none"))
+        replace(each, estimate=replace(each.estimate, launches=(), kernel_us=1e9, choice="none"))
         for each in timed
     ]
     figures = check_atlas.figures(wrong)

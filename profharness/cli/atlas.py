@@ -1,4 +1,4 @@
-"""`profharness atlas`: the atlases that are there, and how others get in and out."""
+"""`profharness atlas`: list, add, merge and export atlases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import click
 
 from profharness.answers.atlas.catalog import find_entries, known_atlases, read_any, user_folder
 from profharness.answers.atlas.data import SUFFIX, write_atlas
-from profharness.answers.atlas.merge import add, atlases_of_store, lines_of, merge
+from profharness.answers.atlas.merge import add, atlases_of_store, merge
+from profharness.answers.atlas.shards import format_lines
 from profharness.cli._options import (
     atlas_option,
     complete_runs,
@@ -29,11 +30,11 @@ PATHS = click.argument(
 
 @click.group()
 def command() -> None:
-    """List the atlases that `predict` answers from, and add, merge or export some.
+    """List the atlases that `predict` uses, and add, merge or export some.
 
-    An atlas is what one GPU did with thousands of configs on PyTorch's backends: choice, kernels
-    with launch configuration, times and memory. One belongs to a GPU, a PyTorch release, a CUDA, a
-    cuDNN and a driver.
+    An atlas has the results of thousands of configs on PyTorch's backends on one GPU: choice, kernels
+    with launch configuration, times and memory. It belongs to a GPU, a PyTorch release, and versions
+    of CUDA, cuDNN and the driver.
 
     \b
     Examples:
@@ -65,32 +66,32 @@ def list_(atlas: Path | None, format_: str | None, output: Path | None, force: b
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     envvar=None,
     metavar="STORE",
-    help="Take the captures of a store: an atlas for each machine.",
+    help="Add the captures of a store, as one atlas per machine.",
 )
 @click.option(
     "--run",
     metavar="RUN",
     shell_complete=complete_runs,
-    help="Of the store this run alone.  [default: all]",
+    help="Only this run of the store.  [default: all]",
 )
 @atlas_option
 def add_(files: tuple[Path, ...], store: Path | None, run: str | None, atlas: Path | None) -> None:
     """Add atlases to the user's own: packed ones, shards of scripts/make_atlas.py, or a store.
 
-    Cells that no atlas of the same machine has (GPU, torch, CUDA, cuDNN, driver) go into the user's own
-    atlas of it; answers come from that and the package's together. Where the two disagree on a cell
-    nothing is added, and the command says on what.
+    New cells of a machine (GPU, torch, CUDA, cuDNN, driver) are added to the user's own atlas of it.
+    Predictions use that and the package's atlas together. If the two disagree on a cell, nothing is
+    added and the conflicts are printed.
 
     \b
     Examples:
       profharness atlas add shards
-      profharness atlas add h200.atlas --atlas /data/atlases
+      profharness atlas add h200.npz --atlas /data/atlases
       profharness atlas add --store profharness.db --run latest
     """
     if not files and store is None:
         raise UsageError("atlas add needs a file of an atlas, or --store STORE")
     if run is not None and store is None:
-        raise UsageError("--run is of a store; add --store STORE")
+        raise UsageError("--run requires --store; add --store STORE")
     made = [read_any(path) for path in files]
     if store is not None:
         with open_store(store) as opened:
@@ -107,11 +108,11 @@ def add_(files: tuple[Path, ...], store: Path | None, run: str | None, atlas: Pa
 def merge_(files: tuple[Path, ...], output: Path | None, force: bool) -> None:
     """Merge atlases of one machine into one file.
 
-    Two that disagree on a cell are told, with what they disagree on and how often, and not mixed.
+    Atlases with conflicting cells are not merged; the conflicts are printed.
 
     \b
     Example:
-      profharness atlas merge monday.atlas tuesday.jsonl -o both.atlas
+      profharness atlas merge monday.npz tuesday.jsonl -o both.npz
     """
     if len(files) < 2 or output is None:
         raise UsageError("atlas merge needs two files or more, and -o FILE for the result")
@@ -126,18 +127,18 @@ def merge_(files: tuple[Path, ...], output: Path | None, force: bool) -> None:
 @atlas_option
 @file_options
 def export_(name: str, atlas: Path | None, output: Path | None, force: bool) -> None:
-    """Write an atlas to a file: packed (.atlas), or as JSON lines (.jsonl).
+    """Write an atlas to a file: packed (.npz), or as JSON lines (.jsonl).
 
-    NAME is one of `atlas list`, a GPU, or a file. The package's and your own of one machine are written
-    together. `atlas add` takes either format back.
+    NAME is a name from `atlas list`, a GPU, or a file. The package's atlas and your own of that machine
+    are written together. `atlas add` reads both formats.
 
     \b
     Examples:
       profharness atlas export H200 -o h200.jsonl
-      profharness atlas export shards -o mine.atlas
+      profharness atlas export shards -o mine.npz
     """
     if output is None:
-        raise UsageError("atlas export needs -o FILE, ending in .atlas or .jsonl")
+        raise UsageError("atlas export needs -o FILE, ending in .npz or .jsonl")
     _check_suffix(output, ".jsonl")
     entries = find_entries(known_atlases(atlas), name)
     found = merge([entry.atlas for entry in entries]) if len(entries) > 1 else entries[0].atlas
@@ -145,7 +146,7 @@ def export_(name: str, atlas: Path | None, output: Path | None, force: bool) -> 
         write_atlas(found, output, force=force)
     else:
         with atomic_file(output, force=force) as file:
-            for line in lines_of(found):
+            for line in format_lines(found):
                 file.write(line.encode())
     hint(f"wrote {output}: {len(found):,} cells of {found.machine.name}")
 

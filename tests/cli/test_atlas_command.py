@@ -13,11 +13,11 @@ from click.testing import CliRunner, Result
 from profharness.answers.atlas import catalog
 from profharness.answers.atlas.data import (
     Atlas,
-    atlas_of,
+    build_atlas,
     read_atlas,
-    shard_lines,
     write_atlas,
 )
+from profharness.answers.atlas.shards import shard_lines
 from profharness.cli.atlas import command
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.store import ingest_path
@@ -37,13 +37,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def other(packaged: Atlas, tmp_path: Path) -> Path:
     """An atlas of a machine that the package has none of."""
     machine = replace(packaged.machine, gpu="NVIDIA H100 80GB HBM3")
-    write_atlas(part(packaged, 0, 40, machine=machine), tmp_path / "h100.atlas")
-    return tmp_path / "h100.atlas"
+    write_atlas(part(packaged, 0, 40, machine=machine), tmp_path / "h100.npz")
+    return tmp_path / "h100.npz"
 
 
 def part(atlas: Atlas, first: int, last: int, **changed: object) -> Atlas:
     machine = changed.get("machine", atlas.machine)
-    return atlas_of(machine, itertools.islice(atlas.cells(), first, last), "part")  # type: ignore[arg-type]
+    return build_atlas(machine, itertools.islice(atlas.cells(), first, last), "part")  # type: ignore[arg-type]
 
 
 def run(*args: object) -> Result:
@@ -72,7 +72,7 @@ def test_the_list_has_the_package_and_what_was_added(other: Path) -> None:
 
 def test_an_export_is_taken_back(other: Path, tmp_path: Path) -> None:
     ok("add", other)
-    for suffix in ("jsonl", "atlas"):
+    for suffix in ("jsonl", "npz"):
         out = tmp_path / f"out.{suffix}"
         ok("export", "H100", "-o", out)
         ok("add", out, "--atlas", tmp_path / suffix)
@@ -84,17 +84,17 @@ def test_an_export_is_taken_back(other: Path, tmp_path: Path) -> None:
 
 
 def test_parts_of_one_machine_merge(packaged: Atlas, tmp_path: Path) -> None:
-    write_atlas(part(packaged, 0, 30), tmp_path / "a.atlas")
-    write_atlas(part(packaged, 20, 50), tmp_path / "b.atlas")
-    ok("merge", "a.atlas", "b.atlas", "-o", "c.atlas")
-    assert list(read_atlas(tmp_path / "c.atlas").cells()) == list(part(packaged, 0, 50).cells())
+    write_atlas(part(packaged, 0, 30), tmp_path / "a.npz")
+    write_atlas(part(packaged, 20, 50), tmp_path / "b.npz")
+    ok("merge", "a.npz", "b.npz", "-o", "c.npz")
+    assert list(read_atlas(tmp_path / "c.npz").cells()) == list(part(packaged, 0, 50).cells())
 
 
 def test_unlike_machines_and_disagreeing_cells_are_told_and_not_mixed(
     packaged: Atlas, other: Path, tmp_path: Path
 ) -> None:
-    write_atlas(part(packaged, 0, 40), tmp_path / "a.atlas")
-    mixed = run("merge", "a.atlas", other, "-o", "c.atlas")
+    write_atlas(part(packaged, 0, 40), tmp_path / "a.npz")
+    mixed = run("merge", "a.npz", other, "-o", "c.npz")
     assert isinstance(mixed.exception, UsageError)
     assert "of gpu NVIDIA H200" in str(mixed.exception)
     cells = list(part(packaged, 0, 40).cells())
@@ -103,32 +103,32 @@ def test_unlike_machines_and_disagreeing_cells_are_told_and_not_mixed(
         for at, cell in enumerate(cells)
         if cell.status == "ok"
     ]
-    write_atlas(atlas_of(packaged.machine, wrong), tmp_path / "b.atlas")
-    apart = run("merge", "a.atlas", "b.atlas", "-o", "c.atlas")
+    write_atlas(build_atlas(packaged.machine, wrong), tmp_path / "b.npz")
+    apart = run("merge", "a.npz", "b.npz", "-o", "c.npz")
     assert isinstance(apart.exception, ProfharnessError)
     assert f"of {len(wrong)} shared cells disagree: " in str(apart.exception)
     slow = [replace(cell, kernel_us=(cell.kernel_us or 0) * 1.3) for cell in wrong[3:]]
-    write_atlas(atlas_of(packaged.machine, slow), tmp_path / "d.atlas")
-    slower = run("merge", "a.atlas", "d.atlas", "-o", "c.atlas")
+    write_atlas(build_atlas(packaged.machine, slow), tmp_path / "d.npz")
+    slower = run("merge", "a.npz", "d.npz", "-o", "c.npz")
     assert "times are 1.30x in the median" in str(slower.exception)
-    assert not (tmp_path / "c.atlas").exists()
-    added = run("add", "b.atlas")
+    assert not (tmp_path / "c.npz").exists()
+    added = run("add", "b.npz")
     assert isinstance(added.exception, ProfharnessError)
     assert not (tmp_path / "data").exists()
 
 
 def test_damaged_files_are_refused_by_name(other: Path, tmp_path: Path) -> None:
     data = other.read_bytes()
-    (tmp_path / "short.atlas").write_bytes(data[:-7])
-    (tmp_path / "changed.atlas").write_bytes(data[:200] + b"\0" + data[201:])
-    (tmp_path / "newer.atlas").write_bytes(data[:8] + b"\x63" + data[9:])
-    (tmp_path / "text.atlas").write_text("hello")
+    (tmp_path / "short.npz").write_bytes(data[:-7])
+    (tmp_path / "changed.npz").write_bytes(data[:200] + b"\0" + data[201:])
+    (tmp_path / "old.atlas").write_bytes(b"phatlas\n" + data)
+    (tmp_path / "text.npz").write_text("hello")
     (tmp_path / "lines.jsonl").write_text('{"atlas": 7}\n')
     for name, text in {
-        "short.atlas": "cut short or changed",
-        "changed.atlas": "cut short or changed",
-        "newer.atlas": "version 99",
-        "text.atlas": "not an atlas",
+        "short.npz": "cut short, changed or forged",
+        "changed.npz": "cut short, changed or forged",
+        "old.atlas": "the format before .npz",
+        "text.npz": "not an atlas",
         "lines.jsonl": "not a shard of an atlas of version 1",
     }.items():
         error = run("add", name).exception
@@ -141,25 +141,25 @@ def test_cells_that_the_package_has_are_not_copied(
     packaged: Atlas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells = list(part(packaged, 0, 20).cells())
-    write_atlas(atlas_of(packaged.machine, cells), tmp_path / "same.atlas")
-    assert "0 new cells of 20, so nothing was written" in ok("add", "same.atlas").stderr
+    write_atlas(build_atlas(packaged.machine, cells), tmp_path / "same.npz")
+    assert "0 new cells of 20, so nothing was written" in ok("add", "same.npz").stderr
     assert not (tmp_path / "data").exists()
     new = replace(cells[0], config=replace(cells[0].config, batch=7, seq_len_q=77))
-    write_atlas(atlas_of(packaged.machine, [*cells, new]), tmp_path / "more.atlas")
-    assert "1 new cells of 21" in ok("add", "more.atlas").stderr
+    write_atlas(build_atlas(packaged.machine, [*cells, new]), tmp_path / "more.npz")
+    assert "1 new cells of 21" in ok("add", "more.npz").stderr
     (own,) = (tmp_path / "data" / "profharness" / "atlases").iterdir()
     assert [cell.config for cell in read_atlas(own).cells()] == [new.config]
     # a package of as few cells, for all of them take seconds to be merged and packed
-    monkeypatch.setattr(catalog, "packaged_atlases", lambda: (tmp_path / "same.atlas",))
-    ok("export", "H200", "-o", "whole.atlas")
-    assert len(read_atlas(tmp_path / "whole.atlas")) == 21
+    monkeypatch.setattr(catalog, "packaged_atlases", lambda: (tmp_path / "same.npz",))
+    ok("export", "H200", "-o", "whole.npz")
+    assert len(read_atlas(tmp_path / "whole.npz")) == 21
 
 
 def test_atlases_of_two_drivers_stand_beside_each_other(packaged: Atlas, tmp_path: Path) -> None:
     for driver in ("1.1", "2.2"):
         machine = replace(packaged.machine, driver=driver)
-        write_atlas(part(packaged, 0, 5, machine=machine), tmp_path / f"{driver}.atlas")
-        assert "5 new cells of 5" in ok("add", f"{driver}.atlas").stderr
+        write_atlas(part(packaged, 0, 5, machine=machine), tmp_path / f"{driver}.npz")
+        assert "5 new cells of 5" in ok("add", f"{driver}.npz").stderr
     rows = json.loads(ok("list", "--format", "json").stdout)["rows"]
     assert [row["driver"] for row in rows if row["origin"] == "user"] == ["1.1", "2.2"]
 
@@ -186,10 +186,10 @@ def test_a_store_becomes_an_atlas(tmp_path: Path) -> None:
     [
         (("add",), "needs a file of an atlas, or --store"),
         (("add", ".", "--run", "latest"), "add --store"),
-        (("merge", "-o", "x.atlas"), "two files or more"),
+        (("merge", "-o", "x.npz"), "two files or more"),
         (("export", "H200"), "needs -o FILE"),
-        (("export", "H200", "-o", "x.txt"), "name it *.atlas or *.jsonl"),
-        (("export", "B200", "-o", "x.atlas"), f"there are {NAME}"),
+        (("export", "H200", "-o", "x.txt"), "name it *.npz or *.jsonl"),
+        (("export", "B200", "-o", "x.npz"), f"there are {NAME}"),
     ],
 )
 def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:

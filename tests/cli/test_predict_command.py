@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profharness
-from profharness.answers.atlas.data import Atlas, AtlasCell, atlas_of, write_atlas
+from profharness.answers.atlas.data import Atlas, AtlasCell, build_atlas, write_atlas
 from profharness.answers.atlas.rows import PROFILER, against, predicted_rows
 from profharness.cli.main import find_command
 from profharness.errors import GateError, UsageError
@@ -143,7 +143,7 @@ def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
     machine = replace(packaged.machine, gpu="NVIDIA RTX 3060 Laptop GPU", capability="8.6")
     own = tmp_path / "own"
     own.mkdir()
-    write_atlas(atlas_of(machine, measured), own / "laptop.atlas")
+    write_atlas(build_atlas(machine, measured), own / "laptop.npz")
     label = measured[0].config.label
     for gpu in ("RTX 3060 Laptop GPU", "H200"):
         document = answer("--config", label, "--gpu", gpu, "--atlas", own)
@@ -159,7 +159,7 @@ def test_a_call_measured_on_auto_counts_for_what_it_took(
     own = tmp_path / "own"
     own.mkdir()
     machine = replace(packaged.machine, driver="1.2")
-    write_atlas(atlas_of(machine, measured[:1]), own / "one.atlas")
+    write_atlas(build_atlas(machine, measured[:1]), own / "one.npz")
     cell = measured[0]
     where = ("--gpu", "H200", "--driver", "1.2", "--atlas", own)
     rows = answer("--config", cell.config.label, *where)["rows"]
@@ -176,7 +176,7 @@ def test_own_cells_come_first_and_the_package_answers_the_rest(
     own.mkdir()
     new = replace(known, config=replace(known.config, batch=7, seq_len_q=77), kernel_us=123.0)
     assert packaged.find(new.config, new.backend) is None
-    write_atlas(atlas_of(packaged.machine, [new]), own / "one.atlas")
+    write_atlas(build_atlas(packaged.machine, [new]), own / "one.npz")
     asked = ("--gpu", "H200", "--atlas", own)
     document = answer("--config", new.config.label, *asked)
     rows = {row["backend"]: row for row in document["rows"]}
@@ -195,7 +195,7 @@ def test_the_choice_is_judged_by_the_versions_of_the_atlas(
     own, config = tmp_path / "own", ("--config", "2,8,512,64,fp16", "--gpu", "H200")
     own.mkdir()
     old = replace(packaged.machine, cudnn=8900, driver="1.2")
-    write_atlas(atlas_of(old, measured[:1]), own / "old.atlas")
+    write_atlas(build_atlas(old, measured[:1]), own / "old.npz")
     choices = [
         answer(*config, *more)["rows"][0]["choice"]
         for more in ((), ("--driver", "1.2", "--atlas", own))
@@ -209,20 +209,20 @@ def test_own_cells_that_contradict_the_package_are_told(
     own, known = tmp_path / "own", measured[0]
     own.mkdir()
     slow = replace(known, kernel_us=2 * (known.kernel_us or 0))
-    write_atlas(atlas_of(packaged.machine, [slow]), own / "one.atlas")
+    write_atlas(build_atlas(packaged.machine, [slow]), own / "one.npz")
     said = predict("--config", known.config.label, "--gpu", "H200", "--atlas", own).stderr
     assert "disagree on 1 cells" in said
     assert f"{known.config.label} auto: times" in said
 
 
-def test_an_atlas_of_another_driver_is_told_and_not_mixed(
+def test_atlas_of_another_driver_is_not_mixed(
     packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
 ) -> None:
     own, known = tmp_path / "own", measured[0]
     own.mkdir()
     other = replace(packaged.machine, driver="999.1")
     slow = replace(known, kernel_us=50 * (known.kernel_us or 0))
-    write_atlas(atlas_of(other, [slow]), own / "one.atlas")
+    write_atlas(build_atlas(other, [slow]), own / "one.npz")
     asked = ("--config", known.config.label, "--gpu", "H200", "--atlas", own)
     usual = predict(*asked)
     assert "driver 999.1 (user, 1 cells)" in usual.stderr
@@ -325,7 +325,7 @@ def test_kernels_of_a_gpu_are_rows_as_of_a_store(measured: list[AtlasCell], tmp_
         assert isinstance(CliRunner().invoke(kernels, [*arguments, *more]).exception, UsageError)
 
 
-def test_a_run_is_held_against_the_atlas_of_its_machine(measured: list[AtlasCell]) -> None:
+def test_run_is_compared_with_the_atlas_of_its_machine(measured: list[AtlasCell]) -> None:
     configs = [cell.config for cell in measured if cell.status == "ok"]
     rows, cells, doubt = predicted_rows(configs, ["auto"], "H200", "2.11")
     assert doubt == ""

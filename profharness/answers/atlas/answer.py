@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from profharness.answers.atlas.checks import BACKENDS
-from profharness.answers.atlas.clash import NAMED, SETTLED, difference
+from profharness.answers.atlas.checks import BACKENDS, MAX_EXAMPLES, SETTLED
 from profharness.answers.atlas.data import NOTHING, Atlas, Launch, Machine
 from profharness.answers.atlas.model import Estimate, estimate, measured_estimate
 from profharness.config import AUTO, SDPA_BACKENDS, Config
@@ -92,11 +91,11 @@ def disagreement(place: Place, configs: Sequence[Config]) -> str:
         rows = [row for row in atlas.rows(configs, BACKENDS) if row != NOTHING]
         for cell in map(atlas.cell, rows):
             known = place.atlas.find(cell.config, cell.backend)
-            if known is not None and (what := difference(known, cell)):
+            if known is not None and (what := known.difference(cell)):
                 differing.append(f"{cell.config.label} {cell.backend}: {what[0]} {what[1]}")
     if not differing:
         return ""
-    first = "; ".join(differing[:NAMED])
+    first = "; ".join(differing[:MAX_EXAMPLES])
     return (
         f"your own atlas of this machine and {place.atlas.source} disagree on {len(differing):,} cells, "
         f"and your own answer: {first}"

@@ -27,11 +27,11 @@ from profharness.answers.atlas.data import (
     VERSIONS,
     Atlas,
     Machine,
-    machine_of,
+    atlas_files,
     packaged_atlases,
     read_atlas,
-    read_shards,
 )
+from profharness.answers.atlas.shards import read_shards
 from profharness.config import Config
 from profharness.dispatch.machine import RELEASES, parse_release, release_text
 from profharness.dispatch.machine import Machine as RuleMachine
@@ -73,10 +73,10 @@ def known_atlases(named: Path | None = None) -> list[Entry]:
     """
     folder = user_folder(named)
     entries = [Entry(path, PACKAGE, read_atlas(path)) for path in packaged_atlases()]
-    for path in sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ():
+    old = sorted(folder.glob("*.atlas")) if folder.is_dir() else ()
+    for path in (*atlas_files(folder), *old):
         try:
             atlas = read_atlas(path)
-            atlas.check()
         except ProfharnessError as error:
             _log_once(f"{error} (left out)")
             continue
@@ -98,7 +98,7 @@ def entry_record(entry: Entry) -> dict[str, Any]:
     """The JSON record of one atlas: its machine, and how many cells it has of what."""
     atlas = entry.atlas
     counts = {
-        table: dict(Counter(atlas.tables[table][code] for code in atlas.column(column).tolist()))
+        table: dict(Counter(atlas.tables[table][code] for code in atlas.columns[column].tolist()))
         for table, column in (("statuses", "status"), ("regimes", "regime"))
     }
     place = {"name": entry.name, "origin": entry.origin, "path": str(entry.path)}
@@ -148,7 +148,7 @@ def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
     """Of atlases of one GPU and release the machine with most of these versions, then with a model, then with
     the most cells. The package's atlas of it comes with the user's own.
     """
-    wanted = machine_of(like)
+    wanted = Machine.from_environment(like)
 
     def fit(entry: Entry) -> tuple[int, bool, int]:
         machine = entry.atlas.machine

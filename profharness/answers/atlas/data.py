@@ -1,18 +1,15 @@
-"""An atlas in memory and in its file: measured cells of one GPU as columns of integers.
+"""The measured cells of one GPU, in memory as columns of integers and in a `.npz` file.
 
-The file has a magic, a version, a checksum, a JSON header and one compressed block a column. Columns
-are unpacked when they are asked for. docs/atlas.md describes it.
+docs/atlas.md describes the file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import lzma
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -20,34 +17,31 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from profharness.answers.atlas.archive import shard_lines
 from profharness.answers.atlas.checks import (
     BACKENDS,
     CHOICES,
     LARGEST,
     STATUSES,
+    Dim3,
     machine_fault,
-    parsed,
+    parse_label,
 )
-from profharness.answers.atlas.packed import DECODER_BYTES, Block, Integers, pack_column
+from profharness.answers.atlas.npz import MAGIC, read_arrays, write_arrays
 from profharness.config import Config
 from profharness.errors import ProfharnessError, UsageError, shown
-from profharness.files import atomic_file, decode_json, read_input
+from profharness.files import decode_json, open_input
 from profharness.run import NOT_A_RECORD
 
-MAGIC = b"phatlas\n"
-VERSION = 1
-HEAD = struct.Struct(
-    "<8sII32s"
-)  # magic, version, bytes of the header, checksum of all that follows
-SUFFIX = ".atlas"
+VERSION = 2
+SUFFIX, MODEL_SUFFIX = ".npz", ".model.npz"
+OLD_MAGIC = b"phatlas\n"  # of files before version 2
 PACKAGED = Path(__file__).parent
-MAX_HEADER = 1 << 24  # bytes; that of 47,000 cells has 0.3 million
 NUMBERS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
 KEY = (*NUMBERS, "variant", "backend")
-# How many values each column has: of cells, of launch kinds, of distinct sequences, of their launches, or of
-# all timed launches.
+# Each column has one value per cell, launch kind, distinct sequence of launches, launch of a
+# distinct sequence, or timed launch.
 COLUMNS = {
     **dict.fromkeys(KEY, "cells"),
     **dict.fromkeys(("regime", "status", "choice", "message"), "cells"),
@@ -58,59 +52,69 @@ COLUMNS = {
     **dict.fromkeys(("kind", "grid_x", "grid_y", "grid_z"), "launches"),
     "time_ns": "times",
 }
-# The most values of a column, so many a byte of all packed columns: a forged count is refused before
-# memory is taken. Real columns have less than one.
-MOST_A_BYTE = 8
-MOST = {
+MAX_COUNTS = {
     "cells": 250_000,
     "kinds": 250_000,
     "sequences": 250_000,
     "launches": 4_000_000,
     "times": 4_000_000,
 }
-TABLES = ("variants", "backends", "regimes", "statuses", "choices", "messages", "kernels")
-# the column that indexes each table
-INDEXED = dict(
-    zip(
-        ("variant", "backend", "regime", "status", "choice", "message", "kernel"),
-        TABLES,
-        strict=True,
-    )
-)
-NOTHING = -1
-Dim3 = tuple[int, int, int]
-
-
-VERSIONS = ("gpu", "torch", "cuda", "cudnn", "driver")  # of a Machine, which set atlases apart
+# The columns that are indices into a table of texts.
+TABLES = {
+    "variant": "variants",
+    "backend": "backends",
+    "regime": "regimes",
+    "status": "statuses",
+    "choice": "choices",
+    "message": "messages",
+    "kernel": "kernels",
+}
+MAX_TIME_GAP = 0.5  # relative difference between two times of one cell
+NOTHING = -1  # in a column: no value
+VERSIONS = ("gpu", "torch", "cuda", "cudnn", "driver")  # what distinguishes two machines
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What an atlas was measured on. cudnn is 91900 for 9.19.0."""
+    """The GPU and software on which an atlas was measured."""
 
     gpu: str
     torch: str
     cuda: str | None = None
-    cudnn: int | None = None
+    cudnn: int | None = None  # 91900 for 9.19.0
     driver: str | None = None
     capability: str | None = None
     num_sms: int | None = None
     l2_bytes: int | None = None
 
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, Any]) -> Machine:
+        """Return the machine of a run's or a shard's environment."""
+        renamed = {"cuda": "torch_cuda"}
+        names = (each.name for each in fields(cls))
+        return cls(**{name: environment.get(renamed.get(name, name)) for name in names})  # type: ignore[arg-type]
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The fields under the names of an environment."""
+        values = asdict(self)
+        return {"torch_cuda": values.pop("cuda"), **values}
+
     @property
     def name(self) -> str:
-        """For a file: `h200-torch2.11.0-cuda13.0-cudnn91900-driver580.159.04`."""
+        """A file name: `h200-torch2.11.0-cuda13.0-cudnn91900-driver580.159.04`."""
         gpu = self.gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
         parts = [gpu, f"torch{self.torch.split('+')[0]}"]
         parts += [f"cuda{self.cuda}"] if self.cuda else []
         parts += [f"cudnn{self.cudnn}"] if self.cudnn else []
         parts += [f"driver{self.driver}"] if self.driver else []
-        # what a foreign file calls its machine must not lead out of a folder
+        # the texts of a foreign file must not lead out of a folder
         return re.sub(r"[^\w.-]+", "-", "-".join(parts)).lstrip("-.")
 
 
 class Launch(NamedTuple):
-    """One kernel of a call. None where there is no such thing, as of a memset."""
+    """One kernel of a call. A memset has neither a grid nor registers."""
 
     kernel: str
     grid: Dim3 | None
@@ -120,13 +124,17 @@ class Launch(NamedTuple):
     time_us: float | None
 
 
+def _kinds(launches: Iterable[Launch]) -> list[tuple[Any, ...]]:
+    return [launch[:5] for launch in launches]
+
+
 @dataclass(frozen=True)
 class AtlasCell:
-    """A config on a backend, as measured. Times are None where it was refused."""
+    """A measured config on a backend. A refused one has no times."""
 
     config: Config
     backend: str
-    regime: str
+    regime: str  # what the config was sampled for, such as `decode`
     status: str
     choice: str | None
     launches: tuple[Launch, ...]
@@ -135,97 +143,69 @@ class AtlasCell:
     peak_bytes: int | None
     message: str | None
 
+    def difference(self, other: AtlasCell) -> tuple[str, str] | None:
+        """Return the first field in which another result differs and both values, or None."""
+        values: tuple[tuple[str, Any, Any], ...] = (
+            ("status", self.status, other.status),
+            ("choice", self.choice, other.choice),
+            ("kernels", _kinds(self.launches), _kinds(other.launches)),
+        )
+        for name, old, new in values:
+            if old == new or not old or not new:
+                continue
+            if name != "kernels":
+                return name, f"{old} ↔ {new}"
+            if len(old) != len(new):
+                return name, f"{len(old)} and {len(new)} launches"
+            return name, "other kernels or launch configurations"
+        if self.kernel_us and other.kernel_us:
+            low, high = sorted((self.kernel_us, other.kernel_us))
+            if high / low - 1 > MAX_TIME_GAP:
+                return "times", f"{self.kernel_us:g} ↔ {other.kernel_us:g} µs"
+        return None
+
 
 @dataclass(frozen=True)
 class Atlas:
-    """The cells of one machine. tables hold texts, and variants what a config has besides its
-    NUMBERS; blocks are the columns that are not unpacked yet.
-    """
+    """The cells of one machine."""
 
     machine: Machine
-    tables: Mapping[str, tuple[Any, ...]]
-    counts: Mapping[str, int]
-    columns: dict[str, Integers] = field(default_factory=dict)
-    blocks: Mapping[str, Block] = field(default_factory=dict)
-    source: str = ""
+    tables: Mapping[str, tuple[Any, ...]]  # a variant has the fields of a config besides NUMBERS
+    columns: Mapping[str, Integers]
+    source: str = ""  # for messages
 
     def __len__(self) -> int:
-        return self.counts["cells"]
-
-    def column(self, name: str) -> Integers:
-        """The values of a column. Raises ProfharnessError for a damaged file."""
-        if name not in self.columns:
-            values = self.blocks[name].unpack()
-            least, bound = self._bounds(name)
-            if len(values) and not least <= values.min() <= values.max() < bound:
-                raise ProfharnessError(
-                    f"{self.source}: column {name} of the atlas is damaged; get it again"
-                )
-            self.columns[name] = values
-        return self.columns[name]
-
-    def _bounds(self, name: str) -> tuple[int, int]:
-        """The least value of a column, and what all are less than."""
-        if name in INDEXED:
-            return 0, len(self.tables[INDEXED[name]])
-        if name == "length":
-            return 0, self.counts["launches"] + 1
-        if name in ("sequence", "kind"):
-            return (NOTHING if name == "sequence" else 0), self.counts[f"{name}s"]
-        return (1 if name in NUMBERS else NOTHING), LARGEST
-
-    def check(self) -> None:
-        """Unpack all columns. Raises ProfharnessError where one is damaged or does not fit the others."""
-        for name in COLUMNS:
-            self.column(name)
-        for name in ("starts", "time_starts"):
-            getattr(self, name)
-        for what in ("grid", "block"):
-            absent = [self.column(f"{what}_{axis}") == NOTHING for axis in "xyz"]
-            if not all(np.array_equal(absent[0], other) for other in absent[1:]):
-                raise ProfharnessError(
-                    f"{self.source}: a {what} in the atlas is damaged; get it again"
-                )
+        return len(self.columns["status"])
 
     @cached_property
     def starts(self) -> Integers:
-        """Where the launches of each distinct sequence begin, and after the last one their number."""
-        return self._edges(self.column("length"), "launches")
+        """The first launch of each distinct sequence, and the number of launches at the end."""
+        return _edges(self.columns["length"])
 
     @cached_property
     def time_starts(self) -> Integers:
-        """Where the times of each cell's launches begin, and after the last one their number."""
-        sequence = self.column("sequence")
-        lengths = np.append(self.column("length"), 0)[sequence]  # -1 is the 0 at the end
-        return self._edges(lengths, "times")
-
-    def _edges(self, lengths: Integers, total: str) -> Integers:
-        edges = np.concatenate([[0], np.cumsum(lengths)])
-        if (len(lengths) and lengths.min() < 0) or edges[-1] != self.counts[total]:
-            raise ProfharnessError(
-                f"{self.source}: the lengths in the atlas disagree; get it again"
-            )
-        return edges
+        """The first time of each cell's launches, and the number of times at the end."""
+        # a cell without launches has the sequence -1, which is the 0 at the end
+        return _edges(np.append(self.columns["length"], 0)[self.columns["sequence"]])
 
     @cached_property
     def _rows(self) -> dict[bytes, int]:
-        keys = np.stack([self.column(name) for name in KEY], axis=1)
+        keys = np.stack([self.columns[name] for name in KEY], axis=1)
         data, width = keys.tobytes(), keys.shape[1] * keys.itemsize
         return {data[row * width : (row + 1) * width]: row for row in range(len(self))}
 
     @cached_property
-    def _codes(self) -> dict[tuple[Any, ...], int]:
-        """The variants by what `variant_of` makes of a config."""
+    def _variants(self) -> dict[tuple[Any, ...], int]:
         return {
             variant_of(_config(dict.fromkeys(NUMBERS, 1), fields)): code
             for code, fields in enumerate(self.tables["variants"])
         }
 
     def rows(self, configs: Iterable[Config], backends: Iterable[str]) -> list[int]:
-        """The row of each config on each backend, in the order configs x backends; -1 for none."""
+        """Return the row of each config on each backend, in the order configs x backends, or -1."""
         table = self.tables["backends"]
         codes = [table.index(name) if name in table else NOTHING for name in backends]
-        known, rows = self._codes, self._rows
+        known, rows = self._variants, self._rows
         found = []
         for config in configs:
             numbers = [getattr(config, name) for name in NUMBERS]
@@ -236,87 +216,86 @@ class Atlas:
         return found
 
     def find(self, config: Config, backend: str) -> AtlasCell | None:
-        """The measured cell, if there is one."""
+        """Return the measured cell, or None."""
         (row,) = self.rows([config], [backend])
         return None if row == NOTHING else self.cell(row)
 
     def cells(self) -> Iterator[AtlasCell]:
-        """All cells, in the order in which they were measured."""
+        """Yield all cells in the order in which they were measured."""
         return map(self.cell, range(len(self)))
 
     def config(self, row: int) -> Config:
-        """The config of a cell."""
-        numbers = {name: int(self.column(name)[row]) for name in NUMBERS}
-        return _config(numbers, self.tables["variants"][self.column("variant")[row]])
+        """Return the config of a cell."""
+        numbers = {name: int(self.columns[name][row]) for name in NUMBERS}
+        return _config(numbers, self.tables["variants"][self.columns["variant"][row]])
 
     def cell(self, row: int) -> AtlasCell:
-        """One cell."""
+        """Return one cell."""
+        peak_bytes = int(self.columns["peak_bytes"][row])
         return AtlasCell(
-            self.config(row),
-            **{name: self._text(name, row) for name in ("backend", "regime", "status")},
+            config=self.config(row),
+            backend=self._text("backend", row),
+            regime=self._text("regime", row),
+            status=self._text("status", row),
             choice=self._text("choice", row) or None,
             launches=self.launches(row),
             kernel_us=self._us("kernel_ns", row),
             graph_us=self._us("graph_ns", row),
-            peak_bytes=None
-            if self.column("peak_bytes")[row] == NOTHING
-            else int(self.column("peak_bytes")[row]),
+            peak_bytes=None if peak_bytes == NOTHING else peak_bytes,
             message=self._text("message", row) or None,
         )
 
     def launches(self, row: int) -> tuple[Launch, ...]:
-        """The kernels of a cell in their order, with their times."""
-        sequence = self.column("sequence")[row]
+        """Return the launches of a cell in order, with their times."""
+        sequence = self.columns["sequence"][row]
         if sequence == NOTHING:
             return ()
-        first, times = self.starts[sequence], self.time_starts[row]
+        first, last = self.starts[sequence : sequence + 2].tolist()
+        times = self.columns["time_ns"][self.time_starts[row] :][: last - first].tolist()
         return tuple(
-            self.launch(first + at)._replace(
-                time_us=float(self.column("time_ns")[times + at]) / 1e3
-            )
-            for at in range(self.column("length")[sequence])
+            self._launch(index, time / 1e3)
+            for index, time in zip(range(first, last), times, strict=True)
         )
 
-    def launch(self, index: int) -> Launch:
-        """A launch of a distinct sequence, without a time."""
-        kind = self.column("kind")[index]
-        grid = _dim3(*(self.column(f"grid_{axis}")[index] for axis in "xyz"))
-        block = _dim3(*(self.column(f"block_{axis}")[kind] for axis in "xyz"))
-        registers, shared = (int(self.column(name)[kind]) for name in ("registers", "shared_bytes"))
+    def _launch(self, index: int, time_us: float) -> Launch:
+        kind = self.columns["kind"][index]
+        registers, shared_bytes = (
+            int(self.columns[name][kind]) for name in ("registers", "shared_bytes")
+        )
         return Launch(
-            self.tables["kernels"][self.column("kernel")[kind]],
-            grid,
-            block,
-            None if registers == NOTHING else registers,
-            None if shared == NOTHING else shared,
-            None,
+            kernel=self.tables["kernels"][self.columns["kernel"][kind]],
+            grid=_dim3(*(self.columns[f"grid_{axis}"][index] for axis in "xyz")),
+            block=_dim3(*(self.columns[f"block_{axis}"][kind] for axis in "xyz")),
+            registers=None if registers == NOTHING else registers,
+            shared_bytes=None if shared_bytes == NOTHING else shared_bytes,
+            time_us=time_us,
         )
 
     def _text(self, name: str, row: int) -> str:
-        return str(self.tables[INDEXED[name]][self.column(name)[row]])
+        return str(self.tables[TABLES[name]][self.columns[name][row]])
 
     def _us(self, name: str, row: int) -> float | None:
-        value = self.column(name)[row]
+        value = self.columns[name][row]
         return None if value == NOTHING else float(value) / 1e3
 
 
 def variant_of(config: Config) -> tuple[Any, ...]:
-    """What a config has besides its NUMBERS."""
-    others: tuple[Any, ...] = _others(config)
+    """Return the values of a config besides its NUMBERS."""
+    others: tuple[Any, ...] = _variant(config)
     return others
 
 
 VARIANT = tuple(each.name for each in fields(Config) if each.name not in NUMBERS)
-_others = attrgetter(*VARIANT)
+_variant = attrgetter(*VARIANT)
 _DEFAULTS = {each.name: each.default for each in fields(Config)}
 
 
 def _config(numbers: Mapping[str, int], variant: Mapping[str, Any]) -> Config:
-    """A config of its numbers and of the rest in JSON, which has lists for tuples."""
-    values: dict[str, Any] = {**numbers, **variant}
-    values = {
-        name: tuple(each) if isinstance(each, list) else each for name, each in values.items()
+    # JSON has lists for tuples
+    others: dict[str, Any] = {
+        name: tuple(each) if isinstance(each, list) else each for name, each in variant.items()
     }
+    values: dict[str, Any] = {**numbers, **others}
     return Config(**values)
 
 
@@ -328,39 +307,44 @@ def _ns(us: float | None) -> int:
     return NOTHING if us is None else round(us * 1e3)
 
 
+def _edges(lengths: Integers) -> Integers:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
 class _Table(dict[Any, int]):
-    """Numbers its keys in the order in which they come."""
+    """Numbers its keys in the order of their first use."""
 
     def __missing__(self, key: Any) -> int:
         self[key] = len(self)
         return self[key]
 
 
-def atlas_of(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
-    """The atlas of some cells, in their order; of two with the same config and backend the first. Raises
-    UsageError for more of them than an atlas has.
+def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
+    """Return an atlas of cells, in their order, with the first of equal config and backend.
+
+    Raises UsageError for more cells or launches than MAX_COUNTS.
     """
-    tables = {name: _Table() for name in TABLES}
+    tables = {name: _Table() for name in TABLES.values()}
     kinds, sequences = _Table(), _Table()
     rows: list[tuple[int, ...]] = []
-    times: list[int] = []
-    seen = set()
+    times: list[tuple[int]] = []
+    known = set()
     for cell in cells:
-        if (cell.config, cell.backend) in seen:
+        if (cell.config, cell.backend) in known:
             continue
-        seen.add((cell.config, cell.backend))
+        known.add((cell.config, cell.backend))
         sequence = NOTHING
         if cell.launches:
-            parts = []
+            launches = []
             for launch in cell.launches:
                 name = tables["kernels"][launch.kernel]
                 block = launch.block or (NOTHING,) * 3
                 rest = (NOTHING if each is None else each for each in launch[3:5])
-                parts.append((kinds[(name, *block, *rest)], *(launch.grid or (NOTHING,) * 3)))
-            sequence = sequences[tuple(parts)]
-            times += [_ns(launch.time_us) for launch in cell.launches]
-        given = zip(VARIANT, variant_of(cell.config), strict=True)
-        variant = json.dumps({name: each for name, each in given if each != _DEFAULTS[name]})
+                launches.append((kinds[(name, *block, *rest)], *(launch.grid or (NOTHING,) * 3)))
+            sequence = sequences[tuple(launches)]
+            times += [(_ns(launch.time_us),) for launch in cell.launches]
+        values = zip(VARIANT, variant_of(cell.config), strict=True)
+        variant = json.dumps({name: each for name, each in values if each != _DEFAULTS[name]})
         row = (
             *(getattr(cell.config, name) for name in NUMBERS),
             tables["variants"][variant],
@@ -375,206 +359,149 @@ def atlas_of(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> 
             sequence,
         )
         rows.append(row)
-        if len(rows) > MOST["cells"] or len(times) > MOST["times"]:
+        if len(rows) > MAX_COUNTS["cells"] or len(times) > MAX_COUNTS["times"]:
             raise UsageError(
-                f"{source}: more than {MOST['cells']:,} cells or {MOST['times']:,} launches in one atlas"
+                f"{source}: more than {MAX_COUNTS['cells']:,} cells or {MAX_COUNTS['times']:,} "
+                "launches in one atlas"
             )
-    launches = [launch for sequence in sequences for launch in sequence]
-    values = [
-        *_columns(rows, "cells"),
-        *_columns(kinds, "kinds"),
-        *_columns([(len(sequence),) for sequence in sequences], "sequences"),
-        *_columns(launches, "launches"),
-        *_columns([(time,) for time in times], "times"),
-    ]
-    columns = dict(zip(COLUMNS, values, strict=True))
-    counts = {COLUMNS[name]: len(column) for name, column in columns.items()}
+    values_by_kind = {
+        "cells": rows,
+        "kinds": list(kinds),
+        "sequences": [(len(sequence),) for sequence in sequences],
+        "launches": [launch for sequence in sequences for launch in sequence],
+        "times": times,
+    }
+    columns: dict[str, Integers] = {}
+    for kind, some in values_by_kind.items():
+        names = [name for name, each in COLUMNS.items() if each == kind]
+        table = np.array(some, np.int64).reshape(-1, len(names)).T
+        columns.update(zip(names, table, strict=True))
     texts = {name: tuple(table) for name, table in tables.items()}
     texts["variants"] = tuple(map(json.loads, texts["variants"]))
-    return Atlas(machine, texts, counts, columns, source=source)
-
-
-def _columns(rows: Iterable[tuple[int, ...]], kind: str) -> Integers:
-    width = sum(each == kind for each in COLUMNS.values())
-    return np.array(list(rows), np.int64).reshape(-1, width).T
+    return Atlas(machine, texts, columns, source)
 
 
 def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
-    """Write it to a file, whole or not at all. Raises UsageError where there is one already."""
-    packed = {name: pack_column(atlas.column(name)) for name in COLUMNS}
+    """Write an atlas atomically. Raises UsageError if the file exists and `force` is False."""
     header = {
+        "version": VERSION,
         "machine": asdict(atlas.machine),
-        "counts": dict(atlas.counts),
-        "tables": {name: list(atlas.tables[name]) for name in TABLES},
-        "columns": {name: [width, len(data)] for name, (data, width) in packed.items()},
+        "tables": {name: list(atlas.tables[name]) for name in TABLES.values()},
     }
-    text = lzma.compress(json.dumps(header, sort_keys=True, separators=(",", ":")).encode())
-    body = text + b"".join(data for data, _ in packed.values())
-    with atomic_file(path, force=force) as file:
-        file.write(HEAD.pack(MAGIC, VERSION, len(text), hashlib.sha256(body).digest()) + body)
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    arrays = {name: narrowed(atlas.columns[name]) for name in COLUMNS}
+    write_arrays({"header": np.frombuffer(text, np.uint8), **arrays}, path, force=force)
+
+
+def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return integers in the narrowest signed dtype that fits all of them."""
+    largest = int(np.abs(values).max(initial=0))
+    return values.astype(next(f"<i{n}" for n in (1, 2, 4, 8) if largest < 1 << (8 * n - 1)))
 
 
 def read_atlas(path: Path) -> Atlas:
-    """The atlas of a file. Raises UsageError for one that is no atlas or of another version, and
-    ProfharnessError for one that was cut short or changed.
+    """Read an atlas.
+
+    Raises UsageError for a file that cannot be read, is no atlas or has another version, and
+    ProfharnessError for one that was cut short, changed or forged.
     """
     name = shown(path)
     try:
-        data = read_input(path)
+        with open_input(path) as file:
+            start = file.read(len(OLD_MAGIC))
+        if start == OLD_MAGIC:
+            raise UsageError(
+                f"{name}: an atlas in the format before .npz; export it as .jsonl with the version "
+                "that wrote it, or run `profharness atlas add` on its shards or store"
+            )
+        if not start.startswith(MAGIC):
+            raise UsageError(
+                f"{name}: not an atlas; `profharness atlas list` prints the known ones"
+            )
+        arrays = read_arrays(path, ("header", *COLUMNS))
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}; give the path of an atlas") from None
-    if len(data) < HEAD.size or not data.startswith(MAGIC):
-        raise UsageError(
-            f"{name}: not an atlas; `profharness atlas list` names those that are there"
-        )
-    _, version, length, checksum = HEAD.unpack_from(data)
-    if version != VERSION:
-        raise UsageError(
-            f"{name}: an atlas of version {version}; this profharness reads version {VERSION}"
-        )
-    body = memoryview(data)[HEAD.size :]
-    if hashlib.sha256(body).digest() != checksum:
-        raise ProfharnessError(
-            f"{name}: the atlas was cut short or changed (checksum); get it again"
-        )
     try:
-        decoder = lzma.LZMADecompressor(memlimit=DECODER_BYTES)
-        header = decoder.decompress(body[:length], max_length=MAX_HEADER)
-        if not decoder.eof:
+        header = decode_json(arrays.pop("header").tobytes(), _Header)
+        if header.version != VERSION:
+            raise UsageError(
+                f"{name}: an atlas of version {header.version}; this profharness reads version {VERSION}"
+            )
+        machine = msgspec.convert(header.machine, Machine)
+        if machine_fault(machine.environment) or asdict(machine).keys() < header.machine.keys():
             raise ValueError
-        return _atlas(decode_json(header, _Header), body[length:], name)
-    except (lzma.LZMAError, EOFError, UsageError, ValueError, KeyError, *NOT_A_RECORD):
+        tables = _checked_tables(header.tables)
+    except (ValueError, TypeError, KeyError, *NOT_A_RECORD):
         raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
+    _check_columns(arrays, tables, name)
+    columns = {each: values.astype(np.int64) for each, values in arrays.items()}
+    atlas = Atlas(machine, tables, columns, name)
+    for edges, column in ((atlas.starts, "kind"), (atlas.time_starts, "time_ns")):
+        if edges[-1] != len(columns[column]):
+            raise ProfharnessError(f"{name}: the lengths in the atlas disagree; get it again")
+    return atlas
 
 
 class _Header(msgspec.Struct):
-    """What stands before the columns, as far as its types go."""
-
+    version: int
     machine: dict[str, str | int | None]
-    counts: dict[str, int]
-    columns: dict[str, tuple[int, int]]
     tables: dict[str, list[Any]]
 
 
-def _atlas(header: _Header, body: memoryview, source: str) -> Atlas:
-    """The atlas of a header and the columns behind it. Raises ValueError and the like for a forged one."""
-    counts, tables = header.counts, header.tables
-    for kind, most in MOST.items():
-        if not 0 <= counts[kind] <= min(most, MOST_A_BYTE * len(body)):
-            raise ValueError
-    blocks, at = {}, 0
-    for name, kind in COLUMNS.items():
-        width, length = header.columns[name]
-        if width not in (1, 2, 4, 8) or length < 0:
-            raise ValueError
-        blocks[name] = Block(body[at : at + length], counts[kind], width, source)
-        at += length
-    if at != len(body):
-        raise ValueError
+def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
+    """Return the tables of a header. Raises ValueError and the like for forged ones."""
     allowed = {"backends": BACKENDS, "statuses": STATUSES, "choices": (*CHOICES, "")}
-    for name in TABLES:
+    checked = {name: tuple(tables[name]) for name in TABLES.values()}
+    for name, table in checked.items():
         if name == "variants":
-            for variant in tables[name]:
-                _check_variant(variant)
-        elif not all(isinstance(each, str) for each in tables[name]) or not set(
-            tables[name]
-        ) <= set(allowed.get(name, tables[name])):
+            for variant in table:
+                if not isinstance(variant, dict) or not variant.keys() <= set(VARIANT):
+                    raise ValueError
+                try:
+                    config = msgspec.convert(dict.fromkeys(NUMBERS, 1) | variant, Config)
+                    parse_label(config.label)
+                except UsageError as error:
+                    raise ValueError from error
+        elif not all(isinstance(each, str) for each in table) or not set(table) <= set(
+            allowed.get(name, table)
+        ):
             raise ValueError
-    machine = msgspec.convert(header.machine, Machine)
-    if machine_fault(asdict(machine)) or asdict(machine).keys() < header.machine.keys():
-        raise ValueError
-    return Atlas(
-        machine, {n: tuple(tables[n]) for n in TABLES}, counts, blocks=blocks, source=source
-    )
+    return checked
 
 
-def _check_variant(variant: Any) -> None:
-    """Raise ValueError or UsageError for what no config has besides its numbers."""
-    if not isinstance(variant, dict) or not variant.keys() <= set(VARIANT):
-        raise ValueError
-    parsed(msgspec.convert(dict.fromkeys(NUMBERS, 1) | variant, Config).label)
+def _check_columns(
+    arrays: Mapping[str, npt.NDArray[Any]], tables: Mapping[str, tuple[Any, ...]], source: str
+) -> None:
+    """Raise ProfharnessError for columns of different lengths or with values out of bounds."""
+    counts: dict[str, int] = {}
+    for name, kind in COLUMNS.items():
+        count = counts.setdefault(kind, len(arrays[name]))
+        if arrays[name].shape != (count,) or arrays[name].dtype.kind != "i":
+            raise ProfharnessError(f"{source}: column {name} of the atlas is forged; get it again")
+        if count > MAX_COUNTS[kind]:
+            raise ProfharnessError(f"{source}: more than {MAX_COUNTS[kind]:,} {kind} in the atlas")
+    for name, values in arrays.items():
+        least, bound = (1 if name in NUMBERS else NOTHING), LARGEST
+        if name in TABLES:
+            least, bound = 0, len(tables[TABLES[name]])
+        elif name == "length":
+            least, bound = 0, counts["launches"] + 1
+        elif name in ("sequence", "kind"):
+            least, bound = (NOTHING if name == "sequence" else 0), counts[f"{name}s"]
+        if len(values) and not least <= values.min() <= values.max() < bound:
+            raise ProfharnessError(f"{source}: column {name} of the atlas is damaged; get it again")
+    for what in ("grid", "block"):
+        absent = [arrays[f"{what}_{axis}"] == NOTHING for axis in "xyz"]
+        if not all(np.array_equal(absent[0], other) for other in absent[1:]):
+            raise ProfharnessError(f"{source}: a {what} in the atlas is damaged; get it again")
 
 
 def packaged_atlases() -> tuple[Path, ...]:
-    """The atlases that are part of the package."""
-    return tuple(sorted(PACKAGED.glob(f"*{SUFFIX}")))
+    """Return the paths of the atlases in the package."""
+    return atlas_files(PACKAGED)
 
 
-def find_atlas(gpu: str, torch: str | None = None) -> Atlas | None:
-    """The packaged atlas of a GPU, and of a PyTorch release if one is said (`2.11` or `2.11.0`)."""
-    for path in packaged_atlases():
-        atlas = read_atlas(path)
-        release = atlas.machine.torch.split("+")[0]
-        plain = [
-            text.lower().replace("nvidia", "").replace(" ", "") for text in (gpu, atlas.machine.gpu)
-        ]
-        if plain[0] == plain[1] and (
-            torch is None or f"{release}.".startswith(f"{torch.split('+')[0]}.")
-        ):
-            return atlas
-    return None
-
-
-def machine_of(environment: Mapping[str, Any]) -> Machine:
-    """The machine of a run's or a shard's environment."""
-    other = {"cuda": "torch_cuda"}
-    told = {each.name: environment.get(other.get(each.name, each.name)) for each in fields(Machine)}
-    return Machine(**told)  # type: ignore[arg-type]
-
-
-def cell_of(row: Mapping[str, Any]) -> AtlasCell:
-    """The cell of a line of a shard. Lines kept apart from an atlas may lack regime and times."""
-    if not isinstance(row["backend"], str):
-        raise TypeError(f"backend {row['backend']!r}")
-    names = row.get("kernels") or ()
-    times = row.get("kernel_us_each") or (None,) * len(names)
-    launches = (
-        Launch(name, _triple(grid), _triple(block), registers, shared, time)
-        for (name, grid, block, registers, shared), time in zip(names, times, strict=True)
-    )
-    return AtlasCell(
-        config=parsed(row["config"]),
-        backend=row["backend"],
-        regime=row.get("regime") or "",
-        status=row["status"],
-        choice=row.get("choice"),
-        launches=tuple(launches),
-        kernel_us=row.get("kernel_us"),
-        graph_us=row.get("graph_us"),
-        peak_bytes=row.get("peak_bytes"),
-        message=row.get("message"),
-    )
-
-
-def _triple(sizes: list[int] | None) -> Dim3 | None:
-    return (sizes[0], sizes[1], sizes[2]) if sizes else None
-
-
-def read_shards(path: Path) -> Atlas:
-    """The atlas of a folder or archive of shards that scripts/make_atlas.py wrote, without cells
-    that failed. Raises UsageError where they are of two machines or of none.
-    """
-    machines: set[Machine] = set()
-
-    def cells() -> Iterator[AtlasCell]:
-        for row in shard_lines(path):
-            if "environment" in row:
-                machines.add(machine_of(row["environment"]))
-            elif row["status"] in ("ok", "refused"):
-                yield cell_of(row)
-
-    try:
-        made = atlas_of(Machine("", ""), cells(), shown(path))
-    except ProfharnessError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise UsageError(
-            f"{shown(path)}: a line is no cell of an atlas ({type(error).__name__}: {error})"
-        ) from None
-    if len(machines) != 1:
-        names = ", ".join(sorted(machine.name for machine in machines)) or "no machine"
-        raise UsageError(f"{shown(path)}: shards of {names}; an atlas is of one machine")
-    machine = machines.pop()
-    if fault := machine_fault(asdict(machine)):
-        raise UsageError(f"{shown(path)}: {fault}")
-    return Atlas(machine, made.tables, made.counts, made.columns, source=made.source)
+def atlas_files(folder: Path) -> tuple[Path, ...]:
+    """Return the atlases of a folder, without models."""
+    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ()
+    return tuple(path for path in paths if not path.name.endswith(MODEL_SUFFIX))

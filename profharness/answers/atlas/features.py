@@ -1,7 +1,7 @@
-"""What the model sees of configs: columns of numbers that kernels are chosen by and times grow with.
+"""The features of configs from which the model selects kernels and computes times.
 
-All functions take and give arrays with one value a config. Sources: FlashAttention's and PyTorch's
-public code for tiles and splits; the rest was seen in the atlas.
+All functions take and return arrays with one value per config. Tiles and splits come from the public
+code of FlashAttention and PyTorch, the rest from the atlas.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from profharness.config import DTYPES, Config
 
 Columns = dict[str, Values]
 SMS = 132
-KINDS = ("none", "bool", "float")  # of masks; the others are outside
+KINDS = ("none", "bool", "float")  # of masks that were sampled
 MASK_LETTERS = "bhqk"
 DEFAULT_MASK = "11qk"
-# Of a batched product: which cells' product it is, and its m, n and k as cuBLAS sees them (column-major).
+# m, n and k of math's batched products, as cuBLAS receives them (column-major).
 PRODUCTS: Mapping[int, tuple[str, str, str]] = {
     0: ("SK", "SQ", "D"),  # scores
     1: ("D", "SQ", "SK"),  # output
@@ -27,19 +27,19 @@ PRODUCTS: Mapping[int, tuple[str, str, str]] = {
     4: ("SK", "D", "SQ"),  # dK, transposed
     5: ("D", "SQ", "SK"),  # dQ
 }
-# Tiles of cuBLAS's fp32 kernels, and of how many blocks an SM may hold their waves are counted.
+# Tiles of cuBLAS's fp32 kernels, and blocks per SM for which waves are counted.
 TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 32), (32, 128), (64, 128), (128, 64), (128, 128),
          (64, 256), (256, 64), (128, 256), (256, 128))  # fmt: skip
 RESIDENT = (1, 2, 3, 4, 6, 8)
 
 
 def ceil(value: Values, step: Values | float) -> Values:
-    """How many steps hold the value."""
+    """Return the number of steps that cover a value."""
     return np.ceil(value / step)
 
 
 def sizes(configs: Sequence[Config]) -> Columns:
-    """The numbers of each config. Configs must be inside what an atlas samples."""
+    """Return the numbers of configs, which must be inside of what an atlas samples."""
     rows = [
         (
             each.batch,
@@ -62,7 +62,7 @@ def sizes(configs: Sequence[Config]) -> Columns:
 
 
 def with_shapes(c: Columns) -> Columns:
-    """The sizes, and what follows from them for any backend."""
+    """Return the sizes together with all features that are derived from them."""
     c = dict(c)
     c["BH"], c["BKV"], c["G"] = c["B"] * c["H"], c["B"] * c["KV"], c["H"] / c["KV"]
     c["F32"] = (c["DT"] == 2) * 1.0
@@ -85,7 +85,7 @@ def with_shapes(c: Columns) -> Columns:
         c[f"BLOCKS{step}"] = c["BH"] * ceil(c["SQ"], step)
         c[f"KBLOCKS{step}"] = c["BH"] * ceil(c["SK"], step)
     c["SQ*SK8"] = c["SQ"] * c["SK8"]
-    c["PADDED"] = np.where(c["MASK"] == 2, c["M8"], 1.0)  # what a padded mask is filled with first
+    c["PADDED"] = np.where(c["MASK"] == 2, c["M8"], 1.0)  # elements that a fill writes
     for name in ("S", "K", "KX"):  # elementwise kernels take at most 2 GiB at once
         pieces = np.exp2(np.ceil(np.log2(np.maximum(1, c[name] * 4 / 2**31))))
         c[f"{name}P"], c[f"{name}PIECES"] = c[name] / pieces, pieces
@@ -93,8 +93,9 @@ def with_shapes(c: Columns) -> Columns:
 
 
 def efficient_shapes(c: Columns) -> Columns:
-    """What efficient's backward splits keys into, and the floats that it clears for dQ (a buffer
-    and a lock for each tile) and for the sums over splits.
+    """Add the splits of the keys in efficient's backward, and the floats that it clears.
+
+    These are a buffer and a lock per tile of dQ, and the sums over splits.
     """
     narrow, middle = c["D"] <= 64, (c["D"] > 64) & (c["D"] <= 128) & (c["F32"] == 0)
     wide = (c["D"] > 128) & (c["F32"] == 0)
@@ -110,9 +111,10 @@ def efficient_shapes(c: Columns) -> Columns:
 
 
 def cudnn_shapes(c: Columns) -> Columns:
-    """The blocks of the small kernels around cuDNN's backward: rows a block by head_dim. And into
-    how many parts its decode splits the keys, as seen: a power of two, below two blocks an SM and
-    up to one part for 128 keys, where there are few blocks and many keys.
+    """Add the blocks of the small kernels around cuDNN's backward, and the splits of its decode.
+
+    The decode splits many keys of few blocks into a power of two: as many parts as keep the blocks
+    under two per SM, with at least 128 keys each. This rule was observed.
     """
     blocks = c["BKV"] * ceil(c["G"], 16)
     fitting = 2 ** np.floor(np.log2(np.maximum(1, (2 * SMS - 1) / blocks)))
@@ -135,8 +137,10 @@ def _product(c: Columns) -> Values:
 
 
 def flash_shapes(c: Columns) -> Columns:
-    """FlashAttention's own: one query of grouped heads is taken as a group of queries, and keys are
-    split where the blocks leave SMs idle (num_splits_heuristic of its public code).
+    """Add FlashAttention's own sizes.
+
+    One query of grouped heads counts as a group of queries. Keys are split if the blocks leave SMs
+    idle (num_splits_heuristic of its public code).
     """
     swapped = (c["SQ"] == 1) & (c["H"] > c["KV"])
     c["SWAP"] = swapped * 1.0
@@ -157,7 +161,7 @@ def flash_shapes(c: Columns) -> Columns:
 
 
 def split_count(blocks: Values, tiles: Values, sms: int = 2 * SMS, most: int = 128) -> Values:
-    """FlashAttention's number of splits of the keys: the fewest with 85 % of the best use of the SMs."""
+    """Return the fewest splits of the keys that reach 85 % of the best use of the SMs."""
     limit = np.minimum(np.minimum(float(sms), tiles), most)
     best, result = np.zeros(len(blocks), np.float32), np.ones_like(blocks)
     uses = []
@@ -178,12 +182,12 @@ def split_count(blocks: Values, tiles: Values, sms: int = 2 * SMS, most: int = 1
 
 
 def at(c: Columns, rows: Integers) -> Columns:
-    """The columns of some configs."""
+    """Return the columns of some configs."""
     return {name: column[rows] for name, column in c.items()}
 
 
 def product_sizes(c: Columns, product: Integers | int) -> Columns:
-    """The sizes of batched products of math, all the same one or one a config."""
+    """Return the sizes of batched products. `product` is one number, or one per config."""
     if isinstance(product, int):
         m, n, k = (c[name] for name in PRODUCTS[product])
     else:
@@ -198,8 +202,9 @@ def product_sizes(c: Columns, product: Integers | int) -> Columns:
 
 
 def tiled(p: Columns) -> Columns:
-    """How many of each tile a product takes, by the names `T32x64`; and how CUTLASS lays them out in x
-    and y: up to eight of those along m are taken together.
+    """Return the number of each tile in a product (`T32x64`) and its layout by CUTLASS (`X…`, `Y…`).
+
+    CUTLASS groups up to eight tiles along m.
     """
     columns = {}
     for rows, width in TILES:
@@ -212,8 +217,10 @@ def tiled(p: Columns) -> Columns:
 
 
 def product_features(p: Columns) -> Values:
-    """What cuBLAS may weigh: the sizes in logarithms and their alignment; and of each tile what it
-    computes in vain, how full its waves are, and what a wave reads.
+    """Return features for cuBLAS's heuristic, as columns.
+
+    They are the logarithms of the sizes and their alignment, and for each tile the wasted work, how
+    full its waves are, and what a wave reads.
     """
     b, sizes = p["batch"], [p[name] for name in ("m", "n", "k")]
     m, n, k = sizes

@@ -1,20 +1,16 @@
-"""Atlases put together: two of like machines become one, a store becomes one, and one becomes lines."""
+"""Merge atlases, compare the cells that two of them share, and make atlases from a store."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profharness.answers.atlas.archive import SHARD_VERSION
 from profharness.answers.atlas.catalog import Entry, same_machine
-from profharness.answers.atlas.checks import machine_fault
-from profharness.answers.atlas.clash import SETTLED, clash_of
+from profharness.answers.atlas.checks import MAX_EXAMPLES, SETTLED, machine_fault
 from profharness.answers.atlas.data import (
     SUFFIX,
     VERSIONS,
@@ -22,8 +18,7 @@ from profharness.answers.atlas.data import (
     AtlasCell,
     Launch,
     Machine,
-    atlas_of,
-    machine_of,
+    build_atlas,
     write_atlas,
 )
 from profharness.config import AUTO, SDPA_BACKENDS, parse_config
@@ -31,12 +26,15 @@ from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.rows import GRAPH, CellRow, LaunchRow, of_first_profiler, triple
 from profharness.store import ALL_RUNS, Store
 
-OWN_REGIME = "own"  # of cells that were not drawn for an atlas
+OWN_REGIME = "own"  # the regime of cells that come from a store
+MAX_MEDIAN_GAP = 0.1  # the same for the median over all shared cells
+LEAST_FOR_MEDIAN = 10  # shared cells with times
 
 
 def merge(atlases: Sequence[Atlas]) -> Atlas:
-    """One atlas of all cells; of a cell that several have the first result that ran or was refused.
-    Raises UsageError for unlike machines, ProfharnessError for atlases that disagree.
+    """Return one atlas of all cells. The first result that ran or was refused wins.
+
+    Raises UsageError for different machines and ProfharnessError for conflicts.
     """
     first, *others = atlases
     for other in others:
@@ -45,75 +43,88 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
             if old != new:
                 raise UsageError(
                     f"{first.source or 'the first'} is of {name} {old}, {other.source or 'another'} "
-                    f"of {new}; an atlas is of one machine, so they are not mixed"
+                    f"of {new}; an atlas belongs to one machine, so they are not mixed"
                 )
     for number, later in enumerate(atlases):
         for earlier in atlases[:number]:
-            if clash := clash_of(earlier, later):
-                raise ProfharnessError(
-                    f"{earlier.source} and {later.source} are not mixed: {clash.text}"
-                )
+            if text := conflicts(earlier, later):
+                raise ProfharnessError(f"{earlier.source} and {later.source} are not mixed: {text}")
     cells = chain.from_iterable(atlas.cells() for atlas in atlases)
-    kept = sorted(cells, key=lambda cell: cell.status not in SETTLED)  # keeps the order otherwise
-    return atlas_of(first.machine, kept, first.source)
+    # the sort is stable
+    ordered = sorted(cells, key=lambda cell: cell.status not in SETTLED)
+    return build_atlas(first.machine, ordered, first.source)
+
+
+def conflicts(one: Atlas, other: Atlas) -> str:
+    """Describe the cells on which two atlases of a machine disagree. Return "" if there are none.
+
+    The text is such as `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto: …`.
+    """
+    counts: Counter[str] = Counter()
+    examples: list[str] = []
+    ratios: list[float] = []
+    shared = 0
+    for cell in other.cells():
+        known = one.find(cell.config, cell.backend)
+        if known is None or not {known.status, cell.status} <= {*SETTLED}:
+            continue
+        shared += 1
+        if known.kernel_us and cell.kernel_us:
+            ratios.append(cell.kernel_us / known.kernel_us)
+        if (found := known.difference(cell)) is not None:
+            counts[found[0]] += 1
+            examples.append(f"{cell.config.label} {cell.backend}: {found[1]}")
+    texts = []
+    if counts:
+        parts = ", ".join(f"{what} of {count}" for what, count in counts.items())
+        texts = [
+            f"{counts.total():,} of {shared:,} shared cells disagree: {parts}",
+            f"first {'; '.join(examples[:MAX_EXAMPLES])}",
+        ]
+    ratio = median(ratios) if len(ratios) >= LEAST_FOR_MEDIAN else 1.0
+    if abs(ratio - 1) > MAX_MEDIAN_GAP:
+        texts.append(f"times are {ratio:.2f}x in the median over {shared:,} shared cells")
+    return "; ".join(texts)
 
 
 def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | None, int]:
-    """Put the cells of an atlas that neither the package's nor a user's own of the same machine has into the
-    user's own; its file, and how many cells are new. Nothing is written where none is. Raises
-    UsageError for a machine that is none, and what `merge` raises.
+    """Add the new cells of an atlas to the user's own atlas of that machine.
+
+    Return its file and the number of new cells. Without new cells nothing is written and the file
+    is None. Raises UsageError for an invalid machine, and as `merge` does.
     """
     source = atlas.source or "the atlas"
-    if fault := machine_fault(asdict(atlas.machine)):
+    if fault := machine_fault(atlas.machine.environment):
         raise UsageError(f"{source}: {fault}")
-    like = [entry for entry in entries if same_machine(entry.atlas.machine, atlas.machine)]
-    for entry in like:
-        if clash := clash_of(entry.atlas, atlas):
+    same = [entry for entry in entries if same_machine(entry.atlas.machine, atlas.machine)]
+    for entry in same:
+        if text := conflicts(entry.atlas, atlas):
             raise ProfharnessError(
-                f"{source} is not added to {entry.name} ({entry.origin}), for the two disagree: "
-                f"{clash.text}"
+                f"{source} is not added to {entry.name} ({entry.origin}), for the two disagree: {text}"
             )
-    known = [entry.atlas for entry in like]
-    new = [cell for cell in atlas.cells() if not any(_has(each, cell) for each in known)]
+    new = [cell for cell in atlas.cells() if not any(_contains(each.atlas, cell) for each in same)]
     if not new:
         return None, 0
     path = folder / f"{atlas.machine.name}{SUFFIX}"
-    own = next((each.atlas for each in like if each.path == path), None)
-    others = [atlas_of(atlas.machine, new, source)]
+    parts = [each.atlas for each in same if each.path == path]
+    parts.append(build_atlas(atlas.machine, new, source))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be made: {error.strerror}; give --atlas") from None
-    write_atlas(merge([own, *others] if own else others), path, force=True)
+    write_atlas(merge(parts), path, force=True)
     return path, len(new)
 
 
-def _has(atlas: Atlas, cell: AtlasCell) -> bool:
-    """Whether an atlas has a result of that cell that says something."""
+def _contains(atlas: Atlas, cell: AtlasCell) -> bool:
     known = atlas.find(cell.config, cell.backend)
     return known is not None and (known.status in SETTLED or cell.status not in SETTLED)
 
 
-def lines_of(atlas: Atlas) -> Iterator[str]:
-    """A shard's lines, which `add` takes again."""
-    machine = asdict(atlas.machine)
-    machine["torch_cuda"] = machine.pop("cuda")
-    head = {"atlas": SHARD_VERSION, "environment": machine | {"device_type": "cuda"}}
-    yield json.dumps(head) + "\n"
-    for cell in atlas.cells():
-        row: dict[str, Any] = {"config": cell.config.label}
-        names = ("backend", "regime", "status", "choice", "graph_us", "peak_bytes", "message")
-        row |= {name: getattr(cell, name) for name in names}
-        if cell.launches:
-            row |= {"kernel_us": cell.kernel_us}
-            row |= {"kernel_us_each": [launch.time_us for launch in cell.launches]}
-            row |= {"kernels": [launch[:5] for launch in cell.launches]}
-        yield json.dumps(row, separators=(",", ":")) + "\n"
-
-
 def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
-    """An atlas for each machine that stored captures of PyTorch's own backends are of; a cell of an older
-    run counts where no newer one has it. Raises NotFoundError where no run has such cells on a GPU.
+    """Return an atlas for each machine whose captures of PyTorch's backends a store has.
+
+    Newer runs come first, so that their cells win. Raises NotFoundError without such cells.
     """
     names = [row.run for row in store.runs()] if run == ALL_RUNS else [store.resolve(run)]
     found: dict[Machine, list[AtlasCell]] = {}
@@ -121,42 +132,41 @@ def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
         environment = store.environment(name)
         if environment.get("device_type") != "cuda" or not environment.get("gpu"):
             continue
-        machine = machine_of(environment)
-        found.setdefault(machine, []).extend(_cells_of_run(store, name))
-    kept = {machine: cells for machine, cells in found.items() if cells}
-    if not kept:
+        machine = Machine.from_environment(environment)
+        found.setdefault(machine, []).extend(_run_cells(store, name))
+    atlases = [
+        build_atlas(machine, cells, f"the store's {machine.name}")
+        for machine, cells in found.items()
+        if cells
+    ]
+    if not atlases:
         what = "the store" if run == ALL_RUNS else f"run {names[0]}"
         raise NotFoundError(
             f"{what} has no cells of auto, {', '.join(SDPA_BACKENDS)} with kernels on a GPU; "
             "`profharness capture` on one makes some"
         )
-    return [
-        atlas_of(machine, cells, f"the store's {machine.name}") for machine, cells in kept.items()
-    ]
+    return atlases
 
 
-def _cells_of_run(store: Store, run: str) -> Iterator[AtlasCell]:
-    """The cells of PyTorch's own backends that ran, with kernels, or were refused."""
-    launches: list[LaunchRow] = of_first_profiler(store.launches(run))
-    by_cell: dict[str | None, list[LaunchRow]] = {}
-    for launch in launches:
-        by_cell.setdefault(launch.cell, []).append(launch)
+def _run_cells(store: Store, run: str) -> Iterator[AtlasCell]:
+    launches: dict[str | None, list[LaunchRow]] = {}
+    for launch in of_first_profiler(store.launches(run)):
+        launches.setdefault(launch.cell, []).append(launch)
     for cell in store.cells(run):
-        if cell.backend not in (AUTO, *SDPA_BACKENDS) or cell.status not in SETTLED:
-            continue
-        own = by_cell.get(cell.cell, [])
-        if own or cell.status == "refused":
-            yield _cell(cell, own)
+        if cell.backend in (AUTO, *SDPA_BACKENDS) and cell.status in SETTLED:
+            own = launches.get(cell.cell, [])
+            if own or cell.status == "refused":
+                yield _cell(cell, own)
 
 
 def _cell(cell: CellRow, launches: Iterable[LaunchRow]) -> AtlasCell:
-    """The cell with the launches of most of its calls, and medians of their times."""
+    """Return a cell with the most frequent sequence of launches and the medians of its times."""
     ordered = sorted(launches, key=lambda launch: (launch.iteration or 0, launch.start_ns))
     calls = [list(call) for _, call in groupby(ordered, key=lambda launch: launch.iteration)]
-    kinds = Counter(tuple(map(_kind, call)) for call in calls)
-    usual = kinds.most_common(1)[0][0] if kinds else ()
-    alike = [call for call in calls if tuple(map(_kind, call)) == usual]
-    times = [[each.duration_ns for each in call if each.duration_ns is not None] for call in alike]
+    sequences = Counter(tuple(map(_kind, call)) for call in calls)
+    usual = sequences.most_common(1)[0][0] if sequences else ()
+    same = [call for call in calls if tuple(map(_kind, call)) == usual]
+    times = [[each.duration_ns for each in call if each.duration_ns is not None] for call in same]
     known = bool(usual) and all(len(each) == len(usual) for each in times)
     medians = [median(each) / 1e3 for each in zip(*times, strict=True)] if known else []
     graph = cell.samples.get(GRAPH)
@@ -177,7 +187,6 @@ def _cell(cell: CellRow, launches: Iterable[LaunchRow]) -> AtlasCell:
 
 
 def _kind(launch: LaunchRow) -> tuple[Any, ...]:
-    """The fields of a Launch but for its time."""
     grid = triple(launch.grid_x, launch.grid_y, launch.grid_z)
     block = triple(launch.block_x, launch.block_y, launch.block_z)
     return launch.kernel, grid, block, launch.registers_per_thread, launch.shared_bytes

@@ -1,89 +1,157 @@
-"""What a GPU does with configs on backends: measured cells of its atlas, the model between them, and
-a floor where there is neither. docs/atlas.md explains it.
+"""What a GPU does with configs on backends: the measured cells of its atlas, the model between them,
+and a roofline floor otherwise. docs/atlas.md explains it.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from profharness.answers.atlas.data import (
+    MODEL_SUFFIX,
     NOTHING,
     NUMBERS,
     PACKAGED,
     VARIANT,
     Atlas,
     AtlasCell,
-    Dim3,
     Launch,
+    narrowed,
     variant_of,
 )
-from profharness.answers.atlas.features import (
-    KINDS,
-    Columns,
-    at,
-    sizes,
-    with_shapes,
-)
-from profharness.answers.atlas.kernels import COMPUTED
-from profharness.answers.atlas.stored import Model, Timing, read_model
-from profharness.answers.atlas.times import Launched, columns, regimes_of, together
-from profharness.answers.atlas.trees import Integers, Values
-from profharness.config import AUTO, DTYPES, SDPA_BACKENDS, Config
+from profharness.answers.atlas.features import KINDS, Columns, at, sizes, with_shapes
+from profharness.answers.atlas.kernels import COMPUTED, Rules
+from profharness.answers.atlas.npz import DTYPES, Array, read_arrays, write_arrays
+from profharness.answers.atlas.times import Curve, Launched, columns, regimes_of, together
+from profharness.answers.atlas.trees import Boost, Integers, Values
+from profharness.config import AUTO, SDPA_BACKENDS, Config
+from profharness.config import DTYPES as CONFIG_DTYPES
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import data_sheet, find_gpu, flop_peak
 from profharness.dispatch.machine import Machine, from_config, machine_for
 from profharness.dispatch.predict import predict
-from profharness.errors import UsageError
+from profharness.errors import ProfharnessError, UsageError, shown
 
-MODEL_SUFFIX = ".model"
+MODEL_VERSION = 3
 MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # that were sampled
 BOUNDS = {
-    "batch": "batch", "num_heads": "heads", "num_kv_heads": "kv_heads", "seq_len_q": "queries", "seq_len_kv": "keys",
+    "batch": "batch",
+    "num_heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "seq_len_q": "queries",
+    "seq_len_kv": "keys",
     "head_dim": "head_dim",
-}  # fmt: skip
-LONGER = 1.5  # an estimate may be so many times the longest measured call
-NEAR = 0.45  # the share of a call's time from which a ceiling of the GPU counts as its bottleneck
-MOST_KNOWN = 100_000  # answers of the rules that are kept
-TINY_US = 4.0  # kernels that take less on average are bound by their launches
+}
+LONGER = 1.5  # an estimate may exceed the longest measured call by this factor
+NEAR = 0.45  # the share of the time from which a ceiling of the GPU is the bottleneck
+MAX_KNOWN = 100_000  # cached answers of the dispatch rules
+TINY_US = 4.0  # kernels with a shorter average time are bound by their launches
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """The times of one backend, forward alone or with backward."""
+
+    trees: Boost  # log of the factor by which the time differs from that of the curves
+    errors: dict[str, float]  # by regime: the relative error of the 90 % interval; "" for others
+    graph: dict[str, float]  # by size: graph time over kernel time
+
+
+class Model(msgspec.Struct, frozen=True):
+    """What was learned from an atlas."""
+
+    version: int
+    machine: str
+    names: tuple[str, ...]  # of kernels
+    kinds: Integers  # name, block x y z, registers, shared bytes of each launch kind
+    codes: Integers  # of each kind; kinds with one code share a curve
+    rules: dict[str, Rules]  # by backend
+    curves: dict[str, dict[tuple[int, int], Curve]]  # by backend, then code and product
+    timings: dict[tuple[str, int], Timing]  # by backend and direction
+    bounds: dict[str, float]  # least and largest sampled values
+
+
+def write_model(model: Model, path: Path) -> None:
+    """Write a model atomically. All its arrays of one dtype are stored as one array."""
+    pools: dict[str, list[Array]] = {dtype: [] for dtype in DTYPES}
+    sizes = dict.fromkeys(DTYPES, 0)
+
+    def encode(array: Array) -> list[int]:
+        stored = narrowed(array) if array.dtype.kind in "iu" else array
+        dtype = stored.dtype.str if stored.dtype.str in DTYPES else "<f4"
+        pools[dtype].append(stored.astype(dtype).reshape(-1))
+        start, sizes[dtype] = sizes[dtype], sizes[dtype] + array.size
+        return [DTYPES.index(dtype), start, *array.shape]
+
+    header = msgspec.msgpack.encode(model, enc_hook=encode)
+    arrays = {dtype: np.concatenate([np.zeros(0, dtype), *pools[dtype]]) for dtype in DTYPES}
+    names = {dtype: dtype[1:] for dtype in DTYPES}
+    write_arrays(
+        {"header": np.frombuffer(header, np.uint8)}
+        | {names[dtype]: array for dtype, array in arrays.items()},
+        path,
+        force=True,
+    )
+
+
+def read_model(path: Path) -> Model:
+    """Read a model. Raises ProfharnessError for a damaged one or one of another version."""
+    arrays = read_arrays(path, ("header", *(dtype[1:] for dtype in DTYPES)))
+    pools: list[Array] = [arrays[dtype[1:]] for dtype in DTYPES]
+
+    def decode(_: type, value: Any) -> Array:
+        number, start, *shape = value
+        if min(number, start, *shape) < 0:
+            raise ValueError("a negative size")
+        array: Array = pools[number][start : start + math.prod(shape)].reshape(shape)
+        return array
+
+    try:
+        model = msgspec.msgpack.decode(arrays["header"].tobytes(), type=Model, dec_hook=decode)
+    except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError):
+        raise ProfharnessError(f"{shown(path)}: the model is forged; get it again") from None
+    if model.version != MODEL_VERSION:
+        raise ProfharnessError(
+            f"{shown(path)}: a model of version {model.version}; this profharness reads version "
+            f"{MODEL_VERSION}"
+        )
+    return model
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A config on a backend. source: `measured` in the atlas, `model` between its cells, `floor`
-    where nothing but the rules and a roofline is known; then kernel_us is None and low_us a bound.
-    error is the model's relative error in this regime, which 90 % of its cells keep. outside says
-    why a config lies outside of what the atlas sampled.
-    """
+    """What one config does on one backend."""
 
     backend: str
-    source: str
+    source: str  # `measured` in the atlas, by the `model`, or `floor`: by rules and roofline alone
     choice: str | None
     status: str
     launches: tuple[Launch, ...] = ()
-    kernel_us: float | None = None
-    low_us: float | None = None
+    kernel_us: float | None = None  # None for a floor; low_us is then the roofline bound
+    low_us: float | None = None  # the 90 % interval
     high_us: float | None = None
-    error: float | None = None
+    error: float | None = None  # the relative error behind the interval
     graph_us: float | None = None
     bottleneck: str | None = None
-    outside: str | None = None
+    outside: str | None = None  # why the atlas did not sample such configs
 
 
-class Ruled(NamedTuple):
-    """What the dispatch rules say: PyTorch's own choice, and whether each backend takes a call."""
+class Dispatched(NamedTuple):
+    """The answer of the dispatch rules: PyTorch's own choice, and the eligibility of each backend."""
 
     choice: str
     eligible: dict[str, bool | None]
 
     def answer(self, backend: str) -> tuple[str | None, str]:
-        """The backend that runs and the status of a call on a backend."""
+        """Return the backend that runs and the status of a call on a backend."""
         if backend == AUTO:
             known = self.choice in SDPA_BACKENDS
             return (
@@ -96,25 +164,25 @@ class Ruled(NamedTuple):
 
 
 class Dispatch:
-    """The rules of a machine, asked once for all configs that they cannot tell apart."""
+    """The dispatch rules of a machine, with a cache for configs that they do not distinguish."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._known: dict[tuple[object, ...], Ruled] = {}
+        self._known: dict[tuple[object, ...], Dispatched] = {}
 
-    def ask(self, config: Config) -> Ruled:
-        """What they say of a config."""
+    def dispatch(self, config: Config) -> Dispatched:
+        """Return the choice and the eligible backends for a config."""
         key = self._key(config) if self.machine.torch >= (2, 9) else (config,)
-        if len(self._known) > MOST_KNOWN:
+        if len(self._known) > MAX_KNOWN:
             self._known.clear()
         if key not in self._known:
             prediction = predict(from_config(config), self.machine)
             eligible = {name: each.eligible for name, each in prediction.backends.items()}
-            self._known[key] = Ruled(prediction.choice, eligible)
+            self._known[key] = Dispatched(prediction.choice, eligible)
         return self._known[key]
 
     def _key(self, config: Config) -> tuple[object, ...]:
-        """All that the rules from 2.9 on look at: of sizes, only what sets them apart."""
+        """Return what the rules from 2.9 on depend on. Sizes are reduced to what they compare."""
         queries, keys, dim = config.seq_len_q, config.seq_len_kv, config.head_dim
         broadcast = config.mask != "none" or config.layout != "contiguous"
         return (
@@ -129,16 +197,14 @@ class Dispatch:
 
 @lru_cache(maxsize=4)
 def dispatch_of(machine: Machine) -> Dispatch:
-    """The rules of a machine, with all that they were asked before."""
+    """Return the dispatch rules of a machine, with one cache per process."""
     return Dispatch(machine)
 
 
 class Forecast(NamedTuple):
-    """Some configs on a backend that runs, by the model: launches of config i are the places
-    edges[i] to edges[i + 1].
-    """
+    """The model's answers for some configs on one backend."""
 
-    edges: list[int]
+    edges: list[int]  # the launches of config i are those from edges[i] to edges[i + 1]
     launches: list[Launch]
     us: list[float]
     error: list[float]
@@ -156,9 +222,10 @@ def estimate(
     measured: bool = True,
     rules: Machine | None = None,
 ) -> list[Estimate]:
-    """What each config does on each backend, in the order configs x backends. measured=False asks
-    the model alone. rules: the machine that judges, else the release's wheel on that GPU. Raises
-    UsageError for an unknown GPU.
+    """Return what each config does on each backend, in the order configs x backends.
+
+    Without `measured` the cells of the atlas are not used. `rules` is the machine whose dispatch
+    rules apply; by default that GPU with the release's wheel. Raises UsageError for an unknown GPU.
     """
     configs = [config if config.dtype else config.resolve("cuda") for config in configs]
     count = len(backends)
@@ -168,7 +235,7 @@ def estimate(
     dispatch = dispatch_of(rules or machine_for(gpu, torch))
     model = None if atlas is None else model_of(atlas.machine.name)
     answers: list[Estimate | None] = [None] * len(rows)
-    wanted: dict[str, dict[int, list[int]]] = {}  # of each choice: the places of each config
+    wanted: dict[str, dict[int, list[int]]] = {}  # choice -> config -> places of its answers
     bounds = {} if model is None else model.bounds
     limits = [(name, bounds[f"least {name}"], bounds[name]) for name in BOUNDS if name in bounds]
     for place, row in enumerate(rows):
@@ -176,7 +243,7 @@ def estimate(
         if atlas is not None and row != NOTHING:
             answers[place] = measured_estimate(atlas.cell(row))
             continue
-        choice, status = dispatch.ask(config).answer(backend)
+        choice, status = dispatch.dispatch(config).answer(backend)
         outside = None if model is None or choice is None else _outside(config, limits)
         answer = Estimate(backend, "floor", choice, status, outside=outside)
         if choice is None and status == "refused" and model is not None:
@@ -193,7 +260,7 @@ def estimate(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No cyclic collector inside: it would walk again and again over answers that hold no cycles."""
+    """Disable the cyclic garbage collector, which finds no cycles in many answers."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -211,7 +278,7 @@ def _fill(
     wanted: dict[str, dict[int, list[int]]],
     gpu: str,
 ) -> None:
-    """Put the model's answers into their places."""
+    """Set the answers of the model."""
     asked = sorted({index for places in wanted.values() for index in places})
     c = with_shapes(sizes([configs[index] for index in asked]))
     number = {index: row for row, index in enumerate(asked)}
@@ -255,7 +322,14 @@ def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Forecast:
             us[rows] = np.exp(timing.trees.sums(columns(part, some))) * some.us
             error[rows], graph[rows] = _errors(timing, part, us[rows])
     scale = us / whole.us
-    names = [_named(model, *kind) for kind in model.kinds.tolist()]
+    kinds = [
+        (
+            model.names[name],
+            None if x == NOTHING else (x, y, z),
+            None if x == NOTHING else registers,
+        )
+        for name, x, y, z, registers, _ in model.kinds.tolist()
+    ]
     times = (whole.each * scale[calls.place]).tolist()
     grids = map(tuple, calls.grid.tolist())
     shared_bytes = computed_bytes(model, calls.kind, c["SK"][calls.place]).tolist()
@@ -263,7 +337,7 @@ def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Forecast:
     for kind, grid, time, shared in zip(
         calls.kind.tolist(), grids, times, shared_bytes, strict=True
     ):
-        name, block, registers = names[kind]
+        name, block, registers = kinds[kind]
         launches.append(
             Launch(name, grid if block else None, block, registers, shared if block else None, time)
         )
@@ -280,15 +354,15 @@ def _errors(timing: Timing, c: Columns, us: Values) -> tuple[list[float], list[f
 
 
 def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]:
-    """What each call is bound by: `compute memory launch latency`. Rates are the data sheet's."""
+    """Return `compute`, `memory`, `launch` or `latency` for each call, by the data sheet's rates."""
     work = 2 * np.where(c["BWD"] > 0, 7, 2) * c["S"] * c["D"] * np.where(c["CAUSAL"] > 0, 0.5, 1.0)
     moved = c["ITEM"] * (2 * c["Q"] + 2 * c["K"]) * np.where(c["BWD"] > 0, 2.5, 1.0)
-    unfused = whole.count > 11  # whole matrices of scores go through memory again and again
+    unfused = whole.count > 11  # matrices of scores are read and written again and again
     moved = moved + np.where(unfused, 4 * c["S"] * whole.count * 0.8, c["M"] * c["ITEM"])
     peaks = data_sheet(find_gpu(gpu).name)
     if peaks is None or not peaks.bandwidth_bytes_per_s:
         return ["latency"] * len(us)
-    rates = np.array([(flop_peak(peaks, dtype) or ("", np.inf))[1] for dtype in DTYPES])
+    rates = np.array([(flop_peak(peaks, dtype) or ("", np.inf))[1] for dtype in CONFIG_DTYPES])
     rate = np.where(unfused, rates[2], rates[c["DT"].astype(int)])
     compute, memory = work / rate * 1e6 / us, moved / peaks.bandwidth_bytes_per_s * 1e6 / us
     small = us / whole.count < TINY_US
@@ -298,17 +372,8 @@ def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]
     return [str(each) for each in bound.tolist()]
 
 
-def _named(
-    model: Model, name: int, x: int, y: int, z: int, registers: int, _: int
-) -> tuple[str, Dim3 | None, int | None]:
-    """The name, block and registers of a kind."""
-    if x == NOTHING:
-        return model.names[name], None, None
-    return model.names[name], (x, y, z), registers
-
-
 def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
-    """The shared memory of launches by their kinds; of some kernels it follows the number of keys."""
+    """Return the shared memory of launches. For some kernels it depends on the number of keys."""
     names = [bool(COMPUTED.search(name)) for name in model.names]
     block, fixed = model.kinds[kinds, 1], model.kinds[kinds, 5]
     computed = np.array(names)[model.kinds[kinds, 0]]
@@ -317,18 +382,18 @@ def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
 
 @lru_cache(maxsize=4)
 def model_of(name: str) -> Model | None:
-    """The packaged model of the machine of that name."""
+    """Return the packaged model of a machine by its name, or None."""
     path = PACKAGED / f"{name}{MODEL_SUFFIX}"
     return read_model(path) if path.exists() else None
 
 
 @lru_cache(maxsize=4096)
 def _unsampled(others: tuple[Any, ...]) -> str | None:
-    """Why configs with these values besides their numbers were not sampled."""
+    """Return why the atlas did not sample configs with this variant, or None."""
     values = dict.fromkeys(NUMBERS, 1) | dict(zip(VARIANT, others, strict=True))
     variant = Config(**values)
     beyond = {
-        "dtype": variant.dtype not in DTYPES,
+        "dtype": variant.dtype not in CONFIG_DTYPES,
         f"mask={variant.mask}": variant.mask not in KINDS,
         f"mask_shape={variant.mask_shape}": variant.mask_shape not in MASK_SHAPES,
         "dropout": variant.dropout != 0,
@@ -346,9 +411,7 @@ def _unsampled(others: tuple[Any, ...]) -> str | None:
 
 
 def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str | None:
-    """Why a config is outside of what was sampled; None where it is inside. limits are a number's
-    name, its least and its most.
-    """
+    """Return why the atlas did not sample such a config, or None. `limits`: name, least and most."""
     for name, least, most in limits:
         value = getattr(config, name)
         if not least <= value <= most:
@@ -357,7 +420,7 @@ def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str 
 
 
 def measured_estimate(cell: AtlasCell) -> Estimate:
-    """A cell that was measured, as an answer."""
+    """Return a measured cell as an answer."""
     return Estimate(
         cell.backend,
         "measured",
@@ -373,7 +436,7 @@ def measured_estimate(cell: AtlasCell) -> Estimate:
 
 
 def floor_us(config: Config, gpu: str) -> float | None:
-    """The roofline bound by the data sheet; None for a GPU without one."""
+    """Return the roofline bound by the data sheet, or None for a GPU without one."""
     try:
         peaks = data_sheet(find_gpu(gpu).name)
     except UsageError:

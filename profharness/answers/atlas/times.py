@@ -1,10 +1,11 @@
-"""How long launches take: of each kernel a curve over the work that its time follows most closely."""
+"""How long launches take: for each kernel a curve over the work that its time depends on most."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from profharness.answers.atlas.features import SMS, Columns, at, ceil, product_sizes
@@ -14,13 +15,10 @@ from profharness.answers.atlas.trees import Integers, Values
 KERNEL_US = 1.5  # of a kernel without a curve
 FEW_QUERIES = 8
 TINY_US, LONG_US = 20, 200
-KNOTS = 24
-LEAST = 6  # launches a knot
-FEW = 12  # launches of a kernel that are too few to choose its work by
 
 
 def _pairs(c: Columns, rows: float, keys: float) -> Values:
-    """Scores of a head in whole tiles; causal ones end at the diagonal."""
+    """Return the scores of a head in whole tiles. Causal ones end at the diagonal."""
     height, width = ceil(c["SQ"], rows) * rows, ceil(c["SK"], keys) * keys
     low = np.minimum(height, width)
     below = low * (low + keys) / 2 + (height - low) * width
@@ -28,7 +26,7 @@ def _pairs(c: Columns, rows: float, keys: float) -> Values:
 
 
 def _quantized(blocks: Values) -> Values:
-    """Waves of one block an SM, the last one whole."""
+    """Return the number of waves at one block per SM, rounded up."""
     return np.ceil(blocks / SMS)
 
 
@@ -48,14 +46,14 @@ def _backward(c: Columns) -> Values:
 
 
 def _walk(c: Columns) -> Values:
-    """The keys that the block with the most of them goes over, by head_dim."""
+    """Return the keys that the longest block loops over, times head_dim."""
     keys = np.where(c["CAUSAL"] > 0, np.minimum(c["SQ"], c["SK"]), c["SK"])
     width: Values = c["D8"]
     return ceil(keys, 64) * 64 * width
 
 
 def _makespan(rows: float) -> Callable[[Columns], Values]:
-    """What one SM of all has to do, and no less than the longest block."""
+    """Return the work of one SM if all share it evenly, and at least that of the longest block."""
 
     def work(c: Columns) -> Values:
         longest: Values = np.minimum(c["SQ"], rows) * _walk(c)
@@ -64,7 +62,7 @@ def _makespan(rows: float) -> Callable[[Columns], Values]:
     return work
 
 
-# What a kernel's time may follow, by the columns of its configs, of which GRID are its blocks.
+# What a kernel's time may depend on. GRID is the number of its blocks.
 WORKS: dict[str, Callable[[Columns], Values]] = {
     "waves": lambda c: _quantized(c["GRID"]),
     "blocks": lambda c: c["GRID"],
@@ -99,48 +97,20 @@ PRODUCT_WORKS: dict[str, Callable[[Columns], Values]] = {
 }
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The time of a launch, by the binary logarithms of work and microseconds at knots. Beyond the
-    last one time grows as work does.
+class Curve(msgspec.Struct, frozen=True):
+    """The time of a launch as linear interpolation between knots. Beyond the last knot the time is
+    proportional to the work.
     """
 
-    work: str
-    x: Values
-    y: Values
+    work: str  # of WORKS or PRODUCT_WORKS
+    x: Values  # log2 of the work
+    y: Values  # log2 of microseconds
 
     def us(self, work: Values) -> Values:
-        """The microseconds of some work."""
+        """Return microseconds."""
         x = np.log2(np.maximum(work, 1e-9))
         beyond = np.maximum(0, x - self.x[-1])
         return np.asarray(np.exp2(np.interp(x, self.x, self.y) + beyond))
-
-
-def curve_of(works: dict[str, Values], us: Values) -> Curve:
-    """The curve over the work that gives these times best."""
-    y = np.log2(np.maximum(us, 0.1))
-    best, found = np.inf, Curve("blocks", np.zeros(1), np.array([np.median(y)]))
-    for name, work in works.items():
-        x = np.log2(np.maximum(work, 1e-9))
-        curve = _through(name, x, y)
-        missed = float(np.mean(np.minimum(np.abs(np.log2(curve.us(work)) - y), 1)))
-        missed += 1e-4 * len(curve.x)  # fewer knots are better
-        if missed < best:
-            best, found = missed, curve
-        if len(us) < FEW:
-            break
-    return found
-
-
-def _through(name: str, x: Values, y: Values) -> Curve:
-    order = np.argsort(x, kind="stable")
-    count = int(np.clip(len(x) // LEAST, 1, KNOTS))
-    parts = np.array_split(order, count)
-    at = np.array([np.median(x[part]) for part in parts])
-    value = np.array([np.median(y[part]) for part in parts])
-    keep = np.concatenate([[True], np.diff(at) > 1e-6])
-    at, value = at[keep], value[keep]
-    return Curve(name, at, np.maximum.accumulate(value))
 
 
 SIZES = ("B", "H", "KV", "SQ", "SK", "D", "BH", "BKV", "G", "S", "Q", "K", "M", "BLOCKS64", "BLOCKS128", "KBLOCKS64",
@@ -150,7 +120,7 @@ PLAIN = ("DT", "F32", "CAUSAL", "MASK", "MB", "MH", "MQ", "SK%8", "SK%4", "SK%64
 
 
 def columns(c: Columns, launches: Launched) -> Values:
-    """The features of the trees, a row for each."""
+    """Return the features of the trees, as rows."""
     rows = [np.log2(np.maximum(c[name], 0.5)) for name in SIZES]
     rows += [c[name] for name in PLAIN]
     rows += [np.log2(launches.us), launches.count, np.log2(launches.longest), launches.share]
@@ -167,41 +137,34 @@ def columns(c: Columns, launches: Launched) -> Values:
 
 @dataclass(frozen=True)
 class Launched:
-    """What the launches of each config say together: the time by their curves, their number, the
-    longest one's time, share, blocks and code.
-    """
+    """The launches of each config together, by their curves."""
 
     us: Values
     count: Values
-    longest: Values
+    longest: Values  # microseconds of the longest launch, and its share, blocks and code
     share: Values
     blocks: Values
     code: Values
     each: Values  # microseconds of every launch
 
     def at(self, rows: Integers) -> Launched:
-        """Those of some configs; each is left as it is."""
+        """Return the values of some configs. `each` is unchanged."""
         names = ("us", "count", "longest", "share", "blocks", "code")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
 
 def launch_columns(c: Columns, calls: Calls, some: Integers, product: int) -> Columns:
-    """The columns that the work of some launches hangs on."""
+    """Return the columns that WORKS need for some launches."""
     columns = at(c, calls.place[some])
     if product >= 0:
         columns = columns | product_sizes(columns, product)
     return columns | {"GRID": calls.blocks[some]}
 
 
-def works_of(c: Columns, product: int) -> dict[str, Values]:
-    """All works that a curve may follow."""
-    return {name: work(c) for name, work in (PRODUCT_WORKS if product >= 0 else WORKS).items()}
-
-
 def together(
     calls: Calls, c: Columns, codes: Integers, curves: dict[tuple[int, int], Curve]
 ) -> Launched:
-    """The launches of configs by their curves, summed up for each config."""
+    """Return the time of each launch by its curve, and the sums for each config."""
     code, us = codes[calls.kind], np.full(len(calls.kind), KERNEL_US)
     joined = code * 8 + calls.product + 1
     order = np.argsort(joined, kind="stable")
@@ -222,7 +185,7 @@ def together(
 
 
 def regimes_of(c: Columns, us: Values) -> list[str]:
-    """What kind of call each is: `decode tiny`, `masked long`."""
+    """Return the regime of each call, such as `decode tiny` or `masked long`."""
     kinds = np.select(
         [c["SQ"] <= FEW_QUERIES, c["MASK"] > 0, c["CAUSAL"] > 0],
         ["decode", "masked", "causal"],
