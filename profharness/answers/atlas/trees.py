@@ -56,12 +56,12 @@ class Boost(msgspec.Struct, frozen=True):
     feature: Integers  # trees x n
     threshold: Values  # trees x n
     values: Values  # trees x 2**n
+    base: float = 0.0  # added to the sum
 
     def sums(self, table: Values) -> Values:
         """Return the sum for each column of a table that has features as rows."""
-        table = table.astype(np.float32)
         bits = (1 << np.arange(self.feature.shape[1], dtype=np.uint8))[:, None]
-        total = np.zeros(table.shape[1])
+        total = np.full(table.shape[1], self.base)
         thresholds, values = self.threshold[:, :, None], self.values.astype(np.float64)
         for feature, threshold, tree in zip(self.feature, thresholds, values, strict=True):
             above = (table[feature] > threshold).view(np.uint8)
