@@ -10,9 +10,10 @@ __version__ = "0.1.0"
 _API = "profharness.api"
 # function of the Python interface -> the module that declares it
 _FUNCTIONS = {
-    **dict.fromkeys(("bench", "capture", "cells", "ingest", "launches", "observe"), _API),
-    **dict.fromkeys(("query", "resume", "run_doctor", "scrub_run", "verify"), _API),
+    **dict.fromkeys(("capture", "cells", "ingest", "launches", "observe"), _API),
+    **dict.fromkeys(("query", "resume", "scrub_run"), _API),
     "analyze": "profharness.commands.analyze",
+    "bench": "profharness.commands.bench",
     "diff": "profharness.commands.diff",
     "explain": "profharness.commands.explain",
     "explain_kernel": "profharness.commands.explain_kernel",
@@ -24,7 +25,9 @@ _FUNCTIONS = {
     "ranks": "profharness.commands.ranks",
     "report": "profharness.commands.report",
     "repro": "profharness.commands.repro",
+    "run_doctor": "profharness.commands.doctor",
     "runs": "profharness.commands.runs",
+    "verify": "profharness.commands.verify",
 }
 __all__ = [*_FUNCTIONS, "__version__"]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -14,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 import profharness.store as stores
 from profharness import jobs
 from profharness.answers.agreement import with_predictions
-from profharness.answers.bench.rows import BenchRow
-from profharness.cases import VerificationRow
 from profharness.commands._types import ConfigLike, Names, PathLike, config_list, store_path
 from profharness.config import split_names
-from profharness.doctor import Check, run_checks
 from profharness.errors import UsageError
 from profharness.files import (
     RUNS_FOLDER,
@@ -33,15 +28,11 @@ from profharness.rows import (
     of_first_profiler,
 )
 from profharness.run import (
-    BenchOptions,
-    BenchPlan,
     CaptureOptions,
     Fleet,
     Protocol,
-    VerifyOptions,
     gpu_classes,
 )
-from profharness.runner.probe import probe_environment
 from profharness.scrub import scrub
 from profharness.store import open_store
 
@@ -189,88 +180,6 @@ def launches(
     return stores.to_frame(of_first_profiler(rows) if profiler is None else rows, LaunchRow)
 
 
-def verify(
-    configs: ConfigLike,
-    backends: Names = (),
-    *,
-    grad: bool = False,
-    cases: Names = VerifyOptions.cases,
-    store: PathLike | None = None,
-    out: PathLike = RUNS_FOLDER,
-    timeout_s: float = Protocol.timeout_s,
-    seed: int = Protocol.seed,
-    device: str = Protocol.device,
-    scheduler: str | None = None,
-    progress: bool | None = None,
-) -> pd.DataFrame:
-    """Hold backends and implementations against an fp64 reference: one row per check, `passed`
-    False where one is wrong, None where it was skipped. `all` are PyTorch's own backends on this
-    device, `kernels` what lies in kernels/; without backends both. progress and scheduler as for `capture`.
-    Raises UsageError, CaptureError when no worker starts.
-    """
-    protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
-    options = VerifyOptions(split_names(cases), grad, Path(out), protocol, Fleet(scheduler))
-    with shown(progress) as show:
-        verified = jobs.verify_into_store(
-            config_list(configs), split_names(backends), store_path(store), options, show
-        )
-    return stores.to_frame(verified.rows, VerificationRow)
-
-
-def bench(
-    configs: ConfigLike = None,
-    backends: Names = (),
-    *,
-    run: str | None = None,
-    baseline: str | None = None,
-    dtypes: Names = (),
-    measurements: Names = (),
-    precision: float | None = None,
-    max_time_s: float = BenchPlan.max_time_s,
-    iterations: int | None = None,
-    warmup: int = BenchOptions.warmup,
-    processes: int = BenchOptions.processes,
-    convention: str = BenchOptions.convention,
-    seed: int = BenchOptions.seed,
-    timeout_s: float = Protocol.timeout_s,
-    device: str = Protocol.device,
-    store: PathLike | None = None,
-    out: PathLike = RUNS_FOLDER,
-    scheduler: str | None = None,
-    progress: bool | None = None,
-) -> pd.DataFrame:
-    """Time the backends of each config in turns: one row per cell and measurement, times in ns.
-
-    Backends, scheduler and progress are as for `capture`. With run nothing is measured, a stored run answers.
-    baseline is a backend or a config that speed-ups are told against. precision None: 0.01, or what the
-    stored run was measured with. The whole answer is in the
-    frame's `attrs["answer"]`. Raises UsageError, or CaptureError when no worker starts.
-    """
-    options = BenchOptions(
-        configs=config_list(configs),
-        backends=split_names(backends),
-        run=run,
-        baseline=baseline,
-        dtypes=split_names(dtypes),
-        measurements=split_names(measurements),
-        precision=precision,
-        max_time_s=max_time_s,
-        iterations=iterations,
-        warmup=warmup,
-        processes=processes,
-        convention=convention,
-        seed=seed,
-        timeout_s=timeout_s,
-        device=device,
-        out=Path(out),
-        fleet=Fleet(scheduler),
-    )
-    listener = jobs.Listener(progress=functools.partial(shown, progress))
-    answer = jobs.bench(options, store_path(store), listener)
-    columns = [field.name for field in dataclasses.fields(BenchRow)]
-    return _frame(map(dataclasses.asdict, answer.rows), columns, answer=answer)
-
-
 def scrub_run(
     source: PathLike,
     path: PathLike | None = None,
@@ -283,11 +192,6 @@ def scrub_run(
     """
     original = jobs.find_source(str(source), store_path(store))
     return scrub(original, None if path is None else Path(path), force=force).output
-
-
-def run_doctor(*, store: PathLike | None = None) -> pd.DataFrame:
-    """One row per check of what is installed and works, with its state and remedy."""
-    return stores.to_frame(run_checks(store_path(store), probe_environment), Check)
 
 
 def query(

@@ -74,7 +74,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_made(
     [
         ({"max_time_s": -1}, "max_time_s=-1 is not a number"),
         ({"max_time_s": 0}, "max_time_s=0 "),
-        ({"precision": "x"}, "precision='x' is not a number"),
+        ({"precision": "x"}, "precision 'x': write 1%"),
         ({"precision": 0}, "precision=0 "),
         ({"precision": 1.5}, "precision=1.5 "),
         ({"iterations": 0}, "iterations=0 is not a whole number from 1 on"),

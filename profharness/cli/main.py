@@ -39,15 +39,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "profharness.commands.ranks",
         "Compare the ranks of a job: who is slow, who differs.",
     ),
-    "bench": ("profharness.cli.bench", "Time backends on configs, side by side."),
+    "bench": ("profharness.commands.bench", "Time backends on configs, side by side."),
     "analyze": ("profharness.commands.analyze", "Say what holds each backend back, with evidence."),
-    "verify": ("profharness.cli.verify", "Hold backends against an fp64 reference."),
+    "verify": ("profharness.commands.verify", "Hold backends against an fp64 reference."),
     "report": (
         "profharness.commands.report",
         "Write a report on runs: HTML with charts, Markdown, …",
     ),
-    "serve": ("profharness.cli.serve", "Show the store in a browser."),
-    "mcp": ("profharness.cli.mcp", "Serve the answers as tools to other programs."),
+    "serve": ("profharness.commands.serve", "Show the store in a browser."),
+    "mcp": ("profharness.commands.mcp", "Serve the answers as tools to other programs."),
     "observe": ("profharness.cli.observe", "Run a program and record the attention in it."),
     "ingest": ("profharness.cli.ingest", "Take traces and run folders into the store."),
     "export": ("profharness.commands.export", "Write a run as a Chrome trace."),
@@ -58,8 +58,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "profharness.commands.backends",
         "List what can run here, and why not the others.",
     ),
-    "doctor": ("profharness.cli.doctor", "Check what is installed and works."),
-    "new-kernel": ("profharness.cli.new_kernel", "Start an attention implementation of your own."),
+    "doctor": ("profharness.commands.doctor", "Check what is installed and works."),
+    "new-kernel": (
+        "profharness.commands.new_kernel",
+        "Start an attention implementation of your own.",
+    ),
 }
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"

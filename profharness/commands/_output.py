@@ -7,6 +7,7 @@ enters `on_terminal`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -25,6 +26,7 @@ from profharness.views.document import Chart, Document
 from profharness.views.renderers import RENDERERS, render_markdown
 
 if TYPE_CHECKING:
+    from profharness.jobs import Listener
     from profharness.run import Cell
     from profharness.runner.supervise import Progress, Step
 
@@ -274,6 +276,16 @@ def capture_progress() -> Iterator[Progress]:
             bar.update(whole, completed=step.done, total=step.total, description=now)
 
         yield show
+
+
+def run_listener(progress: bool | None) -> Listener:
+    """Return what hears of a job: hints and a bar on the command line, else a line of progress."""
+    from profharness.jobs import Listener  # loads what runs workers
+    from profharness.jobs.progress import shown
+
+    if is_command_line():
+        return Listener(hint, capture_progress)
+    return Listener(progress=functools.partial(shown, progress))
 
 
 def _line(step: Step) -> None:

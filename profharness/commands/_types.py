@@ -16,7 +16,7 @@ from profharness.commands._output import FORMATS, check_file
 from profharness.config import Config, expand_configs, parse_config_lines
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
-from profharness.run import DEVICES, SEEDS
+from profharness.run import DEVICES, PROCESSES, SEEDS, Fleet, gpu_classes
 
 PathLike = str | os.PathLike[str]
 Names = str | Sequence[str]
@@ -96,11 +96,8 @@ def tool_configs(text: str) -> list[Config]:
     return configs
 
 
-class PositiveNumber(click.FloatRange):
-    """A finite number above 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0, min_open=True)
+class FiniteRange(click.FloatRange):
+    """A number in a range that does not contain `nan` and `inf`."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -109,6 +106,13 @@ class PositiveNumber(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is no finite number.", param, ctx)
         return number
+
+
+class PositiveNumber(FiniteRange):
+    """A finite number above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
 
 
 def require_positive(value: object) -> None:
@@ -252,3 +256,45 @@ Force = Annotated[
         click={"is_eager": True},  # the callback of -o reads it
     ),
 ]
+Scheduler = Annotated[
+    str | None,
+    Option(
+        ("--scheduler",),
+        metavar="WHERE",
+        help="Run on lanes side by side: local is one a visible GPU, local:2 is two; tls://head:8786 those "
+        "of a Dask scheduler.  [default: local where there are several GPUs]",
+    ),
+]
+GpuClasses = Annotated[
+    Names,
+    Option(
+        ("--gpu",),
+        multiple=True,
+        metavar="CLASS",
+        help="Run every config on each of these classes of GPU, such as H100,H200.",
+    ),
+]
+Insecure = Annotated[
+    bool, Option(("--insecure",), help="Let a scheduler on another host be without TLS.")
+]
+Processes = Annotated[
+    int,
+    Option(
+        ("--processes",),
+        type=click.IntRange(*PROCESSES),
+        help="Fresh worker processes that each time every cell; intervals and verdicts then know how "
+        "much processes differ.",
+    ),
+]
+ShowProgress = bool | None
+"""Of Python functions: whether to show a line of progress. None: on a terminal and in a notebook."""
+
+
+def timeout_option(text: str) -> Option:
+    """Return the option of a time limit in seconds, with its help."""
+    return Option(("--timeout",), type=FiniteRange(0.1), help=text)
+
+
+def fleet(scheduler: str | None, gpu: Names = (), insecure: bool = False) -> Fleet:
+    """Return where the cells run. Raise UsageError for a GPU class that is named twice."""
+    return Fleet(scheduler, gpu_classes(gpu), insecure)

@@ -245,10 +245,10 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
 def test_an_answer_that_is_too_large_says_what_to_ask(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from profharness.cli import mcp_tools
+    from profharness.commands import _mcp
 
-    monkeypatch.setattr(mcp_tools, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(_mcp, "MAX_ANSWER_BYTES", 1000)
     with pytest.raises(
         UsageError, match=r"the answer has 0\.\d MB, .*; ask for less: fewer configs"
     ):
-        mcp_tools.answer("kernels", {}, served.store)
+        _mcp.answer("kernels", {}, served.store)

@@ -1,4 +1,4 @@
-"""`profharness new-kernel`: a working start for an implementation of one's own, with its test."""
+"""`profharness new-kernel`: start an implementation of your own, with its test."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ import importlib.util
 import keyword
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from profharness.backends import ALL, BACKENDS
 from profharness.backends.sources import FOLDER, implementation_names
 from profharness.backends.templates import check_text, kernel_text
-from profharness.cli._options import echo
+from profharness.commands._command import Option, as_is, command, declaration_of
+from profharness.commands._output import echo
+from profharness.commands._types import PathLike
 from profharness.errors import CaptureError, UsageError
 
+Name = Annotated[str, Option()]
+Triton = Annotated[bool, Option(("--triton",), help="A Triton kernel.")]
+Cuda = Annotated[bool, Option(("--cuda",), help="A CUDA kernel, compiled at the first call.")]
+KernelFolder = Annotated[
+    PathLike,
+    Option(
+        ("--out",),
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Where NAME.py goes; its test goes to the folder tests beside it.",
+    ),
+]
 
-@click.command()
-@click.argument("name")
-@click.option("--triton", is_flag=True, help="A Triton kernel.")
-@click.option("--cuda", is_flag=True, help="A CUDA kernel, compiled at the first call.")
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="kernels",
-    show_default=True,
-    help="Where NAME.py goes; its test goes to the folder tests beside it.",
-)
-def command(name: str, triton: bool, cuda: bool, out: Path) -> None:
+
+@command("new-kernel", frame=as_is)
+def new_kernel(
+    name: Name, *, triton: Triton = False, cuda: Cuda = False, out: KernelFolder = "kernels"
+) -> None:
     """Start an attention implementation of your own.
 
     Writes NAME.py, which is right as it stands (plain torch unless told otherwise), and
@@ -49,14 +56,15 @@ def command(name: str, triton: bool, cuda: bool, out: Path) -> None:
         raise UsageError(f"{name!r} is a module already; take another name")
     if name in BACKENDS or name in (ALL, FOLDER, *implementation_names()):
         raise UsageError(f"{name!r} is a backend already; take another name")
-    kernel = out / f"{name}.py"
-    test = out.parent / "tests" / f"test_{name}.py"
+    folder = Path(out)
+    kernel = folder / f"{name}.py"
+    test = folder.parent / "tests" / f"test_{name}.py"
     # both before either is written
     for path in (kernel, test):
         if path.exists():
             raise UsageError(f"{path} is there already; take another name or another --out")
     texts = {kernel: kernel_text(name, kind)}
-    texts[test] = check_text(name, kind, f"../{out.resolve().name}/{name}.py")
+    texts[test] = check_text(name, kind, f"../{folder.resolve().name}/{name}.py")
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +75,11 @@ def command(name: str, triton: bool, cuda: bool, out: Path) -> None:
             raise CaptureError(
                 f"cannot write {path}: {error.strerror}; choose another --out"
             ) from None
-    backend = name if out == Path("kernels") else kernel.as_posix()
+    backend = name if folder == Path("kernels") else kernel.as_posix()
     echo(f"wrote {kernel} and {test}; next:")
     echo(f"  pytest {test}")
     echo(f"  profharness capture --config 2,8,512,64 --backend {backend},math")
     echo("  profharness diff math " + backend)
+
+
+DECLARATION = declaration_of(new_kernel)

@@ -1,17 +1,13 @@
-"""`profharness mcp`: the answers as tools for other programs."""
+"""`profharness mcp`: offer the answers as tools to other programs."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import click
-
-from profharness.cli._options import store_option
+from profharness.commands._command import as_is, command, declaration_of
+from profharness.commands._types import Store, store_path
 
 
-@click.command()
-@store_option
-def command(store: Path) -> None:
+@command("mcp", frame=as_is)
+def mcp(*, store: Store = None) -> None:
     """Serve read-only tools over the store to programs that speak the Model Context Protocol, on stdio.
 
     Needs the extra `mcp`. The tools are runs, kernels, layers, predict, explain, diff and explain-kernel:
@@ -24,6 +20,9 @@ def command(store: Path) -> None:
       profharness mcp --store /data/profharness.db
     """
     # loads the protocol's SDK, which only the extra `mcp` brings
-    from profharness.cli.mcp_tools import serve
+    from profharness.commands._mcp import serve
 
-    serve(store.absolute())
+    serve(store_path(store).absolute())
+
+
+DECLARATION = declaration_of(mcp)

@@ -1,0 +1,304 @@
+"""`profharness bench`: time backends on configs, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+
+from profharness.answers.bench.rows import BenchRow
+from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._output import (
+    STDOUT,
+    SUFFIX_FORMATS,
+    check_file,
+    emit,
+    hint,
+    is_command_line,
+    measured,
+    require_charts,
+    run_listener,
+)
+from profharness.commands._types import (
+    Backends,
+    Configs,
+    Device,
+    Force,
+    Format,
+    GpuClasses,
+    Insecure,
+    Names,
+    OutFolder,
+    PathLike,
+    Processes,
+    Scheduler,
+    ShowProgress,
+    Store,
+    complete_runs,
+    config_list,
+    fleet,
+    store_path,
+    timeout_option,
+)
+from profharness.config import split_names
+from profharness.environment import lacking
+from profharness.errors import MissingExtraError, UsageError
+from profharness.files import RUNS_FOLDER, atomic_file, shell_command
+from profharness.rows import GPU_MEASUREMENTS
+from profharness.run import BenchOptions, BenchPlan, Protocol, parse_precision, parse_seconds
+from profharness.store import frame
+from profharness.views.document import Document
+from profharness.views.renderers import RENDERERS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profharness.answers.bench.answer import Benched
+
+FOLDER_FILES = {
+    kind: f"bench{suffix}" for suffix, kind in SUFFIX_FORMATS.items() if suffix != ".htm"
+}
+ENVIRONMENT_FILE = "environment.json"
+
+
+def is_folder(output: Path) -> bool:
+    """Return whether -o names a folder."""
+    return output.is_dir() or not output.suffix
+
+
+def check_target(ctx: click.Context, option: click.Parameter, output: Path | None) -> Path | None:
+    """Return the file or folder of -o, None for stdout. Raise UsageError as `check_file` does."""
+    if output is None or output == STDOUT or not is_folder(output):
+        return check_file(ctx, option, output)
+    for name in (*FOLDER_FILES.values(), ENVIRONMENT_FILE):
+        if (output / name).exists() and not (ctx.params["force"] or ctx.resilient_parsing):
+            raise UsageError(f"{output / name}: already exists; --force overwrites it")
+    return output
+
+
+Dtypes = Annotated[
+    Names,
+    Option(
+        ("--dtype",), multiple=True, metavar="NAME", help="fp16, bf16, fp32, for configs without."
+    ),
+]
+Measurements = Annotated[
+    Names,
+    Option(
+        ("--measurement",),
+        multiple=True,
+        metavar="NAME",
+        help=f"{', '.join(GPU_MEASUREMENTS)} (default: all); the first one ranks. A CPU has the wall "
+        "clock.",
+    ),
+]
+Warmup = Annotated[int, Option(("--warmup",), type=click.IntRange(0), help="Calls.")]
+Iterations = Annotated[
+    int | None,
+    Option(("--iterations",), type=click.IntRange(1), help="Exactly so many samples each."),
+]
+Precision = Annotated[
+    float | str | None,
+    Option(
+        ("--precision",),
+        metavar="PART",
+        help="Sample until half the 95 % interval of the median is at most this part of it.  "
+        "[default: 1%; with --run what the run was measured with]",
+    ),
+]
+MaxTime = Annotated[
+    float | str,
+    Option(
+        ("--max-time",),
+        help="Time that sampling one cell may take.",
+        click={"default": f"{BenchPlan.max_time_s:g}s", "show_default": True},
+    ),
+]
+Baseline = Annotated[
+    str | None,
+    Option(
+        ("--baseline",),
+        metavar="BACKEND",
+        help="What speed-ups are told against: a backend, on each config, or a config.  [default: naive, "
+        "else math]",
+    ),
+]
+Convention = Annotated[
+    Literal["exact", "flash-attention"],
+    Option(("--convention",), help="How FLOPs are counted."),
+]
+Verified = Annotated[
+    bool, Option(("--verify",), help="Check outputs; a wrong backend is not ranked.")
+]
+BenchSeed = Annotated[int, Option(("--seed",), help="Of inputs and order.")]
+Timeout = Annotated[float, timeout_option("Seconds that one step of a cell may take.")]
+BenchRun = Annotated[
+    str | None,
+    Option(
+        ("--run",),
+        metavar="RUN",
+        complete=complete_runs,
+        help="Measure nothing: answer from a stored run, all of it or the configs and backends named.",
+    ),
+]
+Explained = Annotated[bool, Option(("--explain",), help="Say every reason why a backend refused.")]
+Raw = Annotated[bool, Option(("--raw",), help="Put the samples into JSON and CSV too.")]
+Target = Annotated[
+    PathLike | None,
+    Option(
+        ("-o", "--output"),
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A file, - for stdout, or a folder (out/) for all formats and the environment.",
+        click={"callback": check_target},
+    ),
+]
+
+
+def _to_frame(answers: list[Benched]) -> pd.DataFrame:
+    rows = [asdict(row) for row in answers[0].rows]
+    made = frame(rows, [field.name for field in fields(BenchRow)])
+    made.attrs["answer"] = answers[0]
+    return made
+
+
+@command("bench", frame=_to_frame)
+def bench(
+    configs: Configs = None,
+    backends: Backends = (),
+    *,
+    dtypes: Dtypes = (),
+    measurements: Measurements = (),
+    warmup: Warmup = BenchOptions.warmup,
+    iterations: Iterations = None,
+    processes: Processes = BenchOptions.processes,
+    scheduler: Scheduler = None,
+    gpu: GpuClasses = (),
+    insecure: Insecure = False,
+    precision: Precision = None,
+    max_time_s: MaxTime = BenchPlan.max_time_s,
+    baseline: Baseline = None,
+    convention: Convention = "exact",
+    verify: Verified = False,
+    seed: BenchSeed = BenchOptions.seed,
+    timeout_s: Timeout = Protocol.timeout_s,
+    device: Device = Protocol.device,
+    run: BenchRun = None,
+    out: OutFolder = RUNS_FOLDER,
+    store: Store = None,
+    format: Format = None,
+    output: Target = None,
+    progress: ShowProgress = None,
+) -> list[Benched]:
+    """Time backends on configs, side by side.
+
+    All backends of a config are made ready first and then sampled in turns, in an order drawn anew
+    each round, so that clocks and temperature hit all alike. cold: one call on the GPU, L2 flushed,
+    inputs rotated, the host not in it; graph: CUDA-graph replay; kernel: the kernels of a profiled
+    call; eager: calls one after the other, as a program makes them. A cell that is refused, fails,
+    crashes or hangs is a row that says why.
+
+    Without --backend, or with `all`, the default backends of the device are timed.
+
+    \b
+    Examples:
+      profharness bench --config 8,4,128,2048 --backend all,naive --explain
+      profharness bench --config '32,8,{128:2048:*2},64' --baseline 32,8,512,64
+      profharness bench --config '1,8,{256:4096:*2},64' --backend all --baseline auto
+      profharness bench --config 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
+      profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
+
+    In Python the result has one row per cell and measurement, times in ns. The whole answer is in
+    `attrs["answer"]`. Raises CaptureError if no worker starts.
+    """
+    from profharness import jobs  # loads what runs workers, which --help does not need
+
+    options = BenchOptions(
+        configs=config_list(configs),
+        backends=split_names(backends),
+        run=run,
+        baseline=baseline,
+        dtypes=split_names(dtypes),
+        measurements=split_names(measurements),
+        precision=parse_precision(precision) if isinstance(precision, str) else precision,
+        max_time_s=parse_seconds(max_time_s) if isinstance(max_time_s, str) else max_time_s,
+        iterations=iterations,
+        warmup=warmup,
+        convention=convention,
+        verify=verify,
+        seed=seed,
+        timeout_s=timeout_s,
+        device=device,
+        out=Path(out),
+        processes=processes,
+        fleet=fleet(scheduler, gpu, insecure),
+    )
+    if is_command_line() and (output is None or not is_folder(Path(output))):
+        require_charts(format, None if output is None else Path(output))
+    path, listener = store_path(store), run_listener(progress)
+    answer = jobs.bench(options, path, listener)
+    further = (replace(options, run=other, verify=False) for other in answer.others)
+    return [answer, *(jobs.bench(each, path, listener) for each in further)]
+
+
+@document(bench)
+def show(
+    answers: list[Benched],
+    *,
+    explain: Explained = False,
+    raw: Raw = False,
+    run: BenchRun = None,
+    store: Store = None,
+    format: Format = None,
+    output: Target = None,
+    force: Force = False,
+) -> None:
+    """Print the answer, or write it to a file or a folder."""
+    from profharness.views.classes import classes_document
+
+    answer, *_ = answers
+    path = None if output is None else Path(output)
+    with contextlib.nullcontext() if run else measured("bench", "--run", answer.run):
+        page = classes_document(answers, explain=explain, raw=raw)
+        if path is not None and is_folder(path):
+            _write_folder(page, path, answer.environment, force=force)
+            emit(page, "table")
+        else:
+            emit(page, format, path, force=force)
+    for other in answer.others:
+        again = shell_command("diff", answer.run, other, store=store_path(store))
+        hint(f"compare them with: {again}")
+
+
+def _write_folder(
+    document: Document, folder: Path, environment: dict[str, Any], *, force: bool
+) -> None:
+    """Every format and the environment, each file whole or not at all. Charts, and so the HTML page,
+    need an extra; without it the page is left out, and that is told.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror}") from None
+    left_out = {"html"} if lacking("report") else set()
+    texts = {
+        name: RENDERERS[kind](document)
+        for kind, name in FOLDER_FILES.items()
+        if kind not in left_out
+    }
+    texts[ENVIRONMENT_FILE] = json.dumps(environment, indent=1, sort_keys=True) + "\n"
+    for name, text in texts.items():
+        with atomic_file(folder / name, force=force) as file:
+            file.write(text.encode())
+    hint(f"wrote {', '.join(texts)} in {folder}")
+    if left_out:
+        hint(
+            f"{FOLDER_FILES['html']} is left out: {MissingExtraError('drawing a chart', 'report')}"
+        )
+
+
+DECLARATION = declaration_of(bench)

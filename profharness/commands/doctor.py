@@ -1,0 +1,86 @@
+"""`profharness doctor`: check what is installed and works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+
+from profharness import __version__
+from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._types import Store, store_path
+from profharness.doctor import Check, check_lanes, run_checks
+from profharness.run import Fleet
+from profharness.store import to_frame
+from profharness.views.doctor import doctor_document
+from profharness.views.document import Document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CheckedScheduler = Annotated[
+    str | None,
+    Option(
+        ("--scheduler",),
+        metavar="WHERE",
+        help="Check the lanes of local or tls://head:8786 too: who is there, and what does not match.",
+    ),
+]
+Insecure = Annotated[bool, Option(("--insecure",), help="Let that scheduler be without TLS.")]
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The checks of this machine, and the lanes of a scheduler."""
+
+    checks: list[Check]
+    lanes: tuple[dict[str, Any], ...] = ()
+
+
+def _to_frame(found: Examination) -> pd.DataFrame:
+    return to_frame(found.checks, Check)
+
+
+@command("doctor", frame=_to_frame)
+def run_doctor(
+    *, scheduler: CheckedScheduler = None, insecure: Insecure = False, store: Store = None
+) -> Examination:
+    """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
+
+    Whatever is missing comes with its remedy; exit code 1 if something that every capture needs is
+    missing. Nothing is changed.
+
+    \b
+    Examples:
+      profharness doctor
+      profharness doctor --scheduler tls://head:8786
+
+    In Python the result has one row per check, with its state and remedy.
+    """
+    # loads what starts workers, which --help does not need
+    from profharness.runner.probe import probe_environment
+
+    if scheduler is None:
+        return Examination(run_checks(store_path(store), probe_environment))
+    from profharness.jobs.fleet import describe_lanes
+
+    lanes = describe_lanes(Fleet(scheduler, insecure=insecure))
+    checks = run_checks(store_path(store), probe_environment)
+    return Examination([*checks, *check_lanes(lanes, __version__)], lanes)
+
+
+@document(run_doctor)
+def show(found: Examination) -> Document:
+    """Return the document."""
+    return doctor_document(found.checks, found.lanes)
+
+
+@gate(run_doctor)
+def check(found: Examination) -> None:
+    """Exit with 1 if something that every capture needs is missing."""
+    if any(each.state == "missing" for each in found.checks):
+        click.get_current_context().exit(1)
+
+
+DECLARATION = declaration_of(run_doctor)

@@ -1,0 +1,53 @@
+"""`profharness serve`: show the store in a browser."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import click
+
+from profharness.commands._command import Option, as_is, command, declaration_of
+from profharness.commands._output import hint
+from profharness.commands._types import Store, store_path
+
+Port = Annotated[
+    int,
+    Option(
+        ("--port",),
+        type=click.IntRange(0, 65535),
+        help="Where to listen; 0 takes any free port.",
+    ),
+]
+Host = Annotated[
+    str,
+    Option(
+        ("--host",),
+        help="The address to listen on; anything but loopback lets others read the store.",
+    ),
+]
+
+
+@command("serve", frame=as_is)
+def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -> None:
+    """Show the store in a browser, read-only, with ready queries and a report of each run.
+
+    Needs the extra `web` (Datasette). It answers to this machine alone unless --host says
+    otherwise, and ends with Ctrl-C. Runs that are ingested meanwhile appear at once.
+
+    \b
+    Example:
+      profharness serve --port 8001
+    """
+    # loads Datasette, which only the extra `web` brings
+    from profharness.views import web
+
+    if host not in web.LOOPBACK:
+        hint(
+            f"warning: --host {host}: whoever reaches this machine can read the whole store without a "
+            "password, host names and paths in it included; nobody can write"
+        )
+    web.serve(store_path(store), host=host, port=port, say=hint)
+    hint("stopped")
+
+
+DECLARATION = declaration_of(serve)
