@@ -1,1 +1,1 @@
-"""What one cell's figures say: findings with their evidence, a bottleneck, and ranked remedies."""
+"""Analyze one cell: findings with evidence, a bottleneck, and ranked remedies."""

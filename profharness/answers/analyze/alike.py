@@ -1,4 +1,4 @@
-"""Findings and remedies that several configs have in common, each told once with ranges of figures."""
+"""Merge findings and remedies that several configs share. Figures that differ become ranges."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 from profharness.answers.analyze.figures import CellAnalysis, Evidence, Finding, Remedy
 from profharness.config import Config
 
-# A number that stands alone: those in a kernel's name or a dtype are no figures.
+# A number on its own. Digits inside a kernel's name or a dtype do not match.
 NUMBER = re.compile(r"(?<![\w<>,.x-])(\d[\d,]*(?:\.\d+)?)(?![\w<>,x])")
-SEVERAL = 2  # configs from which a finding is told once
+SEVERAL = 2  # number of configs from which a finding is merged
 
 
 Item = TypeVar("Item", Finding, Remedy)
@@ -20,14 +20,14 @@ Item = TypeVar("Item", Finding, Remedy)
 
 @dataclass(frozen=True, slots=True)
 class Common(Generic[Item]):
-    """What cells of several configs share. Figures in the texts of item are ranges over members."""
+    """A finding or remedy shared by cells of several configs."""
 
-    item: Item
+    item: Item  # figures in its texts are ranges over members
     members: tuple[tuple[CellAnalysis, Item], ...]
 
     @property
     def where(self) -> str:
-        """`naive, single_query at 4 configs`."""
+        """Return text such as `naive, single_query at 4 configs`."""
         configs: dict[str, set[tuple[str, Config]]] = {}
         for analysis, _ in self.members:
             configs.setdefault(analysis.backend, set()).add((analysis.run, analysis.config))
@@ -41,12 +41,12 @@ class Common(Generic[Item]):
 
 
 def common_findings(pairs: Iterable[tuple[CellAnalysis, Finding]]) -> list[Common[Finding]]:
-    """The findings that cells of several configs have in like words, the figures apart."""
+    """Return the findings that cells of several configs share. Their texts differ in figures only."""
     return _common(pairs, _finding_form, _merged_finding)
 
 
 def common_remedies(pairs: Iterable[tuple[CellAnalysis, Remedy]]) -> list[Common[Remedy]]:
-    """The remedies that cells of several configs share, each with the largest of their gains."""
+    """Return the remedies that cells of several configs share, each with its largest gain."""
     return _common(pairs, lambda remedy: (remedy.text, remedy.findings), _merged_remedy)
 
 
@@ -66,7 +66,7 @@ def _common(
 
 
 def _finding_form(finding: Finding) -> tuple[object, ...]:
-    """What like findings have in common: all but the figures."""
+    """Return everything of a finding except its figures, as a key."""
     names = tuple((item.name, item.unit, item.source) for item in finding.evidence)
     return (finding.code, finding.severity, finding.grade, NUMBER.sub("#", finding.sentence), names)
 
@@ -92,7 +92,7 @@ def _merged_remedy(remedies: Sequence[Remedy]) -> Remedy:
 
 
 def merged_text(texts: Sequence[str]) -> str:
-    """Texts that differ in their figures alone as one, with `low to high` for a figure that varies."""
+    """Merge texts that differ in their figures only. A figure that varies becomes `low to high`."""
     columns = list(zip(*(NUMBER.findall(text) for text in texts), strict=True))
     ranges = iter(map(_range, columns))
     return NUMBER.sub(lambda _: next(ranges), texts[0])

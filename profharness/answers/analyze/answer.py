@@ -1,4 +1,4 @@
-"""From rows of the store to analyses: one cell, all cells of a run, and sweeps over one number."""
+"""Analyze rows of the store: one cell, all cells of a run, or a sweep over one number."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from profharness.errors import CaptureError, NotFoundError, UsageError
 from profharness.rows import CALL_MEASUREMENTS, CellRow, KernelRow
 from profharness.store import Need, Selection, open_store
 
-FASTER = 1.1  # a ratio of medians below this is not worth a word
+FASTER = 1.1  # smallest ratio of medians that is reported
 ANALYZED: tuple[Need, ...] = (
     "kernels of configs",
     "times",
     "traced attention calls",
     "attention calls",
-)  # the first there is
+)  # the first of these that a cell has
 
 
 def analyze(
@@ -51,8 +51,9 @@ def analyze(
     *,
     written_out: bool = False,
 ) -> CellAnalysis:
-    """One cell from its kernel rows of any profilers. others are the cells of its config and run
-    that may be ranked. written_out: a program's own products and softmax, not PyTorch's math.
+    """Analyze one cell from its kernel rows of all profilers. `others` are the cells of the same
+    config and run that may be ranked. With `written_out`, products and softmax are those of a
+    program, not of PyTorch's math backend.
     """
     config = parse_config(cell.config).resolve("cuda" if machine.device else "cpu")
     empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason)
@@ -66,7 +67,7 @@ def analyze(
     rules = OF_EAGER if written_out else RULES
     findings = [finding for rule in rules for finding in rule(facts)]
     findings += _faster(cell, others)
-    # reversed: of several with one code the first counts
+    # reversed, so that the first of several findings with one code remains
     by_code = {finding.code: finding for finding in reversed(findings)}
     word = bottleneck(facts, by_code)
     if word is not None:
@@ -95,8 +96,8 @@ def analyze_all(
     wrong: Collection[tuple[str, str]] = (),
     rivals: Sequence[CellRow] | None = None,
 ) -> list[CellAnalysis]:
-    """All cells of one run, in order. wrong (config label, backend) are never named as the faster
-    choice; rivals are all cells of the run.
+    """Analyze all cells of one run, in order. `wrong` contains pairs (config label, backend) that
+    are never recommended. `rivals` are all cells of the run.
     """
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
@@ -117,12 +118,12 @@ def analyze_all(
 
 
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
-    """The fastest other backend by the same measurement, if the samples show it to be clearly faster
-    and it is not what ran in the cell.
+    """Return a finding that names the fastest other backend by the same measurement, if the samples
+    show that it is faster and the cell did not run it.
     """
     rivals = [rival for rival in others if rival.backend != cell.backend]
     everyone = (cell, *rivals)
-    # one measurement for all: an eager time says nothing against a graph's
+    # compare by one measurement: an eager time is no evidence against the time of a graph
     common = (
         name
         for name in CALL_MEASUREMENTS
@@ -160,9 +161,9 @@ SOURCES = (MEASURE, TABLE)
 def analyze_stored(
     path: Path, selection: Selection, peaks: str | None = None
 ) -> list[CellAnalysis]:
-    """The analyses of the selected cells; nothing is captured. peaks: one of SOURCES, None: what
-    the store has measured, else the table. Raises NotFoundError, or UsageError for other peaks or a
-    device that the cells did not run on.
+    """Analyze the selected cells without capturing anything. `peaks` is one of SOURCES. None uses
+    measured peaks if the store has them, else the data sheet. Raise NotFoundError, or UsageError
+    for unknown peaks or a device that the cells did not run on.
     """
     if peaks not in (None, *SOURCES):
         raise UsageError(f"no peaks {peaks!r}; known are {', '.join(SOURCES)}")
@@ -182,7 +183,7 @@ def analyze_stored(
 def analyze_rows(
     path: Path, cells: Sequence[CellRow], rows: Sequence[KernelRow], peaks: str | None
 ) -> list[CellAnalysis]:
-    """The analyses of cells of any runs with their kernels; peaks as for `analyze_stored`."""
+    """Analyze cells of any runs with their kernel rows. `peaks` as in `analyze_stored`."""
     source = peaks_source(peaks)
     analyses: list[CellAnalysis] = []
     with open_store(path) as store:
@@ -196,7 +197,7 @@ def analyze_rows(
 
 
 def peaks_source(peaks: str | None) -> str | None:
-    """Which of a device's peaks the store is asked for; None: what was measured, else the table."""
+    """Return the source of peaks to query from the store. None prefers measured peaks."""
     return DATA_SHEET if peaks == TABLE else None
 
 
@@ -207,8 +208,9 @@ def analyze_here(
     peaks: str | None,
     say: Callable[[str], None],
 ) -> list[CellAnalysis]:
-    """As `analyze_rows`, but None measures this machine's device once if the cells ran on a GPU
-    like it. say takes what the user has to wait for. Raises NotFoundError without cells.
+    """Analyze like `analyze_rows`, but with `peaks` None measure this machine's device once if the
+    cells ran on the same GPU model. Call `say` with a message before a long measurement. Raise
+    NotFoundError without cells.
     """
     if not cells:
         raise NotFoundError(
@@ -222,20 +224,20 @@ def analyze_here(
 def prepare_peaks(
     path: Path, runs: Sequence[str], peaks: str | None, say: Callable[[str], None]
 ) -> None:
-    """Measure this machine's device where that is asked for, or once if the runs' GPU is like it."""
+    """Measure this machine's device on request, or once if the runs used the same GPU model."""
     if peaks == MEASURE or (peaks is None and _lacks_peaks(path, runs)):
         say("measuring copy bandwidth and matrix rates, some seconds")
         try:
             measure_here(path, runs)
         except CaptureError as error:
-            # where nobody asked for a measurement, the data sheet does
+            # without a request for a measurement, use the data sheet
             if peaks == MEASURE:
                 raise
             say(f"{error}; going on with the data sheet")
 
 
 def _lacks_peaks(path: Path, runs: Sequence[str]) -> bool:
-    """Whether runs were on a GPU like this machine's for which the store has no measured peaks."""
+    """Return whether runs used this machine's GPU model and the store has no measured peaks of it."""
     with open_store(path) as store:
         devices = {
             store.device_name(run)
@@ -246,8 +248,8 @@ def _lacks_peaks(path: Path, runs: Sequence[str]) -> bool:
 
 
 def measure_here(path: Path, runs: Sequence[str]) -> None:
-    """Store this device's measured peaks. Raises UsageError for runs of another device."""
-    # loads what starts workers, which stored peaks make needless
+    """Store this device's measured peaks. Raise UsageError for runs on another device."""
+    # imported here, as it loads worker code that stored peaks do not need
     from profharness.runner.probe import measure_peaks
 
     with open_store(path) as store:
@@ -259,6 +261,6 @@ def measure_here(path: Path, runs: Sequence[str]) -> None:
             f"peaks {MEASURE}: this machine has {measured.peaks.device}, the cells ran on {there}; "
             f"measure there, or take the {TABLE}"
         )
-    # opened anew: the measurement between took seconds
+    # opened again, as the measurement took seconds
     with open_store(path, write=True) as store:
         store.add_peaks(measured.peaks, measured.created, measured.environment)

@@ -1,6 +1,7 @@
-"""Findings on what ncu counted: pipes, coalescing, bank conflicts, hit rates, stalled warps.
+"""Findings from ncu's counters: pipes, coalescing, bank conflicts, hit rates, stalled warps.
 
-Each is made only where its counter was taken (`capture --profiler torch,ncu --metrics …`).
+A rule needs its counter (`capture --profiler torch,ncu --metrics …`) and returns nothing without
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from profharness.profilers.ncu_metrics import (
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A figure from which a counter is worth a finding, and where that figure is from."""
+    """The value of a counter from which it is a finding, and the source of that value."""
 
     value: float
     source: str
@@ -59,12 +60,14 @@ THRESHOLDS: dict[str, Threshold] = {
     "many bank conflicts": Threshold(0.5, "every second pass of shared memory is a repetition"),
     "kernel": Threshold(0.2, "profharness: the part of a call's time that makes a kernel worth it"),
 }
-"""From where on each counter makes a finding; the one table of them."""
+"""The threshold of each counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarpState:
-    """What warps in a state wait for, as NVIDIA's table of metrics says it, and what helps."""
+    """A state of warps: what they wait for, as NVIDIA's table of metrics describes it, and what
+    helps.
+    """
 
     waits: str
     change: str
@@ -131,7 +134,7 @@ def _over(name: str, value: float | None) -> bool:
 
 
 def counted_kernels(facts: Facts) -> Iterator[KernelFigures]:
-    """The kernels that are worth a look: the main one, then others with much of the time."""
+    """Yield the kernels to report: the main one, then others with much of the time."""
     if facts.main is not None:
         yield facts.main
     for kernel in facts.kernels:
@@ -140,7 +143,7 @@ def counted_kernels(facts: Facts) -> Iterator[KernelFigures]:
 
 
 def tensor_pipe(facts: Facts) -> list[Finding]:
-    """How busy the tensor cores are in a kernel that multiplies matrices."""
+    """Report how busy the tensor cores are in a kernel that multiplies matrices."""
     findings = []
     for kernel in counted_kernels(facts):
         busy, count = kernel.counters.tensor_pipe, kernel.counters.tensor_instructions
@@ -175,7 +178,9 @@ def tensor_pipe(facts: Facts) -> list[Finding]:
 
 
 def coalescing(facts: Facts) -> list[Finding]:
-    """Sectors that a request of a warp asks for: many are scattered, few are narrow accesses."""
+    """Report sectors per request of a warp. Many sectors mean scattered accesses, few mean narrow
+    ones.
+    """
     findings = []
     for kernel in counted_kernels(facts):
         for what, sectors, name in (
@@ -203,7 +208,7 @@ def coalescing(facts: Facts) -> list[Finding]:
 
 
 def bank_conflicts(facts: Facts) -> list[Finding]:
-    """Passes of shared memory that two threads on one bank cost."""
+    """Report passes of shared memory caused by bank conflicts."""
     findings = []
     for kernel in counted_kernels(facts):
         part = kernel.counters.bank_conflicts
@@ -217,8 +222,8 @@ def bank_conflicts(facts: Facts) -> list[Finding]:
 
 
 def hit_rates(facts: Facts) -> list[Finding]:
-    """What L1 and L2 served. ncu empties both before each kernel, so that few hits are no fault of a
-    kernel that reads once.
+    """Report hit rates of L1 and L2. ncu flushes both before each kernel, so few hits are expected
+    from a kernel that reads its data once.
     """
     findings = []
     for kernel in counted_kernels(facts):
@@ -240,7 +245,7 @@ def hit_rates(facts: Facts) -> list[Finding]:
 
 
 def stalls(facts: Facts) -> list[Finding]:
-    """What most resident warps wait for, where the schedulers do not issue all the time."""
+    """Report what most resident warps wait for, if the schedulers do not issue all the time."""
     findings = []
     for kernel in counted_kernels(facts):
         states = {

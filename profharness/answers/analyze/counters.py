@@ -1,4 +1,4 @@
-"""Hardware counters of one kernel, as figures: what the presets of `--metrics` count."""
+"""Hardware counters of one kernel as figures, from the presets of `--metrics`."""
 
 from __future__ import annotations
 
@@ -33,31 +33,29 @@ Metrics = Mapping[str, tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What ncu counted of a kernel's launch; None where it was not asked for.
-
-    Pipes, throughputs and issue_active are shares of the cycles or of the peak, 0 to 1, hit rates
-    of the sectors, bank_conflicts of the passes of shared memory. Sectors are those of a request.
-    warp_states are shares of the time of all resident warps, the largest first.
+    """ncu's counters of a kernel launch. None if a counter was not collected. Pipes and throughputs
+    are shares of the peak, 0 to 1.
     """
 
-    tensor_pipe: float | None = None
+    tensor_pipe: float | None = None  # share of cycles
     tensor_instructions: float | None = None
     fma_pipe: float | None = None
     sm_throughput: float | None = None
     dram_throughput: float | None = None
     l2_throughput: float | None = None
     l1_throughput: float | None = None
-    l1_hit_rate: float | None = None
+    l1_hit_rate: float | None = None  # share of sectors
     l2_hit_rate: float | None = None
-    load_sectors: float | None = None
-    store_sectors: float | None = None
-    bank_conflicts: float | None = None
-    issue_active: float | None = None
+    load_sectors: float | None = None  # per request
+    store_sectors: float | None = None  # per request
+    bank_conflicts: float | None = None  # share of passes of shared memory
+    issue_active: float | None = None  # share of cycles
+    # Shares of the time of all resident warps, in descending order.
     warp_states: dict[str, float] = field(default_factory=dict)
 
 
 def read_counters(metrics: Metrics) -> Counters:
-    """The figures of a kernel's metrics, by ncu's names."""
+    """Return the figures of a kernel's metrics, which have ncu's names."""
     tensor = _share(metrics, TENSOR_PIPE_OF_ADA)
     return Counters(
         tensor_pipe=_share(metrics, TENSOR_PIPE) if tensor is None else tensor,
@@ -78,7 +76,7 @@ def read_counters(metrics: Metrics) -> Counters:
 
 
 def metric(metrics: Metrics, name: str) -> float | None:
-    """The value of a metric; None where ncu has none, or none that is a number."""
+    """Return the value of a metric, or None if ncu has no number for it."""
     value = metrics[name][0] if name in metrics else None
     return value if value is not None and math.isfinite(value) else None
 
@@ -94,7 +92,7 @@ def _ratio(metrics: Metrics, part: str, whole: str) -> float | None:
 
 
 def _of_requests(metrics: Metrics, name: str, requests: str) -> float | None:
-    """Sectors a request; None for a kernel that made no such request, for which ncu says 0."""
+    """Return sectors per request. None if the kernel made no such request, for which ncu reports 0."""
     return metric(metrics, name) if metric(metrics, requests) else None
 
 

@@ -1,4 +1,4 @@
-"""The pieces of an analysis: figures with their records, and what turns them into evidence and text."""
+"""The records of an analysis and its figures, with helpers for evidence and text."""
 
 from __future__ import annotations
 
@@ -54,60 +54,56 @@ SEVERITIES = ("major", "minor", "note")
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One figure that a finding rests on. source: the counter, the timing or the formula."""
+    """One figure behind a finding."""
 
     name: str
     value: float | str
     unit: str
-    source: str
+    source: str  # the counter, the timing or the formula
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One statement about a cell. severity is one of SEVERITIES; factor is what removing the cause
-    gains at most.
-    """
+    """One statement about a cell."""
 
     code: str
     sentence: str
-    severity: str
+    severity: str  # one of SEVERITIES
     grade: str
     evidence: tuple[Evidence, ...]
-    factor: float | None = None
+    factor: float | None = None  # the largest possible gain from removing the cause
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What helps, tied to the codes of findings; grade says what the factor rests on."""
+    """A remedy for findings, given by their codes."""
 
     text: str
     findings: tuple[str, ...]
     factor: float | None
-    grade: str
+    grade: str  # what the factor rests on
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the cells ran; None where it is not known. tf32: fp32 products may use TF32. Clocks are
-    medians while cells were timed.
-    """
+    """The machine of the cells. None for anything unknown."""
 
     device: Device | None = None
     peaks: Peaks | None = None
     l2_bytes: int | None = None
-    tf32: bool = False
-    sm_mhz: float | None = None
-    memory_mhz: float | None = None
+    tf32: bool = False  # fp32 products may use TF32
+    sm_mhz: float | None = None  # median while cells were timed
+    memory_mhz: float | None = None  # median while cells were timed
 
     @property
     def name(self) -> str | None:
-        """The device as its traces or its peaks name it."""
+        """The name of the device in its traces or peaks."""
         if self.device is not None:
             return self.device.name
         return self.peaks.device if self.peaks else None
 
     def facts(self) -> tuple[DeviceFact, ...]:
-        """What is known of the device, its data sheet beside measured peaks."""
+        """Return what is known of the device: its data sheet and measured peaks."""
         known = (data_sheet(self.name or ""), self.peaks)
         by_source = {peaks.source: peaks for peaks in known if peaks}
         return device_facts(
@@ -125,7 +121,7 @@ def machine_of(
     peaks: Peaks | None,
     cells: Sequence[CellRow] = (),
 ) -> Machine:
-    """The machine of a run, from what the store tells: environment, devices, peaks, its cells."""
+    """Return the machine of a run from its stored environment, devices, peaks and cells."""
     return Machine(
         device=devices[0] if devices else None,
         peaks=peaks,
@@ -143,10 +139,7 @@ def _clock(cells: Sequence[CellRow], name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class KernelFigures:
-    """One kernel of a cell, times in ns per call. waves are blocks over those that fit at once.
-    achieved_occupancy, ncu_ns and what counts bytes are ncu's, per launch. dtype is the name's.
-    shared_share is one block's part of an SM's shared memory.
-    """
+    """One kernel of a cell. Times are in ns per call."""
 
     role: str
     kernel: str
@@ -157,47 +150,43 @@ class KernelFigures:
     blocks: int | None
     threads: int | None
     blocks_per_sm: int | None
-    waves: float | None
+    waves: float | None  # blocks over those that fit at once
     occupancy: float | None
     limiter: str | None
-    achieved_occupancy: float | None
+    achieved_occupancy: float | None  # by ncu, per launch
     registers_per_thread: int | None
     shared_bytes: int | None
-    dram_read_bytes: float | None
+    dram_read_bytes: float | None  # by ncu, per launch, like the other bytes
     dram_write_bytes: float | None
-    ncu_ns: float | None
+    ncu_ns: float | None  # by ncu, per launch
     grid: tuple[int, int, int] | None = None
     l1_bytes: float | None = None
     l2_bytes: float | None = None
-    dtype: str | None = None
+    dtype: str | None = None  # in the kernel's name
     dram_bytes_per_s: float | None = None
-    shared_share: float | None = None
+    shared_share: float | None = None  # of one block, of an SM's shared memory
     counters: Counters = field(default_factory=Counters)
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseFigures:
-    """One phase of the call; bound is `memory`, `compute` or None."""
+    """One phase of the call."""
 
     name: str
     flops: int
     bytes: int
     intensity: float | None
-    bound: str | None
+    bound: str | None  # `memory`, `compute` or None
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a cell. basis names the time behind the rates, of BASIS_SOURCE; duration_ns is
-    its median. event_ns is an older run's, else cold_ns. Shares are of the peak. dram_bytes, l2_bytes
-    and l1_bytes are those of a call that ncu counted, over ncu_ns, its own time with cold caches.
-    past_l1: l1_bytes lacks what some kernel copied by TMA.
-    """
+    """The figures of a cell. Shares are of the peak."""
 
-    basis: str | None
-    duration_ns: float | None
+    basis: str | None  # the time behind the rates, a key of BASIS_SOURCE
+    duration_ns: float | None  # median of the basis
     kernels_ns: float | None
-    event_ns: float | None
+    event_ns: float | None  # of an older run, else cold_ns
     graph_ns: float | None
     wall_ns: float | None
     launches: float
@@ -210,8 +199,8 @@ class Figures:
     rate: str | None
     bytes_per_s: float | None
     bandwidth_share: float | None
-    dram_bytes: float | None
-    dram_bytes_per_s: float | None
+    dram_bytes: float | None  # per call, counted by ncu, like l2_bytes and l1_bytes
+    dram_bytes_per_s: float | None  # over ncu_ns
     against: str | None
     peak_memory_bytes: int | None
     kv_head_bytes: int = 0
@@ -221,17 +210,13 @@ class Figures:
     host_ns: float | None = None
     l2_bytes: float | None = None
     l1_bytes: float | None = None
-    ncu_ns: float | None = None
-    past_l1: bool = False
+    ncu_ns: float | None = None  # with cold caches
+    past_l1: bool = False  # l1_bytes lacks what some kernel copied by TMA
 
 
 @dataclass(frozen=True, slots=True)
 class CellAnalysis:
-    """Everything about one cell. bottleneck is one word, None where nothing decides; its finding
-    holds the evidence. kv_places (`shared`, `L1`, `L2`, with sizes) hold K and V of one head, None where sizes
-    are unknown. module names the layers of a program, None in a capture. wrong: a check found its
-    results wrong.
-    """
+    """The complete analysis of one cell."""
 
     run: str
     cell: str
@@ -244,15 +229,18 @@ class CellAnalysis:
     phases: tuple[PhaseFigures, ...] = ()
     findings: tuple[Finding, ...] = ()
     remedies: tuple[Remedy, ...] = ()
+    # One word, or None if no figure decides. The finding `bottleneck` has the evidence.
     bottleneck: str | None = None
     machine: Machine = field(default_factory=Machine)
     main: KernelFigures | None = None
+    # Memories (`shared`, `L1`, `L2`, with sizes) that can contain K and V of one head. None if
+    # sizes are unknown.
     kv_places: tuple[str, ...] | None = None
-    module: str | None = None
-    wrong: bool = False
+    module: str | None = None  # the layers of a program; None in a capture
+    wrong: bool = False  # a check found wrong results
 
     def finding(self, code: str) -> Finding | None:
-        """The finding with this code, None if it was not made."""
+        """Return the finding with this code, or None."""
         return next((finding for finding in self.findings if finding.code == code), None)
 
 
@@ -263,7 +251,7 @@ FIELDS = (*_CELL, *(item.name for item in fields(Figures)), *_LISTS, "module")
 
 
 def analyze_record(analysis: CellAnalysis) -> dict[str, Any]:
-    """The JSON record of one cell; keys as in FIELDS."""
+    """Return the JSON record of one cell, with the keys of FIELDS."""
     record: dict[str, Any] = dict.fromkeys(FIELDS)
     if analysis.figures is not None:
         record |= asdict(analysis.figures)
@@ -285,7 +273,7 @@ FLUSHED = (COLD, EVENT)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One cell, ready for the rules; main is None where no kernel has a grid."""
+    """The input of the rules: one cell with its figures."""
 
     config: Config
     backend: str
@@ -293,22 +281,22 @@ class Facts:
     figures: Figures
     kernels: tuple[KernelFigures, ...]
     phases: tuple[PhaseFigures, ...]
-    main: KernelFigures | None
+    main: KernelFigures | None  # None if no kernel has a grid
 
     @property
     def score_dtype(self) -> str | None:
-        """The dtype in which score matrices went through memory, None where none did."""
+        """The dtype of score matrices in memory. None if none were stored there."""
         return _score_dtype(self.config, self.kernels)
 
     @property
     def l2_bytes(self) -> int | None:
-        """The L2 of the run's machine, else that of the peaks."""
+        """The size of the machine's L2, else that of the peaks."""
         peaks = self.machine.peaks
         return self.machine.l2_bytes or (peaks.l2_bytes if peaks else None)
 
     @property
     def dram_share(self) -> float | None:
-        """Measured DRAM bytes a second over the bandwidth, 0 to 1."""
+        """Measured DRAM bytes per second over the bandwidth, 0 to 1."""
         peaks, rate = self.machine.peaks, self.figures.dram_bytes_per_s
         top = peaks.bandwidth_bytes_per_s if peaks else None
         return rate / top if rate and top else None
@@ -322,11 +310,11 @@ class Facts:
         return tuple(kernel for kernel in self.kernels if kernel.role in FUSED_ROLES)
 
     def share_of(self, *roles: str) -> float:
-        """Share of the kernels' time, 0 to 1, that these roles take."""
+        """Return the share of the kernels' time, 0 to 1, of these roles."""
         return sum(kernel.share or 0 for kernel in self.kernels if kernel.role in roles)
 
     def duration(self) -> Evidence:
-        """The time that rates rest on, as evidence."""
+        """Return the time behind the rates, as evidence."""
         basis = self.figures.basis or ""
         return us(f"{basis} time", self.figures.duration_ns or 0, BASIS_SOURCE[basis])
 
@@ -335,17 +323,17 @@ Rule = Callable[[Facts], list[Finding]]
 
 
 def us(name: str, value_ns: float, source: str) -> Evidence:
-    """A time as evidence, in microseconds."""
+    """Return a time as evidence, in microseconds."""
     return Evidence(name, round(value_ns / 1e3, 3), "µs", source)
 
 
 def share(name: str, value: float, source: str) -> Evidence:
-    """A share, 0 to 1, as evidence."""
+    """Return a share, 0 to 1, as evidence."""
     return Evidence(name, round(value, 4), "", source)
 
 
 def size(value: float) -> str:
-    """Bytes as text: `16.8 MB`, `64.0 kB`."""
+    """Return bytes as text: `16.8 MB`, `64.0 kB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= scale:
             return f"{value / scale:.1f} {unit}"
@@ -353,7 +341,7 @@ def size(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A share as text: `38.5 %`."""
+    """Return a share as text: `38.5 %`."""
     return f"{100 * value:.1f} %"
 
 
@@ -363,8 +351,8 @@ WAVES = "launch__waves_per_multiprocessor"
 def kernel_figures(
     rows: Sequence[KernelRow], machine: Machine, calls: int
 ) -> tuple[KernelFigures, ...]:
-    """Every kernel of one cell, in launch order: times from the best profiler that saw it, counters
-    from ncu.
+    """Return all kernels of one cell in launch order, with times from the best profiler that
+    recorded them and counters from ncu.
     """
     timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
     roles = assign_roles(row for row in rows if row.profiler == timed)
@@ -379,7 +367,7 @@ def kernel_figures(
 def cell_figures(
     cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: Machine
 ) -> Figures:
-    """Rates and shares of peak of one cell; config must have its dtype."""
+    """Return rates and shares of the peak of one cell. `config` must have its dtype."""
     times = {name: float(median(values)) for name, values in cell.samples.items() if values}
     call_times = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
     on_device = any(kernel.blocks is not None for kernel in kernels)
@@ -429,14 +417,15 @@ def cell_figures(
     )
 
 
-# Kernels that load by TMA count less than 0.001 of their L2 bytes in the L1 on an H200, others more
-# than 0.1; cold L2 reads of their own let the smallest ones come near, so they have to weigh something.
+# On an H200, kernels that load by TMA count less than 0.001 of their L2 bytes in the L1, others
+# more than 0.1. Cold L2 reads of their own bring the smallest kernels close to the limit, so these
+# reads must have some weight.
 PAST_L1 = 0.1
 
 
 def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
-    """Those with a tenth of the L2 bytes or more that went past the L1: copies by TMA go from the L2
-    to shared memory, and the L1 does not count them.
+    """Return the kernels with at least a tenth of the L2 bytes that bypass the L1. TMA copies from
+    the L2 to shared memory, and the L1 does not count these bytes.
     """
     total = sum(kernel.l2_bytes or 0 for kernel in kernels)
     return [
@@ -451,7 +440,7 @@ def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
 def phase_figures(
     config: Config, kernels: Sequence[KernelFigures], ridge_point: float | None
 ) -> tuple[PhaseFigures, ...]:
-    """The phases as the cell's kernels show them."""
+    """Return the phases that the cell's kernels show."""
     copies = any(kernel.role == "copy" for kernel in kernels)
     result = []
     for phase in phases(config, _score_dtype(config, kernels)):
@@ -471,7 +460,9 @@ def _score_dtype(config: Config, kernels: Sequence[KernelFigures]) -> str | None
 
 
 def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
-    """The attention kernel that takes longest, else the kernel that does; None without grids."""
+    """Return the attention kernel with the longest time, else the longest kernel. None without
+    grids.
+    """
     own = [kernel for kernel in kernels if kernel.blocks is not None]
     fused = [kernel for kernel in own if kernel.role in FUSED_ROLES]
     return max(fused or own, key=lambda kernel: kernel.call_ns or 0, default=None)
@@ -526,7 +517,7 @@ def _kernel(
 def _of_call(
     kernels: Sequence[KernelFigures], value: Callable[[KernelFigures], float | None]
 ) -> float | None:
-    """What ncu saw of a call; None unless it saw every kernel but copies."""
+    """Return ncu's sum over a call. None unless ncu recorded every kernel other than copies."""
     seen = [(value(kernel), kernel) for kernel in kernels if kernel.blocks is not None]
     known = [count * kernel.launches_per_call for count, kernel in seen if count is not None]
     return sum(known) if known and len(known) == len(seen) else None

@@ -1,4 +1,4 @@
-"""The launch gap: what of an eager call passes without a kernel running."""
+"""The launch gap: the part of an eager call in which no kernel runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from profharness.answers.analyze.figures import (
 )
 from profharness.rows import EAGER, EVENT, GRAPH, HOST, KERNEL
 
-GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # part of the call without a kernel running
+GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # part of the call in which no kernel runs
 
 
 def launch_gap(facts: Facts) -> list[Finding]:
-    """Time of an eager call in which the GPU waits for the CPU: what it takes beyond its replay as a
-    graph, or beyond its kernels where it has none. Both have warm caches.
+    """Report the time of an eager call in which the GPU waits for the CPU: its time minus that of
+    its graph replay, or minus its kernels without a graph. Both have warm caches.
     """
     figures = facts.figures
     if not figures.eager_ns:
@@ -54,8 +54,8 @@ def _severity(gap: float) -> str:
 
 
 def _gap_of_older_runs(facts: Facts) -> list[Finding]:
-    """At least so much of an `event` sample, whose flush hid a part of the launch path and which has
-    cold caches.
+    """Return a lower bound of the gap from an `event` sample. Its flush hid a part of the launch
+    path, and its caches were cold.
     """
     figures = facts.figures
     if figures.cold_ns or not figures.event_ns or not figures.kernels_ns:
@@ -83,8 +83,8 @@ def _gap_of_older_runs(facts: Facts) -> list[Finding]:
 
 
 def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
-    """An upper bound of the kernels' time with cold caches, and its evidence. It is ncu's time plus
-    that of copies, or the profiled time plus refilling the L2.
+    """Return an upper bound of the kernels' time with cold caches, and its evidence: ncu's time
+    plus that of copies, or the profiled time plus the time to refill the L2.
     """
     figures, peaks = facts.figures, facts.machine.peaks
     warm = figures.kernels_ns or 0.0

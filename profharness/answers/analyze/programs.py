@@ -1,6 +1,4 @@
-"""Analyses of a traced program: its like attention calls as cells, their kernels as those of one
-call.
-"""
+"""Analyze a traced program: groups of equal attention calls as cells, with the kernels of one call."""
 
 from __future__ import annotations
 
@@ -29,14 +27,12 @@ from profharness.files import shell_command
 from profharness.rows import CallKernel, CallRow, CellRow, KernelRow
 from profharness.store import ALL_RUNS, Selection, open_store
 
-PROFILER = "torch"  # whose traces tell calls; of nsys' the figures would be the same
+PROFILER = "torch"  # its traces contain calls; nsys would give the same figures
 
 
 def program_of(path: Path, selection: Selection) -> str | None:
-    """The run that is meant, if it is a program with attention calls, traced or counted, and no
-    capture.
-
-    None also where configs without a run are asked for, which are captured. Raises NotFoundError.
+    """Return the selected run if it is a program with attention calls, traced or counted, and no
+    capture. None also for configs without a run, which refer to captures. Raise NotFoundError.
     """
     if selection.run == ALL_RUNS or (selection.run is None and selection.configs):
         return None
@@ -49,7 +45,7 @@ def program_of(path: Path, selection: Selection) -> str | None:
 def analyze_selected(
     path: Path, selection: Selection, peaks: str | None, say: Callable[[str], None]
 ) -> list[CellAnalysis]:
-    """As `analyze_stored`, for programs too."""
+    """Analyze like `analyze_stored`, for programs as well."""
     program = program_of(path, selection)
     if program is None or peaks not in (None, *SOURCES):
         return analyze_stored(path, selection, peaks)
@@ -65,8 +61,9 @@ def analyze_program(
     peaks: str | None,
     say: Callable[[str], None],
 ) -> list[CellAnalysis]:
-    """The analyses of a program's like calls, of the selected configs and of what ran. peaks as for
-    `analyze_stored`; say takes why some calls have no figures. Raises NotFoundError where none has.
+    """Analyze groups of a program's calls that match the selected configs and backends. `peaks` as
+    in `analyze_stored`. Call `say` with the reason if some calls have no figures. Raise
+    NotFoundError if none have.
     """
     configs, backends = selection.configs, selection.backends
     with open_store(path) as store:
@@ -104,7 +101,9 @@ def analyze_program(
 
 
 def _unknown(call: CallRow, config: Config | None, own: Sequence[CallRow]) -> str | None:
-    """Why the FLOPs or the time of calls are not known; what eager attention masks, it computes."""
+    """Return why the FLOPs or the time of calls are unknown. Eager attention computes masked scores
+    too.
+    """
     if config is None or (call.reason and call.kind != "eager"):
         return call.reason or "no config says what was computed"
     return None if own else "no kernel of these calls is in the trace"
@@ -113,7 +112,7 @@ def _unknown(call: CallRow, config: Config | None, own: Sequence[CallRow]) -> st
 def _analysis(
     cell: str, config: Config, module: str | None, calls: Sequence[CallRow], machine: Machine
 ) -> CellAnalysis:
-    """The analysis of calls of one config, on the median time of one."""
+    """Return the analysis of calls of one config, by the median time of one call."""
     first = calls[0]
     backward = all(any(k.direction == "backward" for k in call.kernels) for call in calls)
     config = replace(config, bwd=config.bwd and backward)
@@ -143,14 +142,14 @@ def _analysis(
 
 
 def _counts(kernel: CallKernel, config: Config) -> bool:
-    """Whether a kernel belongs to what the config says."""
+    """Return whether a kernel belongs to the work that the config describes."""
     return config.bwd or kernel.direction != "backward"
 
 
 def _kernel_rows(
     cell: str, config: Config, backend: str, calls: Sequence[CallRow], device: Device | None
 ) -> list[KernelRow]:
-    """The kernels of the calls, each in one launch configuration and direction, in launch order."""
+    """Return the calls' kernels in launch order, one row per launch configuration and direction."""
     groups: dict[CallKernel, list[CallKernel]] = {}
     for kernel in (kernel for call in calls for kernel in call.kernels):
         groups.setdefault(kernel._replace(launches=0, total_ns=0), []).append(kernel)
@@ -172,8 +171,8 @@ def _kernel_row(
     place: int,
     device: Device | None,
 ) -> KernelRow:
-    """One kernel; the calls tell sums of launches, so its time is a mean. A backward kernel is one
-    that autograd launched, whatever op asked for it.
+    """Return one kernel row. Calls store sums over launches, so its time is a mean. Any kernel that
+    autograd launched is a backward kernel, whichever op launched it.
     """
     same = list(group)
     first = same[0]

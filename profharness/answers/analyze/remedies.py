@@ -1,4 +1,4 @@
-"""One word for what holds a cell back, and what helps, taken only from findings that are there."""
+"""The bottleneck of a cell in one word, and its remedies. Both follow from findings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from profharness.answers.analyze.figures import DERIVED, MEASURED, Facts, Findin
 from profharness.answers.roles import GEMMS
 from profharness.config import SDP_BACKENDS, Config, leaves_choice
 
-NEAR_PEAK = 0.6  # of a peak from which that resource is what limits
+NEAR_PEAK = 0.6  # share of a peak from which that resource is the limit
 HALF = 0.5
-BESIDE_PRODUCTS = 0.4  # of the kernel time, from which the steps between products are what limits
+# share of the kernel time from which the steps between products are the limit
+BESIDE_PRODUCTS = 0.4
 
 Findings = Mapping[str, Finding]
 Bottleneck = tuple[str, Finding]  # the word, and the finding `bottleneck`
@@ -20,12 +21,12 @@ Text = str | Callable[[Config, str], str]
 
 
 def bottleneck(facts: Facts, findings: Findings) -> Bottleneck | None:
-    """The word and the finding `bottleneck`; None where no figure decides."""
+    """Return the word and the finding `bottleneck`. None if no figure decides."""
     return next((named for judge in _JUDGES if (named := judge(facts, findings))), None)
 
 
 def _by_math(backend: str) -> bool:
-    """Whether a backend's unfused kernels are those of PyTorch's math."""
+    """Return whether a backend's unfused kernels are those of PyTorch's math backend."""
     return backend == "math" or leaves_choice(backend)
 
 
@@ -41,7 +42,7 @@ def _major(
     cause: str,
     holds: Callable[[Facts], bool] = lambda _: True,
 ) -> Bottleneck | None:
-    """A major finding that is the bottleneck itself, if the figures hold it up."""
+    """Return a major finding as the bottleneck, if the figures support it."""
     finding = findings.get(code)
     if finding is None or finding.severity != "major" or not holds(facts):
         return None
@@ -75,7 +76,7 @@ def _scores_take_time(facts: Facts) -> bool:
 
 
 def _latency(facts: Facts, findings: Findings) -> Bottleneck | None:
-    """Neither ceiling is near and the grid is no reason: waiting, shown by what it is not."""
+    """Return latency as the bottleneck if no ceiling is near and the grid is large enough."""
     figures, achieved = facts.figures, findings.get("achieved")
     if achieved is None or figures.flops_share is None or figures.bandwidth_share is None:
         return None
@@ -94,7 +95,7 @@ def _latency(facts: Facts, findings: Findings) -> Bottleneck | None:
     return _named("latency", f"{text}.", replace(achieved, evidence=tuple(dict.fromkeys(evidence))))
 
 
-# In the order in which they are asked; the first that answers names the bottleneck.
+# The first in this order that returns a bottleneck decides.
 _JUDGES: tuple[Callable[[Facts, Findings], Bottleneck | None], ...] = (
     partial(_major, code="launch_gap", word="launch", cause="launching"),
     _at_peak,
@@ -138,7 +139,7 @@ EAGER_REMEDY = (
     "Call torch.nn.functional.scaled_dot_product_attention (transformers: "
     "attn_implementation='sdpa'), so that a fused backend takes the call."
 )
-# Codes of findings -> what helps. A remedy for several findings stands once, with all of them.
+# Codes of findings -> remedy. A remedy for several findings is listed once with all of them.
 REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
     (
         ("launch_gap",),
@@ -209,15 +210,13 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
 )
 
 BESIDE = {"idle_warps": "few_blocks"}
-"""A finding -> the one whose remedy is its own too: warps are idle where blocks are missing."""
+"""A finding -> the finding whose remedy applies to it too: warps are idle if blocks are missing."""
 OF_AN_AUTHOR = ("no_tensor_cores", "uncoalesced", "bank_conflicts")
-"""Findings whose remedy only the author of a kernel can follow; PyTorch's own are as they are."""
+"""Findings whose remedy needs a change of the kernel's source, so not for PyTorch's kernels."""
 
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
-    """Remedies for findings that are more than a note, the largest known gain first, then major
-    ones.
-    """
+    """Return remedies for findings above a note: the largest known gain first, then major findings."""
     told = {code for code, finding in findings.items() if finding.severity != "note"}
     helpful = []
     for codes, text in REMEDIES:

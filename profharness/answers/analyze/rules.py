@@ -1,4 +1,4 @@
-"""The rules: from a cell's figures to findings with their evidence."""
+"""The rules: from a cell's figures to findings with evidence."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ LOW_OCCUPANCY = 0.25
 FAR_BELOW = 0.6  # achieved over theoretical occupancy
 UNUSED_SHARED = 0.25
 SEVERAL_READERS = 2
-DISPROVED = 0.5  # counted bytes over those that the grid says, below which the grid says nothing
+DISPROVED = 0.5  # ratio of counted bytes to bytes by the grid, below which the grid is no evidence
 LOW_INTENSITY = 1.0  # FLOPs per byte that a kernel reads
-# Families whose blocks are known to read all of a head's K and V. Any other kernel may share out
-# head_dim or the keys over its blocks, which the grid does not show.
+# Families whose blocks are known to read all of a head's K and V. Any other kernel may divide
+# head_dim or the keys among its blocks, which the grid does not show.
 READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
 UNCOUNTED = (
     " (if every block reads a whole head; `capture --profiler torch,ncu --metrics cache` counts it)"
@@ -48,7 +48,7 @@ UNCOUNTED = (
 
 
 def intensity(facts: Facts) -> list[Finding]:
-    """Which side of the ridge the config lies on, whatever ran."""
+    """Report on which side of the ridge the config is, whatever ran."""
     figures = facts.figures
     peaks = facts.machine.peaks
     if figures.ridge is None or peaks is None:
@@ -77,7 +77,7 @@ def intensity(facts: Facts) -> list[Finding]:
 
 
 def achieved(facts: Facts) -> list[Finding]:
-    """FLOP/s and compulsory bytes a second as shares of the peaks."""
+    """Report FLOP/s and compulsory bytes per second as shares of the peaks."""
     figures = facts.figures
     if figures.flops_per_s is None or figures.bytes_per_s is None or not facts.kernels:
         return []
@@ -106,7 +106,7 @@ def achieved(facts: Facts) -> list[Finding]:
 
 
 def above_ceiling(facts: Facts) -> list[Finding]:
-    """A figure above its ceiling, with what explains it."""
+    """Report a figure above its ceiling, with an explanation."""
     figures, findings = facts.figures, []
     if (figures.bandwidth_share or 0) > 1:
         working, l2 = figures.working_set_bytes, facts.l2_bytes
@@ -138,7 +138,7 @@ def above_ceiling(facts: Facts) -> list[Finding]:
 
 
 def dram_traffic(facts: Facts) -> list[Finding]:
-    """Measured DRAM bytes against compulsory bytes."""
+    """Compare measured DRAM bytes with compulsory bytes."""
     figures = facts.figures
     if figures.dram_bytes is None:
         return []
@@ -162,7 +162,7 @@ def dram_traffic(facts: Facts) -> list[Finding]:
 
 
 def score_traffic(facts: Facts) -> list[Finding]:
-    """Unfused attention: score matrices through memory, by formula, and by ncu where it ran."""
+    """Report unfused attention: score matrices in memory, by formula, and by ncu if it ran."""
     dtype = facts.score_dtype
     if dtype is None:
         return []
@@ -207,10 +207,12 @@ def score_traffic(facts: Facts) -> list[Finding]:
 
 
 def eager_scores(facts: Facts) -> list[Finding]:
-    """Attention written out: its score matrices through memory, in the inputs' dtype at least."""
+    """Report attention written out in Python: its score matrices in memory have at least the
+    inputs' dtype.
+    """
     figures, config = facts.figures, facts.config
     matrix = matrix_bytes(config, str(config.dtype))
-    moved = 4 * matrix  # out of QK^T, into the softmax and out of it, into PV
+    moved = 4 * matrix  # written by QK^T, read and written by the softmax, read by PV
     factor = (moved + figures.compulsory_bytes) / figures.compulsory_bytes
     text = (
         f"The scores go through memory: one matrix of them is at least {size(matrix)}, and it is "
@@ -227,7 +229,7 @@ def eager_scores(facts: Facts) -> list[Finding]:
 
 
 def full_precision(facts: Facts) -> list[Finding]:
-    """Products in fp32 on 16-bit inputs, as PyTorch's math computes them unless told otherwise."""
+    """Report fp32 products of 16-bit inputs, the default of PyTorch's math backend."""
     config, machine = facts.config, facts.machine
     if config.dtype == "fp32" or facts.score_dtype != "fp32" or not machine.peaks:
         return []
@@ -248,7 +250,7 @@ def full_precision(facts: Facts) -> list[Finding]:
 
 
 def split_overhead(facts: Facts) -> list[Finding]:
-    """The combine kernel's part of a forward pass that splits over the keys."""
+    """Report the combine kernel's part of a forward pass that splits the keys."""
     combines = [kernel for kernel in facts.kernels if kernel.role == "combine"]
     part = facts.share_of("combine")
     if not combines or part < SPLIT_MINOR:
@@ -269,14 +271,14 @@ def split_overhead(facts: Facts) -> list[Finding]:
 def _overhead(
     code: str, text: str, part: float, major: float, evidence: tuple[Evidence, ...]
 ) -> Finding:
-    """A finding on kernels that take this part of the time and could take none."""
+    """Return a finding about kernels that could be avoided, with their part of the time."""
     severity = "major" if part >= major else "minor"
     factor = 1 / (1 - part) if part < 1 else None
     return Finding(code, text, severity, MEASURED, evidence, factor)
 
 
 def helpers(facts: Facts) -> list[Finding]:
-    """Copies, padding and casts beside a fused kernel."""
+    """Report copies, padding and casts next to a fused kernel."""
     part = facts.share_of(*COPIES)
     if not facts.fused or part < HELPERS_MINOR:
         return []
@@ -295,7 +297,9 @@ def helpers(facts: Facts) -> list[Finding]:
 
 
 def blocks_and_waves(facts: Facts) -> list[Finding]:
-    """Whether the main kernel's grid fills the device, and what its last wave leaves idle."""
+    """Report whether the main kernel's grid fills the device, and how much its last wave leaves
+    idle.
+    """
     main, sms = facts.main, facts.num_sms
     if main is None or not main.blocks or not sms:
         return []
@@ -332,7 +336,7 @@ def blocks_and_waves(facts: Facts) -> list[Finding]:
 
 
 def occupancy(facts: Facts) -> list[Finding]:
-    """Theoretical occupancy with its limiter, and how far the measured one stays below it."""
+    """Report theoretical occupancy with its limiter, and how far measured occupancy is below it."""
     main, findings = facts.main, []
     if main is None or main.occupancy is None:
         return []
@@ -362,15 +366,15 @@ def occupancy(facts: Facts) -> list[Finding]:
 
 
 def readers(facts: Facts, kernel: KernelFigures) -> float | None:
-    """How many blocks read the same row of K and V in a forward kernel, from its grid. None where
-    the grid does not tell, or where ncu counted too few bytes for it.
+    """Return how many blocks read the same row of K and V in a forward kernel, from its grid. None
+    if the grid does not show it, or if ncu counted too few bytes.
     """
     config = facts.config
     heads = config.batch * config.num_kv_heads
     if kernel.role != "attention" or not kernel.blocks or kernel.blocks % heads:
         return None
     if facts.num_sms and kernel.blocks % facts.num_sms == 0:
-        return None  # as many blocks as SMs: persistent, each takes several tiles
+        return None  # as many blocks as SMs: a persistent kernel, each block computes several tiles
     splits = 1
     if kernel.family == "flash_splitkv" and kernel.grid is not None:
         splits = kernel.grid[1]
@@ -387,13 +391,15 @@ def readers(facts: Facts, kernel: KernelFigures) -> float | None:
 
 
 def _read_bytes(config: Config, times: float) -> float:
-    """Bytes of K and V that are read if `times` blocks read those of each head."""
+    """Return the bytes of K and V that are read if `times` blocks read those of each head."""
     tensors = tensor_bytes(config)
     return times * (tensors.key + tensors.value) * _seen_part(config, times)
 
 
 def kv_traffic(facts: Facts) -> list[Finding]:
-    """How often K and V are read, from the grid: every block reads all of its head's K and V."""
+    """Report how often K and V are read, from the grid: every block reads all of its head's K and
+    V.
+    """
     findings = []
     config, l2 = facts.config, facts.l2_bytes
     for kernel in facts.fused:
@@ -401,7 +407,7 @@ def kv_traffic(facts: Facts) -> list[Finding]:
         if times is None or times < SEVERAL_READERS:
             continue
         tensors = tensor_bytes(config)
-        both = tensors.key + tensors.value  # with causal, of the rows that are seen
+        both = tensors.key + tensors.value  # with causal, of the rows that are not masked
         moved = _read_bytes(config, times)
         per_byte = facts.figures.flops / moved
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
@@ -431,7 +437,7 @@ def kv_traffic(facts: Facts) -> list[Finding]:
 
 
 def cache_traffic(facts: Facts) -> list[Finding]:
-    """Bytes that ncu counted in L1 and L2, where it was asked for them, against compulsory bytes."""
+    """Compare bytes that ncu counted in L1 and L2 with compulsory bytes."""
     figures = facts.figures
     evidence, clauses, most = [], [], 0.0
     for name, counter, moved in (
@@ -459,8 +465,8 @@ def cache_traffic(facts: Facts) -> list[Finding]:
 
 
 def _seen_part(config: Config, times: float) -> float:
-    """The part of the seen rows of K and V that one of `times` blocks reads. With `causal` it stops
-    at the last row that its last query sees.
+    """Return the part of the unmasked rows of K and V that one of `times` blocks reads. With
+    `causal` it ends at the last row that its last query attends to.
     """
     if not config.causal:
         return 1.0
@@ -472,8 +478,8 @@ def _seen_part(config: Config, times: float) -> float:
 
 
 def _places(facts: Facts) -> list[tuple[str, str, int]]:
-    """The memories on the chip: short name, name in a sentence, bytes. Empty for no known device. Of
-    the L1 that is what the main kernel's shared memory leaves of it.
+    """Return the memories on the chip: short name, name in a sentence, bytes. Empty without a known
+    device. The L1's size is what the main kernel's shared memory leaves.
     """
     device, main = facts.machine.device, facts.main
     if device is None:
@@ -489,7 +495,9 @@ def _places(facts: Facts) -> list[tuple[str, str, int]]:
 
 
 def kv_places(facts: Facts) -> tuple[str, ...] | None:
-    """The memories that hold K and V of one head with their sizes, None where none is known."""
+    """Return the memories that can contain K and V of one head, with their sizes. None if none are
+    known.
+    """
     places = _places(facts)
     one_head = facts.figures.kv_head_bytes
     held = (f"{short} ({room / KIB:,.0f} KiB)" for short, _, room in places if room >= one_head)
@@ -497,7 +505,7 @@ def kv_places(facts: Facts) -> tuple[str, ...] | None:
 
 
 def working_set(facts: Facts) -> list[Finding]:
-    """K and V of one head against shared memory and L1, all inputs and output against the L2."""
+    """Compare K and V of one head with shared memory and L1, and all inputs and output with the L2."""
     places, figures = _places(facts), facts.figures
     if not places:
         return []
@@ -521,7 +529,7 @@ def working_set(facts: Facts) -> list[Finding]:
 
 
 def unused_shared(facts: Facts) -> list[Finding]:
-    """Shared memory that the main attention kernel leaves unused while K and V are read again."""
+    """Report shared memory that the main kernel leaves unused although K and V are read repeatedly."""
     main, device = facts.main, facts.machine.device
     if main is None or device is None or main.shared_bytes is None or not main.blocks_per_sm:
         return []
@@ -551,7 +559,7 @@ RULES: tuple[Rule, ...] = (
     *(score_traffic, full_precision, split_overhead, helpers),
     *COUNTER_RULES,
 )
-# Attention that a program writes out computes in dtypes of its own.
+# Attention written out in Python computes in dtypes of its own.
 OF_EAGER: tuple[Rule, ...] = (
     *(rule for rule in RULES if rule not in (score_traffic, full_precision)),
     eager_scores,

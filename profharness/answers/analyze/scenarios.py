@@ -1,4 +1,4 @@
-"""Which backend is best for what one does with attention: training, prefill, decoding, little memory."""
+"""The best backend for each use of attention: training, prefill, decoding, little memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from profharness.answers.analyze.figures import CellAnalysis, Figures
 from profharness.config import Config, leaves_choice
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 
-TIE = 1.03  # a ratio of medians below which two backends are as good as each other
-FEW_QUERIES = 4  # keys a query, from which a call is a step of decoding
+TIE = 1.03  # a ratio of medians below which two backends tie
+FEW_QUERIES = 4  # keys per query from which a call is a decoding step
 SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "training": (lambda config: config.bwd, "2,8,1024,64,causal,bwd"),
     "prefill": (
@@ -22,7 +22,7 @@ SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
         "1,32,1,128,bf16,kv_heads=8,seq_kv=4096",
     ),
 }
-"""What a config is for, and a config to capture where a store has none."""
+"""Whether a config belongs to the scenario, and a config to capture if a store has none."""
 LITTLE_MEMORY = "little memory"
 _TIMES: dict[str, Callable[[Figures], float | None]] = {
     GRAPH: lambda figures: figures.graph_ns,
@@ -39,25 +39,23 @@ def _decodes(config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The best backends of one config for a scenario, of those that were measured alike. value is
-    the best one's, in ns or bytes; factor is that of runner_up over it, None where all are as good.
-    """
+    """The best backends of one config for a scenario, among those with the same measurement."""
 
     scenario: str
     run: str
     config: Config
     measurement: str
     best: tuple[str, ...]
-    value: float
+    value: float  # of the best backend, in ns or bytes
     runner_up: str | None
-    factor: float | None
+    factor: float | None  # runner_up over value; None if all tie
 
 
 def choices(analyses: Sequence[CellAnalysis]) -> list[Choice]:
-    """The best backends of every config that several backends computed, scenario by scenario."""
+    """Return the best backends of every config with several backends, by scenario."""
     groups: dict[tuple[str, Config], list[CellAnalysis]] = {}
     for analysis in analyses:
-        # what auto took stands there under its own name
+        # skip `auto`: the backend that it chose has its own cell
         if not analysis.figures or analysis.module is not None or analysis.wrong:
             continue
         if not leaves_choice(analysis.backend):
@@ -75,7 +73,7 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[Choice]:
 
 
 def missing(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
-    """The scenarios that no config here is of, with a config that would be."""
+    """Return the scenarios without a config, each with an example config."""
     configs = {analysis.config for analysis in analyses}
     return {
         scenario: example
@@ -85,7 +83,7 @@ def missing(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
 
 
 def _common_times(group: Sequence[CellAnalysis]) -> tuple[str, dict[str, float]] | None:
-    """The first measurement that all have, with their medians."""
+    """Return the first measurement that all cells have, with their medians."""
     for name, time in _TIMES.items():
         times = {each.backend: each.figures and time(each.figures) for each in group}
         if all(times.values()):

@@ -1,4 +1,4 @@
-"""Sweeps: cells of one backend whose configs differ in one number, where they drop, and what is none."""
+"""Sweeps: cells of one backend whose configs differ in one number, and where the rate drops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from profharness.answers.analyze.figures import CellAnalysis
 from profharness.config import Config
 
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
-DROP = 1.5  # of the rate from one value to the next, below which it is no drop
-MANY_DIMS = 3  # head dims from which one could take configs for a sweep
+DROP = 1.5  # smallest ratio of neighbouring rates that is a drop
+MANY_DIMS = 3  # number of head dims from which configs look like a sweep
 
 
 def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
-    """Cells of one backend whose configs differ in one number, under its name and in its order."""
+    """Return groups of cells of one backend whose configs differ in one number, by its name and in
+    its order.
+    """
     sweeps: list[tuple[str, list[CellAnalysis]]] = []
     done = [analysis for analysis in analyses if analysis.figures is not None]
     for name in SWEPT:
@@ -31,12 +33,12 @@ def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis
 
 
 def _but(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
-    """What two cells of one sweep have in common."""
+    """Return what the cells of one sweep have in common."""
     config = analysis.config
     same_length = config.seq_len_q == config.seq_len_kv
     same_heads = config.num_heads == config.num_kv_heads
     left_out = {name}
-    # one number is swept where both lengths are the same
+    # with equal lengths, both are swept as one number
     if name == "seq_len_kv" and same_length:
         left_out.add("seq_len_q")
     if name == "num_heads" and same_heads:
@@ -47,7 +49,7 @@ def _but(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Where the rate of a sweep falls from one value to the next, and by how much."""
+    """A fall of the rate of a sweep from one value to the next."""
 
     before: int
     after: int
@@ -55,7 +57,7 @@ class Drop:
 
 
 def drops(name: str, group: Sequence[CellAnalysis]) -> list[Drop]:
-    """The drops of the FLOP rate over one sweep, in its order."""
+    """Return the drops of the FLOP rate over one sweep, in its order."""
     found: list[Drop] = []
     for one, other in pairwise(group):
         before, after = (each.figures and each.figures.flops_per_s for each in (one, other))
@@ -67,8 +69,8 @@ def drops(name: str, group: Sequence[CellAnalysis]) -> list[Drop]:
 
 @dataclass(frozen=True, slots=True)
 class ChangedProblem:
-    """Configs of one backend whose head dims differ, and their number of scores with them: a change
-    of the rate over them is not of head_dim alone.
+    """Configs of one backend that differ in head dim and in their number of scores. A change of the
+    rate over them is not due to head_dim alone.
     """
 
     backend: str
@@ -77,7 +79,7 @@ class ChangedProblem:
 
 
 def changed_problems(analyses: Sequence[CellAnalysis]) -> list[ChangedProblem]:
-    """What looks like a sweep over head_dim and is none, backend by backend."""
+    """Return the configs that look like a sweep over head_dim but are not, by backend."""
     groups: dict[tuple[object, ...], list[Config]] = {}
     for analysis in analyses:
         config = analysis.config
@@ -98,5 +100,5 @@ def _head_dim(config: Config) -> int:
 
 
 def _scores(config: Config) -> int:
-    """How many scores a call computes: what it can share out, whatever head_dim is."""
+    """Return how many scores a call computes: its parallel work, whatever head_dim is."""
     return config.batch * config.num_heads * config.seq_len_q * config.seq_len_kv
