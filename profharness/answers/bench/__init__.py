@@ -1,3 +1,3 @@
-"""What a timed run says: figures, doubts, the best backend of each config, and what PyTorch's own
-choice cost.
+"""The result of a timed run: figures, doubts, the best backend of each config, and what PyTorch's
+own choice cost.
 """

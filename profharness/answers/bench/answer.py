@@ -1,5 +1,5 @@
-"""The answer of a bench: winners, what `auto` cost, and the sentences that follow; and the configs and
-backends that a question about a bench means.
+"""Evaluate a bench: winners, the cost of `auto`, and sentences about them; also the configs and
+backends that a query about a bench selects.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from profharness.store import Need, Selection, Store
 
 
 def parse_baseline(text: str | None) -> Baseline | None:
-    """A config where the text has the form of one, else the name of a backend. Raises UsageError for
-    neither.
+    """Parse a baseline: a config if the text looks like one, else the name of a backend. Raise
+    UsageError if it is neither.
     """
     if text is None or "," in text or re.match(r"\d|b\d+-h\d+-", text):
         return None if text is None else parse_config(text)
@@ -70,8 +70,9 @@ def bench_configs(
     baseline: Baseline | None = None,
     device_type: str | None = None,
 ) -> list[Config]:
-    """The configs in each of the dtypes, a config that is the baseline first. With device_type a dtype left out and
-    the device's default are one config. Raises UsageError for an unknown dtype or no config at all.
+    """Return the configs in each of the dtypes, starting with a config that is the baseline. With
+    `device_type`, a missing dtype and the device's default are the same config. Raise UsageError
+    for an unknown dtype or no config at all.
     """
     _check_dtypes(dtypes)
     if not configs:
@@ -88,8 +89,8 @@ def bench_configs(
 def stored_configs(
     store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
 ) -> list[Config] | None:
-    """The configs that a question about a stored run means, None for all. Raises UsageError for an
-    unknown dtype, NotFoundError if the run has no config in it.
+    """Return the configs that a query about a stored run selects. None selects all. Raise
+    UsageError for an unknown dtype, NotFoundError if the run has none of the configs.
     """
     if configs:
         return bench_configs(configs, dtypes)
@@ -107,7 +108,7 @@ def stored_configs(
 
 
 def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] | None:
-    """The backends that a question about a stored run means, None for all."""
+    """Return the backends that a query about a stored run selects. None selects all."""
     if not names:
         return None
     held = {cell.backend for cell in store.cells(run)}
@@ -126,101 +127,97 @@ def _check_dtypes(names: Sequence[str]) -> None:
 
 
 def what_ran(cell: CellRow) -> str | None:
-    """The backend of a cell; where PyTorch chooses, the one that ran, None where that is not told."""
+    """Return the backend of a cell. For a setting that lets PyTorch choose, return the backend that
+    ran, or None if that is unknown.
+    """
     return backend_that_ran(cell) if leaves_choice(cell.backend) else cell.backend
 
 
-TIMED: tuple[Need, ...] = ("times", "run")  # the first that any run has
+TIMED: tuple[Need, ...] = ("times", "run")  # the latest run with times, else any run
 
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The correct backend with the lowest median on a config; code selects it. ties are within the
-    threshold; open are not told apart from it, why_open says why.
-    """
+    """The correct backend with the lowest median on a config."""
 
     config: str
     backend: str
     median_ns: float
-    ties: tuple[str, ...]
-    code: str
-    open: tuple[str, ...] = ()
-    why_open: str = ""
+    ties: tuple[str, ...]  # within the threshold
+    code: str  # Python that selects it
+    open: tuple[str, ...] = ()  # no significant difference from it
+    why_open: str = ""  # why there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What `auto` cost on a config. regret is its median over the best one's, less 1. real: the
-    samples show that `auto` is slower, and choice is not what the best one ran (best_ran).
-    """
+    """The cost of `auto` on a config."""
 
     config: str
     choice: str | None
     chosen_ns: float
     best: str
     best_ns: float
-    regret: float
+    regret: float  # the median over the best one's, minus 1
+    # the samples show that `auto` is slower, and it ran another backend than the best one
     real: bool
     code: str
     verdict: stats.Speed = "same"
     why_open: str = ""
-    best_ran: str | None = None
+    best_ran: str | None = None  # what the best one ran
 
     @property
     def alike(self) -> bool:
-        """Whether the best one is what `auto` took, under another name."""
+        """Whether the best one is what `auto` ran, under another name."""
         return self.choice is not None and self.choice == self.best_ran
 
     @property
     def open(self) -> bool:
-        """Whether it is not known that `auto` is slower, or not."""
+        """Whether the samples do not decide if `auto` is slower."""
         return self.verdict == "unknown" and not self.alike
 
 
 @dataclass(frozen=True)
 class Benched:
-    """A whole answer. ranking is the measurement that ranks; losses are sorted, the largest first.
-    protocol has the names of `run.Protocol`. others: the runs of the same cells on further classes
-    of GPU.
-    """
+    """The evaluation of a bench."""
 
     run: str
     rows: tuple[BenchRow, ...]
     cells: tuple[CellRow, ...]
-    ranking: str
+    ranking: str  # the measurement that ranks
     convention: str
     precision: float
     peaks: Peaks | None
     environment: dict[str, Any]
     winners: tuple[Winner, ...]
-    losses: tuple[Loss, ...]
+    losses: tuple[Loss, ...]  # the largest first
     conclusions: tuple[str, ...]
     samples: Samples = field(default_factory=dict)
     created: str = ""
-    protocol: dict[str, Any] = field(default_factory=dict)
+    protocol: dict[str, Any] = field(default_factory=dict)  # keys are fields of `run.Protocol`
     sweeps: tuple[Sweep, ...] = ()
     dtypes: tuple[DtypePair, ...] = ()
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # runs of the same cells on other GPU models
 
     def ranking_rows(self) -> list[BenchRow]:
-        """One row a cell, by the measurement that ranks; cells without samples too."""
+        """Return one row per cell by the ranking measurement, including cells without samples."""
         return [row for row in self.rows if row.measurement in (self.ranking, None)]
 
     def figures(self) -> list[BenchRow]:
-        """The ranking rows that have a figure; `n of m figures` counts these."""
+        """Return the ranking rows that have a figure. `n of m figures` counts these."""
         return [row for row in self.ranking_rows() if row.median_ns is not None]
 
     def is_wide(self, row: BenchRow) -> bool:
-        """Whether the row's interval is wider than the precision asked for."""
+        """Return whether the row's interval is wider than the requested precision."""
         return row.is_wide(self.precision)
 
     def other_doubts(self, row: BenchRow) -> tuple[str, ...]:
-        """The row's doubts but that of a wide interval, which every short run has."""
+        """Return the row's doubts except that of a wide interval, which every short run has."""
         return row.doubts[:-1] if self.is_wide(row) else row.doubts
 
 
 def check_convention(name: str) -> None:
-    """Raise UsageError for a way to count FLOPs that is not known."""
+    """Raise UsageError for an unknown way to count FLOPs."""
     if name not in CONVENTIONS:
         raise UsageError(f"no convention {name!r}; known are {', '.join(CONVENTIONS)}")
 
@@ -236,9 +233,9 @@ def benched(
     backends: Sequence[str] | None = None,
     rank_by: Sequence[str] | None = None,
 ) -> Benched:
-    """The answer of a stored run (None: the latest). precision and rank_by: None for those that
-    the run was measured with. Raises NotFoundError for a config or backend that it lacks, UsageError for an
-    unknown convention.
+    """Evaluate a stored run (None: the latest). With None, `precision` and `rank_by` are those of
+    the run. Raise NotFoundError for a missing config or backend, UsageError for an unknown
+    convention.
     """
     stored = _timed_run(store, run)
     name = stored.run
@@ -285,7 +282,7 @@ def benched(
 
 
 def _timed_run(store: Store, ref: str | None) -> RunRow:
-    """The run that a reference (None: the latest) means. Raises NotFoundError for one without cells."""
+    """Return the run of a reference (None: the latest). Raise NotFoundError if it has no cells."""
     name = store.find_run(Selection(ref), *TIMED)
     stored = next(row for row in store.runs() if row.run == name)
     if not stored.cells:
@@ -314,7 +311,7 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
 
 
 def _losses(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> list[Loss]:
-    """The loss of `auto` on one config; none where it was not timed, or alone."""
+    """Return the loss of `auto` on one config. Empty if it was not timed, or was the only backend."""
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
     others = [row for row in alike if row.backend not in OWN_CHOICE]
     if chosen is None or not others:
@@ -344,7 +341,7 @@ def _best(rows: Sequence[BenchRow]) -> BenchRow:
 
 
 def selecting(row: BenchRow) -> str:
-    """Python that has a config computed by the row's backend."""
+    """Return Python code that computes a config with the row's backend."""
     config = parse_config(row.config)
     if row.backend == CHOSEN:
         return call_code(config, config)
@@ -361,7 +358,9 @@ WITHIN = f"{stats.THRESHOLD:.0%}"
 
 
 def why_open(left: BenchRow, right: BenchRow) -> str:
-    """Why the verdict on two rows is `unknown`; with enough samples only their overlap can be."""
+    """Return why the verdict on two rows is `unknown`. With enough samples the reason is their
+    overlap.
+    """
     few = min(left.samples, right.samples) < stats.MIN_SAMPLES
     if few:
         return "too few samples"
@@ -377,8 +376,8 @@ def conclude(
     ran: Ran,
     baseline: Baseline | None = None,
 ) -> list[str]:
-    """Sentences that follow from the rows of the ranking measurement. losses come the largest
-    first. baseline: what speed-ups are told against, if it was named.
+    """Return sentences that follow from the rows of the ranking measurement. `losses` are sorted in
+    descending order. `baseline` is the base of speed-ups, if one was named.
     """
     ranked = [row for row in figures if row.ranked]
     sentences = []
@@ -433,7 +432,7 @@ def _fastest(winner: Winner) -> str:
 
 
 def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[str]:
-    """Where the plain reference is faster than `auto`, or seems so."""
+    """Report configs on which the plain reference is, or seems, faster than `auto`."""
     by_cell = {(row.config, row.backend): row for row in ranked}
     sentences = []
     for row in ranked:
@@ -456,8 +455,8 @@ def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[st
 def _against_backend(
     ranked: Sequence[BenchRow], baseline: str, samples_of: SamplesOf, ran: Ran
 ) -> list[str]:
-    """One sentence a backend: on how many configs it is faster or slower than the baseline. Where
-    both ran the same backend no verdict is told: the two are one, measured twice.
+    """Return one sentence per backend: on how many configs it is faster or slower than the
+    baseline. Rows on which both ran the same backend have no verdict: it was measured twice.
     """
     plain = {row.config: row for row in ranked if row.backend == baseline}
     sentences = []
@@ -483,7 +482,9 @@ def _against_backend(
 
 
 def _without_speedup(ranked: Sequence[BenchRow], baseline: Baseline | None) -> list[str]:
-    """How many figures have no speed-up for want of the baseline's; none where none was named."""
+    """Report how many figures lack a speed-up because the baseline has no figure. Empty without a
+    named baseline.
+    """
     lost = [row for row in ranked if row.speedup is None]
     if baseline is None or not lost:
         return []
@@ -503,7 +504,7 @@ _WORDS: dict[str, str] = {
 
 
 def _furthest(rows: Sequence[BenchRow], verdict: str) -> str:
-    """The config on which a backend differs most from the baseline; empty where it does not."""
+    """Name the config on which a backend differs most from the baseline. Empty if it does not."""
     if verdict not in ("faster", "slower"):
         return ""
     row = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
@@ -531,7 +532,7 @@ def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
             f"config(s): {reasons}{most}"
         )
     if not real and not unproven:
-        # of one backend that was measured twice the medians may lie apart
+        # the medians of one backend that was measured twice may differ
         apart = any(loss.alike and loss.verdict != "same" for loss in losses)
         alike = "took the fastest backend, or is as fast," if apart else _AS_FAST
         sentences.append(f"auto {alike} on all {count} config(s)")

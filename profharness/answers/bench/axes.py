@@ -1,5 +1,5 @@
-"""What happens along one axis of a bench: which backend leads, where another overtakes it, where a rate
-drops, dtype against dtype, and how peak memory grows with the length.
+"""Sweeps along one axis of a bench: which backend leads, where another overtakes it, where a rate
+drops, how dtypes compare, and how peak memory grows with the length.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from profharness.config import DTYPES, OWN_CHOICE, Config, leaves_choice, parse_
 
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 Ran = Mapping[tuple[str, str], str | None]  # what ran, by config and backend
-DROP = 1.5  # a rate that falls by this factor from one value to the next is told
-BENT = 0.3  # exponents at both ends that differ by more are told apart
+DROP = 1.5  # smallest ratio of neighbouring rates that is reported
+BENT = 0.3  # smallest difference of the exponents at both ends that is reported
 MIB = 1 << 20
 
 
 class Axis(NamedTuple):
-    """One property that configs differ in. token: its part of a label, which like configs share but
-    for this.
-    """
+    """One property in which configs differ."""
 
     key: str
     title: str
-    token: str
+    token: str  # its part of a config's label
     value: Callable[[Config], int]
 
 
@@ -44,13 +42,13 @@ DTYPE_TOKEN = rf"-(?:{'|'.join(DTYPES)})(?=-|$)"
 
 
 def family(label: str, token: str) -> str:
-    """The label of a config without one axis."""
+    """Return the label of a config without one axis."""
     return re.sub(token, "", label, count=1)
 
 
 def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
-    """Configs that differ in the axis alone, two or more: label by value, ascending, by what they
-    share.
+    """Group configs that differ in this axis only: shared label -> value -> config label, in
+    ascending order. Each group has at least two values.
     """
     groups: dict[str, dict[int, str]] = {}
     for label in dict.fromkeys(labels):
@@ -60,11 +58,10 @@ def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happens between two neighbouring values: `crossover`, where backend overtakes
-    other, `end`, where it takes the place of one without a figure, or `drop`, where backend does less work
-    a second, by the factor.
-    """
+    """A change between two neighbouring values of an axis."""
 
+    # `crossover`: `backend` overtakes `other`. `end`: `backend` replaces `other`, which has no
+    # figure. `drop`: the rate of `backend` falls by `factor`.
     kind: str
     backend: str
     before: int
@@ -84,26 +81,24 @@ class Event:
 
     @property
     def place(self) -> float:
-        """Where a mark of it belongs on a logarithmic axis."""
+        """The position of its mark on a logarithmic axis."""
         between = math.sqrt(self.before * self.after)
         return float(self.after) if self.kind == "drop" else between
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Peak memory of a backend over the length: bytes by length, and the exponent of a power of it.
-    first and last are the exponents of the first and the last two points.
-    """
+    """Peak memory of a backend over the length, fitted by a power."""
 
     backend: str
-    points: tuple[tuple[int, int], ...]
-    order: float
-    first: float
-    last: float
+    points: tuple[tuple[int, int], ...]  # (length, bytes)
+    order: float  # the exponent of the power
+    first: float  # exponent between the first two points
+    last: float  # exponent between the last two points
 
     @property
     def text(self) -> str:
-        """`math S^1.94, 2.1 to 512 MiB`, with the doubt where a power is not known or does not fit."""
+        """`math S^1.94, 2.1 to 512 MiB`, with a doubt if a power is unknown or does not fit."""
         low, high = (size / MIB for _, size in (self.points[0], self.points[-1]))
         sizes = f"{low:,.4g} to {high:,.4g} MiB"
         if len(self.points) == 2:
@@ -116,11 +111,11 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Configs that differ in one axis alone: what they share, the values, and what happens."""
+    """Configs that differ in one axis only, with the events along it."""
 
     axis: str
     title: str
-    name: str
+    name: str  # what the configs share
     values: tuple[int, ...]
     labels: tuple[str, ...]
     events: tuple[Event, ...]
@@ -129,7 +124,7 @@ class Sweep:
 
 
 def sweeps(rows: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> tuple[Sweep, ...]:
-    """The sweeps of the rows of one measurement, by axis; of an axis the longest first."""
+    """Return the sweeps over the rows of one measurement, by axis, the longest of an axis first."""
     ranked = [row for row in rows if row.ranked and row.median_ns]
     places = {(row.config, row.backend): row for row in ranked}
     found = []
@@ -153,7 +148,7 @@ Lines = dict[str, dict[int, BenchRow]]  # by backend, by value
 
 
 def _lines(group: Mapping[int, str], places: Mapping[tuple[str, str], BenchRow]) -> Lines:
-    """The rows of each backend that has two values or more."""
+    """Return the rows of each backend that has two values or more."""
     backends = dict.fromkeys(backend for _, backend in places)
     lines = {
         backend: {
@@ -167,8 +162,8 @@ def _lines(group: Mapping[int, str], places: Mapping[tuple[str, str], BenchRow])
 
 
 def _rivals(lines: Lines, ran: Ran) -> Lines:
-    """The lines without the values at which a setting took a backend that has a figure there itself:
-    the two are one, measured twice.
+    """Return the lines without values at which a setting ran a backend that has a figure there
+    itself. The two are one backend, measured twice.
     """
 
     def is_another(row: BenchRow, value: int) -> bool:
@@ -196,8 +191,8 @@ def _ns(row: BenchRow) -> float:
 
 
 def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Event]:
-    """Where the fastest backend becomes another one, as the samples show on both sides, or as it has no
-    figure.
+    """Return the events at which the fastest backend changes, because the samples on both sides
+    show it or because it has no figure.
     """
 
     def ahead(one: str, other: str, value: int) -> bool:
@@ -224,8 +219,8 @@ def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Even
 
 
 def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[Event]:
-    """Where a backend does much less work a second than at the value before, as the samples show;
-    the largest first.
+    """Return the events at which the samples show a much lower rate than at the value before, the
+    largest drop first.
     """
     events = []
     for backend, line in lines.items():
@@ -246,17 +241,17 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[Event]:
 
 
 def _stretched(samples: Sequence[int], factor: float) -> stats.Series:
-    """The samples as they would be with so many times the work, done at the same rate."""
+    """Return the samples for `factor` times the work at the same rate."""
     turns = samples.turns if isinstance(samples, stats.Series) else ()
     return stats.Series.of((round(sample * factor) for sample in samples), turns)
 
 
 SHOWN_EVENTS = 4
-SUMMIT = 1.05  # a best rate between the ends that is higher than both by this factor is told
+SUMMIT = 1.05  # smallest ratio of an inner maximum of the rate to both ends that is reported
 
 
 def _statement(rivals: Lines, events: Sequence[Event]) -> str:
-    """One or two sentences: who leads at which values and at what rate, and what happens."""
+    """Return one or two sentences: who leads at which values and rates, and the events."""
     leaders = _leaders(rivals)
     values = list(leaders)
     crossings = [event for event in events if event.kind != "drop"]
@@ -285,7 +280,7 @@ def _statement(rivals: Lines, events: Sequence[Event]) -> str:
 
 
 def _growths(lines: Lines) -> tuple[Growth, ...]:
-    """How peak memory grows, of each backend that has it at two lengths or more."""
+    """Return the growth of peak memory of each backend that has it at two lengths or more."""
     found = []
     for backend, line in lines.items():
         points = tuple(
@@ -298,7 +293,7 @@ def _growths(lines: Lines) -> tuple[Growth, ...]:
 
 
 def _exponent(points: Sequence[tuple[int, int]]) -> float:
-    """The slope of a straight line through the logarithms, by least squares."""
+    """Return the slope of a least-squares line through the logarithms."""
     xs, ys = ([math.log(value) for value in values] for values in zip(*points, strict=True))
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
@@ -307,7 +302,7 @@ def _exponent(points: Sequence[tuple[int, int]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DtypePair:
-    """One dtype against another, on configs and backends that are otherwise the same."""
+    """A comparison of two dtypes on otherwise equal configs and backends."""
 
     dtype: str
     other: str
@@ -324,7 +319,7 @@ WORDS: dict[str, str] = {
 
 
 def dtype_pairs(rows: Sequence[BenchRow], samples_of: SamplesOf) -> tuple[DtypePair, ...]:
-    """Every dtype against those before it, in the order of DTYPES."""
+    """Compare every dtype with those before it in DTYPES."""
     cells: dict[tuple[str, str], dict[str, BenchRow]] = {}
     for row in rows:
         if row.ranked and row.backend not in OWN_CHOICE:

@@ -1,5 +1,5 @@
-"""The rows of a bench, and why a measurement should not be believed: clocks that moved, throttling,
-samples that disagree, a figure above what the device can do.
+"""The rows of a bench, and doubts about a measurement: changed clocks, throttling, samples that
+disagree, a figure above the device's limits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from profharness.store import Store
 
 CLOCK_MOVED = 0.05
 BUSY = 0.1  # share of the time in which the worker waited for a CPU
-UNKNOWN = 1.0  # half an interval over its median: from here on the median says nothing
+UNKNOWN = 1.0  # half width of an interval over its median, from which the median is meaningless
 UNSTEADY = (
     "machine too busy for this figure: half its 95 % interval is wider than the median; measure "
     "again when nothing else runs"
 )
 FEW_SAMPLES = 5
 SHOWN_NAMES = 8
-# Bits of NVML's clocks event reasons (nvml.h, nvmlClocksEventReason*) that mean a lost clock.
+# Bits of NVML's clocks event reasons (nvml.h, nvmlClocksEventReason*) that reduce a clock.
 THROTTLES = {
     0x4: "the power limit (software power cap)",
     0x8: "a hardware slowdown",
@@ -47,14 +47,12 @@ THROTTLES = {
 
 
 class Rates(NamedTuple):
-    """FLOP and bytes a second of a call, its work, and the ceilings; against names the peak that
-    binds.
-    """
+    """The rates of a call, its work, and the limits."""
 
     flops_per_s: float | None
     bytes_per_s: float | None
     efficiency: float | None
-    against: str | None
+    against: str | None  # the peak that binds
     flops: int
     moved_bytes: int
     peaks: Peaks | None
@@ -69,8 +67,8 @@ def doubts(
     rates: Rates,
     precision: float,
 ) -> tuple[str, ...]:
-    """One sentence a doubt, the gravest first. precision is the half interval over its median from
-    which it is wide.
+    """Return one sentence per doubt, the most serious first. `precision` is the relative half width
+    from which an interval is wide.
     """
     texts = [*above_ceiling(measurement, rates), *clock_doubts(cell.clocks)]
     texts += host_doubts(cell, measurement)
@@ -87,7 +85,7 @@ def doubts(
 
 
 def above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
-    """Rates that the device cannot have, with what explains them."""
+    """Report rates above the device's limits, with an explanation."""
     peaks, texts = rates.peaks, []
     if peaks is None:
         return ()
@@ -108,7 +106,7 @@ def above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
 
 
 def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
-    """What explains a rate above the memory's: what L2 holds need not come from memory."""
+    """Explain a rate above the memory's: data in the L2 is not read from memory."""
     moved, l2_bytes = rates.moved_bytes, rates.peaks.l2_bytes if rates.peaks else None
     size = f"the working set of {moved / MB:,.1f} MB"
     if l2_bytes is None:
@@ -125,7 +123,7 @@ def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
 
 
 def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the clocks and throttle reasons of a cell say against it."""
+    """Return the doubts that follow from a cell's clocks and throttle reasons."""
     texts = []
     low, high = clocks.get("sm_mhz_min"), clocks.get("sm_mhz_max")
     if low and high and (high - low) / high > CLOCK_MOVED:
@@ -138,7 +136,7 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
-    """Return what lanes beside and a busy CPU say against a measurement with the host in it."""
+    """Return doubts about a measurement that includes host time: parallel lanes and a busy CPU."""
     if measurement not in HOSTED:
         return ()
     texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
@@ -153,22 +151,15 @@ def half_width(low: float, high: float, median: float) -> float:
 
 
 CHOSEN = "auto"
-# (config, backend) to measurement to ns a call
+# (config, backend) -> measurement -> ns per call
 Samples = dict[tuple[str, str], dict[str, tuple[int, ...]]]
 Baseline = Config | str  # a config, or the name of a backend
-REFERENCES = ("naive", "math")  # speed-ups are against the first of these without a baseline
+REFERENCES = ("naive", "math")  # without a baseline, speed-ups use the first of these
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One measurement of one cell; a cell without samples has one row, with measurement None.
-    low_ns and high_ns are the 95 % interval of the median (`stats.interval`), between_turns_ns and
-    between_processes_ns the half widths that each alone would give it; efficiency is of the peak that
-    `against` names. speedup is `baseline` over this median, regret this median over the fastest
-    correct one, less 1. verified is None where nothing was verified. host_ns is the median of the
-    host's own time of an eager call, on the row of `eager` alone. queries are query rows of all
-    heads, sequences those of the batch.
-    """
+    """One measurement of one cell. A cell without samples has one row with measurement None."""
 
     run: str
     config: str
@@ -178,37 +169,38 @@ class BenchRow:
     measurement: str | None = None
     samples: int = 0
     median_ns: float | None = None
-    low_ns: float | None = None
+    low_ns: float | None = None  # 95 % interval of the median, by `stats.interval`
     high_ns: float | None = None
     mean_ns: float | None = None
     std_ns: float | None = None
     min_ns: float | None = None
     flops_per_s: float | None = None
     bytes_per_s: float | None = None
-    efficiency: float | None = None
+    efficiency: float | None = None  # share of the peak in `against`
     against: str | None = None
-    speedup: float | None = None
+    speedup: float | None = None  # median of `baseline` over this median
     baseline: str | None = None
-    regret: float | None = None
-    verified: bool | None = None
+    regret: float | None = None  # median over that of the fastest correct backend, minus 1
+    verified: bool | None = None  # None if nothing was verified
     doubts: tuple[str, ...] = ()
+    # Median of the host's own time per eager call, only on the row of `eager`.
     host_ns: float | None = None
     p90_ns: float | None = None
     p99_ns: float | None = None
-    queries_per_s: float | None = None
-    sequences_per_s: float | None = None
+    queries_per_s: float | None = None  # query rows of all heads
+    sequences_per_s: float | None = None  # sequences of the batch
     peak_memory_bytes: int | None = None
     processes: int | None = None
-    between_turns_ns: float | None = None
-    between_processes_ns: float | None = None
+    between_turns_ns: float | None = None  # half width of the interval from turns alone
+    between_processes_ns: float | None = None  # half width of the interval from processes alone
 
     @property
     def ranked(self) -> bool:
-        """Whether it may be compared with others: it ran, and nothing says that it is wrong."""
+        """Whether it can be compared with others: it ran, and no check found it wrong."""
         return self.status == "ok" and self.verified is not False and self.median_ns is not None
 
     def is_wide(self, precision: float) -> bool:
-        """Whether the last doubt is that the interval is wide."""
+        """Return whether the last doubt is that the interval is wide."""
         half = self.half
         return self.samples >= FEW_SAMPLES and half is not None and precision < half <= UNKNOWN
 
@@ -229,7 +221,7 @@ def bench_rows(
     precision: float,
     baseline: Baseline | None,
 ) -> list[BenchRow]:
-    """The rows of a run's cells in their order. Speed-ups are as `with_speedup` says."""
+    """Return the rows of a run's cells in order. Speed-ups as in `with_speedup`."""
     peaks, tf32 = store.peaks(run), bool(store.environment(run).get("tf32"))
     right = store.verdicts(run)
     rows = []
@@ -274,7 +266,7 @@ def bench_rows(
 
 
 def host_ns(cell: CellRow) -> float | None:
-    """The median of the host's own time of an eager call; None where it was not measured."""
+    """Return the median of the host's own time of an eager call, or None if it was not measured."""
     values = cell.samples.get(HOST)
     return stats.summarize(values).median if values else None
 
@@ -286,8 +278,8 @@ def run_cells(
     backends: Sequence[str] | None = None,
     baseline: Baseline | None = None,
 ) -> list[CellRow]:
-    """The cells of a run on the configs and backends asked for, and of the baseline. Of equal ones
-    the first counts. Raises NotFoundError for what the run does not have.
+    """Return the cells of a run on the selected configs and backends, and of the baseline. The
+    first of several equal cells counts. Raise NotFoundError for anything that the run lacks.
     """
     cells: dict[tuple[str, str], CellRow] = {}
     for cell in with_predictions(store, store.cells(run)):
@@ -320,8 +312,8 @@ def run_cells(
 
 
 def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
-    """The cells' samples; `kernel` is the time of all kernels of a profiled call. A run of an older
-    version has that of its first process in the torch traces alone.
+    """Return the cells' samples. `kernel` is the time of all kernels of a profiled call. In a run
+    of an older version, only the torch traces contain it for the first process.
     """
     ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
@@ -348,7 +340,7 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
 def rates_of(
     config: Config, median_ns: float, peaks: Peaks | None, convention: str, *, tf32: bool = False
 ) -> Rates:
-    """The rates of a call, and their share of the peak that alone would take longer."""
+    """Return the rates of a call, and their share of the peak that would take longer on its own."""
     work, moved = costs.flops(config, convention), costs.compulsory_bytes(config)
     seconds = median_ns / 1e9
     if seconds <= 0:
@@ -367,8 +359,8 @@ def rates_of(
 
 
 def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> list[BenchRow]:
-    """The rows with speed-ups: against a backend on the same config, against a config on `auto` or the
-    row's backend, else against `naive` or `math`.
+    """Return the rows with speed-ups: against a backend on the same config, against a config on
+    `auto` or the row's backend, else against `naive` or `math`.
     """
     medians = {
         (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked
@@ -390,7 +382,7 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> 
 
 
 def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The rows with what each costs against the fastest correct backend of its config."""
+    """Return the rows with their cost relative to the fastest correct backend of the config."""
     fastest: dict[tuple[str, str | None], float] = {}
     for row in rows:
         if row.ranked and row.median_ns:
