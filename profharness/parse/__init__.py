@@ -1,6 +1,4 @@
-"""Parsers: a profiler's file to a Trace. `open_trace` finds the right one by content, then by
-name.
-"""
+"""Parse profilers' files. `open_trace` selects the parser by a file's content and name."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ _PLAIN_SUFFIXES = {
 }  # fmt: skip
 SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
 STARTS: dict[bytes, str] = {
-    b"SQLite format 3\0": "nsys",  # which says what else an SQLite file is
+    b"SQLite format 3\0": "nsys",  # other SQLite files are refused there
     b"NVR\0": "ncu",
 }
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # PowerShell's `>` writes it
-MAX_LINE = 1 << 22  # characters of a line of ncu's output
-SNIFFED = 1 << 20  # a program may print this much before ncu prints its table
+MAX_LINE = 1 << 22  # characters in a line of ncu's output
+SNIFFED = 1 << 20  # bytes searched for ncu's header, which may follow the program's own output
 NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
@@ -39,16 +37,16 @@ EXPECTED = (
 
 
 def load_parser(name: str) -> Callable[[Path], Trace]:
-    """The parser registered as `name`, imported only now. Raises KeyError for any other name."""
+    """Import and return the parser registered as `name`. Raise KeyError for any other name."""
     module, attribute = PARSERS[name].split(":")
     parser: Callable[[Path], Trace] = getattr(importlib.import_module(module), attribute)
     return parser
 
 
 def sniff(path: Path) -> str | None:
-    """The parser's name for a file: by suffix, else by its first bytes; None when neither tells.
+    """Return the name of the parser for a file, by suffix or else by first bytes, or None.
 
-    Raises TraceFormatError when the file cannot be read.
+    Raise TraceFormatError if the file cannot be read.
     """
     lower = path.name.lower()
     head = first_bytes(path, 64)
@@ -65,9 +63,10 @@ def sniff(path: Path) -> str | None:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file found in a folder is to be taken in: by suffix, a CSV only if it is ncu's.
+    """Return whether a file found in a folder is a trace. A CSV counts only if ncu wrote it.
 
-    An nsys report counts only without its export beside it, a packed file only without the plain.
+    An nsys report does not count if its export is in the same folder. A gzip file does not count if
+    the unpacked file is.
     """
     lower = path.name.lower()
     plain = path.with_name(path.name[:-3]) if lower.endswith(".gz") else path
@@ -81,29 +80,31 @@ def is_trace(path: Path) -> bool:
 
 
 def open_trace(path: Path) -> Trace:
-    """Parse any trace file, also one inside gzip; errors name the file as it was given.
+    """Parse a trace file, plain or gzip.
 
-    Raises TraceFormatError when no parser takes it or the parser refuses it.
+    Raise TraceFormatError, which names the file as given, if no parser matches or the parser
+    refuses the file.
     """
     name = sniff(path)
     if name is None:
         raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
     if name == "chrome":  # reads gzip itself
         return load_parser(name)(path)
-    with unpacked(path) as plain:  # parsers of the other two read all before they return
+    with unpacked(path) as plain:  # the other parsers read the whole file before they return
         return load_parser(name)(plain)
 
 
 def is_ncu_csv(path: Path) -> bool:
-    """Whether a file, plain or packed, has ncu's header line in its first MiB. Raises TraceFormatError."""
+    """Return whether ncu's header line is in the first MiB of a file. Raise TraceFormatError."""
     lines = re.split(r"[\n\r]", decode_text(first_bytes(path, SNIFFED)))
     return any(map(NCU_HEADER.match, lines))
 
 
 def lines_of(source: str | Path, path: Path) -> Iterator[str]:
-    """Yield the lines of a text or of a file in UTF-8 or UTF-16, which end with line feeds alone.
+    """Yield the lines of a text, or of a file in UTF-8 or UTF-16. Only line feeds end a line.
 
-    Raises TraceFormatError, which names `path`, for a file that cannot be read and for an endless line.
+    Raise TraceFormatError, which names `path`, if the file cannot be read or a line exceeds
+    MAX_LINE.
     """
     if isinstance(source, str):
         yield from (match[0] for match in re.finditer(r"[^\n]*\n|[^\n]+", source))
@@ -123,7 +124,7 @@ def lines_of(source: str | Path, path: Path) -> Iterator[str]:
 
 
 def decode_text(data: bytes) -> str:
-    """UTF-8 or UTF-16 with a byte order mark; what is neither becomes a replacement character."""
+    """Decode UTF-8, or UTF-16 with a byte order mark, with replacement characters for bad bytes."""
     if data.startswith(UTF_16):
         return data.decode("utf-16", errors="replace")
     return data.decode("utf-8-sig", errors="replace")

@@ -1,5 +1,6 @@
-"""Kineto's Chrome trace (torch.profiler's JSON, plain or gzip) to a Trace, at a few hundred MB a
-second in bounded memory: the scan cuts a file at event boundaries and decodes piece by piece.
+"""Parse Kineto's Chrome traces, the JSON files of torch.profiler, in bounded memory.
+
+The scan cuts a file into pieces at event boundaries and decodes piece by piece.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ DEVICE_KEYS = {
 }
 RANGE = 8 * 1024 * 1024
 FLUSH = 2 * 1024 * 1024
-REACH = 4 * 1024 * 1024  # how far a broken event is followed over compact separators
-MAX_UNCLOSED = 8  # events that are followed so far, which costs time; others end at a separator
+REACH = 4 * 1024 * 1024  # bytes in which to look for the end of a broken event
+# Broken events searched up to REACH, which is slow; others end at the next separator
+MAX_UNCLOSED = 8
 FOREVER = 1 << 62
 NUMBER = re.compile(r"-?[0-9]{1,18}")
-MAX_FRAME = 1 << 12  # bytes of a Python frame's event
-SEGMENT = 1 << 21  # bytes for the compiled scanner at once
+MAX_FRAME = 1 << 12  # bytes in the event of a Python frame
+SEGMENT = 1 << 21  # bytes that the compiled scanner reads at once
 
 
 def parse_chrome(
@@ -75,11 +77,13 @@ def parse_chrome(
     chunk_rows: int = attribution.CHUNK_ROWS,
     slice_rows: int = attribution.SLICE_ROWS,
 ) -> Trace:
-    """Parse a Kineto trace.
+    """Parse a Kineto trace. The caller closes the Trace.
 
-    Launches are kernels, memcpys and memsets; in a trace without any, ATen ops with their own time.
-    Unreadable single events are skipped and counted. The sizes steer memory, not results.
-    The caller closes the Trace. Raises TraceFormatError for a cut, damaged or foreign file.
+    Launches are kernels, memcpys and memsets, or ATen ops with their own time if the trace has none
+    of these. Single unreadable events are skipped and counted. The sizes affect memory, not
+    results.
+
+    Raise TraceFormatError for a truncated, damaged or foreign file.
     """
     path = Path(path)
     with closing(Window(path)) as window:
@@ -93,7 +97,7 @@ def _scan_file(
     path: Path, layout: Layout, range_bytes: int, stack: ExitStack
 ) -> tuple[attribution.Source, dict[str, Any]]:
     """Return the tables and the header. Scan again if times need decimals, or if the ranges do not
-    add up to the file.
+    cover the whole file.
     """
     if layout.empty:
         return attribution.Source(Tables(), Spool.temporary(stack)), read_trailer(
@@ -124,7 +128,7 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One scanned range; array_end is the offset of the closing `]` if that was met here."""
+    """A scanned range. `array_end` is the offset of the closing `]` if it lies in this range."""
 
     index: int
     array_end: int | None
@@ -132,9 +136,9 @@ class Part:
 
 
 def scan(path: Path, layout: Layout, spool: Spool, *, exact: bool, range_bytes: int) -> ScanResult:
-    """Scan a file into a spool, in ranges of `range_bytes`, or in one if that is 0.
+    """Scan a file into a spool, in ranges of `range_bytes` or in a single range if that is 0.
 
-    Raises TraceFormatError, and NeedExactTimes if times need decimals that `exact` would read.
+    Raise TraceFormatError. Raise NeedExactTimes if times need decimals and `exact` is not set.
     """
     collector = Collector(Events(exact=exact), spool)
     parts: list[Part] = []
@@ -152,7 +156,7 @@ def scan(path: Path, layout: Layout, spool: Spool, *, exact: bool, range_bytes: 
 
 
 class Scanner:
-    """Scans byte ranges of one file into a collector, in ascending order."""
+    """Scans ranges of one file into a collector, in ascending order."""
 
     def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
         self.window = window
@@ -161,12 +165,12 @@ class Scanner:
         self._columns = chrome_columns.reader(collector)
         self._segment_bytes = bytearray(
             SEGMENT if self._columns else 0
-        )  # fresh ones cost page faults
+        )  # allocated once, because fresh memory costs page faults
         self._array_end: int | None = None
         self._unclosed = 0
 
     def scan(self, index: int, begin: int, end: int) -> Part:
-        """Take in every event that starts in [begin, end)."""
+        """Collect every event that starts in [begin, end)."""
         tables = self.collector.tables
         before = tables.events + tables.skipped
         self._array_end = None
@@ -177,12 +181,12 @@ class Scanner:
         return Part(index, self._array_end, count)
 
     def _find_first(self, begin: int) -> bool:
-        """Stand at the first event at or behind begin; False if there is none."""
+        """Move to the first event at or after `begin`. Return False if there is none."""
         window, separator, gap = self.window, self.layout.separator, self.layout.gap
         if begin <= self.layout.first:
             window.seek(self.layout.first)
             return True
-        if window.base >= begin:  # the range before this one has stopped right here
+        if window.base >= begin:  # the previous range stopped here
             return True
         lead = gap + 1
         window.seek(max(begin - lead, window.base))
@@ -200,7 +204,7 @@ class Scanner:
         window, separator, lead = self.window, self.layout.separator, self.layout.gap + 1
         flushed = window.base
         wanted = 1
-        stuck = False  # at the end of the file, with an event that goes on behind a separator
+        stuck = False  # at the end of the file, inside an event that contains a separator
         while window.base < end and self._array_end is None:
             self._scan_segments(index, end)
             more = True
@@ -234,7 +238,7 @@ class Scanner:
                 flushed = window.base
 
     def _scan_segments(self, index: int, end: int) -> None:
-        """Take in segments of the file for as long as the compiled scanner takes all of them."""
+        """Collect segments of the file for as long as the compiled scanner consumes all of them."""
         window, separator, columns = self.window, self.layout.separator, self._columns
         segment = memoryview(self._segment_bytes)
         while columns and (size := window.read_into(segment[: max(0, end - window.base)])):
@@ -248,21 +252,21 @@ class Scanner:
                 return
 
     def _block(self, end: int) -> int:
-        """How many bytes to read at once for a range that ends there."""
+        """Return how many bytes to read at once in a range that ends at `end`."""
         least = min(SEGMENT, end - self.window.end) if self._columns else BLOCK
         return max(BLOCK, least, min(len(self.window.buffer), MAX_PIECE // 4))
 
     def _segment(self, index: int, text: bytes, length: int, *, last: bool) -> int:
-        """Take in the events of text[:length]; returns how many bytes are done with, fewer if the last
-        event goes on.
+        """Collect the events of text[:length]. Return the number of bytes consumed, which is less
+        than `length` if the last event is incomplete.
         """
         begin = self._columns.take(text, length, index) if self._columns else 0
         if begin == length:
             return begin
         segment = text[:length]
         used = self._decode(segment, begin, last=last)
-        # Python frames are most of a trace with stacks: the decoder skips all, and of those only
-        # calls of modules are decoded.
+        # Python frames make up most of a trace with stacks. The decoder skips all of them; calls of
+        # modules among them are decoded separately.
         at = segment.find(MODULE_MARK, begin, used)
         while at >= 0:
             begin = segment.rfind(b"{", max(0, at - MAX_FRAME), at)
@@ -273,7 +277,7 @@ class Scanner:
         return used
 
     def _decode(self, segment: bytes, begin: int, *, last: bool) -> int:
-        """Decode events from there on."""
+        """Decode the events from `begin` on and return the number of bytes consumed."""
         if is_heavy(segment):
             return self._piecewise(segment, begin, last=last)
         try:
@@ -285,7 +289,7 @@ class Scanner:
         return len(segment)
 
     def _piecewise(self, segment: bytes, position: int, *, last: bool) -> int:
-        """Decode event by event, skip and count what is broken, and see the array's end."""
+        """Decode event by event, skip and count broken ones, and find the end of the array."""
         separator, lead = self.layout.separator, self.layout.gap + 1
         while position < len(segment):
             certain = self.layout.certain or self._unclosed > MAX_UNCLOSED
@@ -316,7 +320,7 @@ class Scanner:
         return len(segment)
 
     def _next(self, segment: bytes, position: int, mark: bytes, *, counted: bool) -> int:
-        """Where the next event starts, given what follows an event; counted: among the skipped."""
+        """Return the start of the next event. `counted`: the event was already counted as skipped."""
         if mark == b",":
             position = skip_space(segment, position + 1)
             if segment[position : position + 1] in (b"{", b""):
@@ -328,7 +332,7 @@ class Scanner:
         return len(segment) if border < 0 else border + self.layout.gap + 1
 
     def _lost_end(self, segment: bytes, position: int) -> int:
-        """The file ends inside an event: perhaps a broken one whose array still closes."""
+        """Return the end of the array if the file ends with a broken event, else the position."""
         tail = segment[position:].rstrip()
         border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
         if border < 0 or not tail.endswith((b"}", b"]")):
@@ -339,9 +343,9 @@ class Scanner:
 
 
 def _array_end(path: Path, result: ScanResult) -> int | None:
-    """Offset of the closing bracket; None if ranges scanned apart do not add up to the file.
+    """Return the offset of the closing bracket, or None if the ranges do not cover the file.
 
-    Raises TraceFormatError if there is no bracket.
+    Raise TraceFormatError if there is no bracket.
     """
     last = next((part for part in result.parts if part.array_end is not None), None)
     if last is None:
@@ -361,7 +365,7 @@ def _needs_decimals(ts: str) -> bool:
 
 
 def environment(header: dict[str, Any]) -> dict[str, object]:
-    """The header's harmless scalars, and of distributedInfo backend, rank and world_size."""
+    """Return the header's scalars that identify nobody, and the backend, rank and world size."""
     kept: dict[str, object] = {key: header[key] for key in KEPT if _scalar(header.get(key))}
     info = header.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
@@ -377,7 +381,7 @@ def _scalar(value: object) -> bool:
 
 
 def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
-    """(deviceProperties as Devices, warnings); an entry without the essentials is left out."""
+    """Return the devices of deviceProperties and warnings. Incomplete entries are left out."""
     rows = header.get("deviceProperties", [])
     given = rows if isinstance(rows, list) else [rows]
     made = [
@@ -396,7 +400,7 @@ def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
 
 
 def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
-    """(nanoseconds to add to every ts, warnings)."""
+    """Return the nanoseconds to add to every ts, and warnings."""
     base = header.get("baseTimeNanoseconds", 0)
     if isinstance(base, int) and not isinstance(base, bool) and abs(base) < MAX_NS:
         return base, []
@@ -404,13 +408,13 @@ def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def _number(value: Any) -> int:
-    """A pid or tid as a number; -1 for the words that Kineto uses for its own tracks."""
+    """Return a pid or tid as a number, or -1 for the words that name Kineto's own tracks."""
     text = str(value)
     return int(text) if isinstance(value, int | str) and NUMBER.fullmatch(text) else -1
 
 
 def _skipped(tables: Tables) -> list[str]:
-    """The warning about events that count nowhere."""
+    """Return the warning about skipped events."""
     if not tables.skipped:
         return []
     negative = f", {tables.negative} for a negative duration" if tables.negative else ""
@@ -418,7 +422,7 @@ def _skipped(tables: Tables) -> list[str]:
 
 
 def _check_use(path: Path, tables: Tables, launches: int) -> None:
-    """Raise TraceFormatError for a file without anything to show."""
+    """Raise TraceFormatError if a file contains nothing to report."""
     if launches:
         return
     message = "traceEvents is empty"

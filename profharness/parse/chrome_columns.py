@@ -1,6 +1,6 @@
-"""Events as columns, read by the compiled scanner: no event that nobody needs becomes an object.
+"""Read events as columns with the compiled scanner, without an object per event.
 
-An event of which the scanner is not sure is left to the decoder.
+Events that the scanner cannot read with certainty go to the decoder.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from profharness.parse.columns import Flags, GpuRows, Ints, LaunchRows, OpRows
 from profharness.parse.compiled import Scanner
 from profharness.parse.ops import MODULE
 
-# rows at once; they stay in the CPU's cache, where columns of a power of two would have one place
+# rows at once; they fit into the CPU's cache, and a power of two would map all columns to one set
 CAPACITY = (1 << 13) + (1 << 6)
 OP = "cpu_op"
 
 
 class Role(IntEnum):
-    """What a category is to the scanner, as scanner.c has it. Unsure: a key stands twice or is escaped."""
+    """The role of a category, as in scanner.c. UNSURE: a key is repeated or escaped."""
 
     DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE = range(8)
 
 
 class Column(IntEnum):
-    """The columns of a row, as scanner.c has them: begin and end are places in the text, named is 1 for
-    the start of an arrow, times are ns. A device's row has more numbers behind its key.
+    """The columns of a row, as in scanner.c. BEGIN and END are offsets in the text, NAMED is 1 for
+    the start of an arrow, times are in ns. Rows of devices have more numbers after their key.
     """
 
     (KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, KEY,
@@ -53,7 +53,7 @@ ROLES = {
     MODULES: Role.FRAME,
     **dict.fromkeys(ARROWS, Role.ARROW),
 }
-# the columns that are numbers of texts, of the roles whose rows are taken
+# columns that contain ids of texts, by role
 _RESOLVED = {
     Role.OP: (Column.NAMED, Column.THREAD),
     Role.CALL: (Column.NAMED, Column.THREAD),
@@ -61,21 +61,21 @@ _RESOLVED = {
     Role.FRAME: (Column.NAMED, Column.THREAD),
     Role.ARROW: (Column.THREAD,),
 }
-# as OpRows, LaunchRows and Arrows alike, and GpuRows have them
+# in the order of the fields of OpRows, LaunchRows, Arrows and GpuRows
 _OP = [Column.START, Column.DURATION, Column.NAMED, Column.THREAD]
 _KEYED = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
 _DEVICE = [
     Column.START, Column.DURATION, Column.NAMED, Column.CONFIG, Column.DEVICE, Column.STREAM,
     Column.KEY, Column.NODE, Column.BYTES,
 ]  # fmt: skip
-THREADS, CONFIGS = 254, 255  # kinds of texts that have numbers, beside the places in ROLES
+THREADS, CONFIGS = 254, 255  # kinds of texts with ids, besides the positions in ROLES
 _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
 NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
 PARTS = [_KEYS[name] for name in ("grid", "block", "registers", "shared")]
 
 
 class _Place(msgspec.Struct, gc=False):
-    """The thread of an event, read as the decoder reads it."""
+    """The thread of an event, decoded as the decoder does it."""
 
     pid: int | str | float | None = None
     tid: int | str | float | None = None
@@ -90,13 +90,13 @@ def _joined(texts: list[str]) -> bytes:
 
 
 def _members(keys: list[str], text: bytes) -> bytes:
-    """The object of those keys whose values stand in a text, None where they are empty."""
+    """Return an object of the keys whose values a text contains. Empty values become null."""
     values = zip(keys, text.split(b"\0"), strict=True)
     return b"{%b}" % b",".join(b'"%b":%b' % (key.encode(), v) for key, v in values if v)
 
 
 class EventColumns:
-    """Takes texts of events into a collector."""
+    """Reads texts of events into a collector."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -106,11 +106,12 @@ class EventColumns:
         )
         self._rows: Ints = np.empty((len(Role), len(Column), CAPACITY), np.int64)
         self._modules: list[str] = []
-        self._ids = np.empty(0, np.int64)  # of what is remembered, in its own table; -1: unreadable
+        # The collector's id for each of the scanner's; -1: unreadable
+        self._ids = np.empty(0, np.int64)
 
     def take(self, text: bytes | memoryview, end: int, part: int) -> int:
-        """Take in the events of text[:end], as those of a part of the file; how far it is done with.
-        The rest is no whole event, or the last of its array.
+        """Collect the events of text[:end] in one part of the file. Return the number of bytes
+        consumed. The rest is an incomplete event or the last event of the array.
         """
         used = begin = 0
         while True:
@@ -124,7 +125,7 @@ class EventColumns:
             begin = used
 
     def _learn(self) -> None:
-        """Give what the scanner has seen for the first time its number in the collector's tables."""
+        """Assign ids in the collector's tables to the texts that the scanner met first."""
         if texts := self._scanner.texts(len(self._ids)):
             self._ids = np.append(self._ids, [self._number(text[0], text[1:]) for text in texts])
 
@@ -150,12 +151,12 @@ class EventColumns:
         return (tables.names if role == Role.OP else tables.apis)[name]
 
     def _write(self, text: bytes | memoryview, counts: tuple[int, ...], part: int) -> None:
-        """Write the rows that are known, and have the decoder read the others."""
+        """Write the rows with known texts and decode the others."""
         rows = {role: self._rows[role][:, : counts[role]] for role in Role}
         left = [rows[Role.OTHER], rows[Role.UNSURE]]
         for role in _RESOLVED:
             known = self._resolve(role, rows[role])
-            # all at once or none, so that they keep their order
+            # the decoder reads all rows or none, which keeps their order
             if role in (Role.CALL, Role.DEVICE) and (counts[Role.UNSURE] or not known.all()):
                 known[:] = False
             if not known.all():
@@ -181,7 +182,7 @@ class EventColumns:
             add.add_texts([bytes(text[begin:end]) for begin, end in places.T.tolist()])
 
     def _resolve(self, role: Role, rows: Ints) -> Flags:
-        """Put the tables' own numbers into the rows of a role; where all of them are known."""
+        """Replace scanner ids by the tables' ids. Return which rows have only known texts."""
         known: Flags = rows[Column.KNOWN].astype(np.bool_)
         if not known.any():
             return known
@@ -196,10 +197,10 @@ class EventColumns:
 
 
 def is_compiled() -> bool:
-    """Whether the scanner was compiled, from this source, when the package was installed."""
+    """Return whether the scanner was compiled from this source at installation."""
     return Scanner is not None
 
 
 def reader(collector: Collector) -> EventColumns | None:
-    """What reads texts of events into a collector; None without the compiled scanner."""
+    """Return the reader of event texts, or None without the compiled scanner."""
     return EventColumns(collector) if is_compiled() else None

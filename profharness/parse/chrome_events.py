@@ -1,6 +1,4 @@
-"""Kineto's events, decoded, to int64 columns: which fields of which categories are read, and how a
-file of many is taken in.
-"""
+"""Decode Kineto's events to int64 columns. The structs below list which fields are read."""
 
 from __future__ import annotations
 
@@ -48,23 +46,23 @@ from profharness.parse.ops import (
 
 Triple = tuple[int, int, int]
 
-EXACT_LIMIT = float(1 << 43)  # µs; below it a double still rounds to the right nanosecond
-MAX_ARGUMENTS = 4096  # different arguments of ops that are remembered
+EXACT_LIMIT = float(1 << 43)  # µs; below this a double rounds to the right nanosecond
+MAX_ARGUMENTS = 4096  # distinct op arguments to cache
 
 
 MODULE_MARK = f'"{MODULE}'.encode()
 
 
-# how the ops of a name are kept on their own, beside the columns of all ops
+# How the ops of a name are kept as objects, besides their rows in the columns.
 AS_EVALUATION, AS_DETAIL, WITH_ARGUMENTS = 1, 2, 3
 
 
 class NeedExactTimes(Exception):
-    """A double does not hold a timestamp to the nanosecond; the file has to be read with decimals."""
+    """A double cannot hold a timestamp to the nanosecond, so the file needs decimals."""
 
 
 class Collector:
-    """Takes decoded events in, and writes them out as columns."""
+    """Collects decoded events and writes them as columns."""
 
     def __init__(self, events: Events, spool: Spool) -> None:
         self.events = events
@@ -73,13 +71,13 @@ class Collector:
         self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
         self._take: dict[type, Callable[[Any], object]] = {}
         self._sequence = 0
-        self._texts: list[str] = []  # of ops' names, by id
-        self._kept: list[int] = []  # how the ops of a name are kept on their own, by its id
+        self._texts: list[str] = []  # names of ops, by id
+        self._kept: list[int] = []  # how the ops of a name are kept, by the name's id
         self._arguments = ArgumentsDecoder()
         self.register()
 
     def register(self) -> None:
-        """Learn the event classes, again after the union has grown."""
+        """Register the event classes, again after the union has grown."""
         for kind, classes in self.events.classes.items():
             self._take.update(dict.fromkeys(classes, self._pending[kind].append))
         drop = deque[Any](maxlen=0).append
@@ -92,7 +90,7 @@ class Collector:
             take[type(event)](event)
 
     def add_texts(self, texts: list[bytes]) -> None:
-        """Decode events and take them in, what is broken skipped and counted."""
+        """Decode and collect events. Broken ones are skipped and counted."""
         try:
             events = self.events.many.decode(b"[%b]" % b",".join(texts))
         except UNDECODABLE:
@@ -101,12 +99,12 @@ class Collector:
         else:
             self.tables.events += len(events)
             self.add(events)
-        for text in texts:  # the decoder skips frames
+        for text in texts:  # the decoder skips Python frames
             if MODULE_MARK in text:
                 self.add_module(text)
 
     def add_text(self, data: bytes) -> None:
-        """Decode an event and take it in, or skip and count it."""
+        """Decode and collect an event, or skip and count it."""
         categories = len(self.events.extra)
         event, bad = self.events.decode_one(data)
         if len(self.events.extra) != categories:
@@ -119,19 +117,19 @@ class Collector:
             self.add((event,))
 
     def add_module(self, data: bytes) -> None:
-        """Take in an event that may be the call of an nn.Module."""
+        """Collect an event if it is the call of an nn.Module."""
         with suppress(*UNDECODABLE):
             event = decoded(self.events.module, data)
-            if event.name.startswith(MODULE):  # and not the text of another field
+            if event.name.startswith(MODULE):  # the text may also occur in another field
                 self._pending["module"].append(event)
 
     def settle(self, part: int) -> None:
-        """Write what has to stand before rows that come as columns."""
+        """Write the pending events that have to precede rows given as columns."""
         if any(self._pending[kind] for kind in ("op", "launch", "loose", "gpu")):
             self.flush(part)
 
     def add_ops(self, part: int, rows: OpRows, args: Callable[[int], bytes]) -> None:
-        """Write ops; args: the text of a row's arguments."""
+        """Write ops. `args` returns the arguments of a row as text."""
         keep = np.ones(len(rows.start), np.bool_)
         self._detail(rows, keep, args)
         self._write(self.tables.ops, rows, keep, self._order(part), rows.start, rows.end)
@@ -147,7 +145,7 @@ class Collector:
         self._write(self.tables.gpu, rows, keep, self._order(part), key, key)
 
     def add_modules(self, names: list[str], columns: tuple[Ints, ...]) -> None:
-        """Take in calls of modules: names, and columns of start, end and thread."""
+        """Collect calls of modules from their names and columns of start, end and thread."""
         rows = zip(names, *(column.tolist() for column in columns), strict=True)
         self.tables.modules += [HostSpan(*row) for row in rows]
 
@@ -156,7 +154,7 @@ class Collector:
         return part, self._sequence
 
     def flush(self, part: int) -> None:
-        """Write the pending events as blocks of a part of the file. Raises NeedExactTimes."""
+        """Write the pending events as blocks of a part of the file. Raise NeedExactTimes."""
         order = self._order(part)
         pending = self._pending
         pending["launch"].extend(filter(None, map(self.events.launch_of, pending["loose"])))
@@ -191,7 +189,7 @@ class Collector:
         )
         keys = list(configs)
         odd = [row for row in distinct(rows.config) if not fits(keys[row])]
-        if odd:  # a launch configuration that does not fit into int64
+        if odd:  # a launch configuration exceeds int64
             keep &= ~np.isin(rows.config, odd)
         self._write(self.tables.gpu, rows, keep, order, rows.correlation, rows.correlation)
 
@@ -213,7 +211,7 @@ class Collector:
         self._write(self.tables.ops, rows, keep, order, start, rows.end)
 
     def _detail(self, rows: OpRows, keep: Flags, args: Callable[[int], bytes]) -> None:
-        """Keep the ops on their own of which that is wanted; args: the text of a row's arguments."""
+        """Keep as objects the ops whose name requires it. `args` returns the arguments of a row."""
         names = self.tables.names
         new = list(islice(names, len(self._kept), None))
         self._kept += map(_kept, new)
@@ -229,7 +227,7 @@ class Collector:
             if how == WITH_ARGUMENTS and (text := args(row)):
                 try:
                     arguments, sequence = self._arguments.decode(text)
-                except UNDECODABLE:  # the decoder would not have read the event either
+                except UNDECODABLE:  # the decoder would have refused the event too
                     keep[row] = False
                     continue
             detail = HostSpan(self._texts[name], start, end, thread, arguments, sequence)
@@ -248,7 +246,7 @@ class Collector:
         self.add_arrows(np.stack([keys, begins, self._threads(events), times])[:, keep])
 
     def add_arrows(self, columns: Ints) -> None:
-        """Take in ends of arrows given as columns of Arrows."""
+        """Collect ends of arrows, given as the columns of Arrows."""
         self.tables.arrows.blocks.append(columns)
 
     def _write_modules(self, events: list[Any], _order: tuple[int, int]) -> None:
@@ -288,7 +286,7 @@ class Collector:
             return _to_ns(micro)
         result = []
         for position, value in enumerate(values):
-            # Decimals are compared bare: arithmetic raises for those that are no numbers or too long
+            # Decimals are only compared: arithmetic raises for NaN and for too many digits
             known = value.is_finite() and -MAX_NS < value < MAX_NS
             exact = round(value * 1000) if known else MAX_NS
             keep[position] &= abs(exact) < MAX_NS
@@ -325,10 +323,10 @@ def _kept(name: str) -> int:
 
 
 def _to_ns(micro: NDArray[np.float64]) -> Ints:
-    """Microseconds with three decimals to nanoseconds, exact below EXACT_LIMIT.
+    """Convert microseconds with three decimals to nanoseconds, exactly below EXACT_LIMIT.
 
-    Whole and fraction apart: near 2**42 a double is off by up to 0.49 ns, and the rounding of a
-    plain product by 1000 would make a whole one of it.
+    The fraction is converted on its own: near 2**42 a double is off by up to 0.49 ns, and a plain
+    product by 1000 would round that up to 1 ns.
     """
     whole = np.floor(micro)
     fraction = np.rint((micro - whole) * 1000)
@@ -336,7 +334,7 @@ def _to_ns(micro: NDArray[np.float64]) -> Ints:
 
 
 def _checked(values: list[int], keep: Flags) -> Ints:
-    """Values as int64; those that do not fit lose their row."""
+    """Return values as int64, and clear `keep` for those that do not fit."""
     try:
         return np.array(values, np.int64)
     except OverflowError:
@@ -346,7 +344,7 @@ def _checked(values: list[int], keep: Flags) -> Ints:
 
 
 def fits(config: tuple[Any, ...]) -> bool:
-    """Whether a launch configuration holds only numbers from 0 to int64's largest."""
+    """Return whether a launch configuration contains only numbers from 0 to 2**63 - 1."""
     grid, block, registers, shared = config
     values = (*(grid or ()), *(block or ()), registers or 0, shared or 0)
     return bool(max(values) <= MAX_INT and min(values) >= 0)
@@ -355,23 +353,23 @@ def fits(config: tuple[Any, ...]) -> bool:
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = ("cuda_runtime", "cuda_driver")
 ARROWS = ("fwdbwd", "forward_backward")  # from a forward op to its backward op
-MODULES = "python_function"  # skipped by the decoder, but for those that modules are
+MODULES = "python_function"  # skipped by the decoder, except for calls of modules
 IGNORED = (
     "python_function", "ac2g", "async_cpu_to_gpu",
     "cpu_instant_event", "overhead", "Trace", "gpu_user_annotation", "cuda_sync", "cuda_event",
     "cuda_profiler_range", "collective_comm", "async_gpu", "async",
 )  # fmt: skip
-MAX_EXTRA = 256  # unknown categories that are looked at
+MAX_EXTRA = 256  # unknown categories to decode
 
 _NOT_FINITE = re.compile(
     rb'"(?:[^"\\]|\\.)*+"|-?\b(?:NaN|nan|Infinity|infinity|inf)\b', re.DOTALL | re.ASCII
 )
-# a Decimal's exponent may be beyond decimal's own limits
+# ArithmeticError: a Decimal's exponent may exceed decimal's own limits
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ArithmeticError)
 
 
 class GpuArgs(msgspec.Struct, gc=False):
-    """`args` of a kernel, memcpy or memset."""
+    """The `args` of a kernel, memcpy or memset."""
 
     device: int = -1
     stream: int = -1
@@ -385,7 +383,7 @@ class GpuArgs(msgspec.Struct, gc=False):
 
 
 class OpArgs(msgspec.Struct, gc=False):
-    """`args` of an op whose arguments are kept, not decoded yet but for the sequence number."""
+    """The `args` of an op whose arguments are kept. Only the sequence number is decoded here."""
 
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")
@@ -404,9 +402,9 @@ class ArgumentsDecoder:
         self._known: dict[tuple[bytes, ...], OpArguments] = {}
 
     def decode(self, data: bytes) -> tuple[OpArguments, int]:
-        """Return the arguments and the sequence number, which is -1 if there is none.
+        """Return the arguments, and the sequence number or -1.
 
-        Raise one of UNDECODABLE for anything else than an object.
+        Raise one of UNDECODABLE if `data` is not an object.
         """
         try:
             return self._decode(data)
@@ -433,18 +431,18 @@ def _decoded_list(text: bytes) -> Sequence[Any]:
 
 
 class LaunchArgs(msgspec.Struct, gc=False):
-    """`args` of a runtime or driver call."""
+    """The `args` of a runtime or driver call."""
 
     correlation: int = -1
 
 
 class Events:
-    """The union's classes and decoders for one file; `exact` reads ts as Decimal."""
+    """The event classes and decoders for one file. `exact` reads ts as Decimal."""
 
     def __init__(self, *, exact: bool) -> None:
         self.exact = exact
         self.extra: list[str] = []
-        self.kinds: dict[type, str] = {}  # also of classes from before the union grew
+        self.kinds: dict[type, str] = {}  # includes classes from before the union grew
         self._build()
 
     def _build(self) -> None:
@@ -474,7 +472,7 @@ class Events:
         self.known = {*GPU, *LAUNCH, *ARROWS, "cpu_op", "user_annotation", *IGNORED, *self.extra}
 
     def launch_of(self, event: Any) -> Any | None:
-        """An event of an unknown category as a launch, if it looks like one."""
+        """Return an event of an unknown category as a launch call, or None if it is not one."""
         args = event.args if isinstance(event.args, dict) else {}
         correlation = args.get("correlation")
         if not isinstance(correlation, int) or "stream" in args:
@@ -486,9 +484,10 @@ class Events:
         return launch(event.name, time, LaunchArgs(correlation), event.pid, event.tid)
 
     def decode_one(self, data: bytes) -> tuple[Any, bool]:
-        """(event or None, whether it was bad) of a segment that did not decode as a whole.
+        """Decode an event from a segment that could not be decoded as a whole. Return the event or
+        None, and whether it was damaged.
 
-        Events without a category or a duration are not bad. Numbers that are not finite become
+        Events without a category or a duration are not damaged. Numbers that are not finite become
         null: Kineto writes `inf` for the bandwidth of a copy that took no time.
         """
         if is_heavy(data):
@@ -516,7 +515,10 @@ class Events:
 
 
 def decoded(decoder: Any, data: bytes) -> Any:
-    """Decode an event; half a character in a field that nobody reads does no harm. Raises UNDECODABLE."""
+    """Decode an event. Half of a surrogate pair is accepted in fields that are not read.
+
+    Raise one of UNDECODABLE.
+    """
     try:
         return decoder.decode(data)
     except UNDECODABLE:

@@ -1,6 +1,4 @@
-"""Bytes of a Kineto file in small blocks, plain or gzip, and where its events begin and how they
-are separated.
-"""
+"""Read a Kineto file, plain or gzip, in small blocks, and find its events and their separator."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from profharness.errors import TraceFormatError
 from profharness.files import JSON_WEIGHT, is_heavy
 from profharness.parse.packed import GzipReader, open_file
 
-BLOCK = 128 * 1024  # 32 to 256 KiB is the flat optimum: bigger buffers cost page faults
-MAX_PIECE = 32 << 20  # longest event, header or trailer that is held in memory
+BLOCK = 128 * 1024  # fastest from 32 to 256 KiB; bigger buffers cost page faults
+MAX_PIECE = 32 << 20  # bytes of the longest event, header or trailer
 
 _EVENTS_KEY = b'"traceEvents"'
 _ARRAY = re.compile(rb"\s*+:\s*+\[")
@@ -30,7 +28,7 @@ _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _TOKEN = re.compile(_STRING + rb'|[{}\[\]"]', re.DOTALL)
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-# what needs no change is one match, however long it is
+# text that needs no change is a single match, however long it is
 _PLAIN = rb"(?:[^\\]++|\\(?!u[dD][89a-fA-F]).|%s%s)++" % (_HIGH, _LOW)
 _ESCAPE = re.compile(rb"%s|(%s|%s)" % (_PLAIN, _HIGH, _LOW), re.DOTALL)
 _KEY = re.compile(rb"\{[ \t\r\n]*" + _STRING, re.DOTALL)
@@ -38,12 +36,13 @@ _KEY = re.compile(rb"\{[ \t\r\n]*" + _STRING, re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a file is laid out.
+    """The layout of a file.
 
-    first is the offset of the first event. separator starts with the `}` of one event; gap is the
-    number of bytes between that `}` and the next event's `{`. certain: the separator holds a
-    newline, which no JSON string can, so every occurrence is an event boundary. bare: the file is
-    the array alone. empty: traceEvents is `[]` and first is the offset of its `]`.
+    `first` is the offset of the first event. `separator` starts with the `}` of an event, and `gap`
+    is the number of bytes between that `}` and the `{` of the next event. `certain`: the separator
+    contains a newline, which no JSON string can, so that each occurrence is an event boundary.
+    `bare`: the file is only the array. `empty`: traceEvents is `[]`, and `first` is the offset of
+    its `]`.
     """
 
     first: int
@@ -57,7 +56,7 @@ class Layout:
 
 
 class Window:
-    """A stretch of a file's uncompressed bytes; `buffer` begins at offset `base`."""
+    """A window on a file's uncompressed bytes. `buffer` begins at offset `base`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,14 +67,16 @@ class Window:
 
     @property
     def end(self) -> int:
-        """Offset just behind the buffer."""
+        """Offset of the end of the buffer."""
         return self.base + len(self.buffer)
 
     def fill(self, size: int = BLOCK) -> bool:
-        """Append up to `size` bytes; False at the end. Raises TraceFormatError on damaged gzip."""
+        """Append up to `size` bytes. Return False at the end. Raise TraceFormatError for damaged
+        gzip.
+        """
         kept = len(self.buffer)
         if 0 < kept < size // 8 and not isinstance(self._file, GzipReader) and not self.eof:
-            self._file.seek(self.base)  # reading a little again costs less than joining
+            self._file.seek(self.base)  # reading a few bytes again costs less than joining
             data = self._read(kept + size)
             self.eof = len(data) <= kept
             self.buffer = self.buffer if self.eof else data
@@ -86,7 +87,9 @@ class Window:
         return bool(data)
 
     def read_into(self, segment: memoryview) -> int:
-        """Put the file's bytes from `base` on there; how many, 0 of a packed file. The window stays."""
+        """Read the bytes from `base` on into `segment`, without moving the window. Return their
+        number, 0 for a gzip file.
+        """
         if isinstance(self._file, GzipReader):
             return 0
         try:
@@ -94,11 +97,13 @@ class Window:
             size = self._file.readinto(segment)
             self._file.seek(self.end)
         except OSError:
-            return 0  # who fills the window says what is wrong
+            return 0  # `fill` reports the error
         return size or 0
 
     def seek(self, offset: int) -> None:
-        """Drop everything before `offset` (not before `base`), or all of a file that ends before it."""
+        """Drop everything before `offset`, which is at least `base`. Drop all if the file is
+        shorter.
+        """
         if offset > self.end and not isinstance(self._file, GzipReader):
             offset = min(offset, self._file.seek(0, os.SEEK_END))
             self._file.seek(offset)
@@ -110,7 +115,7 @@ class Window:
         self.base, self.buffer = offset, self.buffer[offset - self.base :]
 
     def rest(self) -> bytes:
-        """Everything from `base` on. Raises TraceFormatError beyond MAX_PIECE bytes."""
+        """Return everything from `base` on. Raise TraceFormatError beyond MAX_PIECE bytes."""
         begin = self.end
         while self.fill(max(BLOCK, len(self.buffer))):
             if len(self.buffer) > MAX_PIECE:
@@ -119,12 +124,12 @@ class Window:
         return self.buffer
 
     def error(self, message: str, *, offset: int | None = None, expected: str) -> TraceFormatError:
-        """A TraceFormatError about this file, at `offset` or at the buffer's end."""
+        """Return a TraceFormatError for this file at `offset`, by default at the buffer's end."""
         where = self.end if offset is None else offset
         return TraceFormatError(self.path, message, offset=where, expected=expected)
 
     def too_long(self, offset: int) -> TraceFormatError:
-        """Return the error of an event that is longer than any."""
+        """Return the error for an event longer than MAX_PIECE."""
         message = f"an event of more than {MAX_PIECE >> 20} MiB"
         return self.error(message, offset=offset, expected="an event")
 
@@ -141,7 +146,9 @@ class Window:
 
 
 def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:
-    """Index behind the object that opens at `start`, None if it does not close before `stop`."""
+    """Return the end of the object that opens at `start`, or None if it does not close before
+    `stop`.
+    """
     depth = 0
     for match in _TOKEN.finditer(data, start, len(data) if stop is None else stop):
         token = data[match.start()]
@@ -157,13 +164,13 @@ def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:
 
 
 def skip_space(data: bytes, position: int) -> int:
-    """Index of the first byte at or behind `position` that is not JSON white space."""
+    """Return the index of the first byte from `position` on that is not JSON white space."""
     match = _SPACE.match(data, position)
     return match.end() if match else position
 
 
 def decode_lenient(data: bytes) -> Any:
-    """JSON to Python values, NaN, bad UTF-8 and control characters too. Raises ValueError."""
+    """Decode JSON, including NaN, bad UTF-8 and control characters. Raise ValueError."""
     if is_heavy(data):
         raise ValueError(f"more than {JSON_WEIGHT:,} values")
     try:
@@ -176,16 +183,16 @@ def decode_lenient(data: bytes) -> Any:
 
 
 def whole_characters(data: bytes) -> bytes:
-    """JSON whose escaped halves of a character, which no text can hold, are U+FFFD."""
+    """Replace escaped lone surrogates, which no text can contain, by U+FFFD."""
     if not _HALF.search(data):
         return data
     return _ESCAPE.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
 
 
 def probe(window: Window) -> Layout:
-    """Find the events of a file whose window stands at its beginning.
+    """Return the layout of a file. The window must be at its beginning.
 
-    Raises TraceFormatError for a file that is not JSON, has no traceEvents, or ends too early.
+    Raise TraceFormatError if the file is not JSON, has no traceEvents or is truncated.
     """
     window.fill()
     if not window.buffer:
@@ -201,13 +208,13 @@ def probe(window: Window) -> Layout:
 
 
 def _find_events(window: Window, start: int) -> tuple[int, dict[str, Any]]:
-    """Return the offset behind the `[` of the top-level traceEvents, and the keys before it."""
+    """Return the offset after the `[` of the top-level traceEvents, and the keys before it."""
     depth, position = 0, start
     while True:
         for match in _TOKEN.finditer(window.buffer, position):
             position, opening = match.span()[0], match[0][:1]
             if match[0] == b'"':
-                break  # a string that goes on behind the buffer
+                break  # the string continues after the buffer
             if depth == 1 and match[0] == _EVENTS_KEY:
                 behind = _ARRAY.match(window.buffer, match.end())
                 if behind is None and _SPACE_AND_COLON.fullmatch(window.buffer, match.end()):
@@ -248,9 +255,9 @@ def _foreign(window: Window) -> TraceFormatError:
 
 
 def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool) -> Layout:
-    """Measure the separator between the first two events."""
+    """Find the separator between the first two events."""
     header.pop("traceEvents", None)
-    between, tail, certain = b",", b"{", False  # where no second event tells
+    between, tail, certain = b",", b"{", False  # used if there is no second event
     size = BLOCK
     while True:
         first = skip_space(window.buffer, position)
@@ -282,9 +289,9 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
 
 
 def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
-    """Return the keys before and behind the events, which end at `end`.
+    """Return the keys before and after the events, which end at `end`.
 
-    Raises TraceFormatError if the file does not close properly.
+    Raise TraceFormatError if the file is truncated or continues after the trace.
     """
     with closing(Window(path)) as window:
         window.fill()
