@@ -1,5 +1,7 @@
-"""Kernel identity: the canonical name of a GPU function, its family, what its name tells, and a
-short name. Here also stand at::native, the kernels of kernels/, and ATen ops.
+"""Identify kernels: parse the name of a GPU function or an ATen op into a family, a backend,
+compile-time properties and a short name.
+
+This module contains the rules for at::native, for the kernels of kernels/ and for ATen ops.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ ATTENTION_FAMILIES = frozenset(
 COLLECTIVE = "collective"
 """The family of communication between GPUs."""
 _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)
-# ATen ops that stand for one kernel
+# ATen ops that stand for one kernel each.
 _GROUPS = {
     "gemm": """bmm mm addmm baddbmm addbmm mkldnn_linear mkldnn_matmul _int_mm _scaled_mm
         _addmm_activation""",
@@ -72,9 +74,10 @@ _ATTENTION = {
 
 @lru_cache(maxsize=16384)
 def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
-    """What a name in any profiler's spelling says; kind is `kernel memcpy memset op`.
+    """Parse a kernel name in any profiler's spelling.
 
-    A name that no rule knows has family `other`. Never raises; only the first 16 KiB are read.
+    `kind` is `kernel`, `memcpy`, `memset` or `op`. A name that no rule matches has the family
+    `other`. Only the first 16 KiB are read. Never raises.
     """
     if kind == "op":
         short = clip(name.removeprefix("aten::"))
@@ -91,7 +94,7 @@ def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
         _native,
         _own,
         parse_serving,
-    ):  # the first that knows the name decides
+    ):  # the first parser that recognizes the name decides
         kernel = parse(text, head)
         if kernel is not None:
             return kernel.clipped()
@@ -131,7 +134,7 @@ _PLAIN_TYPE = rf"{_TYPES}|bool|unsigned char|signed char|short|int|long"
 _FUNCTION = re.compile(r"([A-Za-z_]\w*?)(?:<[^<>()]{0,200}>)?\(at::(?:Tensor|TensorIter\w*)\b")
 _FUNCTOR = re.compile(rf"([A-Za-z_]\w*[Ff]unctor\w*)(?:<({_PLAIN_TYPE})[,>])?")
 _LAMBDA = re.compile(rf"\{{lambda\((?:bool, )?({_PLAIN_TYPE})[,)]")
-# the argument that says what is computed; in a short name a copy is a plain word
+# The argument that names the operation. In a short name, a copy is a plain word.
 _COMPUTES = re.compile(r"::|unctor|^\w*copy\w*$", re.ASCII)
 _WRAPPERS = {"BinaryFunctor", "UnaryFunctor", "func_wrapper_t"}
 _SUFFIX = re.compile(r"_kernel(?:_cuda|_impl(?:_cuda)?)?$")
@@ -143,7 +146,7 @@ def _word(name: str | None) -> str | None:
 
 
 def _functor(argument: str) -> tuple[str | None, str | None]:
-    """What an elementwise kernel computes (innermost functor or function) and on which type."""
+    """Return the innermost functor or function of an elementwise kernel, and its dtype."""
     scalar = _LAMBDA.search(argument)
     for match in _FUNCTION.finditer(argument):
         if not match[1].startswith("gpu_kernel"):
@@ -187,18 +190,18 @@ def _arguments(text: str, head: Head, limit: int = 8) -> tuple[list[str], list[s
 
 
 def _computed(head: Head, parts: list[str | None], family: str, dtype: str | None) -> KernelName:
-    base, *rest = parts  # fp32 goes without saying
+    base, *rest = parts  # fp32 is the default and not shown
     short = join_short(str(base), *rest, dtype if dtype != "fp32" else None).replace(",", ", ")
     dtype = dtype if dtype in DTYPES.values() else None
     return KernelName(head.name, short, family, "aten", dtype=dtype)
 
 
 def _softmax(text: str, head: Head) -> KernelName:
-    """`softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>`, or `cunn_…`."""
+    """Parse `softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>` or `cunn_…`."""
     arguments, numbers = _arguments(text, head)
     types = [DTYPES[argument] for argument in arguments if argument in DTYPES]
     flags = [argument == "true" for argument in arguments if argument in ("true", "false")]
-    # the accumulator is fp32 for 16-bit tensors, and so may be one side of the operation
+    # The accumulator is fp32 for 16-bit tensors, and the input or the output may be fp32 too.
     dtype = next((word for word in types if word != "fp32"), types[0] if types else None)
     is_log = bool(flags and flags[0]) or "LogSoftMax" in text[:600]
     is_masked = "warp" in head.base and len(flags) > 1 and flags[1]
@@ -209,7 +212,7 @@ def _softmax(text: str, head: Head) -> KernelName:
 
 
 _CUDA = frozenset({"single_query", "single_query_attention", "tiled_attention", "combine_splits"})
-# A Triton kernel has no parameter list in its name; a CUDA kernel of the same name has.
+# A Triton kernel's name has no parameter list. A CUDA kernel of the same name has one.
 _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
 _DTYPES = frozenset({"fp16", "bf16", "fp32"})
 _TILED_STAGES = TILED_PARAMETERS.index("STAGES")
@@ -217,8 +220,8 @@ _TILED_PLACES = {TILED_PARAMETERS.index(name): word for name, word in TILED_FLAG
 
 
 def _own(text: str, head: Head) -> KernelName | None:
-    """A kernel of kernels/: Triton's, or CUDA's `tiled_attention<T, BM, BN, …>` with a tile of BM
-    queries and BN keys.
+    """Parse a kernel of kernels/: Triton's, or CUDA's `tiled_attention<T, BM, BN, …>` with a tile
+    of BM queries and BN keys.
     """
     if _TRITON.match(text):
         direction = "bwd" if "backward" in text else "fwd"
@@ -247,7 +250,7 @@ def _own(text: str, head: Head) -> KernelName | None:
 
 
 def _rest(arguments: list[str]) -> list[str]:
-    """What follows type and tile: the numbers, and the flags that are set by their names."""
+    """Return the arguments after the type and the tile: numbers, and the names of flags that are set."""
     if len(arguments) != len(TILED_PARAMETERS):
         return reduced_arguments(arguments[3:])
     words = [
@@ -258,7 +261,7 @@ def _rest(arguments: list[str]) -> list[str]:
 
 
 def _op_family(op: str) -> tuple[str, str | None]:
-    """Family and direction of an op such as `aten::bmm`."""
+    """Return the family and the direction of an op such as `aten::bmm`."""
     name = op.rpartition("::")[2].partition(".")[0]
     for word, family in _ATTENTION.items():
         if word in name:

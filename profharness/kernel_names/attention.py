@@ -1,5 +1,5 @@
-"""Kernels of PyTorch's libraries by their names: attention (FlashAttention 2, 3 and 4, efficient,
-cuDNN, flex, Triton) and matrix products (cuBLAS, cuBLASLt, CUTLASS); CUB.
+"""Parse the kernels of PyTorch's libraries: attention (FlashAttention 2, 3 and 4, efficient, cuDNN,
+flex, Triton), matrix products (cuBLAS, cuBLASLt, CUTLASS) and CUB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from profharness.kernel_names.text import (
     template_arguments,
 )
 
-READ = 2048  # an attention kernel's fields stand in the template; the parameter list repeats it
+READ = 2048  # the template has all fields of an attention kernel; the parameter list repeats them
 
 
 def parse_library(text: str, head: Head) -> KernelName | None:
@@ -54,7 +54,7 @@ _FA2_SHORT = {
 
 
 def fa2_flags(base: str, text: str) -> dict[str, bool]:
-    """Compile-time flags by name; releases before softcap have one less, the first still fewer."""
+    """Return the compile-time flags by name. Releases before softcap have fewer flags."""
     match = _FLAGS.search(text)
     if match is None or "combine" in base:
         return {}
@@ -110,7 +110,7 @@ _FA3_SIDE = re.compile(r"FlashAttn(Fwd|Bwd)Sm(\d+)")
 
 
 def fa3_flags(text: str) -> dict[str, bool]:
-    """Compile-time flags by name, of the kernels that have an architecture in theirs."""
+    """Return the compile-time flags of kernels whose name contains an architecture."""
     side, match = _FA3_SIDE.search(text), _FA3_FLAGS.search(text)
     if side is None or match is None:
         return {}
@@ -262,7 +262,7 @@ def _element(text: str) -> str | None:
 
 
 def _gemm(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """`ampere_sgemm_128x64_tn`, `cutlass_80_tensorop_…gemm_…`, also in `cutlass::Kernel2<…>`."""
+    """Parse `ampere_sgemm_128x64_tn` or `cutlass_80_tensorop_…gemm_…`, also in `cutlass::Kernel2<…>`."""
     name = match["name"]
     if _CONVOLUTION.search(name) or "gemm" not in name:
         return KernelName(head.name, name, "other", "cudnn" if "cudnn" in text[:200] else "cutlass")
@@ -283,14 +283,14 @@ def _gemm(text: str, head: Head, match: re.Match[str]) -> KernelName:
 
 
 def _xmma(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """`sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`."""
+    """Parse `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`."""
     if match["gemm"] is None:
         return KernelName(head.name, head.base, "other", "cudnn", arch=match["sm"])
     formats = re.match(r"_([a-z\d]+?)_([a-z\d]+?)_([a-z\d]+)_([tn]{2})_", match["tail"])
     tile = re.search(r"tilesize(\d+)x(\d+)x(\d+)", match["tail"])
     stage = re.search(r"stage(\d+)", match["tail"])
     math = "tf32" if formats and "tf32" in formats[2] else None
-    # the first word names A and B in one: f32f32, bf16bf16
+    # The first word contains the types of A and B: f32f32, bf16bf16.
     word = formats[1][: len(formats[1]) // 2] if formats else None
     parts = [math or word, formats[4] if formats else None, tile[0][8:] if tile else None]
     parts += ["splitk" if "split_k" in match["tail"] else None]
@@ -308,7 +308,7 @@ def _xmma(_text: str, head: Head, match: re.Match[str]) -> KernelName:
 
 
 def _nvjet(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """`nvjet_[sm90_]hsh_256x128_64x4_…`: types of A, B, D (h fp16, t bf16), tile, K x stages."""
+    """Parse `nvjet_[sm90_]hsh_256x128_64x4_…`: types of A, B, D (h fp16, t bf16), tile, K x stages."""
     return KernelName(
         head.name,
         head.base,
@@ -339,7 +339,7 @@ def _small_gemm(text: str, head: Head, _match: re.Match[str]) -> KernelName:
 
 
 def _cutlass3(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """`cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>`, also of CUTLASS 2."""
+    """Parse `cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>` and CUTLASS 2 names."""
     tile = re.search(r"GemmShape<(\d+), (\d+), \d+>", text[:4096])
     element = re.search(r"cutlass::(?:half_t|bfloat16_t|float_e4m3_t)\b", text[:4096])
     return KernelName(
@@ -365,9 +365,9 @@ def _rules(*rows: tuple[str, Callable[[str, Head, re.Match[str]], KernelName]]) 
     return [(re.compile(pattern, re.ASCII), parser) for pattern, parser in rows]
 
 
-# Tried in this order; the first that matches decides.
+# Tried in this order. The first match decides.
 _ATTENTION = _rules(
-    # FlashMLA's flash_fwd_splitkv_mla_kernel is none of these
+    # must not match FlashMLA's flash_fwd_splitkv_mla_kernel
     (r"(?:\w+::){0,4}flash_(?P<direction>fwd|bwd)_(?!\w*mla_)\w+(?=[<(]|$)", _fa2),
     (
         r"(?:cutlass::device_kernel<)?(?:flash::enable_sm\w+<)?flash::"

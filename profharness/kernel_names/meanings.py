@@ -1,8 +1,8 @@
-"""What the words of kernel names mean: families, libraries, compile-time flags, template parameters,
-tokens. The one table of them: names are shortened by it, and said in words by it.
+"""The vocabulary of kernel names: families, libraries, compile-time flags, template parameters and
+tokens. Short names and descriptions are both derived from these tables.
 
-Parameters and flags bear the names of the sources: flash-attention 2.8 (csrc/flash_attn/src and
-hopper), PyTorch's ATen/native/transformers/cuda/mem_eff_attention, kernels/tiled.cu.
+Parameters and flags have the names used in the sources: flash-attention 2.8 (csrc/flash_attn/src
+and hopper), PyTorch's ATen/native/transformers/cuda/mem_eff_attention, kernels/tiled.cu.
 """
 
 from __future__ import annotations
@@ -76,15 +76,17 @@ LIBRARIES = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A compile-time flag. shown and unset are its words in a short name, set and not set; "" where
-    it has none.
-    """
+    """A compile-time flag of a kernel."""
 
     name: str
     on: str
+    """Meaning if set."""
     off: str
+    """Meaning if not set."""
     shown: str = ""
+    """Word in a short name if set, "" for none."""
     unset: str = ""
+    """Word in a short name if not set, "" for none."""
 
 
 _CAUSAL = Flag("causal", "a query attends to no later key", "no causal mask", "causal")
@@ -145,13 +147,13 @@ FA3_BWD = "causal local softcap varlen deterministic"
 
 
 def flag_words(table: tuple[Flag, ...], flags: Mapping[str, bool]) -> list[str]:
-    """The words of a short name: those of set flags, then those of flags that are not set."""
+    """Return the words for a short name: set flags first, then unset ones."""
     words = [flag.shown for flag in table if flag.shown and flags.get(flag.name)]
     unset = [flag.unset for flag in table if flag.unset and flags.get(flag.name) is False]
     return words + unset
 
 
-# The template parameters of tiled_attention in kernels/tiled.cu. {}: the value.
+# The template parameters of tiled_attention in kernels/tiled.cu. {} is the value.
 TILED = {
     "T": "type of the tensors: {}",
     "BM": "tile: {} queries",
@@ -192,17 +194,17 @@ _SWAPS = {
     f"{name}_swapAB": f"operands swapped in the product for {what}: {{}}"
     for name, what in (("SdP", "S and dP"), ("dKV", "dK and dV"), ("dQ", "dQ"))
 }
-FLAGS = "*"  # stands for the flags of the kernel, in the layout's place
+FLAGS = "*"  # placeholder for the kernel's flags in a layout
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The template parameters behind a text that ends with `<`, and what each means. A parameter
-    FLAGS stands for the kernel's flags.
-    """
+    """The template parameters of a kernel, with their meanings."""
 
     opening: str
+    """The beginning of the name, up to and including `<`."""
     parameters: Mapping[str, str]
+    """In order. The parameter FLAGS stands for the kernel's flags."""
 
 
 def _pick(*names: str) -> dict[str, str]:
@@ -319,7 +321,7 @@ LAYOUTS = (
         for way in ("forward", "backward")
     ),
 )
-# The combine kernel of FlashAttention 2: what follows its traits.
+# The parameters of FlashAttention 2's combine kernel after its traits.
 FA2_COMBINE = {
     "kBlockM": "{} rows a block",
     "Log_max_splits": "combines at most 2^{} parts",
@@ -329,13 +331,13 @@ FA2_COMBINE = {
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A token of a name. Named groups are fields of a KernelName; {0} in the meaning is the token,
-    {1} its first group.
-    """
+    """A pattern for a token of a name. Its named groups are fields of a KernelName."""
 
     pattern: re.Pattern[str]
     meaning: str
+    """{0} is the token, {1} its first group."""
     values: Mapping[str, object] = field(default_factory=dict)
+    """Further fields that the token implies."""
 
 
 def _words(*rows: tuple[str, str], **values: object) -> tuple[Word, ...]:
@@ -361,7 +363,7 @@ _PRODUCT_TILE = (
     r"(?:tilesize|tile|MT)?(?P<tile_m>\d{2,})x(?P<tile_n>\d+)(?:x(?P<tile_k>\d+))?",
     "tile of the output, rows x columns; a third number is the depth of a step",
 )
-# For the words of a path, by library; the first row that matches the rest of the path decides.
+# Words of a function's path, by library. The first row that matches the rest of the path decides.
 WORDS: dict[str, tuple[Word, ...]] = {
     "efficient": (
         *_words(
@@ -504,21 +506,21 @@ WORDS["fa3"] = _words(
     (r"Preprocess", "sums output times its gradient over rows, before the backward"),
     (r"PostprocessConvertdQ", "turns fp32 gradients into the tensors' type"),
 )
-# Libraries whose short names lack what tells them apart from another's.
+# Libraries whose short names do not identify the variant.
 SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
-CAMEL = frozenset({"fa3", "trtllm"})  # names whose words begin with a capital
+CAMEL = frozenset({"fa3", "trtllm"})  # libraries whose words begin with a capital letter
 
 
 @dataclass(frozen=True, slots=True)
 class Brackets:
-    """What stands between the brackets of short names of a kind. integers: the meanings of the plain
-    numbers in order; rest: of a word that no row matches, "" where it is not known.
-    """
+    """The words between the brackets of a kind of short name."""
 
     base: re.Pattern[str]
     integers: tuple[str, ...] = ()
+    """Meanings of the plain numbers, in order."""
     words: tuple[Word, ...] = ()
     rest: str = ""
+    """Meaning of a word that no row matches, "" if unknown."""
     head_dim: bool = False
 
 
@@ -565,7 +567,7 @@ BRACKETS = tuple(
         (r"\w*[Gg]emm", (), _words(_PRODUCT_TILE)),
     )
 )
-# A short name or a part of one -> a text that the rules for whole names read.
+# A short name or a fragment -> a text that the rules for whole names can parse.
 WHOLE = tuple(
     (re.compile(pattern, re.ASCII), text)
     for pattern, text in (

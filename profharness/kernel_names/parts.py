@@ -1,4 +1,4 @@
-"""A kernel's name in words: its family, its library, and what each of its parts means."""
+"""Describe a kernel's name: its family, its library and the meaning of each of its parts."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ from profharness.kernel_names.text import (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a name. parameter is what the sources call it, "" for a word; meaning is None where
-    it is not known.
-    """
+    """A piece of a name."""
 
     token: str
     parameter: str
+    """Its name in the sources, "" for a word."""
     meaning: str | None
+    """None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a name says. kernel has what its parts tell too; untold are the facts of such a kernel
-    that the name leaves open.
-    """
+    """The description of a kernel's name."""
 
     kernel: KernelName
+    """Includes the fields that only the parts of the name contain."""
     library: str
     parts: tuple[Part, ...]
     untold: tuple[str, ...]
+    """Properties of such a kernel that the name leaves open."""
 
     @property
     def is_known(self) -> bool:
-        """Whether any rule knows the name."""
+        """Whether a rule matches the name."""
         return self.kernel.family != "other" or self.library != "unknown"
 
     @property
     def meaning(self) -> str:
-        """What the kernel is, in a sentence."""
+        """A sentence about the kernel."""
         library, family = LIBRARIES[self.library], FAMILIES[self.kernel.family]
         if not self.is_known:
             return "no rule of profharness knows this name"
@@ -72,11 +72,11 @@ class Description:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The parts whose meaning is not known."""
+        """The tokens without a known meaning."""
         return tuple(part.token for part in self.parts if part.meaning is None)
 
 
-# What a name may tell of a kernel, and how it is said where no part of the name says it in full.
+# Properties in a name, and their description if no part of the name gives the whole value.
 FACTS = {
     "direction": {"fwd": "forward", "bwd": "backward"},
     "arch": "code for this architecture; newer GPUs may run it too",
@@ -88,8 +88,8 @@ FACTS = {
     "causal": {True: "a query attends to no later key", False: "no causal mask"},
     "dropout": {True: "dropout of the weights", False: "no dropout"},
 }
-_ALWAYS = ("direction", "arch")  # the template does not hold them as such
-# What a name of a family may leave open, which a reader would like to know.
+_ALWAYS = ("direction", "arch")  # the template does not contain them directly
+# Properties that a name of the family may leave open.
 _EXPECTED = {
     "gemm": ("dtype", "tile"),
     **dict.fromkeys(("gemv", "softmax", "norm", "flash_combine", "fmha_combine"), ("dtype",)),
@@ -105,9 +105,7 @@ _CAPITAL = re.compile(r"[A-Z]?[a-z\d]+|[A-Z]+", re.ASCII)
 
 
 def describe(name: str) -> Description:
-    """What a name means: mangled, demangled or short, as `kernels` shows it, or an ATen op. Never
-    raises.
-    """
+    """Describe a mangled, demangled or short kernel name, or an ATen op. Never raises."""
     given = name.strip()
     name = canonical(given)
     kernel, library = _parsed(name)
@@ -127,7 +125,7 @@ def describe(name: str) -> Description:
 
 
 def _parsed(name: str) -> tuple[KernelName, str]:
-    """The name as the rules read it, whole or made whole again, and its library."""
+    """Parse the name, after completing a short one, and find its library."""
     made = (pattern.sub(text, name, count=1) for pattern, text in WHOLE if pattern.match(name))
     for candidate in (*made, name):
         if candidate.startswith("aten::"):
@@ -135,7 +133,7 @@ def _parsed(name: str) -> tuple[KernelName, str]:
         kernel = parse_kernel_name(candidate)
         if (kernel.family, kernel.backend) != ("other", "unknown"):
             return kernel, kernel.backend
-        if kernel.direction is not None:  # those of kernels/ in CUDA, which are `other` to diffs
+        if kernel.direction is not None:  # CUDA kernels of kernels/, which have the family `other`
             return kernel, "profharness"
     if re.fullmatch(r"\w+", name, re.ASCII):
         op = parse_kernel_name(f"aten::{name}", "op")
@@ -145,7 +143,7 @@ def _parsed(name: str) -> tuple[KernelName, str]:
 
 
 def _template(text: str, kernel: KernelName) -> Iterator[Part]:
-    """The parameters of a template whose layout is known, in the order of the name."""
+    """Yield the parameters of a template with a known layout, in order."""
     is_fa2 = kernel.backend.startswith("flash2")
     flags = fa2_flags(split_head(text, "").base, text) if is_fa2 else fa3_flags(text)
     for layout in LAYOUTS:
@@ -154,7 +152,7 @@ def _template(text: str, kernel: KernelName) -> Iterator[Part]:
             continue
         arguments = template_arguments(text, at + len(layout.opening) - 1)
         if any(_SHORT_TOKEN.fullmatch(each) for each in arguments):
-            return  # a short name, which has no parameters by place
+            return  # a short name has no positional parameters
         yield from _placed(arguments, layout.parameters, kernel, flags)
         if not is_fa2:
             return
@@ -202,7 +200,7 @@ def _said(value: str) -> str:
 
 
 def _path(text: str, library: str, values: dict[str, object]) -> Iterator[Part]:
-    """The words of the function's name, by the table of its library. Fills values."""
+    """Yield the words of the function's name that the library's table contains. Fills `values`."""
     rows = WORDS.get(library)
     if rows is None:
         return
@@ -224,7 +222,7 @@ def _path(text: str, library: str, values: dict[str, object]) -> Iterator[Part]:
 def _word(
     base: str, at: int, rows: Iterable[Word], end: str, values: dict[str, object]
 ) -> tuple[Part | None, int]:
-    """The first row's reading of what stands at a place, and where it ends."""
+    """Return the first matching row's part at a position, and where it ends."""
     for row in rows:
         match = re.compile(f"(?:{row.pattern.pattern}){end}", re.ASCII).match(base, at)
         if match and match.end() > at:
@@ -241,7 +239,7 @@ def _read(row: Word, match: re.Match[str], values: dict[str, object]) -> Part:
 
 
 def _subject(text: str, head: Head, library: str) -> str:
-    """The function's own name, out of the wrappers around it."""
+    """Return the function's own name without the wrappers around it."""
     if library == "fa3":
         match = _FA3_BASE.search(text)
         return match[0] if match else head.base
@@ -252,7 +250,7 @@ def _subject(text: str, head: Head, library: str) -> str:
 
 
 def _bracket(short: str, values: dict[str, object]) -> Iterator[Part]:
-    """What stands between the brackets of a short name. Fills values."""
+    """Yield the parts between the brackets of a short name. Fills `values`."""
     at = short.find("<")
     rule = next((each for each in BRACKETS if each.base.match(short)), Brackets(re.compile("")))
     integers = iter(rule.integers)
@@ -277,7 +275,7 @@ def _bracket(short: str, values: dict[str, object]) -> Iterator[Part]:
 
 
 def _completed(kernel: KernelName, values: Mapping[str, object]) -> KernelName:
-    """The kernel with what its tokens tell where the rules for whole names read nothing."""
+    """Return the kernel, with fields from its tokens where the rules for whole names found none."""
     found = dict(values)
     if "sm" in found:
         found["arch"] = f"sm{found.pop('sm')}"
@@ -292,7 +290,7 @@ def _completed(kernel: KernelName, values: Mapping[str, object]) -> KernelName:
 def _facts(
     kernel: KernelName, values: Mapping[str, object], names: Iterable[str]
 ) -> Iterator[Part]:
-    """What the rules read out of the whole name and no token says."""
+    """Yield the properties that the rules find in the whole name but that no token contains."""
     implied = {"tile_m": "tile", "sm": "arch", "tile_k": "head_dim"}
     said = {*values, *(implied[name] for name in implied if name in values)}
     for name in names:

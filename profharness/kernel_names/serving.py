@@ -1,8 +1,8 @@
-"""Kernels that fill traces of serving and training programs, by the words of their names: attention
-of libraries other than PyTorch's, collectives, experts, rotary embedding, norms, quantisation, caches.
+"""Parse kernels of serving and training programs by the words in their names: attention of other
+libraries, collectives, experts, rotary embedding, norms, quantization and caches.
 
-The words are those of the sources named beside them, and of public traces of vLLM, SGLang and xDiT
-in TraceLens (171dd74): H100, B200, MI210 and MI300.
+The words come from the sources in the comments and from public traces of vLLM, SGLang and xDiT in
+TraceLens (171dd74): H100, B200, MI210 and MI300.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from profharness.kernel_names.text import (
 _READ = 2048
 _WORD, _END = r"(?<![a-z\d])", r"(?![a-z])"
 
-# Looked for in this order in the words of the path; the first that is found decides. Before the
-# norm, the rotation or the quantisation that is fused into it stands what a kernel is there for.
-# Every match has one of the texts in the middle, which are a hundred times cheaper to look for.
+# Searched in this order in the words of the path. The first match decides. A kernel's main purpose
+# comes before a norm, rotation or quantization that is fused into it. Each row has plain texts that
+# one of its matches must contain, because a search for them is a hundred times cheaper.
 _ROWS = (
     (
         "fmha_combine",
@@ -113,7 +113,7 @@ _FAMILIES = tuple(
     for family, texts, pattern in _ROWS
 )
 _ATTENTION = frozenset({"fmha", "fmha_combine", "fmha_bwd"})
-# Products by the function's own name alone: a namespace such as deep_gemm holds more than those.
+# Matrix products, matched by the function's own name: a namespace such as deep_gemm contains more.
 _PRODUCT_TEXTS = ("gemm", "matmul", "split", "marlin")
 _PRODUCT = re.compile(
     rf"(?<![a-z])(?:(?:f4|f8|fp8|bf16|i8|mx\w{{0,8}}?)?gemm\d?|matmul){_END}|^wv_?split_?kq?_"
@@ -145,7 +145,7 @@ _LIBRARIES = re.compile(
 
 
 def parse_serving(text: str, head: Head) -> KernelName | None:
-    """A kernel of another library by the words of its name. None: no rule knows it."""
+    """Parse a kernel of another library by the words in its name. Return None if no rule matches."""
     for anchor, parser in _ANCHORED:
         match = anchor.match(text, head.end - len(head.path))
         if match:
@@ -184,21 +184,22 @@ def _family(words: str) -> str | None:
 
 
 def _subject(text: str, head: Head) -> tuple[str, bool]:
-    """The path that names the kernel: the head's, or that of a wrapper's argument; and whether it
-    was read out of a mangled name, which those of newer types (`DF16b`) and very long ones remain.
+    """Return the path that names the kernel, the head's or that of a wrapper's argument, and
+    whether it comes from a mangled name. Names of newer types (`DF16b`) and very long names stay
+    mangled.
     """
     if not head.path.startswith("_ZN"):
         inner = _WRAPPED.match(text, head.end) if _WRAPPER.search(head.path) else None
         return (inner[1] if inner else head.path), False
     parts, at = _lengths(text, 3)
     if parts and _WRAPPER.search(parts[-1]) and (argument := _MANGLED_ARGUMENT.match(text, at)):
-        # S_ stands for the wrapper's own namespace
+        # S_ is the wrapper's own namespace
         parts = parts[: 1 if argument["same"] else 0] + _lengths(text, argument.end())[0]
     return "::".join(parts), bool(parts)
 
 
 def _lengths(text: str, at: int) -> tuple[list[str], int]:
-    """The names of a mangled path that starts at text[at], `5aiter3abc`, and where they end."""
+    """Return the names in a mangled path that starts at text[at], `5aiter3abc`, and its end."""
     parts: list[str] = []
     while (match := _LENGTH.match(text, at)) and len(parts) < 12:
         at = match.end() + int(match[0])
@@ -210,7 +211,7 @@ _TYPES = re.compile(
     "|".join(
         rf"(?<![\w:]){re.escape(name)}\b"
         for name in sorted(DTYPES, key=len, reverse=True)
-        if name not in ("float", "double")  # an accumulator's, or a scale's
+        if name not in ("float", "double")  # the type of an accumulator or a scale
     )
 )
 _MANGLED_TYPES = re.compile(
@@ -219,12 +220,12 @@ _MANGLED_TYPES = re.compile(
 _TYPE_WORD = re.compile(
     r"(?<![a-z\d])(?:(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|f16)|(?P<fp8_e4m3>e4m3))(?![a-z\d])"
 )
-# of a product of two types the name's 16-bit one is that of the result
+# In a product of two types, the 16-bit type in the name is that of the result.
 _NARROW = re.compile(r"fp8|fp4|mx|i8|int\d|a\d+w\d")
 
 
 def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
-    """The first 16-bit or 8-bit type of the template, else, where it is the tensors', of the name."""
+    """Return the first 16-bit or 8-bit type in the template, or the name's type if it is the tensors'."""
     if head.path.startswith("_Z") and (mangled := _MANGLED_TYPES.search(text)):
         return mangled.lastgroup
     arguments = template_arguments(text, head.end)
@@ -237,16 +238,17 @@ def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
     return "fp32" if arguments[:1] == ["float"] else None
 
 
-# FlashInfer 0.6: KernelTraits<mask, rows of Q, MMAs of Q, of KV, of D, of D of V, warps of Q, of KV>
+# FlashInfer 0.6: KernelTraits<mask, rows of Q, MMAs of Q, of KV, of D, of D of V, warps of Q, of
+# KV>
 _FLASHINFER = re.compile(
     r"KernelTraits<\(flashinfer::MaskMode\)(?P<mask>\d), (?P<m>\d{1,6})u?, \d+u?, (?P<kv>\d{1,6})u?, "
     r"(?P<d>\d{1,6})u?, \d+u?, (?P<wq>\d{1,6})u?, (?P<wkv>\d{1,6})u?,"
 )
-# decode: <…, stages, tile, elements of a vector, threads of a row, …>, of which D has as many
+# decode: <…, stages, tile, vector elements, threads per row, …>; D is vector elements times threads
 _FLASHINFER_DECODE = re.compile(
     r"<\(flashinfer::PosEncodingMode\)\d, (?P<stages>\d{1,6})u?, \d+u?, (?P<vec>\d{1,6})u?, (?P<row>\d{1,6})u?, \d"
 )
-# SageAttention 2.2: <rows of Q, rows of K, rows of Q and K of a warp (sm90: threads), D, …>
+# SageAttention 2.2: <rows of Q, rows of K, rows of Q and K per warp (sm90: threads), D, …>
 _SAGE = re.compile(r"<(?P<m>\d+)u?, (?P<n>\d+)u?, \d+u?, (?:(\d+)u?, )?(?P<d>\d+)u?, \(")
 # Composable Kernel: TileFmhaShape<sequence<M, N, K, D of V, K of the second product, D>, …>
 _CK = re.compile(
@@ -261,7 +263,7 @@ _TILE = re.compile(r"(?<![a-z\d])(\d+)x(\d+)(?:x(\d+))?(?=_|x\d|$)")
 
 
 def _fields(text: str, head: Head, words: str, family: str) -> dict[str, Any]:
-    """What else the name says, as fields of a KernelName: of attention, of norms, of products."""
+    """Return further fields of a KernelName for attention, norms and products."""
     is_backward = re.search(r"bwd|backward", words) is not None
     if family == "gemm":
         tile = _TILE.search(words)
@@ -299,7 +301,7 @@ _TRTLLM_DTYPE = {"Bfloat16": "bf16", "Fp16": "fp16", "E4m3": "fp8_e4m3"}
 
 
 def _trtllm(head: Head, match: re.Match[str]) -> KernelName:
-    """`fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`."""
+    """Parse `fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`."""
     sizes = _TRTLLM.search(head.base, match.end())
     kind = re.match(r"Q(?:kv)?(Bfloat16|Fp16|E4m3)", head.base[match.end("sm") + 8 :] or "")
     kind = kind or re.search(r"_Qkv(Bfloat16|Fp16|E4m3)", head.base)
@@ -318,7 +320,7 @@ def _trtllm(head: Head, match: re.Match[str]) -> KernelName:
 
 
 def _trtllm_product(head: Head, match: re.Match[str]) -> KernelName:
-    """`bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`: type of C, of A and B, tile, stages."""
+    """Parse `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`: types of C, of A and B, tile, stages."""
     of_a_and_b = {"E4m3E4m3": "fp8_e4m3", "Bfloat16": "bf16", "Fp16": "fp16"}
     return KernelName(
         head.name,
@@ -335,21 +337,21 @@ _TENSILE_DTYPE = {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64"}
 
 
 def _tensile(head: Head, match: re.Match[str]) -> KernelName:
-    """`Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…` of rocBLAS and hipBLASLt: type, tile."""
+    """Parse `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…` of rocBLAS and hipBLASLt."""
     isa = re.search(r"_ISA(\d+)", head.base)
     return KernelName(
         head.name,
-        match[0],  # what follows are some sixty settings
+        match[0],  # about sixty settings follow
         "gemm",
         "tensile",
-        # ISA942 is gfx942; ISA90 lacks the letter of gfx90a
+        # ISA942 is gfx942. ISA90 lacks the letter of gfx90a.
         arch=f"gfx{isa[1]}" if isa and len(isa[1]) > 2 else None,
         dtype=_TENSILE_DTYPE.get(match["type"][0]),
         **integers(match, tile_m="m", tile_n="n", tile_k="k"),
     )
 
 
-# Names that stand for themselves from the first letter.
+# Names that are matched from their first letter.
 _ANCHORED = tuple(
     (re.compile(pattern, re.ASCII), parser)
     for pattern, parser in (

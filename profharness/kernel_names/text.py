@@ -1,4 +1,6 @@
-"""Kernel names as text: demangling, one spelling, linear-time splitting of template arguments."""
+"""Process kernel names as text: demangle them, normalize the spelling, split template arguments in
+linear time.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +8,68 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-MAX_DEMANGLED = 8192  # Kineto leaves longer mangled names as they are
+MAX_DEMANGLED = 8192  # Kineto does not demangle longer names
 MAX_READ = 16384
 MAX_SHORT = 64
 
 
 @dataclass(frozen=True)
 class KernelName:
-    """What a kernel's name says. None: the name does not tell (never a default).
-
-    backend is the library in one word: `flash2 flash2_pip fa3 fa4 efficient xformers cudnn
-    flashinfer trtllm sage flashmla vllm sglang aiter ck deepgemm flex triton cublas cutlass tensile
-    nccl cub aten cuda unknown`. arch is the code's (`sm90`), not the device's. head_dim is the
-    bucket compiled for; 65536 stands for any in the efficient kernels. tile_m and tile_n count
-    query and key rows in attention, output rows and columns in GEMM. tile_k is a tile's third
-    number: the depth of a step in GEMM, the head dim in cuDNN attention. causal and dropout are
-    compile-time flags.
-    """
+    """The properties of a kernel in its name. None if the name does not contain them."""
 
     name: str
     short: str
     family: str
     backend: str
+    """The library: `flash2 flash2_pip fa3 fa4 efficient xformers cudnn flashinfer trtllm sage
+    flashmla vllm sglang aiter ck deepgemm flex triton cublas cutlass tensile nccl cub aten cuda
+    unknown`.
+    """
     arch: str | None = None
+    """Architecture that the code was compiled for (`sm90`), not that of the device."""
     dtype: str | None = None
     head_dim: int | None = None
+    """Largest head_dim of the compiled kernel. The efficient kernels use 65536 for any."""
     tile_m: int | None = None
+    """Query rows of a tile in attention, output rows in GEMM."""
     tile_n: int | None = None
+    """Key rows of a tile in attention, output columns in GEMM."""
     stages: int | None = None
     warps: int | None = None
     direction: str | None = None
+    """`fwd` or `bwd`."""
     causal: bool | None = None
+    """Compile-time flag."""
     dropout: bool | None = None
+    """Compile-time flag."""
     tile_k: int | None = None
+    """Third number of a tile: depth of a step in GEMM, head dim in cuDNN attention."""
 
     @property
     def tile(self) -> str | None:
-        """`128x64`, or `128x64x32` with tile_k; None unless rows and columns are both known."""
+        """`128x64`, or `128x64x32` with tile_k. None unless rows and columns are known."""
         if self.tile_m is None or self.tile_n is None:
             return None
         sizes = (self.tile_m, self.tile_n, self.tile_k)
         return "x".join(str(size) for size in sizes if size is not None)
 
     def clipped(self) -> KernelName:
-        """The same with a short name of at most 64 characters."""
+        """Return the name with a short name of at most 64 characters."""
         return self if len(self.short) <= MAX_SHORT else replace(self, short=clip(self.short))
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A function's path without template arguments, its last part, where it ends in the text, and
-    the name as given.
-    """
+    """The beginning of a normalized kernel name."""
 
     path: str
+    """The function's path without template arguments."""
     base: str
+    """The last part of the path."""
     end: int
+    """Position after the path in the normalized text."""
     name: str
+    """The name as given."""
 
 
 DTYPES = {
@@ -94,10 +101,10 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 def canonical(name: str) -> str:
-    """A mangled `_Z` name as c++filt and Kineto print it, else the name. Never raises."""
+    """Demangle a `_Z` name as c++filt and Kineto do. Return other names unchanged. Never raises."""
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
-    import cxxfilt  # brings ctypes, which who reads a store does not need
+    import cxxfilt  # imports ctypes, which commands that only read a store do not need
 
     try:
         return str(cxxfilt.demangle(name))
@@ -106,10 +113,10 @@ def canonical(name: str) -> str:
 
 
 def normalise(name: str) -> str:
-    """One spelling for rules to read, whoever printed the name; the first 16 KiB of it.
+    """Return the first 16 KiB of a name in the spelling that the rules expect.
 
     nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, Kineto `4`, `true`, `(anonymous
-    namespace)::`. Here: `4`, `true`, no anonymous namespace, `> >`.
+    namespace)::`. The result has `4`, `true`, no anonymous namespace, and `> >`.
     """
     text = name[:MAX_READ]
     if "(bool)" in text:
@@ -120,7 +127,7 @@ def normalise(name: str) -> str:
 
 
 def split_head(text: str, name: str) -> Head:
-    """The function's path in a normalised text without its return type; name is as given."""
+    """Find the function's path in a normalized text, after its return type."""
     start = _RETURN_TYPE.match(text)
     begin = start.end() if start else 0
     match = _PATH.match(text, begin)
@@ -131,9 +138,9 @@ def split_head(text: str, name: str) -> Head:
 
 
 def template_arguments(text: str, start: int, limit: int = 24) -> list[str]:
-    """At most `limit` top-level template arguments of the list that opens at text[start], else [].
+    """Return at most `limit` top-level template arguments of the list that opens at text[start].
 
-    Linear in the text. A list that is cut off gives the arguments seen so far.
+    Return [] if there is none. Takes linear time. A truncated list returns its arguments so far.
     """
     if start >= len(text) or text[start] != "<":
         return []
@@ -160,14 +167,16 @@ def template_arguments(text: str, start: int, limit: int = 24) -> list[str]:
 
 
 def integer(argument: str) -> int | None:
-    """`4`, `4u` or `-1` as a number, else None."""
+    """Parse `4`, `4u` or `-1`. Return None for other text."""
     argument = argument.rstrip("ul")
     return int(argument) if len(argument) < 12 and _INTEGER.fullmatch(argument) else None
 
 
 def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]:
-    """Fields of a KernelName from groups of a match, None for an absent group; {} without one. A
-    number of ten digits or more is no size, and none that a store could hold.
+    """Return groups of a match as fields of a KernelName, with None for an absent group.
+
+    Return {} without a match. A number of ten digits or more becomes None: it is no size, and a
+    store could not contain it.
     """
     if match is None:
         return {}
@@ -176,7 +185,7 @@ def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]
 
 
 def short_type(argument: str) -> str:
-    """An argument as a word: `c10::Half` is fp16, `a::b::Name<…>` Name, `(x::Mode)1` 1."""
+    """Shorten an argument to a word: `c10::Half` to fp16, `a::b::Name<…>` to Name, `(x::Mode)1` to 1."""
     if argument in DTYPES:
         return DTYPES[argument]
     if argument.startswith("("):
@@ -187,7 +196,7 @@ def short_type(argument: str) -> str:
 
 
 def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
-    """Arguments worth a reader's time: types once each, all numbers, bools only in a short list."""
+    """Select the informative arguments: types once each, all numbers, bools only in a short list."""
     parts: list[str] = []
     for argument in arguments:
         word = short_type(argument)
@@ -201,7 +210,7 @@ def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
 
 
 def generic_short(text: str, head: Head) -> str:
-    """The short name by general rule: last part of the path and its reduced template arguments."""
+    """Return the last part of the path with its reduced template arguments."""
     if not head.base:
         return text
     parts = reduced_arguments(template_arguments(text, head.end))
@@ -209,11 +218,11 @@ def generic_short(text: str, head: Head) -> str:
 
 
 def join_short(base: str, *parts: object) -> str:
-    """`base<a,b>` of the parts that are not empty, None or False."""
+    """Return `base<a,b>` of the parts that are not empty, None or False."""
     shown = [str(part) for part in parts if part not in ("", None, False)]
     return f"{base}<{','.join(shown)}>" if shown else base
 
 
 def clip(text: str) -> str:
-    """At most 64 characters; the middle goes, because ends tell variants apart."""
+    """Shorten a text to 64 characters. The middle is removed, because the ends identify variants."""
     return text if len(text) <= MAX_SHORT else f"{text[:47]}…{text[-16:]}"
